@@ -1,0 +1,334 @@
+"""The vocabulary of the schedule: frozen dataclasses, no torch, no behaviour beyond lookups.
+
+Facts come from the passes (weights, storages, traces), decisions from the planner (plans).
+The same classes are what a payload holds: `payload.py` reads and writes them as JSON, and
+`docs/payload.md` specifies every field. All offsets are bytes, all ranges half-open, all times
+integer nanoseconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Literal
+
+Kind = Literal["streamable", "mutable", "returned", "inlined"]
+ArenaKind = Literal["contiguous", "paged"]
+Backing = Literal["mapped", "anonymous"]
+Wrap = Literal["overlap", "barrier"]
+Timing = Literal["modelled", "measured"]
+Direction = Literal["in"]
+
+_STRICT: dict[str, object] = {"extra": "forbid", "strict": True}
+"""How pydantic treats these classes at the file boundary; inert elsewhere."""
+
+
+# Facts: weights and where their bytes lie.
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """A safetensors file and the stamp by which it is recognised.
+
+    `path` is relative to the artifact's folder for a packed file, absolute for a checkpoint
+    used in place. `header_sha256` covers the length prefix and the header, `sampled_sha256`
+    the blocks that `runtime/source.py` samples.
+    """
+
+    __pydantic_config__: ClassVar = _STRICT
+    path: str
+    nbytes: int
+    mtime_ns: int
+    inode: int
+    header_sha256: str
+    sampled_sha256: str
+
+
+@dataclass(frozen=True)
+class Extent:
+    """`nbytes` of a storage, from `storage_offset` on, that lie at `file_offset` of file `file`."""
+
+    __pydantic_config__: ClassVar = _STRICT
+    file: int
+    file_offset: int
+    storage_offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The bytes behind one or more parts; its index in the catalog is its identity.
+
+    `kind` says whether it may be streamed: only `streamable` may. `extents` is empty until the
+    bytes lie in a file, and sorted by `storage_offset`; it covers all bytes that a part reads.
+    """
+
+    __pydantic_config__: ClassVar = _STRICT
+    nbytes: int
+    kind: Kind
+    extents: tuple[Extent, ...] = ()
+    sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """One strided tensor of a weight, inside one storage.
+
+    `name` is empty for a plain tensor. `dtype` is torch's name without the prefix
+    (`bfloat16`), `stride` counts elements, `offset` counts bytes from the storage's start.
+    """
+
+    __pydantic_config__: ClassVar = _STRICT
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    storage: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter, buffer or constant that export lifted to an input.
+
+    Tied weights, and weights that are views of one another, are separate weights whose parts
+    name the same storage. `device` is the device the program was exported for.
+    """
+
+    __pydantic_config__: ClassVar = _STRICT
+    fqn: str
+    role: Literal["parameter", "buffer", "constant"]
+    device: str
+    parts: tuple[Part, ...]
+
+
+# Facts: the order of reads, and what it costs.
+
+
+@dataclass(frozen=True)
+class Work:
+    """Floating-point operations, and bytes read and written, weights included."""
+
+    __pydantic_config__: ClassVar = _STRICT
+    flops: int = 0
+    nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """One position of the lowered order that reads at least one streamable storage.
+
+    `lead_ns` is the compute since the step before, which reads none of them, and `read_ns` the
+    compute that does. `reads` holds ascending storage indices.
+    """
+
+    __pydantic_config__: ClassVar = _STRICT
+    name: str
+    reads: tuple[int, ...]
+    lead_ns: int
+    read_ns: int
+    lead_work: Work = Work()
+    read_work: Work = Work()
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The steps of one method in the order the lowered program runs them, at one shape point.
+
+    `graph` is the number that the method's probes carry. `shape` names the shape point
+    (`batch=1,sequence=16`, empty for a static program). `tail_ns` is the compute after the last
+    step, `gap_ns` the time between two calls.
+    """
+
+    __pydantic_config__: ClassVar = _STRICT
+    method: str
+    graph: int
+    shape: str
+    steps: tuple[Step, ...]
+    tail_ns: int
+    gap_ns: int
+    times: Timing
+    tail_work: Work = Work()
+
+    @property
+    def compute_ns(self) -> int:
+        """Nanoseconds of one pass with every weight in memory."""
+        return sum(s.lead_ns + s.read_ns for s in self.steps) + self.tail_ns + self.gap_ns
+
+
+@dataclass(frozen=True)
+class Input:
+    """A leaf of a method's inputs: a tensor, or a Python value (`dtype` then is its type's name).
+
+    A dimension is a size, or the name of a symbol of the method. `value` is the repr of a Python
+    value that export has made constant.
+    """
+
+    __pydantic_config__: ClassVar = _STRICT
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...] = ()
+    device: str = "cpu"
+    value: str | None = None
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A dynamic size: its name, range (inclusive; `upper` None where unbounded), exported value."""
+
+    __pydantic_config__: ClassVar = _STRICT
+    name: str
+    lower: int
+    upper: int | None
+    example: int
+
+
+@dataclass(frozen=True)
+class Method:
+    """What a method takes: its leaves in pytree order, and the symbols in their shapes."""
+
+    __pydantic_config__: ClassVar = _STRICT
+    name: str
+    graph: int
+    inputs: tuple[Input, ...]
+    symbols: tuple[Symbol, ...] = ()
+
+
+# Facts: the machine.
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The machine a plan assumes. Rates are per second, latency is per transfer.
+
+    `link_bytes_per_s` is the rate at which weights reach the arena. `note` says where the
+    figures come from.
+    """
+
+    __pydantic_config__: ClassVar = _STRICT
+    name: str
+    flops_per_s: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    link_latency_ns: int
+    note: str = ""
+
+    def copy_ns(self, nbytes: int) -> int:
+        """Nanoseconds that one transfer of `nbytes` takes, rounded up."""
+        return self.link_latency_ns + -int(-nbytes * 1e9 // self.link_bytes_per_s)
+
+
+# Decisions.
+
+
+@dataclass(frozen=True, order=True)
+class Range:
+    """Bytes `start` to `stop` of a layout."""
+
+    __pydantic_config__: ClassVar = _STRICT
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Arena:
+    """The shape of the memory that a plan fills, before any decision.
+
+    `layout[s]` is where storage s begins in the layout, or -1 for a storage that is never in
+    the arena. `segments` are the ranges of the layout that exist at all (one a mapped file, one in
+    all for anonymous memory): a span is a run of granules, cut to its segment. Granules are
+    counted from layout offset 0.
+
+    In a `paged` arena a storage's address is its layout offset, and a range of the layout takes
+    memory while it is on the device. In a `contiguous` one a plan gives addresses.
+    """
+
+    __pydantic_config__: ClassVar = _STRICT
+    kind: ArenaKind
+    backing: Backing
+    granule: int
+    layout: tuple[int, ...]
+    segments: tuple[Range, ...]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One copy of the layout range `start:stop` into the arena, for the read of step `step`.
+
+    It may start once step `after` has ended. `after` < `step` counts from the start of the pass
+    in which `step` runs: a negative value is step `n + after` of the pass before (n steps a
+    pass), and never less than `step - n`: a dependency reaches back one pass at most.
+    """
+
+    __pydantic_config__: ClassVar = _STRICT
+    start: int
+    stop: int
+    step: int
+    after: int
+    direction: Direction = "in"
+    link: int = 0
+
+
+@dataclass(frozen=True)
+class Drop:
+    """The layout range `start:stop` leaves the device when step `step` ends."""
+
+    __pydantic_config__: ClassVar = _STRICT
+    start: int
+    stop: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What streams in one pass of one method: transfers in issue order, drops by step.
+
+    A range that no transfer brings and no drop takes is resident. The transfers with a negative
+    `after` are on their way, or done, when a call begins.
+    """
+
+    __pydantic_config__: ClassVar = _STRICT
+    graph: int
+    transfers: tuple[Transfer, ...]
+    drops: tuple[Drop, ...]
+    predicted_ns: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which bytes are on the device when, for every method of a program, within `budget` bytes.
+
+    `outside` lists the storages held whole in ordinary memory (mutable and returned ones
+    always, all of them when everything fits); their bytes and `arena_bytes` are within the budget.
+    `addresses[s]` is where storage s begins in a contiguous arena (-1 outside; empty when paged).
+    `resident` never leaves the device. `boundary`, which contains it, is on the device or on its
+    way between calls, listed in the order in which a cold start loads it. `traces` are those that
+    the plan was made for.
+    """
+
+    __pydantic_config__: ClassVar = _STRICT
+    budget: int
+    arena: Arena
+    arena_bytes: int
+    outside: tuple[int, ...]
+    addresses: tuple[int, ...]
+    resident: tuple[Range, ...]
+    boundary: tuple[Range, ...]
+    wrap: Wrap
+    schedules: tuple[Schedule, ...]
+    traces: tuple[Trace, ...]
+    hardware: Hardware
+
+    @cached_property
+    def streamed_bytes(self) -> int:
+        """Bytes copied in one pass of each method, summed."""
+        return sum(t.stop - t.start for s in self.schedules for t in s.transfers)
+
+    @property
+    def predicted_seconds(self) -> float:
+        """Seconds that one more pass of each method costs in the limit, summed."""
+        return sum(s.predicted_ns for s in self.schedules) / 1e9
