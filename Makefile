@@ -1,0 +1,36 @@
+# The environment is .venv, made again when pyproject.toml or constraints.txt change.
+PYTHON ?= python3
+VENV := .venv
+STAMP := $(VENV)/.installed
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+
+.PHONY: run test check bench clean help
+
+run: $(STAMP) ## make the environment, then run the demo
+	@$(VENV)/bin/penstock demo
+
+test: $(STAMP) ## make the environment, then run every check and test
+	@scripts/check
+	@$(VENV)/bin/python -m pytest
+
+check: $(STAMP) ## formatting, lint, types and hygiene
+	@scripts/check
+
+bench: $(STAMP) ## measure against the disk, memory and the peers (SIZE=4GiB)
+	@$(VENV)/bin/python benchmarks/disk.py $(if $(SIZE),--size $(SIZE))
+
+clean: ## remove the environment and everything that was built
+	rm -rf $(VENV) build dist src/penstock.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "penstock needs Python 3.11 or later: make PYTHON=python3.12 ...")'
+	@echo "Making the environment in $(VENV): the first time takes a few minutes."
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@# setuptools first: it then builds penstock itself, at the version that the constraints pin.
+	@$(PIP) install -c constraints.txt setuptools wheel
+	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[demo,bench,dev]'
+	@touch $@

@@ -1,0 +1,85 @@
+"""What the house style asks of files and no other checker looks at.
+
+Looks at the files that git tracks, or would. Prints one line a finding; exit status 1 if there is any.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+MAX_FILE_BYTES = 1 << 20
+MAX_FILE_LINES = 320
+MAX_FUNCTION_LINES = 55
+MAX_POSITIONAL = 5
+SOURCES = {".py", ".sh", ".toml", ".md", ".txt", ".yml", ".yaml", ""}
+ASCII_ONLY = {".py", ".sh", ".toml"}
+MACHINE_PATH = re.compile(r"(?<![\w.])/(?:root|home|Users|work|opt|mnt)/[\w.-]+")
+"""A path that exists on one machine only."""
+
+
+def find_tracked(root: Path) -> list[Path]:
+    """Files that git tracks or would track, without the links, relative to `root`."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    listing = subprocess.run(command, cwd=root, check=True, capture_output=True).stdout.decode()
+    paths = sorted({Path(name) for name in listing.split("\0") if name})
+    return [path for path in paths if (root / path).is_file() and not (root / path).is_symlink()]
+
+
+def check_text(text: str, suffix: str) -> Iterator[tuple[int, str]]:
+    """Findings of any text file as (line, sentence)."""
+    lines = text.splitlines()
+    if suffix == ".py" and len(lines) > MAX_FILE_LINES:
+        yield len(lines), f"{len(lines)} lines: at most {MAX_FILE_LINES}, so split the file"
+    for number, line in enumerate(lines, 1):
+        if found := MACHINE_PATH.search(line):
+            yield number, f"{found.group()} names a place on one machine"
+        if suffix in ASCII_ONLY and not line.isascii():
+            yield number, "characters beyond ASCII"
+
+
+def check_functions(text: str) -> Iterator[tuple[int, str]]:
+    """Findings about the size of each function as (line, sentence)."""
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        length = (node.end_lineno or node.lineno) - node.lineno + 1
+        if length > MAX_FUNCTION_LINES:
+            yield node.lineno, f"{node.name} has {length} lines: at most {MAX_FUNCTION_LINES}"
+        positional = [
+            a.arg for a in (*node.args.posonlyargs, *node.args.args) if a.arg not in {"self", "cls"}
+        ]
+        if len(positional) > MAX_POSITIONAL:
+            yield node.lineno, f"{node.name} takes {len(positional)} positional parameters"
+
+
+def check_file(root: Path, path: Path) -> Iterator[str]:
+    """Findings about one file, each as a line to print."""
+    if (root / path).stat().st_size > MAX_FILE_BYTES:
+        yield f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB"
+        return
+    if path.suffix not in SOURCES:
+        return
+    text = (root / path).read_text(encoding="utf-8")
+    findings = [*check_text(text, path.suffix)]
+    if path.suffix == ".py":
+        findings += check_functions(text)
+    for line, sentence in findings:
+        yield f"{path}:{line}: {sentence}"
+
+
+def main() -> int:
+    root = Path(__file__).resolve().parent.parent
+    findings = [finding for path in find_tracked(root) for finding in check_file(root, path)]
+    for finding in findings:
+        print(finding)
+    print(f"hygiene: {len(findings)} findings")
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

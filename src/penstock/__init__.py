@@ -1,0 +1,67 @@
+"""Runs exported PyTorch programs that are bigger than the memory they run in.
+
+Everything public is here. A name is imported when it is first used, so that `import penstock`
+is quick and does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from penstock._version import __version__
+
+if TYPE_CHECKING:
+    from penstock.passes.annotate import annotate
+    from penstock.passes.pipeline import Pipeline
+    from penstock.passes.probes import insert_probes
+    from penstock.runtime.compile import compile
+    from penstock.runtime.program import open
+    from penstock.schedule.errors import (
+        BudgetError,
+        PassError,
+        PayloadError,
+        PenstockError,
+        PlanError,
+        SourceError,
+        StreamError,
+    )
+    from penstock.schedule.payload import Payload
+
+__all__ = [
+    "BudgetError",
+    "PassError",
+    "Payload",
+    "PayloadError",
+    "PenstockError",
+    "Pipeline",
+    "PlanError",
+    "SourceError",
+    "StreamError",
+    "__version__",
+    "annotate",
+    "compile",
+    "insert_probes",
+    "open",
+]
+
+_HOMES = {
+    "Payload": "penstock.schedule.payload",
+    "Pipeline": "penstock.passes.pipeline",
+    "annotate": "penstock.passes.annotate",
+    "compile": "penstock.runtime.compile",
+    "insert_probes": "penstock.passes.probes",
+    "open": "penstock.runtime.program",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOMES.get(name, "penstock.schedule.errors")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
