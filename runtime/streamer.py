@@ -1,0 +1,265 @@
+"""Readers that fill the arena ahead of the reads, and the two probes that the program calls.
+
+One pass of a method is: `begin`, then for each probed step `acquire` and `release` in the order of
+its trace, then `end`. Readers take pieces of transfers strictly in issue order; a piece starts once
+the step it waits for has ended, also when that step belongs to the pass before, so prefetch runs
+across calls. Whatever does not happen as planned (another order of steps, a failed read, an
+exception in the model) ends in `abort`, which forgets all but the resident ranges and starts over
+from the plan's boundary: slower, never wrong.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from penstock.runtime.arena import WeightArena
+from penstock.runtime.queue import MethodTable, Piece, Queue, first_pass, tabulate
+from penstock.runtime.ranges import merge, subtract
+from penstock.schedule.errors import StreamError
+from penstock.schedule.model import Plan, Range, Storage
+
+
+@dataclass
+class Counters:
+    """What a streamer did so far, in bytes, nanoseconds and counts."""
+
+    bytes_moved: int = 0
+    misses: int = 0
+    stall_ns: int = 0
+    passes: int = 0
+
+
+@dataclass
+class _Position:
+    """Where issuing and the pass stand.
+
+    `queue.pieces[index]` is issued next. Readers are `ahead` when that piece is for the pass after
+    the one whose steps are counted by `ended`. `left` and `left_ahead` count, by step, the pieces
+    that are not copied yet.
+    """
+
+    queue: Queue
+    left: list[int]
+    left_ahead: list[int]
+    index: int = 0
+    ahead: bool = True
+    ended: int = 0
+
+
+class Streamer:
+    """Streams the weights of one plan, which has at least one schedule, into one arena.
+
+    Raises from `begin` or `acquire` whatever the arena raised while it was filled.
+    """
+
+    def __init__(
+        self, plan: Plan, storages: Sequence[Storage], arena: WeightArena, *, readers: int = 2
+    ) -> None:
+        self.counters = Counters()
+        self.methods: dict[int, MethodTable] = {
+            s.graph: tabulate(plan, s, t, storages) for s, t in zip(plan.schedules, plan.traces, strict=True)
+        }
+        self._plan, self._arena = plan, arena
+        self._changed = threading.Condition()
+        self._in_flight = 0
+        self._closed = False
+        self._error: BaseException | None = None
+        self._resident_loaded = False
+        self._expected: list[int] = []  # the probed steps still to come in this pass, the next one last
+        self._demand: list[Range] | None = None  # what is loaded, once this pass left the planned order
+        self._running = False
+        self._paused = False
+        self._position = self._first_position(plan.schedules[0].graph)
+        self._threads = [
+            threading.Thread(target=self._read, name=f"penstock-reader-{i}", daemon=True)
+            for i in range(readers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # The pass, on the caller's thread.
+
+    def begin(self, graph: int) -> None:
+        """Start a pass of method `graph`; returns once every resident range is loaded."""
+        method = self.methods[graph]
+        if self._error is not None or self._running or not self._can_follow(graph):
+            self._drain()
+            self._restart(graph)
+        with self._changed:
+            now = self._position
+            if now.queue.graph != graph:
+                now.queue, now.left_ahead = method.steady, list(method.steady.counts)
+            now.left, now.left_ahead = now.left_ahead, list(method.steady.counts)
+            now.ahead, now.ended = False, 0
+            self._turn()
+            self._expected = list(reversed(method.probed))
+            self._running = True
+            self._changed.notify_all()
+        self._wait(method.steps)
+        self._resident_loaded = True
+
+    def acquire(self, graph: int, step: int) -> None:
+        """Wait until everything that `step` reads is in the arena."""
+        if self._demand is None and self._expected and self._expected[-1] == step:
+            self._wait(step)
+        else:
+            self._load_on_demand(self.methods[graph].needs[step])
+
+    def release(self, graph: int, step: int) -> None:
+        """Step `step` has ended: drop what the plan drops there, let the transfers that wait for it start."""
+        if self._demand is not None:
+            return
+        if not self._expected or self._expected[-1] != step:
+            raise StreamError(f"step {step} of graph {graph} was released without being acquired")
+        self._expected.pop()
+        for item in self.methods[graph].drops.get(step, ()):
+            self._arena.drop(item.start, item.stop)
+        with self._changed:
+            self._position.ended = step + 1
+            self._changed.notify_all()
+
+    def end(self, graph: int) -> None:
+        """The pass is over; with `wrap="barrier"`, wait for what it has started for the next."""
+        self.counters.passes += 1
+        if self._demand is not None or self._expected:
+            self.abort()
+            return
+        with self._changed:
+            self._position.ended = self.methods[graph].steps
+            self._running = False
+            self._changed.notify_all()
+        if self._plan.wrap == "barrier":
+            self._wait_for(lambda: not self._startable() and not self._in_flight)
+
+    def abort(self) -> None:
+        """Forget everything but the resident ranges; the next pass starts from the boundary again."""
+        if not self._closed:
+            self._drain()
+            self._restart(self._position.queue.graph)
+
+    def close(self) -> None:
+        """Stop the readers and wait for them. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    # Between passes.
+
+    def _can_follow(self, graph: int) -> bool:
+        """Whether what is on its way for the pass expected next serves a pass of `graph` as well."""
+        now = self._position
+        if now.queue.graph == graph:
+            return True
+        crossing = self.methods[graph].crosses_calls or self.methods[now.queue.graph].crosses_calls
+        return not crossing and now.index == 0 and self._resident_loaded
+
+    def _drain(self) -> None:
+        """Stop issuing, wait for what is being copied, drop all but the resident ranges."""
+        with self._changed:
+            self._paused = True
+            while self._in_flight:
+                self._changed.wait()
+        kept = merge(self._plan.resident) if self._resident_loaded else []
+        for item in subtract(self._plan.arena.segments, kept):
+            self._arena.drop(item.start, item.stop)
+
+    def _restart(self, graph: int) -> None:
+        position = self._first_position(graph)
+        with self._changed:
+            self._position = position
+            self._expected, self._demand, self._error = [], None, None
+            self._running = self._paused = False
+            self._changed.notify_all()
+
+    def _first_position(self, graph: int) -> _Position:
+        method = self.methods[graph]
+        queue = first_pass(self._plan, method, resident_loaded=self._resident_loaded)
+        return _Position(queue, [], list(queue.counts), ended=method.steps)
+
+    # The readers' threads.
+
+    def _read(self) -> None:
+        while (taken := self._take()) is not None:
+            piece, left = taken
+            error: BaseException | None = None
+            moved = 0
+            try:
+                moved = self._arena.fill(piece.start, piece.stop)
+            except BaseException as raised:  # raised again on the caller's thread
+                error = raised
+            with self._changed:
+                self._in_flight -= 1
+                self.counters.bytes_moved += moved
+                if error is None:
+                    left[piece.step] -= 1
+                else:
+                    self._error = self._error or error
+                self._changed.notify_all()
+
+    def _take(self) -> tuple[Piece, list[int]] | None:
+        """The next piece, once it may start, and the counts it belongs to; None once closed."""
+        with self._changed:
+            while not self._closed and not self._startable():
+                self._changed.wait()
+            if self._closed:
+                return None
+            now = self._position
+            piece = now.queue.pieces[now.index]
+            left = now.left_ahead if now.ahead else now.left
+            now.index += 1
+            self._in_flight += 1
+            self._turn()
+            return piece, left
+
+    def _startable(self) -> bool:
+        now = self._position
+        if self._paused or self._error is not None or now.index >= len(now.queue.pieces):
+            return False
+        after = now.queue.pieces[now.index].after
+        if now.ahead:
+            return after < 0 and after + self.methods[now.queue.graph].steps < now.ended
+        return after < now.ended
+
+    def _turn(self) -> None:
+        """Go on to the next pass's queue when this pass's is issued."""
+        now = self._position
+        if not now.ahead and now.index >= len(now.queue.pieces):
+            now.queue, now.index, now.ahead = self.methods[now.queue.graph].steady, 0, True
+
+    # Waiting, on the caller's thread.
+
+    def _wait(self, step: int) -> None:
+        left = self._position.left
+        if left[step] or self._error is not None:
+            self._wait_for(lambda: not left[step])
+
+    def _wait_for(self, done: Callable[[], bool]) -> None:
+        began = time.perf_counter_ns()
+        with self._changed:
+            while not done() and self._error is None and not self._closed:
+                self._changed.wait()
+        self.counters.stall_ns += time.perf_counter_ns() - began
+        if self._error is not None:
+            raise self._error
+        if self._closed:
+            raise StreamError("the streamed module was closed while it ran")
+
+    def _load_on_demand(self, needed: Sequence[Range]) -> None:
+        """A miss: drop whatever else streams, then load `needed` before returning."""
+        if self._error is not None:
+            raise self._error
+        if self._demand is None:
+            self._drain()
+        for item in self._demand or ():
+            self._arena.drop(item.start, item.stop)
+        self._demand = list(needed)
+        began = time.perf_counter_ns()
+        for item in needed:
+            self.counters.bytes_moved += self._arena.fill(item.start, item.stop)
+        self.counters.stall_ns += time.perf_counter_ns() - began
+        self.counters.misses += 1
