@@ -20,7 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from penstock.runtime.stamp import check_open_file, locate, open_error
+from penstock.runtime.safetensors_file import open_error
+from penstock.runtime.stamp import check_open_file, locate
 from penstock.schedule.errors import SourceError
 from penstock.schedule.model import Storage, WeightFile
 
@@ -87,13 +88,7 @@ class Source:
     def check_size(self, file: int) -> None:
         """Raise SourceError if the file has become shorter than its stamp says (one fstat)."""
         with self._in_flight():
-            opened = self._files[file]
-            found = os.fstat(opened.fd).st_size
-            if found < opened.nbytes:
-                raise SourceError(
-                    f"{opened.path} has been truncated while in use: expected {opened.nbytes} bytes, "
-                    f"got {found}; restore the file and open the artifact again"
-                )
+            _check_size(self._files[file])
 
     def read_into(self, file: int, offset: int, address: int, nbytes: int) -> None:
         """Fill `nbytes` of memory at `address` with the file's bytes from `offset` on.
@@ -234,13 +229,22 @@ def _read(opened: _OpenFile, fd: int, offset: int, address: int, nbytes: int) ->
         try:
             got = os.preadv(fd, [part], offset + done)
         except OSError as error:
+            # Behind a new end that is in the middle of a block a direct read fails with EINVAL.
+            _check_size(opened)
             raise SourceError(
                 f"reading bytes {offset + done} to {offset + nbytes} of {opened.path} failed: "
                 f"{error.strerror}; check the disk, then try again"
             ) from error
         if got == 0:
-            raise SourceError(
-                f"{opened.path} has been truncated while in use: expected {opened.nbytes} bytes, "
-                f"got {offset + done}; restore the file and open the artifact again"
-            )
+            _check_size(opened)
+            raise SourceError(f"{opened.path} ended at byte {offset + done} while it was read; try again")
         done += got
+
+
+def _check_size(opened: _OpenFile) -> None:
+    found = os.fstat(opened.fd).st_size
+    if found < opened.nbytes:
+        raise SourceError(
+            f"{opened.path} has been truncated while in use: expected {opened.nbytes} bytes, got {found}; "
+            "restore the file and open the artifact again"
+        )

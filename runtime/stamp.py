@@ -1,33 +1,165 @@
 """Recognises weight files: a stamp that is quick at any size, and full hashes for verification.
 
 A stamp holds size, modification time, inode, the sha256 of length prefix and header, and the
-sha256 of sampled blocks. It catches another model of the same shapes; an edit that misses every
-sampled block and keeps the modification time is caught only by the full hashes.
+sha256 of sampled blocks. It catches another model of the same shapes. What it cannot catch is an
+edit that misses every sampled block (and, in a file used in place, also forges the modification
+time): only `hash_storages`, which reads everything, does.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from penstock.runtime.safetensors_file import (
+    Header,
+    open_error,
+    parse_header,
+    read_exactly,
+    read_open_header,
+    read_raw_header,
+)
 from penstock.schedule.errors import SourceError
-from penstock.schedule.model import WeightFile
+from penstock.schedule.model import Storage, WeightFile
+
+Progress = Callable[[int], None]
+"""Called with the number of bytes done since the last call."""
+
+SAMPLE_BYTES = 4096
+_SPREAD_SAMPLES = 64
+_TENSOR_SAMPLES = 256
+_LARGE_TENSOR = 1 << 20
+_HASH_CHUNK = 16 << 20
 
 
 def stamp_file(path: Path, *, recorded_path: str) -> WeightFile:
-    raise NotImplementedError
+    """The stamp of a safetensors file, to be recorded under `recorded_path`; SourceError if it is not one."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise open_error(path, error) from error
+    try:
+        status = os.fstat(fd)
+        header = read_open_header(fd, path)
+        return WeightFile(
+            path=recorded_path,
+            nbytes=status.st_size,
+            mtime_ns=status.st_mtime_ns,
+            inode=status.st_ino,
+            header_sha256=hashlib.sha256(header.raw).hexdigest(),
+            sampled_sha256=_hash_samples(fd, header, path),
+        )
+    finally:
+        os.close(fd)
 
 
 def check_stamp(file: WeightFile, folder: Path, *, in_place: bool) -> None:
-    raise NotImplementedError
+    """Raise SourceError unless the file is still the one that was stamped.
+
+    `folder` is the artifact's. Modification time and inode count only for files used `in_place`:
+    a packed file may be copied together with its artifact.
+    """
+    path = locate(file, folder)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise open_error(path, error) from error
+    try:
+        check_open_file(fd, path, file, in_place=in_place)
+    finally:
+        os.close(fd)
 
 
 def check_open_file(fd: int, path: Path, file: WeightFile, *, in_place: bool) -> None:
-    raise NotImplementedError
+    """As `check_stamp`, of a file that is open, so that what is checked is what will be read."""
+    status = os.fstat(fd)
+    _compare(path, "size in bytes", file.nbytes, status.st_size)
+    if in_place:
+        _compare(path, "modification time in ns", file.mtime_ns, status.st_mtime_ns)
+        _compare(path, "inode", file.inode, status.st_ino)
+    raw = read_raw_header(fd, path)
+    _compare(path, "sha256 of its header", file.header_sha256, hashlib.sha256(raw).hexdigest())
+    sampled_sha256 = _hash_samples(fd, parse_header(raw, status.st_size, path), path)
+    _compare(path, "sha256 of its sampled blocks", file.sampled_sha256, sampled_sha256)
 
 
 def locate(file: WeightFile, folder: Path) -> Path:
+    """Where a weight file lies; SourceError for a relative path that leaves the artifact's folder."""
+    if ".." in Path(file.path).parts or "\0" in file.path or not file.path:
+        raise SourceError(
+            f"the payload names the weight file {file.path!r}, which is not inside {folder}: "
+            "do not trust this artifact, compile again"
+        )
     return folder / file.path
 
 
-def open_error(path: Path, error: OSError) -> SourceError:
-    return SourceError(f"{path} cannot be opened: {error.strerror}")
+def sample_offsets(header: Header) -> tuple[int, ...]:
+    """Where the sampled blocks begin, ascending: multiples of SAMPLE_BYTES, the last cut at the end.
+
+    64 blocks spread evenly over the file (first and last among them), and the blocks in which up
+    to 256 tensors of 1 MiB or more begin, taken evenly in file order.
+    """
+    last = max(header.file_nbytes - 1, 0)
+    spread = [last * i // (_SPREAD_SAMPLES - 1) for i in range(_SPREAD_SAMPLES)]
+    large = [entry.start for entry in header.entries.values() if entry.nbytes >= _LARGE_TENSOR]
+    count = min(len(large), _TENSOR_SAMPLES)
+    chosen = [large[len(large) * i // count] for i in range(count)]
+    return tuple(sorted({offset // SAMPLE_BYTES * SAMPLE_BYTES for offset in spread + chosen}))
+
+
+def read_chunks(fd: int, start: int, stop: int, path: Path) -> Iterator[bytes]:
+    """Bytes `start` to `stop` of an open file, at most 16 MiB at a time."""
+    for offset in range(start, stop, _HASH_CHUNK):
+        yield read_exactly(fd, offset, min(_HASH_CHUNK, stop - offset), path)
+
+
+def hash_storage(
+    storage: Storage, files: Sequence[WeightFile], folder: Path, *, progress: Progress | None = None
+) -> str:
+    """The sha256 of a storage's bytes as they lie in its files, extent after extent."""
+    digest = hashlib.sha256()
+    for extent in storage.extents:
+        path = locate(files[extent.file], folder)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise open_error(path, error) from error
+        try:
+            for chunk in read_chunks(fd, extent.file_offset, extent.file_offset + extent.nbytes, path):
+                digest.update(chunk)
+                if progress:
+                    progress(len(chunk))
+        finally:
+            os.close(fd)
+    return digest.hexdigest()
+
+
+def hash_storages(
+    storages: Sequence[Storage],
+    files: Sequence[WeightFile],
+    folder: Path,
+    *,
+    progress: Progress | None = None,
+) -> tuple[str | None, ...]:
+    """The sha256 of every storage, None for one that lies in no file. Reads all of them: about 1 GB/s."""
+    return tuple(
+        hash_storage(storage, files, folder, progress=progress) if storage.extents else None
+        for storage in storages
+    )
+
+
+def _hash_samples(fd: int, header: Header, path: Path) -> str:
+    digest = hashlib.sha256()
+    for offset in sample_offsets(header):
+        digest.update(read_exactly(fd, offset, min(SAMPLE_BYTES, header.file_nbytes - offset), path))
+    return digest.hexdigest()
+
+
+def _compare(path: Path, what: str, expected: int | str, found: int | str) -> None:
+    if expected != found:
+        raise SourceError(
+            f"{path} is not the file that was compiled: its {what} was {expected} and is {found}; "
+            "put the original back, or compile again"
+        )
