@@ -1,0 +1,121 @@
+"""Random facts to plan: storages, traces, machines and arenas, as hypothesis strategies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+from penstock.schedule.layout import first_uses, mapped_arena, packed_arena
+from penstock.schedule.model import Arena, Extent, Hardware, Step, Storage, Trace, WeightFile, Wrap
+
+GRANULE = 64
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Everything that a plan is made from, but for the budget: `share` in 0..1 says how generous."""
+
+    storages: tuple[Storage, ...]
+    traces: tuple[Trace, ...]
+    arena: Arena
+    hardware: Hardware
+    keep: frozenset[int]
+    wrap: Wrap
+    share: float
+
+    def budget(self, floor_bytes: int) -> int:
+        """A budget between the floor and all bytes that there are."""
+        total = sum(s.nbytes for s in self.storages)
+        return floor_bytes + int(self.share * max(0, total - floor_bytes))
+
+
+def equal_problem(n: int, compute: float, *, unit: int = 64 * 64) -> Problem:
+    """n equal weights, each read once a pass; copying one takes 1 us, computing `compute` us."""
+    storages = tuple(Storage(unit, "streamable") for _ in range(n))
+    steps = tuple(Step(f"block.{k}", (k,), 0, round(compute * 1000)) for k in range(n))
+    traces = (Trace("forward", 0, "", steps, 0, 0, "modelled"),)
+    arena = packed_arena(storages, traces, kind="paged", granule=GRANULE, alignment=GRANULE)
+    return Problem(storages, traces, arena, machine(unit * 1e6), frozenset(), "overlap", 0.0)
+
+
+def machine(link_bytes_per_s: float, *, latency_ns: int = 0) -> Hardware:
+    return Hardware("toy", 1e12, 1e11, link_bytes_per_s, latency_ns)
+
+
+def hardwares() -> st.SearchStrategy[Hardware]:
+    return st.builds(
+        lambda rate, latency: machine(rate, latency_ns=latency),
+        st.sampled_from([1e7, 1e8, 1e9, 3e9, 7.7e10]),
+        st.sampled_from([0, 0, 1, 100, 2_000]),
+    )
+
+
+def storage_lists(max_size: int = 12) -> st.SearchStrategy[list[Storage]]:
+    """Sizes from nothing to some granules, seldom one that may not be streamed."""
+    sizes = st.one_of(
+        st.integers(0, 3), st.integers(1, 4 * GRANULE), st.sampled_from([GRANULE, 8 * GRANULE, 40 * GRANULE])
+    )
+    kinds = st.sampled_from(["streamable"] * 7 + ["mutable", "returned", "inlined"])
+    return st.lists(st.builds(Storage, sizes, kinds), min_size=1, max_size=max_size)
+
+
+@st.composite
+def trace_of(draw: Any, storages: tuple[Storage, ...], graph: int = 0, max_steps: int = 14) -> Trace:
+    """Steps that read one to a few of the storages; without any to read there are no steps."""
+    readable = [s for s, storage in enumerate(storages) if storage.kind == "streamable" and storage.nbytes]
+    times = st.sampled_from([0, 0, 1, 10, 300, 5_000])
+    reads = st.sets(st.sampled_from(readable), min_size=1, max_size=3) if readable else st.nothing()
+    count = draw(st.integers(1, max_steps)) if readable else 0
+    steps = tuple(
+        Step(f"step.{k}", tuple(sorted(draw(reads))), draw(times), draw(times)) for k in range(count)
+    )
+    return Trace(f"method{graph}", graph, "", steps, draw(times), draw(times), "modelled")
+
+
+@st.composite
+def storages_and_traces(draw: Any, methods: int = 1) -> tuple[tuple[Storage, ...], tuple[Trace, ...]]:
+    storages = tuple(draw(storage_lists()))
+    return storages, tuple(draw(trace_of(storages, graph)) for graph in range(methods))
+
+
+def in_files(
+    storages: tuple[Storage, ...], gap: int = 0
+) -> tuple[tuple[Storage, ...], tuple[WeightFile, ...]]:
+    """The storages laid out in two files, every one from a multiple of 64 bytes on."""
+    ends = [128, 64]
+    placed = []
+    for index, storage in enumerate(storages):
+        file = index % 2 if len(storages) > 4 else 0
+        start = -(-ends[file] // 64) * 64
+        ends[file] = start + storage.nbytes + gap
+        extents = (Extent(file, start, 0, storage.nbytes),) if storage.nbytes else ()
+        placed.append(Storage(storage.nbytes, storage.kind, extents))
+    files = tuple(WeightFile(f"weights-{i}", end, 0, 0, "", "") for i, end in enumerate(ends))
+    return tuple(placed), files
+
+
+@st.composite
+def problems(draw: Any, kind: str = "any", methods: int = 1) -> Problem:
+    """`kind` is "paged", "contiguous", or "any" of both; a paged arena may be mapped."""
+    storages, traces = draw(storages_and_traces(methods))
+    if kind == "any":
+        kind = draw(st.sampled_from(["paged", "contiguous"]))
+    granule = draw(st.sampled_from([GRANULE, GRANULE, 4 * GRANULE]))
+    arena: Arena | None
+    if kind == "paged" and draw(st.booleans()):
+        storages, files = in_files(storages)
+        arena = mapped_arena(storages, files, granule=granule, page=GRANULE)
+    elif kind == "paged":
+        arena = packed_arena(storages, traces, kind="paged", granule=granule, alignment=GRANULE)
+    else:
+        arena = packed_arena(storages, traces, kind="contiguous", granule=GRANULE, alignment=GRANULE)
+    assert arena is not None
+    read = first_uses(storages, traces)
+    keep = (
+        draw(st.sets(st.sampled_from(read), max_size=2)) if read and draw(st.integers(0, 3)) == 0 else set()
+    )
+    wrap: Wrap = draw(st.sampled_from(["overlap", "overlap", "barrier"]))
+    share = draw(st.floats(0, 1, allow_nan=False))
+    return Problem(storages, traces, arena, draw(hardwares()), frozenset(keep), wrap, share)
