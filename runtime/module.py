@@ -1,0 +1,202 @@
+"""The streamed module: an `nn.Module` that is called like the exported one, and refuses what it cannot be."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+from torch.utils import _pytree as pytree
+
+from penstock.passes.probes import STREAMER
+from penstock.runtime.streamer import Streamer
+from penstock.schedule.errors import StreamError
+from penstock.schedule.model import Plan
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a streamed module did since it was loaded.
+
+    `peak_bytes` is the most weight memory ever held, within the budget: the arena's ranges and the
+    storages outside it. `stall_seconds` is time the caller waited for weights, loading the resident
+    ones included. `arena` says in words where weights live and why.
+    """
+
+    passes: int
+    bytes_moved: int
+    misses: int
+    stall_seconds: float
+    held_bytes: int
+    peak_bytes: int
+    budget: int
+    arena: str
+    readers: int
+
+
+@dataclass
+class Resources:
+    """What must be given back in order: readers first, then the memory they write, then the files."""
+
+    streamer: Streamer | None
+    closers: tuple[Callable[[], None], ...]
+    owner: int
+    closed: bool = False
+
+    def close(self) -> None:
+        """Give everything back. Idempotent; a forked child has no readers, and may only close."""
+        if self.closed:
+            return
+        self.closed = True
+        if self.streamer is not None and os.getpid() == self.owner:
+            self.streamer.close()
+        for close in self.closers:
+            close()
+
+
+class StreamedModule(torch.nn.Module):
+    """Runs an exported program whose weights stream.
+
+    Call it like the exported module; where the artifact has several methods, call them by name
+    (`module.decode(...)`). It is a context manager: leaving it closes it. Raises StreamError for a
+    call after `close`, from a second thread while one runs, from a forked child, or with grad mode
+    on while an input requires grad; SourceError when weights cannot be read on the way (the next
+    call starts over).
+    """
+
+    def __init__(
+        self,
+        methods: Mapping[str, tuple[int, Callable[..., Any]]],
+        plan: Plan,
+        resources: Resources,
+        describe: Callable[[], Stats],
+    ) -> None:
+        super().__init__()
+        self.training = False
+        self.plan = plan
+        self._methods = dict(methods)
+        self._resources = resources
+        self._describe = describe
+        self._running = threading.Lock()
+        self._finalizer = weakref.finalize(self, resources.close)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the only method, or the one named `forward`."""
+        if len(self._methods) == 1:
+            (name,) = self._methods
+        elif "forward" in self._methods:
+            name = "forward"
+        else:
+            raise StreamError(f"this module has several methods: call one of {', '.join(self._methods)} by name")
+        return self._call(name, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__.get("_methods", ()):
+            return lambda *args, **kwargs: self._call(name, args, kwargs)
+        return super().__getattr__(name)
+
+    @property
+    def stats(self) -> Stats:
+        """Bytes moved, stalls, misses and peaks so far."""
+        return self._describe()
+
+    def close(self) -> None:
+        """Stop the readers and give all memory back. Idempotent; calls after it raise StreamError."""
+        if os.getpid() != self._resources.owner:
+            self._finalizer()  # the lock may be held for ever by a thread that exists in the parent only
+            return
+        if not self._running.acquire(blocking=False):
+            raise StreamError("the module cannot be closed while a call runs in it: wait for that call")
+        try:
+            self._finalizer()
+        finally:
+            self._running.release()
+
+    def __enter__(self) -> StreamedModule:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        graph, program = self._methods[name]
+        with self._exclusive():
+            _refuse_grad(args, kwargs)
+            streamer = self._resources.streamer
+            if streamer is None:
+                return program(*args, **kwargs)
+            return _stream(streamer, graph, lambda: program(*args, **kwargs))
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        if self._resources.closed:
+            raise StreamError("the module is closed: load the program again")
+        if os.getpid() != self._resources.owner:
+            raise StreamError("a forked child cannot run a streamed module: load the program in the child")
+        if not self._running.acquire(blocking=False):
+            raise StreamError("another thread is running this module: load the program once per thread")
+        try:
+            yield
+        finally:
+            self._running.release()
+
+    # What an nn.Module can do and a streamed one cannot.
+
+    def train(self, mode: bool = True) -> StreamedModule:
+        if mode:
+            _refuse("train()", "penstock streams frozen weights")
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
+        _refuse("moving or casting", "load the program for the device you want")
+
+    def requires_grad_(self, requires_grad: bool = True) -> StreamedModule:
+        if requires_grad:
+            _refuse("requires_grad_()", "penstock streams frozen weights")
+        return self
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("load_state_dict()", "compile the program again with the new weights")
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        _refuse("deepcopy", "load the program again")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse("pickling", "pass the artifact's path and load it there")
+
+
+def _refuse(what: str, instead: str) -> NoReturn:
+    raise StreamError(f"{what} is not possible on a streamed module: {instead}")
+
+
+def _refuse_grad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for path, leaf in pytree.tree_leaves_with_path((args, kwargs)):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            raise StreamError(
+                f"input {pytree.keystr(path)} requires grad and grad mode is on: gradients through streamed "
+                "weights are not supported, so call under torch.no_grad() or detach the input"
+            )
+
+
+def _stream(streamer: Streamer, graph: int, program: Callable[[], Any]) -> Any:
+    token = STREAMER.set(streamer)
+    try:
+        streamer.begin(graph)
+        output = program()
+        streamer.end(graph)
+    except BaseException:
+        streamer.abort()
+        raise
+    finally:
+        STREAMER.reset(token)
+    return output
