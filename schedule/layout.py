@@ -5,6 +5,7 @@ A layout is a fact, not a decision: it says where bytes lie before anything is p
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 from penstock.schedule.model import Arena, ArenaKind, Extent, Range, Storage, Trace, WeightFile
@@ -94,7 +95,7 @@ def _place_in_file(storage: Storage, files: Sequence[WeightFile]) -> tuple[int, 
         return None
     file = extents[0].file
     offset = extents[0].file_offset - extents[0].storage_offset
-    inside = 0 <= offset and offset + storage.nbytes <= files[file].nbytes
+    inside = offset >= 0 and offset + storage.nbytes <= files[file].nbytes
     return (file, offset) if inside and offset % MAPPED_ALIGNMENT == 0 else None
 
 
@@ -103,7 +104,7 @@ def _is_one_run(extents: Sequence[Extent]) -> bool:
         before.file == after.file
         and before.file_offset + before.nbytes == after.file_offset
         and before.storage_offset + before.nbytes == after.storage_offset
-        for before, after in zip(extents, extents[1:], strict=False)
+        for before, after in itertools.pairwise(extents)
     )
 
 
