@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -87,14 +88,8 @@ class Header:
 
 def read_header(path: Path) -> Header:
     """The checked header of a safetensors file; SourceError says what is wrong with the file."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise open_error(path, error) from error
-    try:
+    with open_for_reading(path) as fd:
         return read_open_header(fd, path)
-    finally:
-        os.close(fd)
 
 
 def read_open_header(fd: int, path: Path) -> Header:
@@ -169,11 +164,28 @@ def index_files(path: Path | Sequence[Path]) -> tuple[Path, ...]:
     return (path,)
 
 
-def open_error(path: Path, error: OSError) -> SourceError:
-    """The SourceError for a weight file that the system does not open."""
-    if isinstance(error, FileNotFoundError):
-        return SourceError(f"{path} is missing: put the file back, or compile again from where it is now")
-    return SourceError(f"{path} cannot be opened: {error.strerror}; check its permissions and the disk")
+@contextmanager
+def open_for_reading(path: Path) -> Iterator[int]:
+    """A descriptor of a weight file, closed at the end; SourceError if the system does not open it."""
+    fd = open_descriptor(path)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def open_descriptor(path: Path) -> int:
+    """A descriptor of a weight file that the caller closes; SourceError if the system does not open it."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise SourceError(
+            f"{path} is missing: put the file back, or compile again from where it is now"
+        ) from error
+    except OSError as error:
+        raise SourceError(
+            f"{path} cannot be opened ({error.strerror}); check its permissions and the disk"
+        ) from error
 
 
 def _folder_files(folder: Path) -> tuple[Path, ...]:
@@ -188,10 +200,8 @@ def _folder_files(folder: Path) -> tuple[Path, ...]:
 
 
 def _indexed_files(index: Path) -> tuple[Path, ...]:
-    try:
-        fields = _parse_json(index.read_bytes(), index)
-    except OSError as error:
-        raise open_error(index, error) from error
+    with open_for_reading(index) as fd:
+        fields = _parse_json(read_exactly(fd, 0, os.fstat(fd).st_size, index), index)
     weight_map = fields.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         _refuse(index, "weight_map is not an object that gives each tensor its file", what="an index")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from penstock.runtime.safetensors_file import (
     Header,
-    open_error,
+    open_for_reading,
     parse_header,
     read_exactly,
     read_open_header,
@@ -31,16 +31,12 @@ SAMPLE_BYTES = 4096
 _SPREAD_SAMPLES = 64
 _TENSOR_SAMPLES = 256
 _LARGE_TENSOR = 1 << 20
-_HASH_CHUNK = 16 << 20
+CHUNK_BYTES = 16 << 20
 
 
 def stamp_file(path: Path, *, recorded_path: str) -> WeightFile:
     """The stamp of a safetensors file, to be recorded under `recorded_path`; SourceError if it is not one."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise open_error(path, error) from error
-    try:
+    with open_for_reading(path) as fd:
         status = os.fstat(fd)
         header = read_open_header(fd, path)
         return WeightFile(
@@ -51,8 +47,6 @@ def stamp_file(path: Path, *, recorded_path: str) -> WeightFile:
             header_sha256=hashlib.sha256(header.raw).hexdigest(),
             sampled_sha256=_hash_samples(fd, header, path),
         )
-    finally:
-        os.close(fd)
 
 
 def check_stamp(file: WeightFile, folder: Path, *, in_place: bool) -> None:
@@ -62,14 +56,8 @@ def check_stamp(file: WeightFile, folder: Path, *, in_place: bool) -> None:
     a packed file may be copied together with its artifact.
     """
     path = locate(file, folder)
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise open_error(path, error) from error
-    try:
+    with open_for_reading(path) as fd:
         check_open_file(fd, path, file, in_place=in_place)
-    finally:
-        os.close(fd)
 
 
 def check_open_file(fd: int, path: Path, file: WeightFile, *, in_place: bool) -> None:
@@ -109,10 +97,11 @@ def sample_offsets(header: Header) -> tuple[int, ...]:
     return tuple(sorted({offset // SAMPLE_BYTES * SAMPLE_BYTES for offset in spread + chosen}))
 
 
-def read_chunks(fd: int, start: int, stop: int, path: Path) -> Iterator[bytes]:
-    """Bytes `start` to `stop` of an open file, at most 16 MiB at a time."""
-    for offset in range(start, stop, _HASH_CHUNK):
-        yield read_exactly(fd, offset, min(_HASH_CHUNK, stop - offset), path)
+def file_chunks(path: Path, start: int, stop: int) -> Iterator[bytes]:
+    """Bytes `start` to `stop` of a file, at most 16 MiB at a time; SourceError if it cannot be read."""
+    with open_for_reading(path) as fd:
+        for offset in range(start, stop, CHUNK_BYTES):
+            yield read_exactly(fd, offset, min(CHUNK_BYTES, stop - offset), path)
 
 
 def hash_storage(
@@ -122,17 +111,10 @@ def hash_storage(
     digest = hashlib.sha256()
     for extent in storage.extents:
         path = locate(files[extent.file], folder)
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise open_error(path, error) from error
-        try:
-            for chunk in read_chunks(fd, extent.file_offset, extent.file_offset + extent.nbytes, path):
-                digest.update(chunk)
-                if progress:
-                    progress(len(chunk))
-        finally:
-            os.close(fd)
+        for chunk in file_chunks(path, extent.file_offset, extent.file_offset + extent.nbytes):
+            digest.update(chunk)
+            if progress:
+                progress(len(chunk))
     return digest.hexdigest()
 
 

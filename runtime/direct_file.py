@@ -1,0 +1,147 @@
+"""One weight file, open for positioned reads into raw memory, past the page cache where possible.
+
+Direct reads (O_DIRECT) need file offset, length and memory address to be multiples of the device's
+logical block. So where offset and address agree modulo the block, the whole blocks between them
+are read directly and only head and tail through the page cache; elsewhere everything is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.runtime.safetensors_file import open_descriptor
+from penstock.runtime.stamp import check_open_file, locate
+from penstock.schedule.errors import SourceError
+from penstock.schedule.model import WeightFile
+
+# Linux reads at most 0x7ffff000 bytes a call; a multiple of every block size stays below it.
+_LARGEST_READ = 1 << 30
+_BLOCK_SIZES = (512, 4096)
+_BUFFER_WRITE = 0x200  # PyBUF_WRITE
+
+
+@dataclass(frozen=True)
+class DirectFile:
+    """A file of `nbytes` and its descriptors.
+
+    `block` is the alignment of direct reads, 0 (and `direct_fd` -1) where only buffered reads work;
+    `note` then says why, if direct ones were asked for.
+    """
+
+    path: Path
+    nbytes: int
+    fd: int
+    direct_fd: int = -1
+    block: int = 0
+    note: str = ""
+
+    def read_into(self, offset: int, address: int, nbytes: int) -> None:
+        """Fill `nbytes` of memory at `address` from byte `offset` on, or raise SourceError."""
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise SourceError(
+                f"bytes {offset} to {offset + nbytes} were asked of {self.path}, which has {self.nbytes}: "
+                "the payload does not belong to this file; compile again"
+            )
+        head = whole = 0
+        if self.block and (offset - address) % self.block == 0:
+            head = min(-offset % self.block, nbytes)
+            whole = (nbytes - head) // self.block * self.block
+        done = head + whole
+        self._read(self.fd, offset, address, head)
+        self._read(self.direct_fd, offset + head, address + head, whole)
+        self._read(self.fd, offset + done, address + done, nbytes - done)
+
+    def check_size(self) -> None:
+        """Raise SourceError if the file has become shorter than `nbytes` (one fstat)."""
+        found = os.fstat(self.fd).st_size
+        if found < self.nbytes:
+            raise SourceError(
+                f"{self.path} has been truncated while in use: expected {self.nbytes} bytes, got {found}; "
+                "restore the file and open the artifact again"
+            )
+
+    def close(self) -> None:
+        """Close both descriptors, once."""
+        os.close(self.fd)
+        if self.direct_fd >= 0:
+            os.close(self.direct_fd)
+
+    def _read(self, fd: int, offset: int, address: int, nbytes: int) -> None:
+        stop = offset + nbytes
+        while offset < stop:
+            part = memory_view(address, min(stop - offset, _LARGEST_READ))
+            try:
+                got = os.preadv(fd, [part], offset)
+            except OSError as error:
+                # Behind a new end in the middle of a block a direct read fails with EINVAL.
+                self.check_size()
+                raise SourceError(
+                    f"reading bytes {offset} to {stop} of {self.path} failed ({error.strerror}); "
+                    "check the disk, then try again"
+                ) from error
+            if got == 0:
+                self.check_size()
+                raise SourceError(f"{self.path} ended at byte {offset} while it was read; try again")
+            offset += got
+            address += got
+
+
+def open_direct_file(file: WeightFile, folder: Path, *, direct: bool, check: bool) -> DirectFile:
+    """Open a weight file of the artifact `folder`; with `check`, SourceError unless its stamp holds."""
+    path = locate(file, folder)
+    fd = open_descriptor(path)
+    try:
+        if check:
+            check_open_file(fd, path, file, in_place=Path(file.path).is_absolute())
+        direct_fd, block = _open_direct(path, os.fstat(fd)) if direct else (-1, 0)
+    except BaseException:
+        os.close(fd)
+        raise
+    note = "" if block or not direct else f"the file system of {path} lacks O_DIRECT: buffered reads"
+    return DirectFile(path, file.nbytes, fd, direct_fd, block, note)
+
+
+def memory_view(address: int, nbytes: int) -> memoryview:
+    """A writable view of raw memory, which it does not keep alive."""
+    from_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+    from_memory.restype = ctypes.py_object
+    from_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+    view: memoryview = from_memory(address, nbytes, _BUFFER_WRITE)
+    return view
+
+
+def _open_direct(path: Path, expected: os.stat_result) -> tuple[int, int]:
+    """A descriptor that reads past the page cache, and its block in bytes; (-1, 0) where none works."""
+    flag = getattr(os, "O_DIRECT", 0)
+    if not flag:
+        return -1, 0
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flag)
+    except OSError:
+        return -1, 0
+    # The path may have been renamed over since the buffered descriptor was checked.
+    if os.path.samestat(os.fstat(fd), expected):
+        block = _direct_block(fd)
+        if block:
+            return fd, block
+    os.close(fd)
+    return -1, 0
+
+
+def _direct_block(fd: int) -> int:
+    # Some file systems take the flag and refuse the reads, so only a read tells.
+    with mmap.mmap(-1, 2 * max(_BLOCK_SIZES)) as memory, memoryview(memory) as view:
+        for block in _BLOCK_SIZES:
+            with view[block : 2 * block] as aligned_to_block:
+                try:
+                    os.preadv(fd, [aligned_to_block], 0)
+                    return block
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        break
+    return 0

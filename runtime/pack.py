@@ -1,0 +1,201 @@
+"""Packs storages, in the order given, into one safetensors file that can be read by whole blocks.
+
+The format forbids holes, so what alignment leaves over is filled by explicit U8 tensors named
+`__penstock_pad__.N`. Nothing is ever held whole: bytes come and go in chunks of at most 16 MiB.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.runtime.atomic import replace_file
+from penstock.runtime.safetensors_file import ITEM_BITS, PREFIX_BYTES, SAFETENSORS_NAMES
+from penstock.runtime.stamp import CHUNK_BYTES, Progress
+from penstock.schedule.errors import SourceError
+
+if TYPE_CHECKING:
+    import torch
+
+PAD_PREFIX = "__penstock_pad__."
+ALIGNMENT = 64
+BLOCK = 4096
+_BLOCK_ALIGNED_FROM = 64 << 10
+_DIRTY_LIMIT = 256 << 20
+
+Chunk = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True)
+class PackEntry:
+    """A tensor to pack: torch's dtype name, shape, and a callable that yields its bytes in order.
+
+    A dtype that safetensors does not know is stored as U8 of shape (nbytes,). `chunks` may be
+    called once; what it yields is written before the next chunk is asked for.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    chunks: Callable[[], Iterable[Chunk]]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where a tensor's bytes lie in the packed file, and their sha256."""
+
+    name: str
+    file_offset: int
+    nbytes: int
+    sha256: str
+
+
+def pack(
+    path: Path, entries: Sequence[PackEntry], *, force: bool = False, progress: Progress | None = None
+) -> tuple[Placed, ...]:
+    """Write `entries` in their order as the safetensors file `path`, atomically, in bounded memory.
+
+    Every tensor begins at a multiple of 64 bytes; those of 64 KiB or more begin and, with the pad
+    behind them, end at multiples of 4096, as do the data and the file. SourceError if `path`
+    exists without `force`, the disk is full, or an entry contradicts itself.
+    """
+    offsets, pads, data_nbytes = place(entries)
+    header = _header(entries, offsets, pads)
+    total = len(header) + data_nbytes
+    check_space(path.parent, total)
+    placed = []
+    with replace_file(path, force=force) as fd:
+        writer = _Writer(fd, progress)
+        writer.write(header)
+        for entry, offset in zip(entries, offsets, strict=True):
+            start = len(header) + offset
+            writer.write(bytes(start - writer.position))
+            placed.append(Placed(entry.name, start, entry.nbytes, _write_entry(writer, entry)))
+        writer.write(bytes(total - writer.position))
+    return tuple(placed)
+
+
+def place(entries: Sequence[PackEntry]) -> tuple[list[int], list[tuple[int, int]], int]:
+    """The offset of each entry in the data, the ranges of the pads between them, and the data's bytes."""
+    offsets: list[int] = []
+    pads: list[tuple[int, int]] = []
+    position = 0
+    block_end = False
+    for entry in entries:
+        _check_entry(entry)
+        large = entry.nbytes >= _BLOCK_ALIGNED_FROM
+        position = _pad_to(position, BLOCK if large or block_end else ALIGNMENT, pads)
+        offsets.append(position)
+        position += entry.nbytes
+        block_end = large
+    return offsets, pads, _pad_to(position, BLOCK, pads)
+
+
+def check_space(folder: Path, nbytes: int) -> None:
+    """Raise SourceError unless the file system of `folder` has `nbytes` available."""
+    try:
+        status = os.statvfs(folder)
+    except OSError as error:
+        raise SourceError(
+            f"{folder} cannot be written to ({error.strerror}); choose another output"
+        ) from error
+    available = status.f_bavail * status.f_frsize
+    if nbytes > available:
+        raise SourceError(
+            f"the disk of {folder} is full: packing needs {nbytes} bytes and {available} are available; "
+            "free some, choose another output, or refer to the checkpoint in place (pack=False)"
+        )
+
+
+def tensor_chunks(flat: torch.Tensor) -> Iterator[Chunk]:
+    """The bytes of a contiguous one-dimensional uint8 tensor, on any device, 16 MiB at a time."""
+    for start in range(0, flat.numel(), CHUNK_BYTES):
+        yield flat[start : start + CHUNK_BYTES].cpu().numpy().data
+
+
+def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole storage behind a tensor, as a one-dimensional uint8 tensor that shares it."""
+    import torch
+
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+class _Writer:
+    """Writes in order, and flushes every 256 MiB so that dirty memory stays bounded."""
+
+    def __init__(self, fd: int, progress: Progress | None) -> None:
+        self.position = 0
+        self._fd = fd
+        self._progress = progress
+        self._dirty = 0
+
+    def write(self, chunk: Chunk) -> None:
+        rest = memoryview(chunk).cast("B")
+        while rest:
+            done = os.write(self._fd, rest[:CHUNK_BYTES])
+            rest = rest[done:]
+            self.position += done
+            self._dirty += done
+            if self._progress:
+                self._progress(done)
+        if self._dirty >= _DIRTY_LIMIT:
+            os.fsync(self._fd)
+            self._dirty = 0
+
+
+def _write_entry(writer: _Writer, entry: PackEntry) -> str:
+    digest = hashlib.sha256()
+    begin = writer.position
+    for chunk in entry.chunks():
+        digest.update(chunk)
+        writer.write(chunk)
+    written = writer.position - begin
+    if written != entry.nbytes:
+        raise SourceError(
+            f"tensor {entry.name!r} should have {entry.nbytes} bytes and its source gave {written}"
+        )
+    return digest.hexdigest()
+
+
+def _header(entries: Sequence[PackEntry], offsets: Sequence[int], pads: Sequence[tuple[int, int]]) -> bytes:
+    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    for entry, offset in zip(entries, offsets, strict=True):
+        if entry.name in fields or entry.name.startswith(PAD_PREFIX):
+            raise SourceError(f"tensor {entry.name!r} cannot be packed: its name is taken; rename it")
+        dtype = SAFETENSORS_NAMES.get(entry.dtype)
+        fields[entry.name] = {
+            "dtype": dtype or "U8",
+            "shape": entry.shape if dtype else (entry.nbytes,),
+            "data_offsets": (offset, offset + entry.nbytes),
+        }
+    for number, (start, stop) in enumerate(pads):
+        fields[f"{PAD_PREFIX}{number}"] = {
+            "dtype": "U8",
+            "shape": (stop - start,),
+            "data_offsets": (start, stop),
+        }
+    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-(PREFIX_BYTES + len(text)) % BLOCK)
+    return len(text).to_bytes(PREFIX_BYTES, "little") + text
+
+
+def _check_entry(entry: PackEntry) -> None:
+    dtype = SAFETENSORS_NAMES.get(entry.dtype)
+    if dtype and math.prod(entry.shape) * ITEM_BITS[dtype] != entry.nbytes * 8:
+        raise SourceError(
+            f"tensor {entry.name!r} of {entry.dtype} {list(entry.shape)} cannot have {entry.nbytes} bytes"
+        )
+
+
+def _pad_to(position: int, alignment: int, pads: list[tuple[int, int]]) -> int:
+    aligned = -(-position // alignment) * alignment
+    if aligned > position:
+        pads.append((position, aligned))
+    return aligned
