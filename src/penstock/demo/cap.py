@@ -1,0 +1,165 @@
+"""Part one: a decoder whose weights are four times a cap that the kernel enforces.
+
+The same tokens are made three times, each in a process of its own: by the plain model without a
+cap, which gives the reference; by the plain model under the cap, which is killed; and by penstock
+under the cap. The weights are forgotten by the page cache before each run, so that none starts with
+a model that another one has read, and what a capped run maps is charged to its own cap.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from penstock.demo.child import Job
+from penstock.demo.disk import ReadRate, find_folder, measure_read
+from penstock.demo.processes import Ending, run_capped, run_child
+from penstock.demo.screen import make_table, show_progress
+from penstock.schedule.errors import BudgetError, SourceError
+from penstock.schedule.sizes import format_size, parse_size
+
+DEFAULT_SIZE = "2GiB"
+SMALLEST_CAP = 400 << 20
+"""Bytes: Python and torch alone take more than a third of this."""
+
+TOKENS = 8
+SEED = 20
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What part one found. `cap_kind` says what enforced the cap."""
+
+    weight_bytes: int
+    layers: int
+    hidden: int
+    cap: int
+    cap_kind: str
+    budget: int
+    reference: Ending
+    plain: Ending
+    streamed: Ending
+    disk: ReadRate
+
+    @property
+    def equal(self) -> bool:
+        """Whether penstock made the reference's logits bit for bit."""
+        reference, streamed = self.reference.result, self.streamed.result
+        return reference is not None and streamed is not None and reference.digest == streamed.digest
+
+    @property
+    def holds(self) -> bool:
+        """Whether everything came out as the demo claims."""
+        return self.equal and self.plain.result is None
+
+
+def run_cap(console: Console, *, size: str | None = None) -> Runs:
+    """Make the model, run it three times, and print what happened.
+
+    Raises `BudgetError` for a size whose quarter cannot hold a process, `SourceError` where no disk
+    has room for the weights, `StreamError` where a run failed instead of being killed.
+    """
+    wanted = parse_size(size or DEFAULT_SIZE, name="--size")
+    if wanted // 4 < SMALLEST_CAP:
+        raise BudgetError(
+            f"--size {size} leaves the processes a quarter of it, {format_size(wanted // 4)}, which cannot "
+            f"hold Python and torch: ask for at least {format_size(4 * SMALLEST_CAP)}"
+        )
+    folder = find_folder(wanted * 5 // 4)
+    if folder is None:
+        raise SourceError(
+            f"no disk has {format_size(wanted * 5 // 4)} to spare for the weights: set TMPDIR to a folder "
+            "that has, or ask for a smaller --size"
+        )
+    with tempfile.TemporaryDirectory(prefix="penstock-demo-", dir=folder) as temporary:
+        runs = _run_three(console, Path(temporary), wanted, cap=None)
+    print_runs(console, runs)
+    return runs
+
+
+def _run_three(console: Console, folder: Path, weight_bytes: int, *, cap: int | None) -> Runs:
+    """Prepare in `folder` and run; the cap is a quarter of the weights unless given."""
+    job = prepare(console, folder, weight_bytes)
+    weights = Path(job.weights)
+    nbytes = weights.stat().st_size
+    cap = cap or nbytes // 4
+    job = replace(job, budget=cap * 3 // 8)
+    rates = [measure_read(weights)]
+
+    reference = run_child(console, job, "the plain model, without a cap")
+    plain, kind = run_capped(console, job, cap, "the plain model, capped")
+    streamed, _ = run_capped(console, replace(job, kind="streamed"), cap, "penstock, capped")
+    rates.append(measure_read(weights))
+    disk = ReadRate(sum(rate.bytes_per_s for rate in rates) / len(rates), rates[0].direct)
+    return Runs(nbytes, job.layers, job.hidden, cap, kind, job.budget, reference, plain, streamed, disk)
+
+
+def prepare(console: Console, folder: Path, weight_bytes: int) -> Job:
+    """Write the weights and the artifact; the job that runs the plain model."""
+    import penstock
+    from penstock.demo.llama import choose_shape, export_decoder, write_weights
+
+    shape = choose_shape(weight_bytes)
+    weights, artifact = folder / "decoder.safetensors", folder / "decoder.penstock"
+    with show_progress(console, f"writing {format_size(weight_bytes)} of weights", weight_bytes) as report:
+        write_weights(shape, weights, SEED, report)
+    with show_progress(console, "exporting and compiling the decoder"):
+        penstock.compile(export_decoder(shape, weights), artifact, weights=weights, pack=False)
+    return Job(
+        kind="plain",
+        hidden=shape.hidden,
+        layers=shape.layers,
+        vocabulary=shape.vocabulary,
+        weights=str(weights),
+        artifact=str(artifact),
+        budget=0,
+        tokens=TOKENS,
+    )
+
+
+def print_runs(console: Console, runs: Runs) -> None:
+    """The table of the three runs, and the line that says what moved."""
+    table = make_table("", "cap", "peak", "load", "tokens", "logits")
+    cap = format_size(runs.cap)
+    for name, allowed, ending in (
+        ("plain", "none", runs.reference),
+        ("plain", cap, runs.plain),
+        ("penstock", cap, runs.streamed),
+    ):
+        table.add_row(name, allowed, format_size(ending.peak), *_describe(ending, runs))
+    console.print(table)
+    streamed = runs.streamed.result
+    if streamed is None:
+        console.print(f"  [red]penstock was killed by {runs.streamed.killed_by}[/red]")
+        return
+    rate = streamed.moved / streamed.run_seconds
+    how = "O_DIRECT" if runs.disk.direct else "buffered, cold"
+    console.print(
+        f"  moved {format_size(streamed.moved)} in {streamed.run_seconds:.1f} s, {rate / 1e9:.2f} GB/s: "
+        f"{rate / runs.disk.bytes_per_s:.0%} of the {runs.disk.bytes_per_s / 1e9:.2f} GB/s that this disk "
+        f"gives ({how})",
+        highlight=False,
+    )
+    console.print(
+        f"  budget {format_size(runs.budget)}, {streamed.misses} misses, {streamed.stall_seconds:.1f} s stalled"
+        f"; {streamed.arena}; {streamed.readers}",
+        style="dim",
+        highlight=False,
+    )
+
+
+def _describe(ending: Ending, runs: Runs) -> tuple[str, str, str]:
+    """Load time, time of the tokens, and what came out, as cells of the table."""
+    result = ending.result
+    if result is None:
+        return "", "", f"[red]killed by {ending.killed_by}[/red]"
+    same = runs.reference.result is not None and result.digest == runs.reference.result.digest
+    colour = "green" if same else "red"
+    return (
+        f"{result.load_seconds:.1f} s",
+        f"{result.run_seconds:.1f} s",
+        f"[{colour}]{result.digest[:16]}[/{colour}]",
+    )

@@ -1,0 +1,131 @@
+"""A memory cgroup: a cap that the kernel enforces on the processes that join it.
+
+Linux offers two controllers. Version 1 has a tree of its own below `/sys/fs/cgroup/memory`;
+version 2 has one tree for everything, where a group that holds processes cannot hand its memory
+controller down, so that the group is then made beside the caller's instead of below it. Where
+neither is writable there is no cap to be had: `make_group` returns None.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+MOUNT = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
+
+
+@dataclass(frozen=True)
+class MemoryGroup:
+    """A memory cgroup of version 1 or 2 that allows its processes `limit_bytes` in all."""
+
+    folder: Path
+    version: int
+    limit_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that the group held at once, its share of the page cache included.
+
+        0 where the kernel does not count it (version 2 before Linux 5.19).
+        """
+        name = "memory.max_usage_in_bytes" if self.version == 1 else "memory.peak"
+        try:
+            return int((self.folder / name).read_text())
+        except FileNotFoundError:
+            return 0
+
+    @property
+    def kills(self) -> int:
+        """How many processes the kernel killed because the group was full."""
+        name = "memory.oom_control" if self.version == 1 else "memory.events"
+        fields = dict(line.split() for line in (self.folder / name).read_text().splitlines())
+        return int(fields.get("oom_kill", 0))
+
+    def remove(self) -> None:
+        """Remove the group; a process that was just killed may hold it for a moment."""
+        deadline = time.monotonic() + 5
+        while True:
+            try:
+                self.folder.rmdir()
+                return
+            except FileNotFoundError:
+                return
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+
+
+def join_group(folder: Path) -> None:
+    """Move the calling process into a group; what it holds already stays with its old group."""
+    (folder / "cgroup.procs").write_text(str(os.getpid()))
+
+
+@contextlib.contextmanager
+def make_group(
+    limit_bytes: int, *, mount: Path = MOUNT, own: Path = OWN_GROUPS
+) -> Iterator[MemoryGroup | None]:
+    """A memory cgroup of `limit_bytes` for the time of the context; None where none can be made."""
+    group = None
+    for parent, version in _list_parents(mount, own):
+        group = _try_group(parent / f"penstock-{os.getpid()}-{time.monotonic_ns()}", version, limit_bytes)
+        if group is not None:
+            break
+    try:
+        yield group
+    finally:
+        if group is not None:
+            group.remove()
+
+
+def _list_parents(mount: Path, own: Path) -> list[tuple[Path, int]]:
+    """Folders in which a group could be made, best first, with their version."""
+    try:
+        entries = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except OSError:
+        return []
+    parents = []
+    for _, controllers, path in entries:
+        group = path.lstrip("/")
+        if "memory" in controllers.split(","):
+            # A container may see its own group as the root of the mount.
+            inside = mount / "memory" / group
+            parents.append((inside if inside.is_dir() else mount / "memory", 1))
+        elif not controllers:
+            parents.append((mount / group, 2))
+            if group:
+                parents.append(((mount / group).parent, 2))
+    return sorted(parents, key=lambda entry: entry[1])
+
+
+def _try_group(folder: Path, version: int, limit_bytes: int) -> MemoryGroup | None:
+    """Make the group and set its limit, swap included; None, with nothing left, where that fails."""
+    limit, swap = ("limit_in_bytes", "memsw.limit_in_bytes") if version == 1 else ("max", "swap.max")
+    try:
+        folder.mkdir()
+    except OSError:
+        return None
+    try:
+        _write_setting(folder / f"memory.{limit}", limit_bytes)
+        # Version 1 limits memory and swap together, version 2 swap alone; absent where the kernel
+        # does not count swap.
+        with contextlib.suppress(FileNotFoundError):
+            _write_setting(folder / f"memory.{swap}", limit_bytes if version == 1 else 0)
+    except OSError:
+        folder.rmdir()
+        return None
+    return MemoryGroup(folder, version, limit_bytes)
+
+
+def _write_setting(path: Path, value: int) -> None:
+    """Write to a file that the kernel made; never create one, as in a folder that is no cgroup."""
+    fd = os.open(path, os.O_WRONLY)
+    try:
+        os.write(fd, str(value).encode())
+    finally:
+        os.close(fd)

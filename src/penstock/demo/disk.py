@@ -1,0 +1,82 @@
+"""What the disk itself gives: raw reads of a file, past the page cache, with nothing else done."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+BLOCK = 8 << 20
+THREADS = 4
+IN_MEMORY = {"tmpfs", "ramfs"}
+"""File systems whose files are memory: a demo there would measure nothing and fill what it saves."""
+
+
+@dataclass(frozen=True)
+class ReadRate:
+    """Bytes per second of raw reads, and how they were done: O_DIRECT, or buffered but cold."""
+
+    bytes_per_s: float
+    direct: bool
+
+
+def drop_cache(path: Path) -> None:
+    """Write the file back and ask the kernel to forget what it holds of it."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def measure_read(path: Path) -> ReadRate:
+    """Read the whole file in aligned blocks from several threads, and time it."""
+    flags = os.O_RDONLY | getattr(os, "O_DIRECT", 0)
+    try:
+        fd = os.open(path, flags)
+    except OSError:
+        flags = os.O_RDONLY
+        fd = os.open(path, flags)
+        drop_cache(path)
+    blocks = range(0, os.fstat(fd).st_size, BLOCK)
+    buffers = [mmap.mmap(-1, BLOCK) for _ in range(THREADS)]
+
+    def read_share(thread: int) -> int:
+        # A read may be short at the end of the file only.
+        return sum(os.preadv(fd, [buffers[thread]], offset) for offset in blocks[thread::THREADS])
+
+    try:
+        with ThreadPoolExecutor(THREADS) as pool:
+            start = time.perf_counter()
+            nbytes = sum(pool.map(read_share, range(THREADS)))
+            seconds = time.perf_counter() - start
+    finally:
+        os.close(fd)
+        for buffer in buffers:
+            buffer.close()
+    return ReadRate(nbytes / seconds, flags != os.O_RDONLY)
+
+
+def find_folder(nbytes: int) -> Path | None:
+    """A folder for temporary files with `nbytes` to spare, on a disk and not in memory; or None."""
+    for folder in (Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()):
+        with contextlib.suppress(OSError):
+            space = os.statvfs(folder)
+            roomy = space.f_bavail * space.f_frsize >= nbytes
+            if roomy and os.access(folder, os.W_OK) and _find_type(folder) not in IN_MEMORY:
+                return folder
+    return None
+
+
+def _find_type(folder: Path) -> str:
+    """The type of the file system that holds `folder`; empty where the system does not say."""
+    try:
+        mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    except OSError:
+        return ""
+    around = [fields for fields in mounts if folder.resolve().is_relative_to(fields[1])]
+    return max(around, key=lambda fields: len(fields[1]))[2] if around else ""

@@ -1,0 +1,96 @@
+"""Starts the demo's runs as processes of their own, capped or not, and tells how each ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from penstock.demo.cgroup import MemoryGroup, make_group
+from penstock.demo.child import OUT_OF_MEMORY, Job, Result
+from penstock.demo.disk import drop_cache
+from penstock.demo.screen import show_progress
+from penstock.schedule.errors import StreamError
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a process ended: its result, or None where it was killed.
+
+    `peak` is the group's where there is one (page cache included), else the resident set's.
+    `killed_by` says who ended it, empty where nobody did.
+    """
+
+    result: Result | None
+    peak: int
+    killed_by: str = ""
+
+
+def run_capped(console: Console, job: Job, cap: int, description: str) -> tuple[Ending, str]:
+    """Run the job under `cap` bytes, and say what enforced them."""
+    with make_group(cap) as group:
+        if group is not None:
+            ending = run_child(console, replace(job, group=str(group.folder)), description, group)
+            return ending, f"memory cgroup, version {group.version}"
+        # An address-space limit cannot tell mapped weights from memory, so only the plain run has one.
+        spare = cap if job.kind == "plain" else None
+        return run_child(
+            console, replace(job, spare_bytes=spare), description
+        ), "address-space limit, plain run only"
+
+
+def run_child(console: Console, job: Job, description: str, group: MemoryGroup | None = None) -> Ending:
+    """Run the job in a process of its own; `StreamError` where it failed of itself."""
+    drop_cache(Path(job.weights))
+    command = [sys.executable, "-m", "penstock.demo.child", job.to_json()]
+    with (
+        show_progress(console, description, job.tokens) as report,
+        tempfile.TemporaryFile("w+") as complaints,
+        _start(command, complaints.fileno()) as process,
+    ):
+        result = _follow(process, report)
+        status = process.wait()
+        complaints.seek(0)
+        trouble = complaints.read()
+    peak = group.peak_bytes if group else (result.peak if result else 0)
+    if status == 0 and result is not None:
+        return Ending(result, peak)
+    if status == -signal.SIGKILL and group is not None and group.kills:
+        return Ending(None, peak, "the kernel (out of memory)")
+    if status == OUT_OF_MEMORY and job.spare_bytes is not None:
+        return Ending(None, peak, "itself (memory refused)")
+    last = trouble.strip().splitlines()[-1:] or ["it said nothing"]
+    raise StreamError(f"{description}: the process ended with status {status} before its result: {last[0]}")
+
+
+@contextlib.contextmanager
+def _start(command: list[str], stderr: int) -> Iterator[subprocess.Popen[str]]:
+    """The process; it is killed when the context is left before its end."""
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _follow(process: subprocess.Popen[str], report: Callable[[int], None]) -> Result | None:
+    """Pass on the child's progress until it closes its output; its result, where it had one."""
+    result = None
+    assert process.stdout is not None
+    for line in process.stdout:
+        message = json.loads(line)
+        if "token" in message:
+            report(1)
+        else:
+            result = Result(**message["result"])
+    return result
