@@ -8,6 +8,8 @@ a model that another one has read, and what a capped run maps is charged to its 
 
 from __future__ import annotations
 
+import contextlib
+import io
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -107,7 +109,9 @@ def prepare(console: Console, folder: Path, weight_bytes: int) -> Job:
     with show_progress(console, f"writing {format_size(weight_bytes)} of weights", weight_bytes) as report:
         write_weights(shape, weights, SEED, report)
     with show_progress(console, "exporting and compiling the decoder"):
-        penstock.compile(export_decoder(shape, weights), artifact, weights=weights, pack=False)
+        # What compile says on the way would end up in the JSON.
+        with contextlib.redirect_stdout(io.StringIO()):
+            penstock.compile(export_decoder(shape, weights), artifact, weights=weights, pack=False)
     return Job(
         kind="plain",
         hidden=shape.hidden,
@@ -144,8 +148,8 @@ def print_runs(console: Console, runs: Runs) -> None:
         highlight=False,
     )
     console.print(
-        f"  budget {format_size(runs.budget)}, {streamed.misses} misses, {streamed.stall_seconds:.1f} s stalled"
-        f"; {streamed.arena}; {streamed.readers}",
+        f"  budget {format_size(runs.budget)}, {streamed.misses} misses, "
+        f"{streamed.stall_seconds:.1f} s stalled; {streamed.readers} readers; {streamed.arena}",
         style="dim",
         highlight=False,
     )

@@ -68,7 +68,7 @@ class Result:
     misses: int = 0
     stall_seconds: float = 0.0
     arena: str = ""
-    readers: str = ""
+    readers: int = 0
 
 
 def main() -> int:
@@ -139,7 +139,7 @@ def _generate(job: Job, call: Any, load_seconds: float, stats: Callable[[], Any]
         misses=after.misses,
         stall_seconds=after.stall_seconds,
         arena=str(after.arena),
-        readers=str(after.readers),
+        readers=after.readers,
     )
 
 

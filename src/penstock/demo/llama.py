@@ -193,7 +193,7 @@ def _draw_weights(size: tuple[int, ...], generator: np.random.Generator) -> Iter
     exponent = round(math.log2((7 / 3 * size[1]) ** -0.5)) + 127
     for start in range(0, count, 1 << 22):
         drawn = np.frombuffer(generator.bytes(min(1 << 22, count - start)), np.uint8).astype(np.uint16)
-        yield (drawn & 0x80) << 8 | exponent << 7 | (drawn & 0x7F)
+        yield ((drawn & 0x80) << 8 | exponent << 7 | drawn & 0x7F).astype(np.uint16, copy=False)
 
 
 def load_decoder(shape: Shape, path: Path) -> Decoder:
