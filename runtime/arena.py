@@ -1,0 +1,90 @@
+"""The memory that weights stream into, on a CPU.
+
+Three ways of holding a layout, one interface:
+
+  MappedArena      paged: the weight files themselves, mapped; filling populates, nothing is copied
+  AnonymousArena   paged: private memory at the layout's own addresses, filled by reads
+  ContiguousArena  one buffer of the plan's size, filled by reads; storages may overlap in it
+
+An arena does what it is told. Which range may be filled or dropped when is the plan's business,
+and waiting for it the streamer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from penstock.runtime.arena_anonymous import AnonymousArena, ContiguousArena
+from penstock.runtime.arena_mapped import MappedArena
+from penstock.runtime.memory import supports_populate
+from penstock.schedule.model import Part, Plan, Storage
+
+if TYPE_CHECKING:
+    import torch
+
+    from penstock.runtime.source import Source
+
+
+class WeightArena(Protocol):
+    """Memory for one layout. Ranges are half-open, in bytes of the layout.
+
+    In a paged arena a range begins and ends at a page, or at an end of its segment.
+    """
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the layout filled, or being filled, and not dropped."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most `held_bytes` has been."""
+
+    def fill(self, start: int, stop: int) -> int:
+        """Make a range hold its bytes, and return how many were brought.
+
+        Blocks without the GIL; disjoint ranges may be filled from several threads at once. Raises
+        SourceError when the bytes cannot be had: the range is then dropped.
+        """
+
+    def drop(self, start: int, stop: int) -> None:
+        """The range leaves the device; nothing of it may be read until it is filled again."""
+
+    def view(self, part: Part) -> torch.Tensor:
+        """The strided tensor at a part's one address; it must not be used after `close`."""
+
+    def mapped_bytes(self) -> int:
+        """Bytes of whole pages that the process's page tables really hold for the arena.
+
+        Raises StreamError where the system does not tell (only Linux does).
+        """
+
+    def close(self) -> None:
+        """Unmap everything, once no thread fills it; a second call does nothing."""
+
+
+def open_arena(
+    plan: Plan,
+    storages: Sequence[Storage],
+    source: Source,
+    *,
+    debug: bool = False,
+    poison: bool = False,
+    populate: bool | None = None,
+) -> WeightArena:
+    """The arena that a plan asks for, empty; `source` must outlive it.
+
+    With `debug`, reading a dropped range of a paged arena kills the process with SIGSEGV instead
+    of finding the bytes again. With `poison`, memory of a contiguous arena that holds no weight is
+    filled with 0xFF, which is NaN in every floating-point format. `populate` says whether the
+    system can fill a mapping (None: ask it). Where it cannot, a mapped plan gets an anonymous
+    arena, which keeps the same addresses, granules and budget.
+
+    Raises PlanError for a plan that does not belong to the files, StreamError when the system
+    refuses the memory.
+    """
+    if plan.arena.kind == "contiguous":
+        return ContiguousArena(plan, storages, source, poison=poison)
+    if plan.arena.backing == "mapped" and (supports_populate() if populate is None else populate):
+        return MappedArena(plan, storages, source, debug=debug)
+    return AnonymousArena(plan, storages, source, debug=debug)

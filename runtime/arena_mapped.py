@@ -1,0 +1,78 @@
+"""The paged arena that maps the weight files: filling populates page tables, nothing is copied."""
+
+from __future__ import annotations
+
+import mmap
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from penstock.runtime.arena_base import PagedArena, Pages
+from penstock.runtime.memory import MADV_POPULATE_READ, PAGE, advise, round_down, round_up
+from penstock.schedule.errors import PlanError, SourceError
+from penstock.schedule.model import Plan, Storage
+
+if TYPE_CHECKING:
+    from penstock.runtime.source import Source
+
+
+class MappedArena(PagedArena):
+    """Weight files, one behind the other, of which the process maps what has been filled.
+
+    The layout must place each file as a whole: a byte of file f at its file offset plus one base,
+    a multiple of the page size. PlanError says where it does not.
+    """
+
+    def __init__(
+        self, plan: Plan, storages: Sequence[Storage], source: Source, *, debug: bool = False
+    ) -> None:
+        super().__init__(plan, storages, debug=debug, protection=mmap.PROT_READ)
+        self._source = source
+        self._files: dict[int, tuple[int, int]] = {}
+        try:
+            self._find_files()
+            for index in self._files:
+                self._map(index)
+            self._prepare()
+        except BaseException:
+            self.close()
+            raise
+
+    def _find_files(self) -> None:
+        """The file behind each segment, and the layout offset at which that file begins."""
+        for index, storage in enumerate(self._storages):
+            place = self._places[index]
+            for extent in storage.extents if place >= 0 else ():
+                start = place + extent.storage_offset
+                base = start - extent.file_offset
+                segment = bisect_right(self._starts, start) - 1
+                found = self._files.setdefault(segment, (extent.file, base))
+                inside = segment >= 0 and start + extent.nbytes <= self._segments[segment].stop
+                if found != (extent.file, base) or base % PAGE or not inside:
+                    raise PlanError(
+                        f"storage {index} cannot be mapped at layout offset {start}: expected its file "
+                        f"{extent.file} in one piece, at a multiple of {PAGE} bytes, got base {base}; "
+                        "plan it again"
+                    )
+
+    def _map(self, index: int) -> None:
+        file, base = self._files[index]
+        start = round_down(self._segments[index].start, PAGE)
+        nbytes = round_up(self._segments[index].stop, PAGE) - start
+        self._memory.map_file(start, nbytes, self._source.fd(file), start - base)
+
+    def _bring_pages(self, pages: Pages) -> int:
+        if pages.segment not in self._files:
+            return 0
+        file, base = self._files[pages.segment]
+        self._source.check_size(file)
+        try:
+            advise(pages.address, pages.nbytes, MADV_POPULATE_READ)
+        except OSError as error:
+            # The file may have shrunk since, which explains more than the errno of populating.
+            self._source.check_size(file)
+            raise SourceError(
+                f"bytes {pages.start - base} to {pages.stop - base} of {self._source.path(file)} could not "
+                f"be read into a mapping: {error.strerror}; check the disk, then try again"
+            ) from error
+        return pages.stop - pages.start
