@@ -218,7 +218,7 @@ def _check_version(tree: Any, source: str) -> None:
 
 def _validate(kind: type[_T], text: str, tree: Any, source: str) -> _T:
     # Validated from JSON: in strict mode only JSON lists may become tuples.
-    from pydantic import TypeAdapter, ValidationError  # noqa: PLC0415 - slow to import
+    from pydantic import TypeAdapter, ValidationError
 
     try:
         return TypeAdapter(kind).validate_json(text)
@@ -247,4 +247,4 @@ def _short(value: Any) -> str:
         text = json.dumps(value)
     except (TypeError, ValueError):
         text = repr(type(value))
-    return text if len(text) <= 80 else text[:77] + "..."  # noqa: PLR2004 - what fits a message
+    return text if len(text) <= 80 else text[:77] + "..."

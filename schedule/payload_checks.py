@@ -7,12 +7,23 @@ expected and what was got; `check_payload` raises the first.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING
 
 from penstock.schedule.errors import PayloadError
-from penstock.schedule.model import Hardware, Method, Part, Plan, Storage, Trace, WeightFile
+from penstock.schedule.model import (
+    Drop,
+    Hardware,
+    Method,
+    Part,
+    Plan,
+    Range,
+    Storage,
+    Trace,
+    Transfer,
+    WeightFile,
+)
 
 if TYPE_CHECKING:
     from penstock.schedule.payload import Payload
@@ -167,8 +178,8 @@ def _part(part: Part, storages: tuple[Storage, ...], path: str) -> Iterator[str]
     most = storages[part.storage].nbytes - part_nbytes(part)
     if not 0 <= part.offset <= most:
         yield (
-            f"{path}.offset: expected {part_nbytes(part)} bytes inside the {most + part_nbytes(part)} of storage "
-            f"{part.storage}, got offset {part.offset}"
+            f"{path}.offset: expected {part_nbytes(part)} bytes inside the {most + part_nbytes(part)} of "
+            f"storage {part.storage}, got offset {part.offset}"
         )
 
 
@@ -290,7 +301,7 @@ def _plan(plan: Plan, path: str, storages: int) -> Iterator[str]:
 
 
 def _ranges(plan: Plan, path: str) -> Iterator[str]:
-    ranges = [
+    ranges: list[tuple[str, Sequence[Range | Transfer | Drop]]] = [
         ("arena.segments", plan.arena.segments),
         ("resident", plan.resident),
         ("boundary", plan.boundary),

@@ -40,8 +40,8 @@ def _check_traces(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan
     for what, found in (("traces", plan.traces), ("schedules", plan.schedules)):
         if sorted(item.graph for item in found) != graphs:
             raise PlanError(
-                f"expected {what} of the program's graphs {graphs}, got {sorted(i.graph for i in found)}: the plan "
-                "was made for another program"
+                f"expected {what} of the program's graphs {graphs}, got {sorted(i.graph for i in found)}: "
+                "the plan was made for another program"
             )
     program = {t.graph: t for t in traces}
     for trace in plan.traces:
@@ -62,8 +62,8 @@ def _check_trace(storages: tuple[Storage, ...], trace: Trace) -> None:
         for s in step.reads:
             if not 0 <= s < len(storages) or storages[s].kind != "streamable":
                 raise PlanError(
-                    f"graph {trace.graph}: step {k} ({step.name}) reads storage {s}, which is not a streamable one of "
-                    f"{len(storages)}"
+                    f"graph {trace.graph}: step {k} ({step.name}) reads storage {s}, which is not a "
+                    f"streamable one of {len(storages)}"
                 )
 
 
@@ -81,8 +81,8 @@ def _check_budget(storages: tuple[Storage, ...], plan: Plan) -> None:
     taken = sum(storages[s].nbytes for s in outside)
     if plan.arena_bytes < 0 or plan.arena_bytes + taken > plan.budget:
         raise PlanError(
-            f"the arena of {plan.arena_bytes} bytes and {taken} bytes outside it do not fit into the budget of "
-            f"{plan.budget} bytes"
+            f"the arena of {plan.arena_bytes} bytes and {taken} bytes outside it do not fit into the budget "
+            f"of {plan.budget} bytes"
         )
 
 
@@ -104,8 +104,8 @@ def _check_schedule(schedule: Schedule, trace: Trace) -> None:
             )
         if (transfer.direction, transfer.link) != ("in", 0):
             raise PlanError(
-                f"{where} has direction {transfer.direction!r} and link {transfer.link}, expected 'in' and 0, the "
-                "only ones there are"
+                f"{where} has direction {transfer.direction!r} and link {transfer.link}, expected 'in' "
+                "and 0, the only ones there are"
             )
 
 

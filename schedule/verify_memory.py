@@ -37,9 +37,9 @@ class Memory:
         self._plan = plan
         self._storages = storages
         self._segments = [s.start for s in plan.arena.segments]
-        outside = set(plan.outside)
-        self._inside = [s for s, storage in enumerate(storages) if s not in outside and storage.nbytes]
+        self._outside = set(plan.outside)
         self._check_arena()
+        self._inside = [s for s, at in enumerate(plan.arena.layout) if at != -1 and self._takes_room(s)]
         self._slots = sorted((plan.arena.layout[s], s) for s in self._inside)
         for s in self._inside:
             self._check_storage(s)
@@ -52,10 +52,13 @@ class Memory:
         return self._cells(content, start, start + piece.stop - piece.start)
 
     def place_storage(self, s: int) -> Place | None:
-        """The cells of storage `s`, None where it has none: outside, or without a byte."""
-        at = bisect_left(self._inside, s)
-        if at == len(self._inside) or self._inside[at] != s:
+        """The cells of storage `s`, which a step reads; None where it needs none."""
+        if not self._takes_room(s):
             return None
+        if self._plan.arena.layout[s] == -1:
+            raise PlanError(
+                f"storage {s} is read, but has no place in the layout and is not listed as outside it"
+            )
         content = LAYOUT if self.paged else s
         start = self._plan.arena.layout[s] + self._shift(content)
         return self._cells(content, start, start + self._storages[s].nbytes)
@@ -99,7 +102,8 @@ class Memory:
         arena, count = self._plan.arena, len(self._storages)
         if arena.kind not in ("paged", "contiguous") or arena.granule < 1:
             raise PlanError(
-                f"expected a paged or contiguous arena of granule 1 or more, got {arena.kind} of {arena.granule}"
+                f"expected a paged or contiguous arena of granule 1 or more, got {arena.kind!r}, "
+                f"{arena.granule}"
             )
         reached = 0
         for segment in arena.segments:
@@ -133,8 +137,11 @@ class Memory:
         if address < 0 or address % self._plan.arena.granule or address + nbytes > self._plan.arena_bytes:
             raise PlanError(
                 f"storage {s}, {nbytes} bytes at address {address}, is not inside the arena of "
-                f"{self._plan.arena_bytes} bytes or not at a multiple of its granule {self._plan.arena.granule}"
+                f"{self._plan.arena_bytes} bytes, or not at a multiple of its granule"
             )
+
+    def _takes_room(self, s: int) -> bool:
+        return s not in self._outside and self._storages[s].nbytes > 0
 
     def _segment(self, offset: int) -> Range | None:
         at = bisect_right(self._segments, offset) - 1
@@ -187,4 +194,4 @@ class Memory:
 
 def _listed(ranges: tuple[Range, ...]) -> str:
     shown = ", ".join(f"{r.start}:{r.stop}" for r in ranges[:4])
-    return shown + (", ..." if len(ranges) > 4 else "")  # noqa: PLR2004 - what fits a message
+    return shown + (", ..." if len(ranges) > 4 else "")

@@ -47,13 +47,13 @@ def gates(schedule: Schedule, steps: int) -> list[int]:
         where = f"graph {schedule.graph}: {_transfer(schedule, i)}"
         if opened >= t.step:
             raise PlanError(
-                f"{where} never starts: before it in line, transfer {leader} waits for the end of step {opened}, "
-                f"which is not before step {t.step}"
+                f"{where} never starts: before it in line, transfer {leader} waits for the end of step "
+                f"{opened}, which is not before step {t.step}"
             )
         if t.after < 0 <= opened:
             raise PlanError(
-                f"{where} should be on its way when a call begins, but before it in line transfer {leader} waits "
-                f"for the end of step {opened} of that call"
+                f"{where} should be on its way when a call begins, but before it in line transfer {leader} "
+                f"waits for the end of step {opened} of that call"
             )
         result.append(opened)
     return result
@@ -145,8 +145,8 @@ class Walk:
         for cell in range(lo, hi):
             if self._owner[cell] != ABSENT and self._due[cell] > now:
                 raise self._fault(
-                    f"{_transfer(self._schedule, i)} may write {self._at(cell)} while an earlier copy into them "
-                    "is under way",
+                    f"{_transfer(self._schedule, i)} may write {self._at(cell)} while an earlier copy into "
+                    "them is under way",
                     now,
                 )
         if self._memory.paged and not _uniform(self._owner, place, ABSENT):
@@ -163,8 +163,8 @@ class Walk:
     def _check_room(self, when: str) -> None:
         if self._memory.paged and self._occupied > self._plan.arena_bytes:
             raise PlanError(
-                f"graph {self._trace.graph}: {when} the ranges held may need {self._occupied} bytes, more than the "
-                f"{self._plan.arena_bytes} of the arena"
+                f"graph {self._trace.graph}: {when} the ranges held may need {self._occupied} bytes, more "
+                f"than the {self._plan.arena_bytes} of the arena"
             )
 
     def _check_boundary(self) -> None:
