@@ -1,0 +1,202 @@
+"""Writes an artifact: `payload.json`, the lowered program, and the weights packed or referred to."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.passes.annotate import Annotated, annotate_with_values
+from penstock.passes.lowering import eager
+from penstock.runtime.atomic import write_artifact
+from penstock.runtime.binding import Checkpoint, Rename, bind, read_checkpoint
+from penstock.runtime.pack import PackEntry, check_space, pack, storage_bytes, tensor_chunks
+from penstock.runtime.program import Program
+from penstock.runtime.program import open as open_program
+from penstock.runtime.safetensors_file import index_files
+from penstock.runtime.stamp import file_chunks, hash_storage, stamp_file
+from penstock.schedule.errors import PassError
+from penstock.schedule.model import Extent, Part, Storage, Weight, WeightFile
+from penstock.schedule.payload import Payload, ProgramFile
+
+if TYPE_CHECKING:
+    import torch
+    from torch.export import ExportedProgram
+
+PAYLOAD = "payload.json"
+WEIGHTS = "weights.safetensors"
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, the bytes done so far and the bytes in all."""
+
+
+def compile(
+    exported: ExportedProgram | Mapping[str, ExportedProgram],
+    path: str | PathLike[str],
+    *,
+    lowering: str = "eager",
+    weights: str | PathLike[str] | Sequence[str | PathLike[str]] | None = None,
+    rename: Rename = None,
+    pack: bool = True,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Program:
+    """Compile an exported program into the artifact folder `path`, and open it.
+
+    Values come from the program itself, or from the safetensors files `weights` (a file, an index,
+    a folder or a list of files), where `rename` maps an FQN to a tensor's name. They are packed in
+    the order of their first use, or, with `pack=False`, left where they are and referred to.
+    `force` replaces an artifact that exists. Prints the bytes it is about to write.
+
+    Raises PassError for a program that cannot be streamed, SourceError for weight files that are
+    not the program's and for an output that cannot be written.
+    """
+    if lowering != "eager":
+        raise PassError(f"there is no lowering {lowering!r}: choose 'eager'")
+    if not pack and weights is None:
+        raise PassError("pack=False refers to weight files in place: name them with weights=")
+    annotated = annotate_with_values(exported)
+    checkpoint = None if weights is None else read_checkpoint(_files(weights))
+    writer = _Writer(annotated, checkpoint, rename, in_place=not pack, progress=progress)
+    folder = Path(path)
+
+    def build(temporary: Path) -> None:
+        catalog = writer.write_weights(temporary)
+        programs = eager.save(annotated.programs, temporary)
+        digest = hashlib.sha256((temporary / programs).read_bytes()).hexdigest()
+        payload = replace(catalog, lowering="eager", program=ProgramFile(programs, digest))
+        (temporary / PAYLOAD).write_bytes(payload.to_bytes())
+
+    write_artifact(folder, force=force, build=build)
+    return open_program(folder)
+
+
+def _files(weights: str | PathLike[str] | Sequence[str | PathLike[str]]) -> tuple[Path, ...]:
+    if isinstance(weights, str | PathLike):
+        return tuple(p.resolve() for p in index_files(Path(weights)))
+    return tuple(p.resolve() for p in index_files([Path(w) for w in weights]))
+
+
+class _Writer:
+    """Decides for each storage where its bytes come from, and writes what must be written."""
+
+    def __init__(
+        self,
+        annotated: Annotated,
+        checkpoint: Checkpoint | None,
+        rename: Rename,
+        *,
+        in_place: bool,
+        progress: Progress | None,
+    ) -> None:
+        self._payload, self._values = annotated.payload, annotated.values
+        self._checkpoint = checkpoint
+        self._in_place = in_place
+        self._progress = progress
+        self._storages = self._payload.storages
+        if checkpoint is not None:
+            self._storages = bind(self._payload.weights, self._storages, checkpoint, rename)
+
+    def write_weights(self, folder: Path) -> Payload:
+        """Write the packed file, if one is needed, and return the payload with files and extents."""
+        in_place = [s for s, storage in enumerate(self._storages) if self._in_place and storage.extents]
+        packed = [s for s in _first_use_order(self._payload) if s not in set(in_place)]
+        packed = [s for s in packed if self._storages[s].nbytes]
+        storages = list(self._storages)
+        files: list[WeightFile] = []
+        if self._checkpoint is not None and self._in_place:
+            files = [stamp_file(p, recorded_path=str(p)) for p in self._checkpoint.files]
+            self._hash_in_place(storages, in_place, files, folder)
+        if packed:
+            total = sum(storages[s].nbytes for s in packed)
+            check_space(folder, total)
+            print(f"penstock: writing {total:,} bytes of weights")
+            entries = [self._entry(s) for s in packed]
+            placed = pack(folder / WEIGHTS, entries, progress=self._report("packing weights", total))
+            for s, place in zip(packed, placed, strict=True):
+                extent = Extent(len(files), place.file_offset, 0, place.nbytes)
+                storages[s] = replace(storages[s], extents=(extent,), sha256=place.sha256)
+            files.append(stamp_file(folder / WEIGHTS, recorded_path=WEIGHTS))
+        return replace(self._payload, files=tuple(files), storages=tuple(storages))
+
+    def _hash_in_place(
+        self, storages: list[Storage], chosen: Sequence[int], files: Sequence[WeightFile], folder: Path
+    ) -> None:
+        report = self._report("hashing weights in place", sum(storages[s].nbytes for s in chosen))
+        for s in chosen:
+            digest = hash_storage(storages[s], files, folder, progress=report)
+            storages[s] = replace(storages[s], sha256=digest)
+
+    def _entry(self, s: int) -> PackEntry:
+        storage = self._storages[s]
+        weight, part = _named_by(self._payload.weights, s)
+        dense = part.offset == 0 and _is_dense(part) and len(storage.extents) <= 1
+        dtype, shape = (part.dtype, part.shape) if dense else ("uint8", (storage.nbytes,))
+        chunks = self._file_chunks(storage) if storage.extents else self._value_chunks(s, weight)
+        return PackEntry(weight.fqn + part.name, dtype, shape, storage.nbytes, chunks)
+
+    def _value_chunks(self, s: int, weight: Weight) -> Callable[[], object]:
+        value: torch.Tensor = self._values[s]
+        if type(value).__name__ == "FakeTensor" or value.device.type == "meta":
+            raise PassError(
+                f"weight {weight.fqn} has no values (it is {value.device.type}): name the files with weights="
+            )
+        return lambda: tensor_chunks(storage_bytes(value)[: self._storages[s].nbytes])
+
+    def _file_chunks(self, storage: Storage) -> Callable[[], object]:
+        assert self._checkpoint is not None
+        files = self._checkpoint.files
+
+        def chunks() -> object:
+            position = 0
+            for extent in storage.extents:
+                yield bytes(extent.storage_offset - position)
+                start = extent.file_offset
+                yield from file_chunks(files[extent.file], start, start + extent.nbytes)
+                position = extent.storage_offset + extent.nbytes
+            yield bytes(storage.nbytes - position)
+
+        return chunks
+
+    def _report(self, what: str, total: int) -> Callable[[int], None] | None:
+        if self._progress is None:
+            return None
+        progress, done = self._progress, 0
+
+        def report(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            progress(what, done, total)
+
+        return report
+
+
+def _first_use_order(payload: Payload) -> list[int]:
+    """Every storage once: those that steps read in that order, then the others."""
+    order = dict.fromkeys(s for trace in payload.traces for step in trace.steps for s in step.reads)
+    return list(order | dict.fromkeys(range(len(payload.storages))))
+
+
+def _named_by(weights: Sequence[Weight], storage: int) -> tuple[Weight, Part]:
+    """The first weight in a storage, one that fills it if there is one."""
+    inside = [(w, p) for w in weights for p in w.parts if p.storage == storage]
+    return max(inside, key=lambda pair: _elements(pair[1]))
+
+
+def _elements(part: Part) -> int:
+    count = 1
+    for size in part.shape:
+        count *= size
+    return count
+
+
+def _is_dense(part: Part) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(part.shape), reversed(part.stride), strict=True):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,127 @@
+"""Finds the bytes of a program's weights in safetensors files, by FQN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+from penstock.runtime.safetensors_file import TORCH_NAMES, TensorEntry, read_header
+from penstock.schedule.errors import SourceError
+from penstock.schedule.model import Extent, Part, Storage, Weight
+from penstock.schedule.payload_checks import part_nbytes
+
+Rename = Callable[[str], str] | Mapping[str, str] | None
+"""How an FQN of the program becomes a tensor's name in the files: a function, or a table of exceptions."""
+
+_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The tensors of some safetensors files: their names, and for each its file number and place."""
+
+    files: tuple[Path, ...]
+    tensors: Mapping[str, tuple[int, TensorEntry]]
+
+
+def read_checkpoint(files: Sequence[Path]) -> Checkpoint:
+    """The headers of `files`, strictly parsed. SourceError for a tensor that two files hold."""
+    tensors: dict[str, tuple[int, TensorEntry]] = {}
+    for number, path in enumerate(files):
+        for name, entry in read_header(path).entries.items():
+            if name in tensors:
+                raise SourceError(
+                    f"tensor {name!r} is in {files[tensors[name][0]]} and in {path}: "
+                    "give the shards of one checkpoint only"
+                )
+            tensors[name] = (number, entry)
+    return Checkpoint(tuple(files), tensors)
+
+
+def bind(
+    weights: Sequence[Weight], storages: Sequence[Storage], checkpoint: Checkpoint, rename: Rename = None
+) -> tuple[Storage, ...]:
+    """`storages` with the extents that the checkpoint gives them.
+
+    Tied weights need one of their names in the files. A parameter that no file has is an error, as is
+    one of another dtype, shape or order of elements; a buffer or constant may be missing, its storage
+    then has no extents. Raises SourceError naming what is wrong, all missing ones counted.
+    """
+    found: dict[int, dict[tuple[int, int], Extent]] = {}
+    absent: list[Weight] = []
+    for weight in weights:
+        for part in weight.parts:
+            name = _tensor_name(weight.fqn, rename) + part.name
+            if name not in checkpoint.tensors:
+                absent.append(weight)
+                continue
+            number, entry = checkpoint.tensors[name]
+            _check_tensor(weight, part, name, entry, checkpoint.files[number])
+            extent = Extent(number, entry.start, part.offset, entry.nbytes)
+            found.setdefault(part.storage, {}).setdefault((part.offset, entry.nbytes), extent)
+    bound = tuple(
+        replace(storage, extents=_disjoint(found[index].values())) if index in found else storage
+        for index, storage in enumerate(storages)
+    )
+    _refuse_missing([w for w in absent if not _covered(w, bound)], checkpoint)
+    return bound
+
+
+def _tensor_name(fqn: str, rename: Rename) -> str:
+    if rename is None:
+        return fqn
+    return rename.get(fqn, fqn) if isinstance(rename, Mapping) else rename(fqn)
+
+
+def _check_tensor(weight: Weight, part: Part, name: str, entry: TensorEntry, path: Path) -> None:
+    if (TORCH_NAMES.get(entry.dtype), entry.shape) != (part.dtype, part.shape):
+        raise SourceError(
+            f"weight {weight.fqn} is {part.dtype} {list(part.shape)} in the program and tensor {name!r} of "
+            f"{path} is {TORCH_NAMES.get(entry.dtype, entry.dtype)} {list(entry.shape)}: "
+            "give the checkpoint that belongs to the program"
+        )
+    dense = [prod(part.shape[i + 1 :]) for i in range(len(part.shape))]
+    if any(size > 1 and a != b for size, a, b in zip(part.shape, part.stride, dense, strict=True)):
+        raise SourceError(
+            f"weight {weight.fqn} has strides {list(part.stride)} in the program, but safetensors files hold "
+            "dense tensors: make it contiguous before the export, or compile without weights="
+        )
+
+
+def _disjoint(extents: object) -> tuple[Extent, ...]:
+    """Extents by place in the storage, without the bytes that an earlier one holds as well."""
+    result: list[Extent] = []
+    end = 0
+    for extent in sorted(extents, key=lambda e: (e.storage_offset, -e.nbytes)):  # type: ignore[call-overload]
+        known = max(end - extent.storage_offset, 0)
+        if known < extent.nbytes:
+            start = extent.storage_offset + known
+            result.append(Extent(extent.file, extent.file_offset + known, start, extent.nbytes - known))
+            end = start + extent.nbytes - known
+    return tuple(result)
+
+
+def _covered(weight: Weight, storages: Sequence[Storage]) -> bool:
+    """Whether the bytes of every part were found under another weight's name."""
+    for part in weight.parts:
+        position = part.offset
+        stop = part.offset + part_nbytes(part)
+        for extent in storages[part.storage].extents:
+            if extent.storage_offset <= position < extent.storage_offset + extent.nbytes:
+                position = extent.storage_offset + extent.nbytes
+        if position < stop:
+            return False
+    return True
+
+
+def _refuse_missing(absent: Sequence[Weight], checkpoint: Checkpoint) -> None:
+    missing = [w.fqn for w in absent if w.role == "parameter"]
+    if missing:
+        named = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
+        files = ", ".join(str(p) for p in checkpoint.files[:2]) + (", ..." if len(checkpoint.files) > 2 else "")
+        raise SourceError(
+            f"{len(missing)} of the program's parameters are not in {files}: {named}; "
+            "give the missing shards, or say with rename= what they are called there"
+        )

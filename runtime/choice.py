@@ -1,0 +1,101 @@
+"""Chooses, by measurement, the arena that weights stream into on a CPU, and says why."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.runtime.calibrate import measure_hardware
+from penstock.runtime.memory import MADV_POPULATE_READ, Reservation, advise, supports_populate
+from penstock.runtime.source import Source, measure_read
+from penstock.schedule.layout import mapped_arena, packed_arena
+from penstock.schedule.model import Arena, Hardware, Weight
+from penstock.schedule.payload import Payload
+from penstock.schedule.planner import Floor, floor
+from penstock.schedule.sizes import format_size
+
+MAPPED_GRANULE = 2 << 20  # the largest folio of the page cache, which is mapped and dropped whole
+PAGE = mmap.PAGESIZE
+_SAMPLE = 64 << 20
+_SMALL = 64 << 10  # below it a packed tensor is not aligned to whole blocks (runtime/pack.py)
+
+
+@dataclass(frozen=True)
+class ArenaChoice:
+    """An arena, the rate at which it fills, and the sentence that says why it was chosen."""
+
+    arena: Arena
+    link_bytes_per_s: float
+    reason: str
+
+    def measure(self, weights: Sequence[Weight]) -> Hardware:
+        """This machine, with the rate at which this arena fills as its link."""
+        return measure_hardware(weights, self.link_bytes_per_s, self.reason)
+
+
+def cpu_arenas(payload: Payload) -> dict[str, Arena]:
+    """The arenas that this system and these files allow, by name, the preferred first."""
+    storages, traces = payload.storages, payload.traces
+    arenas: dict[str, Arena] = {}
+    if supports_populate():
+        mapped = mapped_arena(storages, payload.files, granule=MAPPED_GRANULE)
+        if mapped is not None:
+            arenas["mapped"] = mapped
+    large = [e for s in storages if s.nbytes >= _SMALL for e in s.extents]
+    unit = PAGE if all(e.file_offset % PAGE == 0 for e in large) else 64
+    arenas["contiguous"] = packed_arena(storages, traces, kind="contiguous", granule=unit, alignment=unit)
+    arenas["paged"] = packed_arena(storages, traces, kind="paged", granule=PAGE, alignment=64)
+    return arenas
+
+
+def floors(payload: Payload, arenas: Mapping[str, Arena], keep: frozenset[int]) -> dict[str, Floor]:
+    """The floor of each arena, in the order of `arenas`."""
+    return {
+        name: floor(payload.storages, payload.traces, arena, keep=keep) for name, arena in arenas.items()
+    }
+
+
+def choose(
+    arenas: Mapping[str, Arena], floors: Mapping[str, Floor], budget: int, source: Source
+) -> ArenaChoice:
+    """Among the arenas whose floor the budget reaches, the one that fills fastest."""
+    usable = [name for name, found in floors.items() if found.upper_bytes <= budget]
+    name = usable[0] if usable else min(floors, key=lambda n: floors[n].upper_bytes)
+    read = measure_read(source, nbytes=_SAMPLE, seconds=0.2) if source.files else 1e9
+    reading = f"{source.mode} reads at {read / 1e9:.2f} GB/s"
+    if name != "mapped":
+        why = source.note or _why_not_mapped(arenas, floors, budget)
+        return ArenaChoice(arenas[name], read, f"{name} arena, {reading}: {why}")
+    populated = _populate_rate(source)
+    rates = f"populating a mapping at {populated / 1e9:.2f} GB/s, {reading}"
+    if read > _CLEARLY_FASTER * populated and "contiguous" in usable:
+        return ArenaChoice(arenas["contiguous"], read, f"contiguous arena: {rates}")
+    return ArenaChoice(arenas["mapped"], populated, f"mapped arena: {rates}")
+
+
+_CLEARLY_FASTER = 1.15
+
+
+def _why_not_mapped(arenas: Mapping[str, Arena], floors: Mapping[str, Floor], budget: int) -> str:
+    if "mapped" in floors:
+        least = format_size(floors["mapped"].upper_bytes)
+        return f"a mapped arena needs {least} and the budget is {format_size(budget)}"
+    if "mapped" in arenas:
+        return "asked for"
+    if not supports_populate():
+        return "this system cannot populate file mappings"
+    return "the files align their tensors to less than 64 bytes, so they cannot be used where they are"
+
+
+def _populate_rate(source: Source) -> float:
+    """Bytes per second at which mapped granules of the largest file become readable."""
+    number, file = max(enumerate(source.files), key=lambda item: item[1].nbytes)
+    nbytes = min(file.nbytes, _SAMPLE) // PAGE * PAGE
+    start = (file.nbytes - nbytes) // 2 // MAPPED_GRANULE * MAPPED_GRANULE
+    with Reservation(nbytes) as memory:
+        memory.map_file(source.fd(number), start)
+        began = time.perf_counter()
+        advise(memory.address, nbytes, MADV_POPULATE_READ)
+        return nbytes / (time.perf_counter() - began)

@@ -1,0 +1,147 @@
+"""Builds a streamed module on a CPU: files, arena, tensors, streamer and program, in that order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from penstock.passes.lowering import eager
+from penstock.runtime.arena import WeightArena, open_arena
+from penstock.runtime.module import Resources, Stats, StreamedModule
+from penstock.runtime.source import Source
+from penstock.runtime.streamer import Counters, Streamer
+from penstock.schedule.model import Extent, Part, Plan, Storage
+from penstock.schedule.payload import Payload
+
+WARM_FRACTION = 0.5
+"""From this share of the files in the page cache on, reading through it beats reading past it."""
+
+_PIECE = 16 << 20
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a plan is carried out; none of it changes what is computed."""
+
+    readers: int = 2
+    debug: bool = False
+    poison: bool = False
+
+
+def open_source(payload: Payload, folder: Path) -> Source:
+    """The weight files, read through the page cache where it holds them and past it where not."""
+    source = Source(payload.files, folder, mode="direct")
+    if source.cached_fraction() < WARM_FRACTION:
+        return source
+    source.close()
+    return Source(payload.files, folder, mode="buffered")
+
+
+def load_on_cpu(folder: Path, payload: Payload, plan: Plan, reason: str, options: LoadOptions) -> StreamedModule:
+    """A streamed module for a verified plan; on an error everything opened so far is closed again."""
+    with ExitStack() as opened:
+        source = open_source(payload, folder)
+        opened.callback(source.close)
+        outside = _load_outside(payload.storages, plan.outside, source, options.readers)
+        arena, streamer = None, None
+        if plan.arena_bytes:
+            arena = open_arena(plan, payload.storages, source, debug=options.debug, poison=options.poison)
+            opened.callback(arena.close)
+            streamer = Streamer(plan, payload.storages, arena, readers=options.readers)
+            opened.callback(streamer.close)
+        tensors = {
+            weight.fqn: _tensor(weight.parts[0], plan, outside, arena) for weight in payload.weights
+        }
+        program = eager.load(folder, payload)
+        methods = {
+            method.name: (
+                method.graph,
+                eager.bind(program, tensors, method, streamer.methods[method.graph].probed if streamer else ()),
+            )
+            for method in payload.methods
+        }
+        closers = [source.close] if arena is None else [arena.close, source.close]
+        resources = Resources(streamer, tuple(closers), os.getpid())
+        held = sum(buffer.nbytes for buffer in outside.values())
+        meter = _Meter(plan, arena, streamer, reason, options.readers, held)
+        module = StreamedModule(methods, plan, resources, meter.read)
+        opened.pop_all()
+    return module
+
+
+@dataclass(frozen=True)
+class _Meter:
+    plan: Plan
+    arena: WeightArena | None
+    streamer: Streamer | None
+    reason: str
+    readers: int
+    outside_bytes: int
+
+    def read(self) -> Stats:
+        counters = Counters() if self.streamer is None else self.streamer.counters
+        return Stats(
+            passes=counters.passes,
+            bytes_moved=counters.bytes_moved,
+            misses=counters.misses,
+            stall_seconds=counters.stall_ns / 1e9,
+            held_bytes=self.outside_bytes + (self.arena.held_bytes if self.arena else 0),
+            peak_bytes=self.outside_bytes + (self.arena.peak_bytes if self.arena else 0),
+            budget=self.plan.budget,
+            arena=self.reason,
+            readers=self.readers,
+        )
+
+
+def _load_outside(
+    storages: Sequence[Storage], chosen: Sequence[int], source: Source, readers: int
+) -> dict[int, torch.Tensor]:
+    """The storages held whole in ordinary memory, which torch aligns to 64 bytes."""
+    buffers = {s: torch.empty(storages[s].nbytes, dtype=torch.uint8) for s in chosen}
+    pieces = [
+        (piece, buffers[s].data_ptr())
+        for s in chosen
+        for extent in storages[s].extents
+        for piece in _split(extent)
+    ]
+    with ThreadPoolExecutor(readers) as pool:
+        list(pool.map(lambda work: _read_piece(source, *work), pieces))
+    return buffers
+
+
+def _split(extent: Extent) -> list[Extent]:
+    return [
+        Extent(
+            extent.file,
+            extent.file_offset + start,
+            extent.storage_offset + start,
+            min(_PIECE, extent.nbytes - start),
+        )
+        for start in range(0, extent.nbytes, _PIECE)
+    ]
+
+
+def _read_piece(source: Source, piece: Extent, address: int) -> None:
+    source.read_into(piece.file, piece.file_offset, address + piece.storage_offset, piece.nbytes)
+
+
+def _tensor(
+    part: Part, plan: Plan, outside: dict[int, torch.Tensor], arena: WeightArena | None
+) -> torch.Tensor:
+    """The tensor that the program reads a part through, for as long as the module lives."""
+    s = part.storage
+    dtype = getattr(torch, part.dtype)
+    if s in outside and 0 not in part.shape:
+        flat = outside[s][part.offset :]
+        whole = flat[: flat.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+        return whole.as_strided(part.shape, part.stride)
+    if arena is not None and plan.arena.layout[s] >= 0:
+        return arena.view(part)
+    # No step reads it: a placeholder of its shape, whose memory is never touched.
+    return torch.empty_strided(part.shape, part.stride, dtype=dtype)

@@ -1,0 +1,208 @@
+"""An artifact that is open: its facts, plans for it, and streamed modules loaded from it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+
+from penstock.runtime.choice import ArenaChoice, choose, cpu_arenas, floors
+from penstock.runtime.loading import LoadOptions, load_on_cpu, open_source
+from penstock.runtime.module import StreamedModule
+from penstock.runtime.source import Source
+from penstock.runtime.stamp import Progress, hash_storage
+from penstock.schedule.errors import BudgetError, PayloadError, PlanError, SourceError, StreamError
+from penstock.schedule.model import Hardware, Plan, Wrap
+from penstock.schedule.payload import Payload, verify_payload
+from penstock.schedule.planner import Floor, make_plan
+from penstock.schedule.sizes import parse_size
+from penstock.schedule.verify import verify_plan
+
+PAYLOAD = "payload.json"
+
+
+def open(path: str | PathLike[str]) -> Program:
+    """Open the artifact folder `path` and check it: payload, plans, lowered program, weight files' stamps.
+
+    Raises PayloadError, PlanError or SourceError that says what is wrong. The lowered program is
+    code: open artifacts from people you trust. `Program.verify` checks every byte of the weights.
+    """
+    folder = Path(path)
+    try:
+        data = (folder / PAYLOAD).read_bytes()
+    except OSError as error:
+        raise SourceError(
+            f"{folder} is not an artifact: {PAYLOAD} cannot be read ({error.strerror}); "
+            "give the folder that penstock compile wrote"
+        ) from error
+    payload = Payload.from_bytes(data, source=str(folder / PAYLOAD))
+    if payload.program is None:
+        raise PayloadError(f"{folder / PAYLOAD} describes a program in memory: compile it to run it")
+    verify_payload(payload)
+    _check_program(folder / payload.program.path, payload.program.sha256)
+    with Source(payload.files, folder, mode="buffered"):
+        pass  # opening compares every stamp
+    return Program(folder, payload)
+
+
+def _check_program(path: Path, sha256: str) -> None:
+    try:
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise SourceError(f"the lowered program {path} cannot be read: {error.strerror}") from error
+    if found != sha256:
+        raise PayloadError(
+            f"the lowered program {path} is not the one compiled: its sha256 was {sha256} and is {found}; "
+            "compile again"
+        )
+
+
+class Program:
+    """A compiled program on disk. It holds facts only: nothing is loaded until `load`."""
+
+    def __init__(self, path: Path, payload: Payload) -> None:
+        self.path = path
+        self.payload = payload
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, storages counted once."""
+        return sum(s.nbytes for s in self.payload.storages)
+
+    @cached_property
+    def floor_bytes(self) -> int:
+        """The smallest budget that `load` accepts on the default device."""
+        return self.floor()
+
+    def floor(self, device: str = "cpu", arena: str | None = None) -> int:
+        """The smallest budget in bytes for a kind of arena: `mapped`, `contiguous`, `paged`, or the best of them."""
+        return min(f.upper_bytes for f in self._floors(device, arena, frozenset()).values())
+
+    def plan(
+        self,
+        budget: int | str,
+        *,
+        hardware: Hardware | str = "auto",
+        keep: Sequence[str] = (),
+        wrap: Wrap = "overlap",
+        device: str = "cpu",
+        arena: str | None = None,
+    ) -> Plan:
+        """Decide what stays and what streams within `budget` (bytes, `32MiB`, or `50%` of the weights).
+
+        `keep` holds patterns of FQNs that stay on the device. `arena` asks for a kind of arena
+        instead of the fastest. Raises BudgetError below the floor, PlanError for a pattern that
+        matches nothing.
+        """
+        return self._choose(budget, keep, device, arena, hardware, wrap)[0]
+
+    def load(
+        self,
+        budget: int | str | None = None,
+        *,
+        plan: Plan | None = None,
+        device: str = "cpu",
+        keep: Sequence[str] = (),
+        arena: str | None = None,
+        readers: int = 2,
+        debug: bool = False,
+        poison: bool = False,
+    ) -> StreamedModule:
+        """A module that runs this program with at most `budget` bytes of weights, or as `plan` says.
+
+        `debug` makes a read of a dropped granule of a paged arena fault; `poison` overwrites freed
+        bytes of a contiguous one with NaN. Close the module, or use it as a context manager.
+        """
+        if (budget is None) == (plan is None):
+            raise BudgetError("load needs a budget or a plan, and not both: load(budget='50%') or load(plan=plan)")
+        reason = "as planned"
+        if plan is None:
+            assert budget is not None
+            plan, reason = self._choose(budget, keep, device, arena, "auto", "overlap")
+        elif keep or arena:
+            raise PlanError("keep= and arena= are decided by the plan: give them to plan()")
+        _check_device(device)
+        verify_plan(self.payload.storages, self.payload.traces, plan)
+        return load_on_cpu(self.path, self.payload, plan, reason, LoadOptions(readers, debug, poison))
+
+    def verify(self, progress: Progress | None = None) -> int:
+        """Hash every weight byte and prove every plan; returns the bytes hashed.
+
+        Raises SourceError naming the first weight whose bytes changed since it was compiled.
+        """
+        verify_payload(self.payload)
+        names = self.payload.storage_names()
+        done = 0
+        for index, storage in enumerate(self.payload.storages):
+            if storage.sha256 is None or not storage.extents:
+                continue
+            found = hash_storage(storage, self.payload.files, self.path, progress=progress)
+            if found != storage.sha256:
+                raise SourceError(
+                    f"weight {names[index]} has changed since it was compiled: its sha256 was "
+                    f"{storage.sha256} and is {found}; restore the file, or compile again"
+                )
+            done += sum(e.nbytes for e in storage.extents)
+        return done
+
+    def _choose(
+        self,
+        budget: int | str,
+        keep: Sequence[str],
+        device: str,
+        arena: str | None,
+        hardware: Hardware | str,
+        wrap: Wrap,
+    ) -> tuple[Plan, str]:
+        nbytes = parse_size(budget, total=self.weight_bytes)
+        kept = self._kept(keep)
+        choice = self._choose_arena(nbytes, kept, device, arena)
+        if isinstance(hardware, str):
+            if hardware != "auto":
+                raise PlanError(f"there is no hardware {hardware!r}: give 'auto' or a Hardware")
+            hardware = choice.measure(self.payload.weights)
+        payload = self.payload
+        plan = make_plan(
+            payload.storages,
+            payload.traces,
+            choice.arena,
+            budget=nbytes,
+            hardware=hardware,
+            keep=kept,
+            wrap=wrap,
+            names=payload.storage_names(),
+        )
+        verify_plan(payload.storages, payload.traces, plan)
+        return plan, choice.reason
+
+    def _choose_arena(self, budget: int, kept: frozenset[int], device: str, arena: str | None) -> ArenaChoice:
+        found = self._floors(device, arena, kept)
+        arenas = cpu_arenas(self.payload)
+        with open_source(self.payload, self.path) as source:
+            return choose(arenas, found, budget, source)
+
+    def _floors(self, device: str, arena: str | None, keep: frozenset[int]) -> dict[str, Floor]:
+        _check_device(device)
+        arenas = cpu_arenas(self.payload)
+        if arena is not None and arena not in arenas:
+            raise PlanError(f"these weights cannot be in an arena {arena!r}: choose from {', '.join(arenas)}")
+        return floors(self.payload, {arena: arenas[arena]} if arena else arenas, keep)
+
+    def _kept(self, patterns: Sequence[str]) -> frozenset[int]:
+        kept: set[int] = set()
+        for pattern in patterns:
+            matching = [w for w in self.payload.weights if fnmatchcase(w.fqn, pattern)]
+            if not matching:
+                names = ", ".join(w.fqn for w in self.payload.weights[:3])
+                raise PlanError(f"keep pattern {pattern!r} matches no weight; the weights are {names}, ...")
+            kept |= {part.storage for weight in matching for part in weight.parts}
+        return frozenset(kept)
+
+
+def _check_device(device: str) -> None:
+    if device != "cpu":
+        raise StreamError(f"there is no device {device!r} here: 'cpu' is what this version streams to")

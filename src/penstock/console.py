@@ -1,0 +1,78 @@
+"""What the command line prints: progress on stderr, tables and JSON on stdout."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+
+Report = Callable[[str, int, int], None]
+"""Called with what is being done, the bytes done and the bytes in all."""
+
+
+@contextmanager
+def byte_progress() -> Iterator[Report]:
+    """A bar on stderr for each thing reported; nothing is drawn where stderr is no terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    tasks: dict[str, TaskID] = {}
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+
+        def report(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done, total=total)
+
+        yield report
+
+
+@contextmanager
+def spinner(what: str) -> Iterator[Callable[[str], None]]:
+    """A spinner on stderr for work without a known length; yields a function that changes its text."""
+    with Console(stderr=True).status(what) as status:
+        yield lambda text: status.update(text)
+
+
+def print_json(facts: Any) -> None:
+    """Facts as indented JSON on stdout."""
+    json.dump(facts, sys.stdout, indent=2)
+    sys.stdout.write("\n")
+
+
+def print_facts(title: str, facts: Iterable[tuple[str, str]]) -> None:
+    """A titled two-column list."""
+    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    for name, value in facts:
+        table.add_row(name, value)
+    Console().print(table)
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table whose columns after the first are right-aligned."""
+    table = Table(title=title, title_justify="left", pad_edge=False)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)

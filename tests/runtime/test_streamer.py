@@ -1,0 +1,241 @@
+"""The streamer against an arena that knows what it holds and complains about every illegal access."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from penstock.runtime.streamer import Streamer
+from penstock.schedule.errors import SourceError, StreamError
+from penstock.schedule.model import Arena, Drop, Hardware, Plan, Range, Schedule, Step, Storage, Trace, Transfer
+
+UNIT = 4
+HARDWARE = Hardware("test", 1e9, 1e9, 1e9, 0)
+
+
+class HonestArena:
+    """A paged arena of units; refuses to fill what is there and counts what it holds."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.held: set[int] = set()
+        self.peak = 0
+        self.fills: list[tuple[int, int]] = []
+        self.fail_at: set[int] = set()
+        self.gate: threading.Event | None = None
+        self._lock = threading.Lock()
+
+    def fill(self, start: int, stop: int) -> int:
+        if self.gate is not None:
+            self.gate.wait(10)
+        if start in self.fail_at:
+            self.fail_at.discard(start)
+            raise SourceError(f"disk error at {start}")
+        units = set(range(start, stop))
+        with self._lock:
+            assert not units & self.held, "filled what is there"
+            self.held |= units
+            self.peak = max(self.peak, len(self.held))
+            self.fills.append((start, stop))
+            assert len(self.held) <= self.capacity, "over budget"
+        return stop - start
+
+    def drop(self, start: int, stop: int) -> None:
+        with self._lock:
+            self.held -= set(range(start, stop))
+
+    def check(self, start: int, stop: int) -> None:
+        with self._lock:
+            assert set(range(start, stop)) <= self.held, f"read of {start}:{stop} without its bytes"
+
+
+def make_plan(graphs: int = 1, *, wrap: str = "overlap") -> Plan:
+    """Four storages of four units, one read a step; storage 3 is resident, two others fit beside it."""
+    layout = tuple(UNIT * i for i in range(4))
+    arena = Arena("paged", "anonymous", 1, layout, (Range(0, 16),))
+    names = ("forward", "decode")
+    traces = tuple(
+        Trace(names[g], g, "", tuple(Step(f"s{k}", (k,), 1, 1) for k in range(4)), 0, 0, "modelled")
+        for g in range(graphs)
+    )
+    transfers = (Transfer(0, 4, 0, -3), Transfer(4, 8, 1, -2), Transfer(8, 12, 2, 0))
+    drops = tuple(Drop(UNIT * k, UNIT * (k + 1), k) for k in range(3))
+    boundary = (Range(12, 16), Range(0, 8))
+    if graphs > 1:  # what streams stays within its call: storage 2 only
+        transfers, drops = transfers[2:], drops[2:]
+    return Plan(
+        budget=12,
+        arena=arena,
+        arena_bytes=12,
+        outside=(),
+        addresses=(),
+        resident=(Range(12, 16),) if graphs == 1 else (Range(0, 8), Range(12, 16)),
+        boundary=boundary,
+        wrap=wrap,  # type: ignore[arg-type]
+        schedules=tuple(Schedule(g, transfers, drops, 1) for g in range(graphs)),
+        traces=traces,
+        hardware=HARDWARE,
+    )
+
+
+STORAGES = tuple(Storage(UNIT, "streamable") for _ in range(4))
+
+
+def run_pass(streamer: Streamer, arena: HonestArena, graph: int = 0, order: tuple[int, ...] = (0, 1, 2, 3)) -> None:
+    streamer.begin(graph)
+    for step in order:
+        probed = step in streamer.methods[graph].probed
+        if probed:
+            streamer.acquire(graph, step)
+        arena.check(UNIT * step, UNIT * (step + 1))
+        if probed:
+            streamer.release(graph, step)
+    streamer.end(graph)
+
+
+@pytest.fixture
+def arena() -> HonestArena:
+    return HonestArena(12)
+
+
+@pytest.fixture
+def streamer(arena: HonestArena):
+    streamer = Streamer(make_plan(), STORAGES, arena)
+    yield streamer
+    streamer.close()
+
+
+def test_every_read_finds_its_bytes_pass_after_pass(streamer, arena):
+    for _ in range(50):
+        run_pass(streamer, arena)
+    assert streamer.counters.passes == 50
+    assert streamer.counters.misses == 0
+    assert arena.peak <= 12
+    assert set(arena.fills) == {(0, 8), (0, 4), (4, 8), (8, 12), (12, 16)}
+    assert arena.fills.count((12, 16)) == 1, "resident bytes are loaded once"
+
+
+def test_the_resident_step_is_not_probed(streamer):
+    assert streamer.methods[0].probed == (0, 1, 2)
+
+
+def test_prefetch_crosses_the_end_of_a_call(streamer, arena):
+    run_pass(streamer, arena)
+    wait_until(lambda: set(range(8)) <= arena.held)
+    before = streamer.counters.stall_ns
+    streamer.begin(0)
+    streamer.acquire(0, 0)
+    assert streamer.counters.stall_ns == before
+
+
+def test_a_barrier_waits_for_the_prefetch(arena):
+    streamer = Streamer(make_plan(wrap="barrier"), STORAGES, arena)
+    run_pass(streamer, arena)
+    assert set(range(8)) <= arena.held
+    streamer.close()
+
+
+@pytest.mark.parametrize("order", [(1, 0, 2, 3), (2, 3), (0, 2, 1, 3), (0, 0, 1, 2, 3), ()])
+def test_an_order_not_foreseen_is_slower_never_wrong(streamer, arena, order):
+    run_pass(streamer, arena)
+    run_pass(streamer, arena, order=order)
+    misses = streamer.counters.misses
+    assert (misses > 0) == bool(order)
+    run_pass(streamer, arena)
+    run_pass(streamer, arena)
+    assert streamer.counters.misses == misses
+
+
+def test_a_failed_read_raises_once_and_the_next_call_works(streamer, arena):
+    run_pass(streamer, arena)
+    arena.fail_at = {8}
+    with pytest.raises(SourceError, match="disk error at 8"):
+        run_pass(streamer, arena)
+    streamer.abort()
+    run_pass(streamer, arena)
+    assert arena.fills.count((12, 16)) == 1
+
+
+def test_a_failed_read_of_a_resident_range_raises_too(arena):
+    arena.gate = threading.Event()
+    arena.fail_at = {12}
+    streamer = Streamer(make_plan(), STORAGES, arena)
+    threading.Timer(0.05, arena.gate.set).start()
+    with pytest.raises(SourceError):
+        run_pass(streamer, arena)
+    streamer.abort()
+    run_pass(streamer, arena)
+    streamer.close()
+
+
+def test_a_failure_between_calls_is_raised_by_the_next_or_mended(streamer, arena):
+    arena.fail_at = {0}
+    for _ in range(3):
+        try:
+            run_pass(streamer, arena)
+        except SourceError:
+            streamer.abort()
+    run_pass(streamer, arena)
+
+
+def test_abort_in_the_middle_forgets_all_but_the_resident(streamer, arena):
+    streamer.begin(0)
+    streamer.acquire(0, 0)
+    streamer.abort()
+    run_pass(streamer, arena)
+    assert arena.fills.count((12, 16)) == 1
+
+
+def test_a_release_without_its_acquire_is_refused(streamer):
+    streamer.begin(0)
+    with pytest.raises(StreamError, match="step 2"):
+        streamer.release(0, 2)
+
+
+def test_close_ends_the_readers_even_while_a_transfer_runs(arena):
+    arena.gate = threading.Event()
+    streamer = Streamer(make_plan(), STORAGES, arena)
+    threading.Timer(0.05, arena.gate.set).start()
+    streamer.close()
+    streamer.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("penstock-reader")]
+
+
+def test_closing_wakes_a_waiting_call(arena):
+    arena.gate = threading.Event()
+    streamer = Streamer(make_plan(), STORAGES, arena)
+    raised: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            run_pass(streamer, arena)
+        except BaseException as error:
+            raised.append(error)
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    threading.Timer(0.05, arena.gate.set).start()
+    streamer.close()
+    caller.join(10)
+    assert not caller.is_alive()
+    assert all(isinstance(e, StreamError) for e in raised)
+
+
+def test_methods_that_share_an_arena_follow_one_another(arena):
+    arena.capacity = 16
+    streamer = Streamer(make_plan(graphs=2), STORAGES, arena)
+    for graph in (0, 1, 1, 0, 1):
+        run_pass(streamer, arena, graph)
+    assert streamer.counters.misses == 0
+    assert arena.fills.count((8, 12)) == 5
+    streamer.close()
+
+
+def wait_until(condition) -> None:
+    deadline = threading.Event()
+    for _ in range(1000):
+        if condition():
+            return
+        deadline.wait(0.005)
+    raise AssertionError("did not happen within five seconds")
