@@ -29,12 +29,14 @@ def replace_file(path: Path, *, force: bool) -> Iterator[int]:
 
     Raises SourceError if `path` exists and `force` is not given, or where the system refuses.
     """
-    _refuse_existing(path, force=force)
-    with _temporary(path, _create_file) as (temporary, fd):
-        yield fd
-        os.fsync(fd)
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
+    with _reporting(path):
+        _refuse_existing(path, force=force)
+        with _temporary(path, _create_file) as (temporary, fd):
+            yield fd
+            os.fsync(fd)
+            _refuse_existing(path, force=force)
+            os.replace(temporary, path)
+            _sync_folder(path.parent)
 
 
 def write_artifact(
@@ -47,20 +49,30 @@ def write_artifact(
     output is refused or the system fails; whatever `build` raises passes through.
     """
     folder = Path(os.path.realpath(folder))
-    _recover(folder)
-    _refuse_existing(folder, force=force)
-    if folder.exists() and not (
-        folder.is_dir() and ((folder / marker).exists() or not any(folder.iterdir()))
-    ):
-        raise SourceError(f"{folder} is not an artifact and will not be overwritten; choose another output")
-    with _temporary(folder, _create_folder) as (temporary, _):
-        build(temporary)
-        _sync_tree(temporary)
-        if folder.exists():
-            _exchange(temporary, folder)
-        else:
-            os.rename(temporary, folder)
-        _sync_folder(folder.parent)
+    with _reporting(folder):
+        _recover(folder)
+        _refuse_existing(folder, force=force)
+        _refuse_foreign(folder, marker)
+        with _temporary(folder, _create_folder) as (temporary, _):
+            build(temporary)
+            _sync_tree(temporary)
+            if force and folder.exists():
+                _exchange(temporary, folder)
+            else:
+                # Fails if somebody else has made the folder meanwhile.
+                os.rename(temporary, folder)
+            _sync_folder(folder.parent)
+
+
+@contextmanager
+def _reporting(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SourceError(
+            f"{target} could not be written ({error}); what was there before is unchanged: "
+            "check the space left and the permissions, then try again"
+        ) from error
 
 
 def _refuse_existing(path: Path, *, force: bool) -> None:
@@ -68,29 +80,24 @@ def _refuse_existing(path: Path, *, force: bool) -> None:
         raise SourceError(f"{path} exists; choose another output, or overwrite it with --force (force=True)")
 
 
+def _refuse_foreign(folder: Path, marker: str) -> None:
+    if not folder.exists() or (folder / marker).exists():
+        return
+    if not folder.is_dir() or any(folder.iterdir()):
+        raise SourceError(f"{folder} is not an artifact and will not be overwritten; choose another output")
+
+
 @contextmanager
 def _temporary(target: Path, create: Callable[[Path], int]) -> Iterator[tuple[Path, int]]:
-    """A locked temporary beside `target`, removed at the end if it still has its name."""
-    try:
-        for stale in _siblings(target, "tmp"):
-            _remove_stale(stale)
-        temporary, fd = _create_locked(target, create)
-    except OSError as error:
-        raise _write_error(target, error) from error
+    """A locked temporary beside `target`; what bears its name at the end is removed."""
+    for stale in _siblings(target, "tmp"):
+        _remove_stale(stale)
+    temporary, fd = _create_locked(target, create)
     try:
         yield temporary, fd
-    except OSError as error:
-        raise _write_error(target, error) from error
     finally:
         _remove(temporary)
         os.close(fd)
-
-
-def _write_error(target: Path, error: OSError) -> SourceError:
-    return SourceError(
-        f"{target} could not be written ({error}); what was there before is unchanged: "
-        "check the space left and the permissions, then try again"
-    )
 
 
 def _create_file(path: Path) -> int:

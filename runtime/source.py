@@ -110,16 +110,15 @@ class Source:
 
     def close(self) -> None:
         """Close every descriptor once the reads in flight have ended; may be called again."""
-        # In a forked child the threads that were reading do not exist, so nobody would ever end
-        # those reads or release the lock.
-        if os.getpid() == self._process:
-            with self._idle:
-                self._closed = True
-                self._idle.wait_for(lambda: self._reading == 0)
-        self._closed = True
-        files, self._files = self._files, []
-        for file in files:
-            file.close()
+        if os.getpid() != self._process:
+            # In a forked child the threads that were reading do not exist, so nobody would ever
+            # end those reads or release the lock.
+            self._close_files()
+            return
+        with self._idle:
+            self._closed = True
+            self._idle.wait_for(lambda: self._reading == 0)
+            self._close_files()
 
     def __enter__(self) -> Source:
         return self
@@ -128,6 +127,12 @@ class Source:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _close_files(self) -> None:
+        self._closed = True
+        files, self._files = self._files, []
+        for file in files:
+            file.close()
 
     def _open(self, file: int) -> DirectFile:
         if self._closed:
@@ -164,7 +169,9 @@ def measure_read(
     take = threading.Lock()
     began = time.perf_counter()
     with ThreadPoolExecutor(threads) as pool:
-        readers = [pool.submit(_read_blocks, source, places, take, began + seconds) for _ in range(threads)]
+        readers = [
+            pool.submit(_read_blocks, source, places, block, take, began + seconds) for _ in range(threads)
+        ]
         done = sum(reader.result() for reader in readers)
     return done / (time.perf_counter() - began)
 
@@ -182,12 +189,12 @@ def _spread_blocks(source: Source, nbytes: int, block: int) -> list[tuple[int, i
 
 
 def _read_blocks(
-    source: Source, places: list[tuple[int, int, int]], take: threading.Lock, deadline: float
+    source: Source, places: list[tuple[int, int, int]], block: int, take: threading.Lock, deadline: float
 ) -> int:
     done = 0
     # Mapped pages, because the first touch of fresh memory is slower than a fast disk.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
-    with mmap.mmap(-1, max(nbytes for _, _, nbytes in places), flags=flags) as buffer:
+    with mmap.mmap(-1, block, flags=flags) as buffer:
         memory = ctypes.c_char.from_buffer(buffer)
         try:
             while not done or time.perf_counter() < deadline:
