@@ -12,13 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
-from weight_files import pattern
 
 from penstock.runtime import pack as pack_module
 from penstock.runtime.pack import PAD_PREFIX, Chunk, PackEntry, pack, storage_bytes, tensor_chunks
 from penstock.runtime.safetensors_file import TORCH_NAMES, read_header
 from penstock.runtime.stamp import file_chunks
 from penstock.schedule.errors import SourceError
+from tests.runtime.weight_files import pattern
 
 
 def tensor_entry(name: str, tensor: torch.Tensor) -> PackEntry:

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from weight_files import header_bytes
 
 from penstock.runtime.safetensors_file import (
     HEADER_LIMIT,
@@ -22,6 +21,7 @@ from penstock.runtime.safetensors_file import (
     read_header,
 )
 from penstock.schedule.errors import SourceError
+from tests.runtime.weight_files import header_bytes
 
 
 def entry(

@@ -7,12 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from weight_files import pattern, write_tensor
 
 from penstock.runtime.safetensors_file import read_header
 from penstock.runtime.stamp import SAMPLE_BYTES, check_stamp, hash_storages, sample_offsets, stamp_file
 from penstock.schedule.errors import SourceError
 from penstock.schedule.model import Extent, Storage, WeightFile
+from tests.runtime.weight_files import pattern, write_tensor
 
 NBYTES = 3 << 20
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 from pathlib import Path
 
@@ -26,3 +27,19 @@ def pattern(nbytes: int, *, seed: int = 1) -> bytes:
     """Bytes in which every aligned window of eight differs."""
     words = (seed * 0x9E3779B97F4A7C15 * (i + 1) % (1 << 64) for i in range(-(-nbytes // 8)))
     return b"".join(word.to_bytes(8, "little") for word in words)[:nbytes]
+
+
+GUARD = 0xA5
+"""What `Memory` holds before anything is read into it."""
+
+
+class Memory:
+    """Guarded memory whose base lies at a multiple of 4096."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._buffer = ctypes.create_string_buffer(nbytes + 4096)
+        self.base = ctypes.addressof(self._buffer) + -ctypes.addressof(self._buffer) % 4096
+        ctypes.memset(self._buffer, GUARD, nbytes + 4096)
+
+    def read(self, start: int, stop: int) -> bytes:
+        return ctypes.string_at(self.base + start, stop - start)
