@@ -1,0 +1,141 @@
+"""Exported program in, payload out: the catalog of weights and a modelled trace of every method."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch.export import ExportedProgram
+
+from penstock.passes.calling import check_signature, describe_method
+from penstock.passes.retarget import exported_device
+from penstock.passes.trace import PRESET_CPU, observe
+from penstock.passes.usage import Usage, find_usage
+from penstock.passes.weights import Weights, find_weights, storage_identity
+from penstock.schedule.errors import PassError
+from penstock.schedule.model import Hardware, Kind, Method, Storage, Weight
+from penstock.schedule.payload import Payload
+
+
+@dataclass(frozen=True)
+class Annotated:
+    """A payload, and the torch objects behind it.
+
+    `values[s]` is a tensor whose untyped storage is storage s; `programs` are the programs by method.
+    """
+
+    payload: Payload
+    values: tuple[torch.Tensor, ...]
+    programs: dict[str, ExportedProgram]
+
+
+def annotate(
+    exported: ExportedProgram | Mapping[str, ExportedProgram], *, hardware: Hardware = PRESET_CPU
+) -> Payload:
+    """Returns catalog and modelled traces of a program, or of several methods {name: program}.
+
+    Nothing is written and nothing copied. Methods are numbered in order; they share the weights of
+    equal names, which must be the same memory. `hardware` gives the rates of the model.
+    Raises PassError for a program that cannot be streamed.
+    """
+    return annotate_with_values(exported, hardware=hardware).payload
+
+
+def annotate_with_values(
+    exported: ExportedProgram | Mapping[str, ExportedProgram], *, hardware: Hardware = PRESET_CPU
+) -> Annotated:
+    """Does what `annotate` does, and keeps the tensors, for whoever writes them to files."""
+    programs = {"forward": exported} if isinstance(exported, ExportedProgram) else dict(exported)
+    if not programs:
+        raise PassError("there is no method to annotate: give an exported program, or {name: program}")
+    catalog = _Catalog()
+    methods: list[Method] = []
+    usages: list[tuple[Usage, dict[int, int]]] = []
+    for graph, (name, program) in enumerate(programs.items()):
+        check_signature(program)
+        methods.append(describe_method(program, name, graph))
+        weights = find_weights(program)
+        usage = find_usage(program, weights)
+        usages.append((usage, catalog.add(program, weights, usage.kinds)))
+    # Only now, because a method may write what another only reads.
+    traces = tuple(
+        observe(_in_catalog(usage, numbers, catalog), method=method, hardware=hardware)
+        for method, (usage, numbers) in zip(methods, usages, strict=True)
+    )
+    payload = Payload(
+        lowering="none",
+        torch=torch.__version__.split("+", maxsplit=1)[0],
+        storages=tuple(map(Storage, catalog.nbytes, catalog.kinds)),
+        weights=tuple(catalog.weights.values()),
+        methods=tuple(methods),
+        traces=traces,
+    )
+    return Annotated(payload, tuple(catalog.values), programs)
+
+
+class _Catalog:
+    """Weights and storages of all methods; grows while they are added."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Weight] = {}
+        self.values: list[torch.Tensor] = []
+        self.nbytes: list[int] = []
+        self.kinds: list[Kind] = []
+        self._numbers: dict[tuple[str, int], int] = {}
+
+    def add(self, program: ExportedProgram, weights: Weights, kinds: tuple[Kind, ...]) -> dict[int, int]:
+        """Adds a method's weights; returns the catalog's number of each of its storages."""
+        main = exported_device(program.graph_module)
+        numbers: dict[int, int] = {}
+        for weight, tensor in zip(weights.weights, weights.tensors, strict=True):
+            local = weight.parts[0].storage
+            # What lies on another device than the rest stays there whole.
+            kind = kinds[local] if tensor.device.type == main.type else "returned"
+            number = self._number(weight, tensor, kind)
+            numbers[local] = number
+            placed = replace(weight, parts=(replace(weight.parts[0], storage=number),))
+            if self.weights.setdefault(weight.fqn, placed) != placed:
+                raise PassError(
+                    f"two methods have different weights called {weight.fqn!r}: export them from one model, "
+                    "or give the weights different names"
+                )
+        return numbers
+
+    def _number(self, weight: Weight, tensor: torch.Tensor, kind: Kind) -> int:
+        identity = storage_identity(tensor)
+        known = self.weights.get(weight.fqn)
+        if identity not in self._numbers and known is not None and kind == "streamable":
+            # Programs that were saved and loaded apart hold copies of one weight.
+            number = known.parts[0].storage
+            if self.kinds[number] == "streamable" and _same_bytes(self.values[number], tensor):
+                self._numbers[identity] = number
+        number = self._numbers.setdefault(identity, len(self.values))
+        size = tensor.untyped_storage().nbytes()
+        if number == len(self.values):
+            self.values.append(tensor)
+            self.nbytes.append(size)
+            self.kinds.append(kind)
+        elif size > self.nbytes[number]:
+            self.values[number], self.nbytes[number] = tensor, size
+        if "mutable" in (kind, self.kinds[number]):
+            self.kinds[number] = "mutable"
+        elif kind != "streamable":
+            self.kinds[number] = kind
+        return number
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if "meta" in (one.device.type, other.device.type) or type(one) is not type(other):
+        return False
+    raw = [torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage()) for t in (one, other)]
+    return bool(torch.equal(raw[0], raw[1]))
+
+
+def _in_catalog(usage: Usage, numbers: Mapping[int, int], catalog: _Catalog) -> Usage:
+    """Returns the usage in the catalog's numbers; reads of storages without bytes are none."""
+    reads = {
+        node: tuple(sorted({numbers[read] for read in read_here if catalog.nbytes[numbers[read]]}))
+        for node, read_here in usage.reads.items()
+    }
+    return replace(usage, reads=reads, kinds=tuple(catalog.kinds))

@@ -1,0 +1,204 @@
+"""The two operators that mark the reads of weights, and their insertion into a graph.
+
+    penstock::acquire(Tensor(a!)[] weights, int graph, int step) -> ()
+    penstock::release(Tensor(a!)[] weights, int graph, int step) -> ()
+
+They return nothing, and their schema says that they mutate the weights: so every compiler keeps
+them, and keeps every kernel that reads the weight between its acquire and its release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import fx
+
+from penstock.passes.graphs import copy_graph_module, placeholders_of
+from penstock.passes.propagation import fake_inputs, propagate, storages_of
+from penstock.schedule.errors import PassError, StreamError
+from penstock.schedule.model import Plan, Step, Storage, Trace
+
+if TYPE_CHECKING:
+    from penstock.schedule.payload import Payload
+
+
+class Streamer(Protocol):
+    """What the operators talk to."""
+
+    def acquire(self, graph: int, step: int) -> None:
+        """Returns once every weight that the step reads is in place."""
+
+    def release(self, graph: int, step: int) -> None:
+        """Is told that the step's kernels have been issued."""
+
+
+STREAMER: ContextVar[Streamer | None] = ContextVar("penstock_streamer", default=None)
+"""The streamer of the call in progress, set around each call of a streamed module."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where one step's probes go: around the node called `node`, naming those placeholders."""
+
+    node: str
+    step: int
+    weights: tuple[str, ...]
+
+
+def insert_probes(
+    graph_module: fx.GraphModule, payload: Payload, *, method: str | None = None, plan: Plan | None = None
+) -> fx.GraphModule:
+    """Returns a copy of an annotated graph with an acquire before every step and a release after it.
+
+    `graph_module` is that of the exported program which was annotated, or a copy that still has its
+    placeholders and the nodes that read weights. `method` may be left out where the payload has only
+    one. With a `plan`, steps that it never waits for or acts on get no probes. Raises PassError
+    when the graph is not the one that was annotated.
+    """
+    trace = _trace_of(payload, method)
+    inputs = next(m.inputs for m in payload.methods if m.graph == trace.graph)
+    probed = range(len(trace.steps)) if plan is None else streaming_steps(plan, trace.graph, payload.storages)
+    sites = _sites(graph_module, trace, {leaf.name for leaf in inputs}, probed)
+    return insert_sites(graph_module, trace.graph, sites)
+
+
+def insert_sites(graph_module: fx.GraphModule, graph: int, sites: Iterable[Site]) -> fx.GraphModule:
+    """Returns a copy of the graph with probes of graph number `graph` around the given sites."""
+    copied = copy_graph_module(graph_module)
+    nodes = {node.name: node for node in copied.graph.nodes}
+    for site in sites:
+        arguments = ([nodes[name] for name in site.weights], graph, site.step)
+        with copied.graph.inserting_before(nodes[site.node]):
+            copied.graph.call_function(torch.ops.penstock.acquire.default, arguments)
+        with copied.graph.inserting_after(nodes[site.node]):
+            copied.graph.call_function(torch.ops.penstock.release.default, arguments)
+    copied.graph.lint()
+    copied.recompile()
+    return copied
+
+
+def streaming_steps(plan: Plan, graph: int, storages: Sequence[Storage]) -> list[int]:
+    """Returns the steps at which a plan waits for a transfer, starts one, or drops something.
+
+    All others read only what never leaves the device.
+    """
+    trace = next((trace for trace in plan.traces if trace.graph == graph), None)
+    schedule = next((schedule for schedule in plan.schedules if schedule.graph == graph), None)
+    if trace is None or schedule is None:
+        raise PassError(f"the plan has no schedule for graph {graph}: make a plan for this program")
+    count = len(trace.steps)
+    acting = {drop.step for drop in schedule.drops}
+    for transfer in schedule.transfers:
+        # A negative `after` is a step of the pass before.
+        acting |= {transfer.step, transfer.after % count}
+    resident = {
+        storage for storage in range(len(storages)) if _is_resident(plan, storage, storages[storage].nbytes)
+    }
+    return [k for k, step in enumerate(trace.steps) if k in acting or not resident.issuperset(step.reads)]
+
+
+def _is_resident(plan: Plan, storage: int, nbytes: int) -> bool:
+    start = plan.arena.layout[storage]
+    if storage in plan.outside or start < 0:
+        return True
+    # Neighbouring resident ranges may cover a storage together.
+    for covered in sorted(plan.resident):
+        if covered.start <= start < covered.stop:
+            nbytes -= covered.stop - start
+            start = covered.stop
+    return nbytes <= 0
+
+
+def _trace_of(payload: Payload, method: str | None) -> Trace:
+    names = [trace.method for trace in payload.traces]
+    chosen = [trace for trace in payload.traces if method in (None, trace.method)]
+    if not chosen or (method is None and len(set(names)) > 1):
+        raise PassError(f"the payload has the methods {names}, got method={method!r}: name one of them")
+    return chosen[0]
+
+
+def _sites(graph_module: fx.GraphModule, trace: Trace, inputs: set[str], probed: Iterable[int]) -> list[Site]:
+    """Finds for each step the weight placeholders that its node reads, by storage of fake values."""
+    names = {node.name for node in graph_module.graph.nodes}
+    missing = [name for name in [*sorted(inputs), *(step.name for step in trace.steps)] if name not in names]
+    if missing:
+        raise PassError(
+            f"the graph has no node {missing[0]!r}, which the annotation of method {trace.method!r} names: "
+            "annotate the program whose graph is passed here"
+        )
+    fakes = fake_inputs(graph_module)
+    propagated = propagate(graph_module, fakes)
+    owners: dict[int, list[str]] = {}
+    for node, fake in zip(placeholders_of(graph_module.graph), fakes, strict=True):
+        if node.name not in inputs:
+            for storage in storages_of(fake):
+                owners.setdefault(storage, []).append(node.name)
+    nodes = {node.name: node for node in propagated.graph.nodes}
+    return [_site(nodes[trace.steps[k].name], k, owners, trace.steps[k]) for k in probed]
+
+
+def _site(node: fx.Node, number: int, owners: dict[int, list[str]], step: Step) -> Site:
+    storages = {
+        storage for operand in node.all_input_nodes for storage in storages_of(operand.meta.get("val"))
+    }
+    weights = sorted(name for storage in storages for name in owners.get(storage, ()))
+    if len(weights) < len(step.reads):
+        raise PassError(
+            f"node {node.name!r} reads the weights {weights}, expected {len(step.reads)} storages: "
+            "annotate the program whose graph is passed here"
+        )
+    return Site(node.name, number, tuple(weights))
+
+
+def _current() -> Streamer:
+    streamer = STREAMER.get()
+    if streamer is None:
+        raise StreamError(
+            "a graph with probes ran outside a streamed module: call it through `program.load(...)`"
+        )
+    return streamer
+
+
+def _acquire(weights: list[torch.Tensor], graph: int, step: int) -> None:
+    _current().acquire(graph, step)
+    _bump(weights)
+
+
+def _release(weights: list[torch.Tensor], graph: int, step: int) -> None:
+    _current().release(graph, step)
+    _bump(weights)
+
+
+def _bump(weights: list[torch.Tensor]) -> None:
+    """Marks the weights as written, so that an autograd graph over one of them fails loudly.
+
+    A list at once: one call. Inference tensors have no version, and none in a list is allowed.
+    """
+    torch.autograd.graph.increment_version([weight for weight in weights if not weight.is_inference()])
+
+
+def _do_nothing(weights: list[torch.Tensor], graph: int, step: int) -> None:
+    """What the operators do to fake tensors."""
+
+
+def _register() -> torch.library.Library | None:
+    """Declares the operators once a process, however often this module is imported.
+
+    `Library` and not `custom_op`, which bumps versions by itself but costs 20 us a call to 3 us.
+    """
+    if hasattr(torch.ops.penstock, "acquire"):
+        return None
+    library = torch.library.Library("penstock", "FRAGMENT")
+    for name, kernel in (("acquire", _acquire), ("release", _release)):
+        library.define(f"{name}(Tensor(a!)[] weights, int graph, int step) -> ()")
+        library.impl(name, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"penstock::{name}", _do_nothing, lib=library)
+    return library
+
+
+# Kept alive: the operators exist as long as their library does. A second import must not drop it.
+_LIBRARY = _register() or globals().get("_LIBRARY")

@@ -1,0 +1,124 @@
+"""The order in which a lowered program reads its weights, and what the compute between costs.
+
+Times are modelled by a roofline (Williams, Waterman and Patterson, 2009): a stretch of compute takes
+the longer of its operations over the peak rate and its bytes over the memory bandwidth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator
+
+from penstock.passes.graphs import placeholders_of, size_hint, subgraphs_of, tensors_of
+from penstock.passes.propagation import FLOPS, fake_inputs, propagate
+from penstock.passes.usage import Usage, is_view
+from penstock.schedule.errors import PassError
+from penstock.schedule.model import Hardware, Method, Step, Trace, Work
+
+aten = torch.ops.aten
+
+GATHERS = frozenset(
+    {aten.embedding.default, aten.gather.default, aten.index.Tensor, aten.index_select.default}
+)
+"""Operators that read of their first input only as many bytes as they return."""
+
+PRESET_CPU = Hardware(
+    name="cpu-2-cores",
+    flops_per_s=1e11,
+    memory_bytes_per_s=1.5e10,
+    link_bytes_per_s=2e9,
+    link_latency_ns=50_000,
+    note="round figures of a two-core x86-64 virtual machine with a network disk; assumed, not measured here",
+)
+"""What `annotate` assumes until a machine is known; planning replaces it."""
+
+
+def observe(usage: Usage, *, method: Method, hardware: Hardware = PRESET_CPU) -> Trace:
+    """Returns the trace of the eager lowering: one step per node that reads a streamable storage.
+
+    Costs are those at the sizes that the program was exported with. The body of a loop counts once.
+    """
+    steps: list[Step] = []
+    lead = Work()
+    for node in usage.graph_module.graph.nodes:
+        work = work_of(node)
+        reads = tuple(s for s in usage.reads.get(node.name, ()) if usage.kinds[s] == "streamable")
+        if reads:
+            steps.append(Step(node.name, reads, 0, 0, lead, work))
+            lead = Work()
+        else:
+            lead = _sum(lead, work)
+    shape = ",".join(f"{symbol.name}={symbol.example}" for symbol in method.symbols)
+    untimed = Trace(method.name, method.graph, shape, tuple(steps), 0, 0, "modelled", lead)
+    return with_times(untimed, hardware)
+
+
+def with_times(trace: Trace, hardware: Hardware) -> Trace:
+    """Returns the trace with times modelled from its work for `hardware`; the gap is kept."""
+
+    def nanoseconds(work: Work) -> int:
+        seconds = max(work.flops / hardware.flops_per_s, work.nbytes / hardware.memory_bytes_per_s)
+        return round(seconds * 1e9)
+
+    steps = tuple(
+        replace(step, lead_ns=nanoseconds(step.lead_work), read_ns=nanoseconds(step.read_work))
+        for step in trace.steps
+    )
+    return replace(trace, steps=steps, tail_ns=nanoseconds(trace.tail_work), times="modelled")
+
+
+def with_measured(
+    trace: Trace, lead_ns: Sequence[int], read_ns: Sequence[int], tail_ns: int, *, gap_ns: int = 0
+) -> Trace:
+    """Returns the trace with measured times, one of each sequence a step, in nanoseconds.
+
+    Raises PassError when the measurement has another number of steps.
+    """
+    count = len(trace.steps)
+    if len(lead_ns) != count or len(read_ns) != count:
+        raise PassError(
+            f"the measurement of method {trace.method!r} has {len(lead_ns)} lead times and {len(read_ns)} "
+            f"read times, expected {count} of each: measure this program"
+        )
+    steps = tuple(
+        replace(step, lead_ns=lead, read_ns=read)
+        for step, lead, read in zip(trace.steps, lead_ns, read_ns, strict=True)
+    )
+    return replace(trace, steps=steps, tail_ns=tail_ns, gap_ns=gap_ns, times="measured")
+
+
+def work_of(node: fx.Node) -> Work:
+    """Returns what one node of a propagated graph costs: views and placeholders cost nothing."""
+    if node.op != "call_function":
+        return Work()
+    if isinstance(node.target, HigherOrderOperator):
+        return _sum(*(_work_of_body(body) for body in subgraphs_of(node)))
+    if is_view(node):
+        return Work()
+    written = sum(_nbytes(tensor) for tensor in tensors_of(node.meta.get("val")))
+    operands = [
+        sum(_nbytes(tensor) for tensor in tensors_of(operand.meta.get("val")))
+        for operand in node.all_input_nodes
+    ]
+    if node.target in GATHERS and operands:
+        operands[0] = min(operands[0], written)
+    return Work(node.meta.get(FLOPS, 0), written + sum(operands))
+
+
+def _work_of_body(body: fx.GraphModule) -> Work:
+    if any(node.meta.get("val") is None for node in placeholders_of(body.graph)):
+        return Work()
+    return _sum(*(work_of(node) for node in propagate(body, fake_inputs(body)).graph.nodes))
+
+
+def _sum(*works: Work) -> Work:
+    return Work(sum(work.flops for work in works), sum(work.nbytes for work in works))
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return math.prod(size_hint(size) for size in tensor.shape) * tensor.itemsize
