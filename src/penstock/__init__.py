@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from penstock.passes.annotate import annotate
     from penstock.passes.pipeline import Pipeline
     from penstock.passes.probes import insert_probes
-    from penstock.runtime.compile import compile
+    from penstock.runtime.artifact import compile
     from penstock.runtime.program import open
     from penstock.schedule.errors import (
         BudgetError,
@@ -49,7 +49,7 @@ _HOMES = {
     "Payload": "penstock.schedule.payload",
     "Pipeline": "penstock.passes.pipeline",
     "annotate": "penstock.passes.annotate",
-    "compile": "penstock.runtime.compile",
+    "compile": "penstock.runtime.artifact",
     "insert_probes": "penstock.passes.probes",
     "open": "penstock.runtime.program",
 }

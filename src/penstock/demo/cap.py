@@ -77,12 +77,12 @@ def run_cap(console: Console, *, size: str | None = None) -> Runs:
             "that has, or ask for a smaller --size"
         )
     with tempfile.TemporaryDirectory(prefix="penstock-demo-", dir=folder) as temporary:
-        runs = _run_three(console, Path(temporary), wanted, cap=None)
+        runs = run_three(console, Path(temporary), wanted, cap=None)
     print_runs(console, runs)
     return runs
 
 
-def _run_three(console: Console, folder: Path, weight_bytes: int, *, cap: int | None) -> Runs:
+def run_three(console: Console, folder: Path, weight_bytes: int, *, cap: int | None) -> Runs:
     """Prepare in `folder` and run; the cap is a quarter of the weights unless given."""
     job = prepare(console, folder, weight_bytes)
     weights = Path(job.weights)
@@ -95,7 +95,8 @@ def _run_three(console: Console, folder: Path, weight_bytes: int, *, cap: int | 
     plain, kind = run_capped(console, job, cap, "the plain model, capped")
     streamed, _ = run_capped(console, replace(job, kind="streamed"), cap, "penstock, capped")
     rates.append(measure_read(weights))
-    disk = ReadRate(sum(rate.bytes_per_s for rate in rates) / len(rates), rates[0].direct)
+    # Before and after, because the speed of a disk that others share swings.
+    disk = replace(rates[0], bytes_per_s=sum(rate.bytes_per_s for rate in rates) / len(rates))
     return Runs(nbytes, job.layers, job.hidden, cap, kind, job.budget, reference, plain, streamed, disk)
 
 
@@ -108,10 +109,10 @@ def prepare(console: Console, folder: Path, weight_bytes: int) -> Job:
     weights, artifact = folder / "decoder.safetensors", folder / "decoder.penstock"
     with show_progress(console, f"writing {format_size(weight_bytes)} of weights", weight_bytes) as report:
         write_weights(shape, weights, SEED, report)
-    with show_progress(console, "exporting and compiling the decoder"):
-        # What compile says on the way would end up in the JSON.
-        with contextlib.redirect_stdout(io.StringIO()):
-            penstock.compile(export_decoder(shape, weights), artifact, weights=weights, pack=False)
+    # What compile says on the way would end up in the JSON.
+    quiet = contextlib.redirect_stdout(io.StringIO())
+    with show_progress(console, "exporting and compiling the decoder"), quiet:
+        penstock.compile(export_decoder(shape, weights), artifact, weights=weights, pack=False)
     return Job(
         kind="plain",
         hidden=shape.hidden,

@@ -72,7 +72,7 @@ def make_group(
 ) -> Iterator[MemoryGroup | None]:
     """A memory cgroup of `limit_bytes` for the time of the context; None where none can be made."""
     group = None
-    for parent, version in _list_parents(mount, own):
+    for parent, version in list_parents(mount, own):
         group = _try_group(parent / f"penstock-{os.getpid()}-{time.monotonic_ns()}", version, limit_bytes)
         if group is not None:
             break
@@ -83,7 +83,7 @@ def make_group(
             group.remove()
 
 
-def _list_parents(mount: Path, own: Path) -> list[tuple[Path, int]]:
+def list_parents(mount: Path, own: Path) -> list[tuple[Path, int]]:
     """Folders in which a group could be made, best first, with their version."""
     try:
         entries = [line.split(":", 2) for line in own.read_text().splitlines()]

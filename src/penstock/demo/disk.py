@@ -19,8 +19,9 @@ IN_MEMORY = {"tmpfs", "ramfs"}
 
 @dataclass(frozen=True)
 class ReadRate:
-    """Bytes per second of raw reads, and how they were done: O_DIRECT, or buffered but cold."""
+    """What raw reads gave, and whether they were O_DIRECT or else buffered but cold."""
 
+    nbytes: int
     bytes_per_s: float
     direct: bool
 
@@ -58,21 +59,26 @@ def measure_read(path: Path) -> ReadRate:
         os.close(fd)
         for buffer in buffers:
             buffer.close()
-    return ReadRate(nbytes / seconds, flags != os.O_RDONLY)
+    return ReadRate(nbytes, nbytes / seconds, flags != os.O_RDONLY)
 
 
 def find_folder(nbytes: int) -> Path | None:
     """A folder for temporary files with `nbytes` to spare, on a disk and not in memory; or None."""
-    for folder in (Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()):
+    for folder in list_folders():
         with contextlib.suppress(OSError):
             space = os.statvfs(folder)
             roomy = space.f_bavail * space.f_frsize >= nbytes
-            if roomy and os.access(folder, os.W_OK) and _find_type(folder) not in IN_MEMORY:
+            if roomy and os.access(folder, os.W_OK) and find_type(folder) not in IN_MEMORY:
                 return folder
     return None
 
 
-def _find_type(folder: Path) -> str:
+def list_folders() -> tuple[Path, ...]:
+    """Where temporary files may go, best first."""
+    return Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()
+
+
+def find_type(folder: Path) -> str:
     """The type of the file system that holds `folder`; empty where the system does not say."""
     try:
         mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]

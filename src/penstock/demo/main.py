@@ -22,13 +22,13 @@ def run(*, part: Literal["all", "cap", "real"] = "all", size: str | None = None,
     object and standard error the screen. 0 when everything came out as claimed, 1 when something did
     not, 2 when the demo could not run, 130 when interrupted.
     """
-    console = Console(stderr=json)
+    console = Console(file=sys.stderr if json else sys.stdout)
     # As Ctrl-C, so that a demo that is told to end leaves no files and no cgroup behind either.
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         facts, holds = _run_parts(console, part, size)
     except PenstockError as error:
-        Console(stderr=True).print(f"penstock demo: {error}", style="red", highlight=False, markup=False)
+        print(f"penstock demo: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         console.print("interrupted; the temporary files are gone", style="dim")
@@ -53,7 +53,7 @@ def _run_parts(console: Console, part: str, size: str | None) -> tuple[dict[str,
         from penstock.demo.cap import run_cap
 
         runs = run_cap(console, size=size)
-        facts["cap"] = asdict(runs)
+        facts["cap"] = {**asdict(runs), "equal": runs.equal}
         holds = holds and runs.holds
     if part in {"all", "real"}:
         from penstock.demo.real import run_real

@@ -56,7 +56,7 @@ def run_child(console: Console, job: Job, description: str, group: MemoryGroup |
         tempfile.TemporaryFile("w+") as complaints,
         _start(command, complaints.fileno()) as process,
     ):
-        result = _follow(process, report)
+        result = follow(process, report)
         status = process.wait()
         complaints.seek(0)
         trouble = complaints.read()
@@ -83,7 +83,7 @@ def _start(command: list[str], stderr: int) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def _follow(process: subprocess.Popen[str], report: Callable[[int], None]) -> Result | None:
+def follow(process: subprocess.Popen[str], report: Callable[[int], None]) -> Result | None:
     """Pass on the child's progress until it closes its output; its result, where it had one."""
     result = None
     assert process.stdout is not None

@@ -1,0 +1,144 @@
+"""The package as it is installed: its public face, its contents, and its pins."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+import penstock
+
+ROOT = Path(__file__).resolve().parent.parent
+LINKS = ("passes", "schedule", "runtime")
+
+
+def run_python(code: str) -> str:
+    """What a fresh interpreter prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_importing_penstock_does_not_import_torch() -> None:
+    code = "import penstock, sys; print(sorted({'torch', 'networkx', 'scipy', 'pydantic'} & {*sys.modules}))"
+    assert run_python(code) == "[]"
+
+
+def test_importing_the_errors_and_the_demo_does_not_import_torch() -> None:
+    code = "import penstock, penstock.demo, sys; penstock.BudgetError; print('torch' in sys.modules)"
+    assert run_python(code) == "False"
+
+
+@pytest.mark.parametrize("name", penstock.__all__)
+def test_every_public_name_is_there(name: str) -> None:
+    assert getattr(penstock, name) is not None
+    assert name in dir(penstock)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = penstock.nonsense
+
+
+def test_type_checkers_see_the_same_names_as_programs() -> None:
+    tree = ast.parse((ROOT / "src/penstock/__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {name.name for node in block.body if isinstance(node, ast.ImportFrom) for name in node.names}
+    assert seen | {"__version__"} == set(penstock.__all__)
+    for node in block.body:
+        assert isinstance(node, ast.ImportFrom)
+        for alias in node.names:
+            value = getattr(penstock, alias.name)
+            home = sys.modules[str(node.module)]
+            assert getattr(home, alias.name) is value
+
+
+def test_errors_are_one_tree() -> None:
+    names = [name for name in penstock.__all__ if name.endswith("Error")]
+    assert len(names) == 7
+    assert all(issubclass(getattr(penstock, name), penstock.PenstockError) for name in names)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an sdist, and the wheel that was built from it, without any network."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("src", *LINKS):
+        ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignore)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    target = tmp_path_factory.mktemp("built")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(target), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+def list_sources() -> set[str]:
+    """What an installed package must hold, by its path in site-packages."""
+    found = {f"penstock/{path.relative_to(ROOT)}" for link in LINKS for path in (ROOT / link).rglob("*.py")}
+    own = ROOT / "src/penstock"
+    linked = tuple(own / link for link in LINKS)
+    for path in (*own.rglob("*.py"), *own.rglob("*.txt"), own / "py.typed"):
+        if not any(path.is_relative_to(link) for link in linked):
+            found.add(f"penstock/{path.relative_to(own)}")
+    return found
+
+
+def test_the_wheel_holds_the_root_folders_and_nothing_else(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        assert names == list_sources()
+        for name in names:
+            home = ROOT / name.removeprefix("penstock/")
+            home = home if home.exists() else ROOT / "src" / name
+            assert archive.read(name) == home.read_bytes()
+
+
+def test_the_wheel_has_its_licence_and_its_command(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        meta = {name.split("/", 1)[1]: name for name in archive.namelist() if ".dist-info/" in name}
+        assert "licenses/LICENSE" in meta
+        assert "penstock = penstock.cli:main" in archive.read(meta["entry_points.txt"]).decode()
+        assert f"Version: {penstock.__version__}" in archive.read(meta["METADATA"]).decode()
+
+
+def test_the_sdist_has_files_where_the_checkout_has_links(built: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        assert not [member.name for member in archive if member.issym() or member.islnk()]
+        assert any(member.name.endswith("src/penstock/schedule/model.py") for member in archive)
+
+
+def read_pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return {normalise(name): version for name, version in pins}
+
+
+def normalise(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_every_dependency_is_pinned() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *chain.from_iterable(project["optional-dependencies"].values())]
+    names = {normalise(re.split(r"[<>=\[]", requirement)[0]) for requirement in wanted}
+    assert names <= read_pins().keys()
+
+
+def test_the_pins_keep_to_a_build_for_the_cpu() -> None:
+    pins = read_pins()
+    assert pins["torch"] == "2.13.0"
+    assert not [name for name in pins if "nvidia" in name or "triton" in name or "cuda" in name]
