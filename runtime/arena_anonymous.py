@@ -81,9 +81,15 @@ class AnonymousArena(PagedArena):
     ) -> None:
         super().__init__(plan, storages, debug=debug, protection=mmap.PROT_READ | mmap.PROT_WRITE)
         self._source = source
-        self._pieces = Pieces(_pieces(plan, storages, self._places, self._memory), gap=PAGE)
-        self._memory.map_anonymous()
-        self._prepare()
+        try:
+            self._pieces = Pieces(_pieces(plan, storages, self._places, self._memory), gap=PAGE)
+            # Segment by segment, so that no huge page reaches beyond one.
+            for segment in range(len(self._segments)):
+                self._memory.map_anonymous(*self._segment_pages(segment))
+            self._prepare()
+        except BaseException:
+            self.close()
+            raise
 
     def _bring_pages(self, pages: Pages) -> int:
         return _read(self._source, self._pieces.within(pages.start, pages.stop))
@@ -102,19 +108,19 @@ class ContiguousArena(BaseArena):
         super().__init__(storages, plan.addresses, plan.arena_bytes)
         self._source = source
         self._poison = poison
-        # Between storages of one address range there may be others: nothing is read along.
-        self._pieces = Pieces(_pieces(plan, storages, self._places, self._memory), gap=0)
-        self._memory.map_anonymous()
-        hint(self._memory.address, self._memory.nbytes, MADV_HUGEPAGE)
         try:
-            self._touch()
+            # Between two neighbours of the layout a third may lie: nothing is read along.
+            self._pieces = Pieces(_pieces(plan, storages, self._places, self._memory), gap=0)
+            self._take()
         except BaseException:
             self.close()
             raise
 
-    def _touch(self) -> None:
+    def _take(self) -> None:
         """Take the memory now, so that no fill waits for zeroed pages and none fails for want of them."""
         address, nbytes = self._memory.address, self._memory.nbytes
+        self._memory.map_anonymous(0, nbytes)
+        hint(address, nbytes, MADV_HUGEPAGE)
         try:
             advise(address, nbytes, MADV_POPULATE_WRITE)
         except OSError as error:

@@ -163,7 +163,13 @@ class PagedArena(BaseArena):
         self._debug = debug
         self._protection = protection
         self._whole_huge_pages = plan.arena.granule % HUGE_PAGE == 0
-        super().__init__(storages, plan.arena.layout, max((s.stop for s in self._segments), default=0))
+        places = [-1 if s in plan.outside else place for s, place in enumerate(plan.arena.layout)]
+        super().__init__(storages, places, max((s.stop for s in self._segments), default=0))
+
+    def _segment_pages(self, index: int) -> tuple[int, int]:
+        """Where a segment's pages begin, from the arena's start, and their bytes."""
+        start = round_down(self._segments[index].start, PAGE)
+        return start, round_up(self._segments[index].stop, PAGE) - start
 
     def _prepare(self) -> None:
         """Once something is mapped: choose the size of pages and, to debug, forbid all reads."""
@@ -213,11 +219,9 @@ def tensor_at(address: int, part: Part) -> torch.Tensor:
     import torch
 
     dtype = _dtype(part.dtype)
-    reach = _reach(part)
-    if not reach:
-        return torch.empty_strided(part.shape, part.stride, dtype=dtype)
-    # A ctypes array counts as writable, also over read-only pages: torch warns about others.
-    memory = (c_char * reach).from_address(address)
+    # A ctypes array counts as writable, also over read-only pages: torch warns about others. One
+    # of no bytes is refused, so a tensor without elements gets one that it cannot reach.
+    memory = (c_char * max(_reach(part), dtype.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype).as_strided(part.shape, part.stride)
 
 

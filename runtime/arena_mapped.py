@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from penstock.runtime.arena_base import PagedArena, Pages
-from penstock.runtime.memory import MADV_POPULATE_READ, PAGE, advise, round_down, round_up
+from penstock.runtime.memory import MADV_POPULATE_READ, PAGE, advise
 from penstock.schedule.errors import PlanError, SourceError
 from penstock.schedule.model import Plan, Storage
 
@@ -31,8 +31,8 @@ class MappedArena(PagedArena):
         self._files: dict[int, tuple[int, int]] = {}
         try:
             self._find_files()
-            for index in self._files:
-                self._map(index)
+            for segment in self._files:
+                self._map(segment)
             self._prepare()
         except BaseException:
             self.close()
@@ -55,10 +55,9 @@ class MappedArena(PagedArena):
                         "plan it again"
                     )
 
-    def _map(self, index: int) -> None:
-        file, base = self._files[index]
-        start = round_down(self._segments[index].start, PAGE)
-        nbytes = round_up(self._segments[index].stop, PAGE) - start
+    def _map(self, segment: int) -> None:
+        file, base = self._files[segment]
+        start, nbytes = self._segment_pages(segment)
         self._memory.map_file(start, nbytes, self._source.fd(file), start - base)
 
     def _bring_pages(self, pages: Pages) -> int:

@@ -93,7 +93,7 @@ def supports_populate(ask: Advise = advise) -> bool:
     if sys.platform != "linux":
         return False
     with Reservation(PAGE) as page:
-        page.map_anonymous()
+        page.map_anonymous(0, PAGE)
         try:
             ask(page.address, PAGE, MADV_POPULATE_READ)
         except OSError:
@@ -112,7 +112,7 @@ class Reservation:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self.nbytes = round_up(nbytes, PAGE)
+        self.nbytes = round_up(max(nbytes, 1), PAGE)
         size = self.nbytes + 2 * PAGE + HUGE_PAGE
         base = _map(None, size, PROT_NONE, _ANONYMOUS)
         self.address = round_up(base + PAGE, HUGE_PAGE)
@@ -122,12 +122,13 @@ class Reservation:
         if base + size > self._stop:
             _LIBC.munmap(self._stop, base + size - self._stop)
 
-    def map_anonymous(self) -> None:
-        """Put zeroed, private, writable memory behind all of it; a page costs nothing until touched."""
-        _map(self.address, self.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, _ANONYMOUS | _MAP_FIXED)
+    def map_anonymous(self, start: int, nbytes: int) -> None:
+        """Put zeroed, private, writable pages behind `start`; each costs nothing until touched."""
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        _map(self.address + start, nbytes, protection, _ANONYMOUS | _MAP_FIXED)
 
     def map_file(self, start: int, nbytes: int, descriptor: int, offset: int) -> None:
-        """Put file bytes from `offset` on behind `start`, read-only; both are multiples of the page size."""
+        """Put a file's bytes from `offset` on behind `start`, read-only; both are whole pages."""
         flags = mmap.MAP_SHARED | _MAP_FIXED
         _map(self.address + start, nbytes, mmap.PROT_READ, flags, file=(descriptor, offset))
 
