@@ -1,0 +1,307 @@
+"""A second opinion on plans: run them against adversaries, and look.
+
+Knows nothing of the planner or the verifier. A plan is run for some passes in a machine whose
+memory is cut into units, wherever anything in the plan begins or ends; a queue starts copies in
+issue order, a scheduler chooses what legal thing happens next, and what a read finds is compared
+with what it must find. Earliest starts with latest ends expose overwriting and lack of room, latest
+starts expose data that nobody waits for, random ones the rest. Slow, and simple enough to be
+believed.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+
+from penstock.schedule.model import Drop, Plan, Range, Schedule, Storage, Trace, Transfer
+
+PASSES = 3
+Unit = tuple[int, int]
+"""A unit of memory, and the layout offset of the data that belongs there."""
+Piece = Range | Transfer | Drop
+
+
+class UnsafeError(Exception):
+    """What went wrong when the plan was run, or what it says that cannot be."""
+
+
+def check_plan(
+    storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: Plan, seeds: Iterable[int] = range(3)
+) -> None:
+    """Raise UnsafeError when `plan` can go wrong for any of its methods."""
+    check_facts(storages, traces, plan)
+    for schedule in plan.schedules:
+        trace = next(t for t in traces if t.graph == schedule.graph)
+        Machine(storages, trace, plan, schedule, eager).run()
+        Machine(storages, trace, plan, schedule, lazy).run()
+        for seed in seeds:
+            Machine(storages, trace, plan, schedule, shuffled(seed)).run()
+
+
+def peak_bytes(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: Plan) -> int:
+    """The most bytes of a paged arena that `plan` ever holds, when copies start as soon as they may."""
+    machines = []
+    for schedule in plan.schedules:
+        trace = next(t for t in traces if t.graph == schedule.graph)
+        machines.append(Machine(storages, trace, plan, schedule, eager))
+        machines[-1].run()
+    return max((machine.peak for machine in machines), default=0)
+
+
+def must(fact: bool, sentence: str) -> None:
+    if not fact:
+        raise UnsafeError(sentence)
+
+
+# What can be seen without running anything.
+
+
+def check_facts(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: Plan) -> None:
+    reads = {t.graph: [s.reads for s in t.steps] for t in traces}
+    must(reads == {t.graph: [s.reads for s in t.steps] for t in plan.traces}, "made for other traces")
+    must(sorted(reads) == sorted(s.graph for s in plan.schedules), "not one schedule a trace")
+    must(len(plan.outside) == len(set(plan.outside)), "a storage is outside twice")
+    must(all(0 <= s < len(storages) for s in plan.outside), "no such storage outside")
+    for s, storage in enumerate(storages):
+        must(storage.kind == "streamable" or s in plan.outside, f"storage {s} may not be streamed")
+    outside = sum(storages[s].nbytes for s in plan.outside)
+    must(0 <= plan.arena_bytes <= plan.budget - outside, "over budget")
+    for piece in all_pieces(plan):
+        check_range(storages, plan, piece)
+    if plan.arena.kind == "contiguous":
+        for s, storage in enumerate(storages):
+            if s not in plan.outside and storage.nbytes and plan.arena.layout[s] >= 0:
+                at = plan.addresses[s]
+                must(0 <= at <= plan.arena_bytes - storage.nbytes, "a storage lies outside the arena")
+                must(at % plan.arena.granule == 0, "a storage is misaligned")
+    for schedule in plan.schedules:
+        check_order(schedule, len(reads[schedule.graph]))
+
+
+def all_pieces(plan: Plan) -> list[Piece]:
+    pieces: list[Piece] = [*plan.resident, *plan.boundary]
+    for schedule in plan.schedules:
+        pieces += [*schedule.transfers, *schedule.drops]
+    return pieces
+
+
+def check_range(storages: tuple[Storage, ...], plan: Plan, piece: Piece) -> None:
+    start, stop, granule = piece.start, piece.stop, plan.arena.granule
+    must(start < stop, "an empty range")
+    segments = [g for g in plan.arena.segments if g.start <= start and stop <= g.stop]
+    must(len(segments) == 1, "a range outside every segment")
+    starts, stops = {segments[0].start}, {segments[0].stop}
+    if plan.arena.kind == "contiguous":
+        s = owner_of(storages, plan, start)
+        if s is None:
+            raise UnsafeError("a range of no storage")
+        first = plan.arena.layout[s]
+        end = first + storages[s].nbytes
+        following = [at for at in placed(storages, plan) if at > first]
+        limit = min([-(-end // granule) * granule, segments[0].stop, *following])
+        must(first <= start and stop <= limit, "a range over the end of its storage's slot")
+        starts, stops = starts | {first}, stops | {end}
+        shift = plan.addresses[s] - first
+        must(start + shift >= 0 and stop + shift <= plan.arena_bytes, "a range outside the arena")
+    must(start % granule == 0 or start in starts, "a misaligned start")
+    must(stop % granule == 0 or stop in stops, "a misaligned end")
+
+
+def placed(storages: tuple[Storage, ...], plan: Plan) -> list[int]:
+    """Where storages that live in the arena begin in the layout."""
+    layout = plan.arena.layout
+    return [
+        layout[s] for s, x in enumerate(storages) if x.nbytes and s not in plan.outside and layout[s] >= 0
+    ]
+
+
+def owner_of(storages: tuple[Storage, ...], plan: Plan, offset: int) -> int | None:
+    """The storage of the last place in the layout at or before `offset`."""
+    before = [at for at in placed(storages, plan) if at <= offset]
+    if not before:
+        return None
+    owners = (s for s, at in enumerate(plan.arena.layout) if at == max(before))
+    return next(s for s in owners if storages[s].nbytes and s not in plan.outside)
+
+
+def check_order(schedule: Schedule, steps: int) -> None:
+    for transfer in schedule.transfers:
+        must(0 <= transfer.step < steps, "a transfer for no step")
+        must(transfer.step - steps <= transfer.after < transfer.step, "a transfer that waits too far")
+    must(all(0 <= drop.step < steps for drop in schedule.drops), "a drop after no step")
+
+
+# Schedulers: pick the next thing of those that may legally happen.
+
+Action = tuple[str, int]
+"""("start", 0) the next copy in line; ("finish", i) the i-th copy under way; ("step", 0) read and end."""
+Scheduler = Callable[[list[Action], set[int]], Action]
+
+
+def eager(actions: list[Action], needed: set[int]) -> Action:
+    """Copies start as soon and end as late as they may."""
+    starts = [a for a in actions if a[0] == "start"]
+    steps = [a for a in actions if a[0] == "step"]
+    finishes = [a for a in actions if a[1] in needed]
+    return (starts or steps or finishes or actions)[0]
+
+
+def lazy(actions: list[Action], needed: set[int]) -> Action:
+    """Copies start and end only when the next step cannot do without."""
+    steps = [a for a in actions if a[0] == "step"]
+    finishes = [a for a in actions if a[0] == "finish" and a[1] in needed]
+    return (steps or finishes or actions)[0]
+
+
+def shuffled(seed: int) -> Scheduler:
+    dice = random.Random(seed)
+    return lambda actions, needed: dice.choice(actions)
+
+
+class Machine:
+    """Memory, a queue of copies, and one step after the other."""
+
+    def __init__(
+        self, storages: tuple[Storage, ...], trace: Trace, plan: Plan, schedule: Schedule, choose: Scheduler
+    ) -> None:
+        self.storages, self.trace, self.plan, self.schedule = storages, trace, plan, schedule
+        self.choose = choose
+        self.paged = plan.arena.kind == "paged"
+        self.steps = len(trace.steps)
+        self.edges = sorted({edge for start, stop in self.all_spans() for edge in (start, stop)})
+        self.ended = 0  # steps that have ended, over all passes
+        # Copies that have not started, as (pass, transfer). Those that the first call finds under way
+        # are replaced by the cold start.
+        self.queue = [(p, t) for p in range(PASSES + 1) for t in schedule.transfers if p > 0 or t.after >= 0]
+        # Copies under way: the step, over all passes, that waits for them, and what they bring.
+        self.flying: dict[int, tuple[int, set[Unit]]] = {}
+        self.numbered = 0
+        self.holds: dict[int, int] = {}  # unit of memory -> layout offset of the data in it
+        self.memory: set[int] = set()  # units of memory that are taken
+        self.peak = 0  # bytes of them
+        self.resident = {u for r in plan.resident for u, _ in self.units(r.start, r.stop)}
+
+    # Places.
+
+    def all_spans(self) -> list[tuple[int, int]]:
+        """The addresses of everything that the plan moves or a step reads."""
+        spans = [(piece.start, piece.stop) for piece in all_pieces(self.plan)]
+        for s, at in enumerate(self.plan.arena.layout):
+            if at >= 0 and s not in self.plan.outside and self.storages[s].nbytes:
+                spans.append((at, at + self.storages[s].nbytes))
+        return [(start + self.shift(start), stop + self.shift(start)) for start, stop in spans]
+
+    def shift(self, offset: int) -> int:
+        """What is added to a layout offset to get the address of its byte."""
+        s = owner_of(self.storages, self.plan, offset)
+        if self.paged or s is None:
+            return 0
+        return self.plan.addresses[s] - self.plan.arena.layout[s]
+
+    def units(self, start: int, stop: int) -> set[Unit]:
+        """The units that a range of the layout fills, each with its data."""
+        shift = self.shift(start)
+        lo, hi = bisect_left(self.edges, start + shift), bisect_left(self.edges, stop + shift)
+        return {(u, self.edges[u] - shift) for u in range(lo, hi)}
+
+    def units_read(self, step: int) -> set[Unit]:
+        found: set[Unit] = set()
+        for s in self.trace.steps[step].reads:
+            if s not in self.plan.outside and self.storages[s].nbytes:
+                start = self.plan.arena.layout[s]
+                must(start >= 0, f"storage {s} is nowhere")
+                found |= self.units(start, start + self.storages[s].nbytes)
+        return found
+
+    def loaded_or_flying(self) -> set[Unit]:
+        return set(self.holds.items()).union(*(units for _, units in self.flying.values()))
+
+    # Running.
+
+    def run(self) -> None:
+        self.begin_cold()
+        boundary = self.loaded_or_flying()
+        for number in range(PASSES):
+            while self.ended < (number + 1) * self.steps:
+                actions = self.legal_actions()
+                must(bool(actions), f"everything waits at step {self.ended}")
+                self.act(self.choose(actions, self.needed()))
+            while self.next_may_start():
+                self.start()
+            late = [t for p, t in self.queue if p == number + 1 and t.after < 0]
+            must(not late, "a copy that the next call finds under way cannot start before it")
+            must(self.loaded_or_flying() == boundary, f"pass {number} does not end at the boundary")
+
+    def begin_cold(self) -> None:
+        """Every range of the boundary is on its way, and nobody knows how far."""
+        for piece in self.plan.boundary:
+            units = self.units(piece.start, piece.stop)
+            must(not {u for u, _ in units} & self.memory, "the boundary holds bytes twice")
+            readers = (k for k in range(self.steps) if self.units_read(k) & units)
+            self.fly(next(readers, PASSES * self.steps + 1), units)
+        must(self.resident <= self.memory, "resident bytes are not in the boundary")
+
+    def next_may_start(self) -> bool:
+        if not self.queue:
+            return False
+        number, transfer = self.queue[0]
+        return self.ended > number * self.steps + transfer.after
+
+    def needed(self) -> set[int]:
+        """Copies that the next step waits for."""
+        return {i for i, (step, _) in self.flying.items() if step <= self.ended}
+
+    def legal_actions(self) -> list[Action]:
+        actions = [("finish", i) for i in self.flying]
+        if self.next_may_start():
+            actions.append(("start", 0))
+        to_come = any(number * self.steps + t.step <= self.ended for number, t in self.queue)
+        if not self.needed() and not to_come:
+            actions.append(("step", 0))
+        return actions
+
+    def act(self, action: Action) -> None:
+        kind, number = action
+        if kind == "start":
+            self.start()
+        elif kind == "finish":
+            self.holds.update(self.flying.pop(number)[1])
+        else:
+            self.step()
+
+    def start(self) -> None:
+        number, transfer = self.queue.pop(0)
+        units = self.units(transfer.start, transfer.stop)
+        places = {u for u, _ in units}
+        must(not places & self.resident, "a transfer overwrites resident bytes")
+        must(not (self.paged and places & self.memory), "a transfer brings bytes that are there")
+        written = {u for _, others in self.flying.values() for u, _ in others}
+        must(not places & written, "two copies write the same bytes at once")
+        self.fly(number * self.steps + transfer.step, units)
+
+    def fly(self, step: int, units: set[Unit]) -> None:
+        for u, _ in units:
+            self.holds.pop(u, None)  # poison: whoever reads it before the copy ends, fails
+            self.memory.add(u)
+        self.flying[self.numbered] = (step, units)
+        self.numbered += 1
+        taken = sum(self.edges[u + 1] - self.edges[u] for u in self.memory)
+        self.peak = max(self.peak, taken)
+        must(taken <= self.plan.arena_bytes, "more memory than the arena has")
+
+    def step(self) -> None:
+        step = self.ended % self.steps
+        for unit, data in self.units_read(step):
+            must(self.holds.get(unit) == data, f"step {self.ended} reads other data than its own")
+        self.ended += 1
+        for drop in self.schedule.drops:
+            if drop.step == step:
+                self.drop(drop)
+
+    def drop(self, drop: Drop) -> None:
+        for unit, data in self.units(drop.start, drop.stop):
+            must(unit not in self.resident, "a drop takes resident bytes")
+            must(self.holds.get(unit) == data, "a drop takes bytes that are not there")
+            del self.holds[unit]
+            self.memory.discard(unit)
