@@ -11,6 +11,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +28,7 @@ PAD_PREFIX = "__penstock_pad__."
 ALIGNMENT = 64
 BLOCK = 4096
 _BLOCK_ALIGNED_FROM = 64 << 10
-_DIRTY_LIMIT = 256 << 20
+_FLUSH_EVERY = 128 << 20
 
 Chunk = bytes | bytearray | memoryview
 
@@ -71,13 +72,13 @@ def pack(
     total = len(header) + data_nbytes
     check_space(path.parent, total)
     placed = []
-    with replace_file(path, force=force) as fd:
-        writer = _Writer(fd, progress)
+    with replace_file(path, force=force) as fd, ThreadPoolExecutor(1) as pool:
+        writer = _Writer(fd, pool, progress)
         writer.write(header)
         for entry, offset in zip(entries, offsets, strict=True):
             start = len(header) + offset
             writer.write(bytes(start - writer.position))
-            placed.append(Placed(entry.name, start, entry.nbytes, _write_entry(writer, entry)))
+            placed.append(Placed(entry.name, start, entry.nbytes, writer.write_entry(entry)))
         writer.write(bytes(total - writer.position))
     return tuple(placed)
 
@@ -128,13 +129,17 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Writer:
-    """Writes in order, and flushes every 256 MiB so that dirty memory stays bounded."""
+    """Writes in order, hashes on the pool's thread meanwhile, and flushes often.
 
-    def __init__(self, fd: int, progress: Progress | None) -> None:
+    Flushing bounds dirty memory, and is faster: past the kernel's limit, writes are held up.
+    """
+
+    def __init__(self, fd: int, pool: ThreadPoolExecutor, progress: Progress | None) -> None:
         self.position = 0
         self._fd = fd
+        self._pool = pool
         self._progress = progress
-        self._dirty = 0
+        self._unflushed = 0
 
     def write(self, chunk: Chunk) -> None:
         rest = memoryview(chunk).cast("B")
@@ -142,26 +147,29 @@ class _Writer:
             done = os.write(self._fd, rest[:CHUNK_BYTES])
             rest = rest[done:]
             self.position += done
-            self._dirty += done
+            self._unflushed += done
             if self._progress:
                 self._progress(done)
-        if self._dirty >= _DIRTY_LIMIT:
-            os.fsync(self._fd)
-            self._dirty = 0
+            if self._unflushed >= _FLUSH_EVERY:
+                os.fsync(self._fd)
+                self._unflushed = 0
 
-
-def _write_entry(writer: _Writer, entry: PackEntry) -> str:
-    digest = hashlib.sha256()
-    begin = writer.position
-    for chunk in entry.chunks():
-        digest.update(chunk)
-        writer.write(chunk)
-    written = writer.position - begin
-    if written != entry.nbytes:
-        raise SourceError(
-            f"tensor {entry.name!r} should have {entry.nbytes} bytes and its source gave {written}"
-        )
-    return digest.hexdigest()
+    def write_entry(self, entry: PackEntry) -> str:
+        """Write all chunks of an entry; the sha256 of its bytes."""
+        digest = hashlib.sha256()
+        begin = self.position
+        for chunk in entry.chunks():
+            hashing = self._pool.submit(digest.update, chunk)
+            try:
+                self.write(chunk)
+            finally:
+                hashing.result()
+        written = self.position - begin
+        if written != entry.nbytes:
+            raise SourceError(
+                f"tensor {entry.name!r} should have {entry.nbytes} bytes and its source gave {written}"
+            )
+        return digest.hexdigest()
 
 
 def _header(entries: Sequence[PackEntry], offsets: Sequence[int], pads: Sequence[tuple[int, int]]) -> bytes:

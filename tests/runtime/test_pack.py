@@ -111,7 +111,7 @@ def test_from_another_file_in_bounded_memory(tmp_path: Path) -> None:
 
 
 def test_large_files_are_flushed_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack_module, "_DIRTY_LIMIT", 1 << 20)
+    monkeypatch.setattr(pack_module, "_FLUSH_EVERY", 1 << 20)
     syncs, real = [], os.fsync
 
     def count(fd: int) -> None:
