@@ -1,0 +1,212 @@
+"""Runs the cases: competitors in their own processes, once a round each, in an order that rotates."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import make_meta_module, name_weights, write_weights
+from benchmarks.competitors import Job
+from benchmarks.machine import drop_cache
+from benchmarks.process import Worker, WorkerError
+from penstock.demo.cgroup import make_group
+from penstock.schedule.sizes import format_size, parse_size
+
+STATES = ("cold", "warm", "resident", "cgroup")
+CGROUP_SHARE = 4
+"""A cgroup holds one part in so many of the weights, page cache and interpreter included."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One table of results; `state` is one of STATES."""
+
+    model: str
+    tokens: int
+    state: str
+    budgets: tuple[str, ...]
+    peers: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        return f"{self.model}, {self.tokens} tokens, {self.state}"
+
+    @property
+    def cold(self) -> bool:
+        return self.state in ("cold", "cgroup")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every case shares. `nbytes` is the size asked for; a model may differ from it by a layer."""
+
+    nbytes: int
+    rounds: int
+    passes: int
+    work: Path
+    pack: bool
+
+
+def list_cases(
+    models: Sequence[str],
+    tokens: Sequence[int],
+    states: Sequence[str],
+    *,
+    budgets: Sequence[str],
+    peers: Sequence[str],
+) -> list[Case]:
+    """Every case of the options; the cgroup's is for the fewest tokens and the smallest budget."""
+    least = min(budgets, key=lambda budget: parse_size(budget, total=1 << 40))
+    chosen = {
+        "cold": (tuple(budgets), tuple(peers)),
+        "warm": (tuple(budgets), tuple(peers)),
+        "resident": (("100%",), ()),
+        "cgroup": ((least,), tuple(peers)),
+    }
+    return [
+        Case(model, count, state, *chosen[state])
+        for model in models
+        for count in tokens
+        for state in states
+        if state != "cgroup" or count == min(tokens)
+    ]
+
+
+class Bench:
+    """What the cases share: the weights on disk, and the way of reading them that is fastest there."""
+
+    def __init__(self, options: Options, say: Callable[[str], object]) -> None:
+        self.options = options
+        self.readers: list[dict[str, Any]] = []
+        self._say = say
+        self._prepared: set[str] = set()
+
+    def run(self, case: Case) -> dict[str, Any]:
+        """Measure one case; everything that was measured, as JSON can carry it."""
+        base, weight_bytes = self._make_weights(case.model)
+        jobs = self._list_jobs(case, base, weight_bytes)
+        for job in jobs.values():
+            self._prepare(job)
+        result: dict[str, Any] = dataclasses.asdict(case) | {"weight_bytes": weight_bytes}
+        result |= {"competitors": {}, "failures": {}, "skipped": None, "cgroup_bytes": None}
+        if case.state != "cgroup":
+            return self._measure(case, jobs, result, None)
+        with make_group(weight_bytes // CGROUP_SHARE) as group:
+            if group is None:
+                return result | {"skipped": "no memory cgroup can be made here"}
+            return self._measure(case, jobs, result | {"cgroup_bytes": group.limit_bytes}, group.folder)
+
+    def remove(self, model: str) -> None:
+        """Delete what the model's cases left on disk."""
+        for path in self._list_paths(model):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def _list_paths(self, model: str) -> list[Path]:
+        return sorted(self.options.work.glob(f"{name_weights(model, self.options.nbytes)}*"))
+
+    def _make_weights(self, model: str) -> tuple[Job, int]:
+        """A job that knows the weights, which are written if they are not there, and their bytes."""
+        path = self.options.work / f"{name_weights(model, self.options.nbytes)}.safetensors"
+        module = make_meta_module(model, self.options.nbytes)
+        weight_bytes = sum(value.numel() * value.element_size() for value in module.state_dict().values())
+        if not path.exists():
+            self._say(f"{model}: writing {format_size(weight_bytes)} of weights")
+            write_weights(module, path)
+        job = Job("raw", model, self.options.nbytes, 1, str(path), folder="", pack=self.options.pack)
+        if not self.readers:
+            self._say("reading the disk in every way")
+            self.readers = self._ask(job, "readers")
+        return job, weight_bytes
+
+    def _list_jobs(self, case: Case, base: Job, weight_bytes: int) -> dict[str, Job]:
+        """A job for each competitor, by the name it has in the tables."""
+        best = max(self.readers, key=lambda reader: float(reader["bytes_per_s"]))
+        base = dataclasses.replace(
+            base, tokens=case.tokens, reader=(best["threads"], best["block"], best["direct"])
+        )
+        stem = base.weights.removesuffix(".safetensors")
+        names = ["memory", *(["raw"] if case.cold else []), *case.peers]
+        jobs = {name: dataclasses.replace(base, competitor=name, folder=f"{stem}-{name}") for name in names}
+        for budget in case.budgets:
+            jobs[f"penstock {budget}"] = dataclasses.replace(
+                base,
+                competitor="penstock",
+                folder=f"{stem}-{case.tokens}.penstock",
+                budget=parse_size(budget, total=weight_bytes),
+            )
+        return jobs
+
+    def _prepare(self, job: Job) -> None:
+        if job.competitor in ("memory", "raw", "mmap") or job.folder in self._prepared:
+            return
+        self._say(f"{job.model}, {job.tokens} tokens: preparing {job.competitor}")
+        self._ask(job, "prepare")
+        self._prepared.add(job.folder)
+
+    def _ask(self, job: Job, command: str) -> Any:
+        """The answer of a process that is started for it and ends with it."""
+        with contextlib.closing(self._start(job, None)) as worker:
+            return worker.ask(command)
+
+    def _start(self, job: Job, group: Path | None) -> Worker:
+        return Worker(job, self.options.work / "log.txt", group=group)
+
+    def _measure(
+        self, case: Case, jobs: dict[str, Job], result: dict[str, Any], group: Path | None
+    ) -> dict[str, Any]:
+        with contextlib.ExitStack() as stack:
+            workers = {}
+            for name, job in jobs.items():
+                inside = None if name in ("memory", "raw") else group
+                worker = stack.enter_context(contextlib.closing(self._start(job, inside)))
+                # Pages that others have cached would be charged to them, not to the cgroup.
+                drop_cache(self._list_files(case.model), unmap=False)
+                with self._tolerate(name, result):
+                    loaded = worker.ask("load")
+                    result["competitors"][name] = {
+                        "kind": job.competitor,
+                        "budget_bytes": job.budget,
+                    } | loaded
+                    workers[name] = worker
+            rounds = self._run_rounds(case, workers, result)
+            for name, worker in workers.items():
+                result["competitors"][name] |= {
+                    "rounds": rounds[name],
+                    "peak_anonymous": worker.peak_anonymous,
+                }
+        return result
+
+    def _list_files(self, model: str) -> Iterator[Path]:
+        for path in self._list_paths(model):
+            yield from (file for file in path.rglob("*") if file.is_file()) if path.is_dir() else (path,)
+
+    @contextlib.contextmanager
+    def _tolerate(self, name: str, result: dict[str, Any]) -> Iterator[None]:
+        """A competitor that fails is out of its case, and the result says why."""
+        try:
+            yield
+        except WorkerError as error:
+            self._say(str(error))
+            result["failures"][name] = str(error)
+
+    def _run_rounds(
+        self, case: Case, workers: dict[str, Worker], result: dict[str, Any]
+    ) -> dict[str, list[dict[str, Any]]]:
+        rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
+        names = list(workers)
+        for number in range(self.options.rounds):
+            turn = number % len(names)
+            for name in names[turn:] + names[:turn]:
+                if name in result["failures"]:
+                    continue
+                with self._tolerate(name, result):
+                    train = workers[name].ask("train", passes=self.options.passes, cold=case.cold)
+                    rounds[name].append(train)
+                    seconds = ", ".join(f"{sample['seconds']:.3f}" for sample in train["samples"])
+                    self._say(f"{case.title}, round {number + 1}: {name} {seconds} s")
+        return rounds

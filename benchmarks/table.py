@@ -1,0 +1,104 @@
+"""The result as Markdown, between two marks of a document that says the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from penstock.schedule.sizes import format_size
+
+BEGIN = "<!-- benchmarks/disk.py writes from here -->"
+END = "<!-- to here -->"
+_COLUMNS = (
+    "competitor",
+    "s, min",
+    "s, median",
+    "x in-memory",
+    "share of limit",
+    "x best peer",
+    "anonymous MiB",
+    "total MiB",
+    "moved MiB",
+    "misses",
+    "stall s",
+)
+
+
+def write_tables(result: dict[str, Any], path: Path) -> None:
+    """Replace what stands between the marks of the document; raises ValueError where they are missing."""
+    text = path.read_text(encoding="utf-8")
+    head, begin, rest = text.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{path} has no line {BEGIN!r} followed by {END!r} to write the tables between")
+    path.write_text(f"{head}{BEGIN}\n\n{render(result)}\n{END}{tail}", encoding="utf-8")
+
+
+def render(result: dict[str, Any]) -> str:
+    """Hardware, targets and one table a case."""
+    parts = [_describe(result), _render_targets(result["targets"])]
+    for case in result["cases"]:
+        parts.append(_render_case(case))
+    return "\n".join(parts)
+
+
+def _describe(result: dict[str, Any]) -> str:
+    hardware, options = result["hardware"], result["options"]
+    best = max(result["readers"], key=lambda reader: float(reader["bytes_per_s"]))
+    way = "O_DIRECT" if best["direct"] else "buffered (no O_DIRECT here)"
+    return (
+        f"{hardware['date']}: {hardware['cpu']}, {hardware['cores']} cores, "
+        f"{format_size(hardware['memory_bytes'])} of memory, Linux {hardware['kernel']}, "
+        f"Python {hardware['python']}, torch {hardware['torch']}. "
+        f"{format_size(options['nbytes'])} of weights; {options['rounds']} rounds of {options['passes']} passes. "
+        f"Fastest way to read the disk: {way}, {best['threads']} threads, blocks of "
+        f"{format_size(best['block'])}, {best['bytes_per_s'] / 1e9:.2f} GB/s.\n"
+    )
+
+
+def _render_targets(targets: list[dict[str, Any]]) -> str:
+    lines = ["| target | bar | worst | reached | where |", "|---|---|---|---|---|"]
+    for target in targets:
+        sign = ">=" if target["at_least"] else "<="
+        verdict = {None: "not measured", True: "yes", False: f"no ({target['reached']} of {target['of']})"}
+        cells = [
+            target["target"],
+            f"{sign} {target['bar']:g}",
+            _number(target["worst"]),
+            verdict[target["met"]],
+            target["where"] or "",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _render_case(case: dict[str, Any]) -> str:
+    lines = [f"### {case['model']}, {case['tokens']} tokens, {case['state']}", ""]
+    if case["cgroup_bytes"]:
+        lines += [f"In a memory cgroup of {format_size(case['cgroup_bytes'])}, but for the first two.", ""]
+    if case["rows"]:
+        lines += ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
+        lines += ["| " + " | ".join(_render_row(row)) + " |" for row in case["rows"]]
+    lines += [f"- not run: {case['skipped']}"] if case["skipped"] else []
+    lines += [f"- {reason}" for reason in case["failures"].values()]
+    return "\n".join(lines) + "\n"
+
+
+def _render_row(row: dict[str, Any]) -> list[str]:
+    name = row["name"] + ("" if row["equal"] in (True, None) else " (other output)")
+    mib = [row["anonymous_bytes"], row["total_bytes"], row.get("bytes_moved")]
+    return [
+        name,
+        f"{row['seconds_min']:.3f}",
+        f"{row['seconds_median']:.3f}",
+        _number(row["over_memory"]),
+        _number(row.get("limit_share")),
+        _number(row["best_peer"]),
+        *("" if value is None else f"{value / 2**20:.0f}" for value in mib),
+        _number(row.get("misses"), 0),
+        _number(row.get("stall_seconds")),
+    ]
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
