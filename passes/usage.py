@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 from penstock.passes.graphs import placeholders_of, subgraphs_of
 from penstock.passes.propagation import fake_inputs, propagate, storages_of
 from penstock.passes.weights import Weights
-from penstock.schedule.errors import PassError
 from penstock.schedule.model import Kind
 
 aten = torch.ops.aten
@@ -128,16 +127,20 @@ def _touched(nodes: list[fx.Node], aliases: dict[int, int]) -> set[int]:
 
 
 def _written_arguments(node: fx.Node) -> Iterator[fx.Node]:
-    """Yields the nodes passed to arguments that the operator's schema says are written."""
+    """Yields the nodes passed to arguments that the operator writes.
+
+    Those that its schema marks; and running statistics, which batch and instance norm write in
+    training without saying so.
+    """
     if not isinstance(node.target, OpOverload):
         return
-    for position, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        passed = node.kwargs.get(argument.name)
-        if position < len(node.args) and not argument.kwarg_only:
-            passed = node.args[position]
-        yield from (leaf for leaf in pytree.tree_leaves(passed) if isinstance(leaf, fx.Node))
+    arguments = node.target._schema.arguments
+    passed = {a.name: value for a, value in zip(arguments, node.args, strict=False)} | dict(node.kwargs)
+    trains = passed.get("training", passed.get("train", passed.get("use_input_stats"))) is True
+    for argument in arguments:
+        marked = argument.alias_info is not None and argument.alias_info.is_write
+        if marked or (trains and argument.name in {"running_mean", "running_var"}):
+            yield from (n for n in pytree.tree_leaves(passed.get(argument.name)) if isinstance(n, fx.Node))
 
 
 def _follow_operands(node: fx.Node, aliases: dict[int, int]) -> Flow:
@@ -186,8 +189,8 @@ def _carried(node: fx.Node) -> object:
 def _written_back(exported: ExportedProgram, weights: Weights) -> set[int]:
     """Returns the storages of the buffers that the decomposed program writes back.
 
-    The raw program's own list is empty, and train-mode batch norm writes its statistics under a
-    schema that denies it.
+    The raw program's own list is empty. Some control flow exports and then does not decompose: its
+    writes are found by `follow` alone.
     """
     if exported.verifier.dialect == "TRAINING":
         with warnings.catch_warnings():
@@ -195,11 +198,8 @@ def _written_back(exported: ExportedProgram, weights: Weights) -> set[int]:
             warnings.simplefilter("ignore", FutureWarning)
             try:
                 exported = exported.run_decompositions({})
-            except Exception as error:
-                raise PassError(
-                    f"the program cannot be functionalised to find what it mutates "
-                    f"({type(error).__name__}: {error}): make `exported.run_decompositions({{}})` work first"
-                ) from error
+            except Exception:
+                return set()
     signature = exported.graph_signature
     names = {*signature.buffers_to_mutate.values(), *signature.parameters_to_mutate.values()}
     return {weight.parts[0].storage for weight in weights.weights if weight.fqn in names}

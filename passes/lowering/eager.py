@@ -106,7 +106,10 @@ class BoundProgram:
     lifted: tuple[torch.Tensor, ...]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves = self.convention.flatten(args, kwargs)
+        return self.run(self.convention.flatten(args, kwargs))
+
+    def run(self, leaves: list[Any]) -> Any:
+        """Runs on leaves that `convention.flatten` has checked, and returns the caller's tree."""
         # The generated function itself: GraphModule's own call prints to stderr when it raises.
         values = self.graph_module.forward(*self.lifted, *leaves)
         return self.convention.finish(values, leaves, self.tensors)

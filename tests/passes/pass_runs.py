@@ -1,0 +1,110 @@
+"""Runs a lowered program with a streamer that poisons every weight outside its reads."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from pass_models import Case
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from penstock.passes.annotate import Annotated, annotate_with_values
+from penstock.passes.lowering import eager
+from penstock.passes.probes import STREAMER
+from penstock.schedule.payload import Payload, ProgramFile
+
+
+class PoisoningStreamer:
+    """Keeps a copy of every storage; what streams is 0xff bytes except between acquire and release."""
+
+    def __init__(self, annotated: Annotated) -> None:
+        self.payload = annotated.payload
+        self.buffers = [_copy_of(value, s.nbytes) for value, s in zip(annotated.values, self.payload.storages, strict=True)]
+        self.values = [buffer.clone() for buffer in self.buffers]
+        self.log: list[tuple[str, int, int]] = []
+        for index, storage in enumerate(self.payload.storages):
+            if storage.kind == "streamable":
+                self.buffers[index].fill_(0xFF)
+
+    def acquire(self, graph: int, step: int) -> None:
+        self.log.append(("acquire", graph, step))
+        for read in self.payload.trace_for(graph).steps[step].reads:
+            self.buffers[read].copy_(self.values[read])
+
+    def release(self, graph: int, step: int) -> None:
+        self.log.append(("release", graph, step))
+        for read in self.payload.trace_for(graph).steps[step].reads:
+            assert torch.equal(self.buffers[read], self.values[read]), "a step wrote to a streamable weight"
+            self.buffers[read].fill_(0xFF)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {w.fqn: _view(self.buffers[w.parts[0].storage], w.parts[0]) for w in self.payload.weights}
+
+
+@contextmanager
+def streaming(streamer: object) -> Iterator[None]:
+    token = STREAMER.set(streamer)
+    try:
+        yield
+    finally:
+        STREAMER.reset(token)
+
+
+def export(case: Case, *, strict: bool = False, decomposed: bool = False) -> tuple[torch.nn.Module, ExportedProgram]:
+    """Builds the model and exports it; the model returned shares nothing that a run may change."""
+    torch.manual_seed(0)
+    model = case.build().train(case.train)
+    args, kwargs = case.args(), case.kwargs()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what export itself says of these models is not under test
+        exported = torch.export.export(model, args, kwargs, dynamic_shapes=case.dynamic_shapes, strict=strict)
+        if decomposed:
+            exported = exported.run_decompositions({})
+    return model, exported
+
+
+def stored(annotated: Annotated) -> eager.LoweredProgram:
+    """Saves the programs and loads them again, as an artifact does."""
+    with tempfile.TemporaryDirectory() as folder:
+        name = eager.save(annotated.programs, Path(folder))
+        payload = replace(annotated.payload, lowering="eager", program=ProgramFile(name, "0" * 64))
+        return eager.load(Path(folder), Payload.from_bytes(payload.to_bytes()))
+
+
+def prepare(exported: ExportedProgram | dict[str, ExportedProgram]) -> tuple[eager.LoweredProgram, PoisoningStreamer]:
+    annotated = annotate_with_values(exported)
+    return stored(annotated), PoisoningStreamer(annotated)
+
+
+def same_bits(got: Any, expected: Any) -> bool:
+    """Whether two results are the same tree with the same bits in every tensor."""
+    got_leaves, got_tree = pytree.tree_flatten(got)
+    leaves, tree = pytree.tree_flatten(expected)
+    return got_tree == tree and all(map(_same_leaf, got_leaves, leaves))
+
+
+def _same_leaf(got: Any, expected: Any) -> bool:
+    if not isinstance(expected, torch.Tensor):
+        return type(got) is type(expected) and got == expected
+    got, expected = got.detach().contiguous(), expected.detach().contiguous()
+    alike = (got.dtype, got.shape) == (expected.dtype, expected.shape)
+    return alike and torch.equal(got.flatten().view(torch.uint8), expected.flatten().view(torch.uint8))
+
+
+def _copy_of(value: torch.Tensor, nbytes: int) -> torch.Tensor:
+    raw = torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage(), 0, (nbytes,))
+    return raw.clone()
+
+
+def _view(buffer: torch.Tensor, part: Any) -> torch.Tensor:
+    dtype = getattr(torch, part.dtype)
+    return torch.empty(0, dtype=dtype).set_(
+        buffer.untyped_storage(), part.offset // dtype.itemsize, part.shape, part.stride
+    )
