@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -13,9 +14,10 @@ from penstock.passes.annotate import Annotated, annotate_with_values
 from penstock.passes.lowering import eager
 from penstock.runtime.atomic import write_artifact
 from penstock.runtime.binding import Checkpoint, Rename, bind, read_checkpoint
-from penstock.runtime.pack import PackEntry, check_space, pack, storage_bytes, tensor_chunks
-from penstock.runtime.program import Program
+from penstock.runtime.pack import Chunk, PackEntry, check_space, pack, storage_bytes, tensor_chunks
+from penstock.runtime.program import PAYLOAD, Program
 from penstock.runtime.program import open as open_program
+from penstock.runtime.progress import Progress, count_bytes
 from penstock.runtime.safetensors_file import index_files
 from penstock.runtime.stamp import file_chunks, hash_storage, stamp_file
 from penstock.schedule.errors import PassError
@@ -26,11 +28,9 @@ if TYPE_CHECKING:
     import torch
     from torch.export import ExportedProgram
 
-PAYLOAD = "payload.json"
 WEIGHTS = "weights.safetensors"
 
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, the bytes done so far and the bytes in all."""
+Chunks = Callable[[], Iterator[Chunk]]
 
 
 def compile(
@@ -113,9 +113,11 @@ class _Writer:
         if packed:
             total = sum(storages[s].nbytes for s in packed)
             check_space(folder, total)
-            print(f"penstock: writing {total:,} bytes of weights")
+            print(f"penstock: writing {total:,} bytes of weights to {folder.parent}", file=sys.stderr)
             entries = [self._entry(s) for s in packed]
-            placed = pack(folder / WEIGHTS, entries, progress=self._report("packing weights", total))
+            placed = pack(
+                folder / WEIGHTS, entries, progress=count_bytes(self._progress, "packing weights", total)
+            )
             for s, place in zip(packed, placed, strict=True):
                 extent = Extent(len(files), place.file_offset, 0, place.nbytes)
                 storages[s] = replace(storages[s], extents=(extent,), sha256=place.sha256)
@@ -125,7 +127,8 @@ class _Writer:
     def _hash_in_place(
         self, storages: list[Storage], chosen: Sequence[int], files: Sequence[WeightFile], folder: Path
     ) -> None:
-        report = self._report("hashing weights in place", sum(storages[s].nbytes for s in chosen))
+        total = sum(storages[s].nbytes for s in chosen)
+        report = count_bytes(self._progress, "hashing weights in place", total)
         for s in chosen:
             digest = hash_storage(storages[s], files, folder, progress=report)
             storages[s] = replace(storages[s], sha256=digest)
@@ -138,7 +141,7 @@ class _Writer:
         chunks = self._file_chunks(storage) if storage.extents else self._value_chunks(s, weight)
         return PackEntry(weight.fqn + part.name, dtype, shape, storage.nbytes, chunks)
 
-    def _value_chunks(self, s: int, weight: Weight) -> Callable[[], object]:
+    def _value_chunks(self, s: int, weight: Weight) -> Chunks:
         value: torch.Tensor = self._values[s]
         if type(value).__name__ == "FakeTensor" or value.device.type == "meta":
             raise PassError(
@@ -146,11 +149,11 @@ class _Writer:
             )
         return lambda: tensor_chunks(storage_bytes(value)[: self._storages[s].nbytes])
 
-    def _file_chunks(self, storage: Storage) -> Callable[[], object]:
+    def _file_chunks(self, storage: Storage) -> Chunks:
         assert self._checkpoint is not None
         files = self._checkpoint.files
 
-        def chunks() -> object:
+        def chunks() -> Iterator[Chunk]:
             position = 0
             for extent in storage.extents:
                 yield bytes(extent.storage_offset - position)
@@ -160,18 +163,6 @@ class _Writer:
             yield bytes(storage.nbytes - position)
 
         return chunks
-
-    def _report(self, what: str, total: int) -> Callable[[int], None] | None:
-        if self._progress is None:
-            return None
-        progress, done = self._progress, 0
-
-        def report(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
-            progress(what, done, total)
-
-        return report
 
 
 def _first_use_order(payload: Payload) -> list[int]:

@@ -120,7 +120,9 @@ def _refuse_missing(absent: Sequence[Weight], checkpoint: Checkpoint) -> None:
     missing = [w.fqn for w in absent if w.role == "parameter"]
     if missing:
         named = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
-        files = ", ".join(str(p) for p in checkpoint.files[:2]) + (", ..." if len(checkpoint.files) > 2 else "")
+        files = ", ".join(str(p) for p in checkpoint.files[:2]) + (
+            ", ..." if len(checkpoint.files) > 2 else ""
+        )
         raise SourceError(
             f"{len(missing)} of the program's parameters are not in {files}: {named}; "
             "give the missing shards, or say with rename= what they are called there"

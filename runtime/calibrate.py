@@ -38,7 +38,7 @@ def _common_dtype(weights: Sequence[Weight]) -> torch.dtype:
             size *= length
         elements[part.dtype] += size
     floating = [n for n, _ in elements.most_common() if n in ("float32", "bfloat16", "float16", "float64")]
-    return getattr(torch, floating[0]) if floating else torch.float32  # type: ignore[no-any-return]
+    return getattr(torch, floating[0]) if floating else torch.float32
 
 
 def _flops_per_s(dtype: torch.dtype) -> float:
@@ -49,7 +49,7 @@ def _flops_per_s(dtype: torch.dtype) -> float:
 
 def _memory_bytes_per_s() -> float:
     buffer = torch.zeros(_BUFFER // 8, dtype=torch.int64)
-    return _BUFFER / _best(lambda: buffer.sum())
+    return _BUFFER / _best(buffer.sum)
 
 
 def _best(work: Callable[[], object]) -> float:

@@ -52,9 +52,7 @@ def cpu_arenas(payload: Payload) -> dict[str, Arena]:
 
 def floors(payload: Payload, arenas: Mapping[str, Arena], keep: frozenset[int]) -> dict[str, Floor]:
     """The floor of each arena, in the order of `arenas`."""
-    return {
-        name: floor(payload.storages, payload.traces, arena, keep=keep) for name, arena in arenas.items()
-    }
+    return {name: floor(payload.storages, payload.traces, arena, keep=keep) for name, arena in arenas.items()}
 
 
 def choose(
@@ -67,12 +65,12 @@ def choose(
     reading = f"{source.mode} reads at {read / 1e9:.2f} GB/s"
     if name != "mapped":
         why = source.note or _why_not_mapped(arenas, floors, budget)
-        return ArenaChoice(arenas[name], read, f"{name} arena, {reading}: {why}")
+        return ArenaChoice(arenas[name], read, f"{reading}; {why}")
     populated = _populate_rate(source)
     rates = f"populating a mapping at {populated / 1e9:.2f} GB/s, {reading}"
     if read > _CLEARLY_FASTER * populated and "contiguous" in usable:
-        return ArenaChoice(arenas["contiguous"], read, f"contiguous arena: {rates}")
-    return ArenaChoice(arenas["mapped"], populated, f"mapped arena: {rates}")
+        return ArenaChoice(arenas["contiguous"], read, rates)
+    return ArenaChoice(arenas["mapped"], populated, rates)
 
 
 _CLEARLY_FASTER = 1.15
@@ -95,7 +93,7 @@ def _populate_rate(source: Source) -> float:
     nbytes = min(file.nbytes, _SAMPLE) // PAGE * PAGE
     start = (file.nbytes - nbytes) // 2 // MAPPED_GRANULE * MAPPED_GRANULE
     with Reservation(nbytes) as memory:
-        memory.map_file(source.fd(number), start)
+        memory.map_file(0, nbytes, source.fd(number), start)
         began = time.perf_counter()
         advise(memory.address, nbytes, MADV_POPULATE_READ)
         return nbytes / (time.perf_counter() - began)

@@ -13,11 +13,12 @@ import torch
 
 from penstock.passes.lowering import eager
 from penstock.runtime.arena import WeightArena, open_arena
-from penstock.runtime.module import Resources, Stats, StreamedModule
+from penstock.runtime.module import BoundMethod, Resources, Stats, StreamedModule
 from penstock.runtime.source import Source
 from penstock.runtime.streamer import Counters, Streamer
-from penstock.schedule.model import Extent, Part, Plan, Storage
+from penstock.schedule.model import Extent, Method, Part, Plan, Storage
 from penstock.schedule.payload import Payload
+from penstock.schedule.sizes import format_size
 
 WARM_FRACTION = 0.5
 """From this share of the files in the page cache on, reading through it beats reading past it."""
@@ -43,7 +44,7 @@ def open_source(payload: Payload, folder: Path) -> Source:
     return Source(payload.files, folder, mode="buffered")
 
 
-def load_on_cpu(folder: Path, payload: Payload, plan: Plan, reason: str, options: LoadOptions) -> StreamedModule:
+def load_on_cpu(folder: Path, payload: Payload, plan: Plan, options: LoadOptions) -> StreamedModule:
     """A streamed module for a verified plan; on an error everything opened so far is closed again."""
     with ExitStack() as opened:
         source = open_source(payload, folder)
@@ -55,24 +56,27 @@ def load_on_cpu(folder: Path, payload: Payload, plan: Plan, reason: str, options
             opened.callback(arena.close)
             streamer = Streamer(plan, payload.storages, arena, readers=options.readers)
             opened.callback(streamer.close)
-        tensors = {
-            weight.fqn: _tensor(weight.parts[0], plan, outside, arena) for weight in payload.weights
-        }
-        program = eager.load(folder, payload)
-        methods = {
-            method.name: (
-                method.graph,
-                eager.bind(program, tensors, method, streamer.methods[method.graph].probed if streamer else ()),
-            )
-            for method in payload.methods
-        }
+        tensors = {weight.fqn: _tensor(weight.parts[0], plan, outside, arena) for weight in payload.weights}
+        lowered = eager.load(folder, payload)
+        methods = {m.name: _bind(lowered, tensors, m, streamer) for m in payload.methods}
         closers = [source.close] if arena is None else [arena.close, source.close]
         resources = Resources(streamer, tuple(closers), os.getpid())
         held = sum(buffer.nbytes for buffer in outside.values())
-        meter = _Meter(plan, arena, streamer, reason, options.readers, held)
+        meter = _Meter(plan, arena, streamer, options.readers, held)
         module = StreamedModule(methods, plan, resources, meter.read)
         opened.pop_all()
     return module
+
+
+def _bind(
+    lowered: eager.LoweredProgram, tensors: dict[str, torch.Tensor], method: Method, streamer: Streamer | None
+) -> BoundMethod:
+    trace = lowered.payload.trace_for(method.graph)
+    probed = streamer.methods[method.graph].probed if streamer else ()
+    program = eager.bind(lowered, tensors, method, probed)
+    return BoundMethod(
+        trace, probed, program, lambda: eager.bind(lowered, tensors, method, range(len(trace.steps)))
+    )
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,6 @@ class _Meter:
     plan: Plan
     arena: WeightArena | None
     streamer: Streamer | None
-    reason: str
     readers: int
     outside_bytes: int
 
@@ -94,9 +97,17 @@ class _Meter:
             held_bytes=self.outside_bytes + (self.arena.held_bytes if self.arena else 0),
             peak_bytes=self.outside_bytes + (self.arena.peak_bytes if self.arena else 0),
             budget=self.plan.budget,
-            arena=self.reason,
+            arena=describe_arena(self.plan),
             readers=self.readers,
         )
+
+
+def describe_arena(plan: Plan) -> str:
+    """Where the weights of a plan live, in words."""
+    if not plan.arena_bytes:
+        return "ordinary memory: everything fits"
+    backing = f" {plan.arena.backing}" if plan.arena.kind == "paged" else ""
+    return f"a {plan.arena.kind}{backing} arena of {format_size(plan.arena_bytes)}; {plan.hardware.note}"
 
 
 def _load_outside(

@@ -5,19 +5,23 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
 from torch.utils import _pytree as pytree
 
+from penstock.passes.lowering.eager import BoundProgram
 from penstock.passes.probes import STREAMER
+from penstock.passes.probes import Streamer as Probes
+from penstock.runtime.stopwatch import Stopwatch
 from penstock.runtime.streamer import Streamer
 from penstock.schedule.errors import StreamError
-from penstock.schedule.model import Plan
+from penstock.schedule.model import Plan, Trace
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,16 @@ class Stats:
     budget: int
     arena: str
     readers: int
+
+
+@dataclass(frozen=True)
+class BoundMethod:
+    """A method of a loaded program: probed where its plan asks, or (`probe_all`) at every step."""
+
+    trace: Trace
+    probed: tuple[int, ...]
+    program: BoundProgram
+    probe_all: Callable[[], BoundProgram]
 
 
 @dataclass
@@ -72,7 +86,7 @@ class StreamedModule(torch.nn.Module):
 
     def __init__(
         self,
-        methods: Mapping[str, tuple[int, Callable[..., Any]]],
+        methods: Mapping[str, BoundMethod],
         plan: Plan,
         resources: Resources,
         describe: Callable[[], Stats],
@@ -88,18 +102,16 @@ class StreamedModule(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the only method, or the one named `forward`."""
-        if len(self._methods) == 1:
-            (name,) = self._methods
-        elif "forward" in self._methods:
-            name = "forward"
-        else:
-            raise StreamError(f"this module has several methods: call one of {', '.join(self._methods)} by name")
-        return self._call(name, args, kwargs)
+        return self._call(self._only_method(), args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("_methods", ()):
-            return lambda *args, **kwargs: self._call(name, args, kwargs)
+            return partial(self.call, name)
         return super().__getattr__(name)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run the method of that name; `module.decode(...)` is `module.call("decode", ...)`."""
+        return self._call(method, args, kwargs)
 
     @property
     def stats(self) -> Stats:
@@ -126,14 +138,58 @@ class StreamedModule(torch.nn.Module):
     ) -> None:
         self.close()
 
-    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        graph, program = self._methods[name]
+    def measure(self, *args: Any, **kwargs: Any) -> Trace:
+        """Run one pass with every step timed, and return the trace with measured times.
+
+        `Program.plan(..., traces=[trace])` plans with it. Step times hold the overhead of two probes,
+        some microseconds. Where there are several methods, the one named `forward` is measured.
+        """
+        name = self._only_method()
         with self._exclusive():
-            _refuse_grad(args, kwargs)
-            streamer = self._resources.streamer
-            if streamer is None:
-                return program(*args, **kwargs)
-            return _stream(streamer, graph, lambda: program(*args, **kwargs))
+            method = self._methods[name]
+            timed = method.probe_all()
+            leaves = _checked(timed, args, kwargs)
+            stopwatch = Stopwatch(self._resources.streamer, method.probed, len(method.trace.steps))
+            self._stream(method.trace.graph, stopwatch, lambda: stopwatch.time(lambda: timed.run(leaves)))
+            return stopwatch.trace(method.trace)
+
+    def arguments(self, leaves: Sequence[Any], method: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments of a method from its leaves in pytree order."""
+        return self._methods[method].program.convention.unflatten(leaves)
+
+    def _only_method(self) -> str:
+        if len(self._methods) == 1:
+            return next(iter(self._methods))
+        if "forward" in self._methods:
+            return "forward"
+        raise StreamError(f"this module has several methods: call one of {', '.join(self._methods)} by name")
+
+    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        method = self._methods[name]
+        with self._exclusive():
+            leaves = _checked(method.program, args, kwargs)
+            if self._resources.streamer is None:
+                return method.program.run(leaves)
+            return self._stream(
+                method.trace.graph, self._resources.streamer, lambda: method.program.run(leaves)
+            )
+
+    def _stream(self, graph: int, probes: Probes, run: Callable[[], Any]) -> Any:
+        streamer = self._resources.streamer
+        token = STREAMER.set(probes)
+        try:
+            if streamer is not None:
+                streamer.begin(graph)
+            output = run()
+            if streamer is not None:
+                streamer.end(graph)
+        except BaseException:
+            if streamer is not None:
+                streamer.abort()
+            raise
+        finally:
+            STREAMER.reset(token)
+        return output
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -177,6 +233,12 @@ def _refuse(what: str, instead: str) -> NoReturn:
     raise StreamError(f"{what} is not possible on a streamed module: {instead}")
 
 
+def _checked(program: BoundProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The call's leaves; what is wrong with them is said before anything streams."""
+    _refuse_grad(args, kwargs)
+    return program.convention.flatten(args, kwargs)
+
+
 def _refuse_grad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not torch.is_grad_enabled():
         return
@@ -186,17 +248,3 @@ def _refuse_grad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 f"input {pytree.keystr(path)} requires grad and grad mode is on: gradients through streamed "
                 "weights are not supported, so call under torch.no_grad() or detach the input"
             )
-
-
-def _stream(streamer: Streamer, graph: int, program: Callable[[], Any]) -> Any:
-    token = STREAMER.set(streamer)
-    try:
-        streamer.begin(graph)
-        output = program()
-        streamer.end(graph)
-    except BaseException:
-        streamer.abort()
-        raise
-    finally:
-        STREAMER.reset(token)
-    return output

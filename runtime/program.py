@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
 
-from penstock.runtime.choice import ArenaChoice, choose, cpu_arenas, floors
+from penstock.passes.trace import with_times
+from penstock.runtime.choice import choose, cpu_arenas, floors
 from penstock.runtime.loading import LoadOptions, load_on_cpu, open_source
 from penstock.runtime.module import StreamedModule
+from penstock.runtime.progress import Progress, count_bytes
 from penstock.runtime.source import Source
-from penstock.runtime.stamp import Progress, hash_storage
+from penstock.runtime.stamp import hash_storage
 from penstock.schedule.errors import BudgetError, PayloadError, PlanError, SourceError, StreamError
-from penstock.schedule.model import Hardware, Plan, Wrap
+from penstock.schedule.model import Hardware, Plan, Trace, Wrap
 from penstock.schedule.payload import Payload, verify_payload
 from penstock.schedule.planner import Floor, make_plan
 from penstock.schedule.sizes import parse_size
@@ -79,8 +80,12 @@ class Program:
         return self.floor()
 
     def floor(self, device: str = "cpu", arena: str | None = None) -> int:
-        """The smallest budget in bytes for a kind of arena: `mapped`, `contiguous`, `paged`, or the best of them."""
+        """The smallest budget in bytes for an arena of `arenas()`, or for the best of them."""
         return min(f.upper_bytes for f in self._floors(device, arena, frozenset()).values())
+
+    def arenas(self) -> tuple[str, ...]:
+        """The kinds of arena that this system and these files allow, the preferred first."""
+        return tuple(cpu_arenas(self.payload))
 
     def plan(
         self,
@@ -91,14 +96,37 @@ class Program:
         wrap: Wrap = "overlap",
         device: str = "cpu",
         arena: str | None = None,
+        traces: Sequence[Trace] | None = None,
     ) -> Plan:
         """Decide what stays and what streams within `budget` (bytes, `32MiB`, or `50%` of the weights).
 
         `keep` holds patterns of FQNs that stay on the device. `arena` asks for a kind of arena
-        instead of the fastest. Raises BudgetError below the floor, PlanError for a pattern that
+        instead of the fastest. `traces` replaces the modelled times, by measured ones for example
+        (`StreamedModule.measure`). Raises BudgetError below the floor, PlanError for a pattern that
         matches nothing.
         """
-        return self._choose(budget, keep, device, arena, hardware, wrap)[0]
+        payload = self.payload
+        nbytes = parse_size(budget, total=self.weight_bytes)
+        kept = self._kept(keep)
+        found = self._floors(device, arena, kept)
+        with open_source(payload, self.path) as source:
+            choice = choose(cpu_arenas(payload), found, nbytes, source)
+        if isinstance(hardware, str):
+            if hardware != "auto":
+                raise PlanError(f"there is no hardware {hardware!r}: give 'auto' or a Hardware")
+            hardware = choice.measure(payload.weights)
+        decided = make_plan(
+            payload.storages,
+            traces or [with_times(trace, hardware) for trace in payload.traces],
+            choice.arena,
+            budget=nbytes,
+            hardware=hardware,
+            keep=kept,
+            wrap=wrap,
+            names=payload.storage_names(),
+        )
+        verify_plan(payload.storages, payload.traces, decided)
+        return decided
 
     def load(
         self,
@@ -118,16 +146,17 @@ class Program:
         bytes of a contiguous one with NaN. Close the module, or use it as a context manager.
         """
         if (budget is None) == (plan is None):
-            raise BudgetError("load needs a budget or a plan, and not both: load(budget='50%') or load(plan=plan)")
-        reason = "as planned"
-        if plan is None:
-            assert budget is not None
-            plan, reason = self._choose(budget, keep, device, arena, "auto", "overlap")
+            raise BudgetError(
+                "load needs a budget or a plan, and not both: load(budget='50%') or load(plan=plan)"
+            )
+        _check_device(device)
+        if budget is not None:
+            plan = self.plan(budget, keep=keep, device=device, arena=arena)
         elif keep or arena:
             raise PlanError("keep= and arena= are decided by the plan: give them to plan()")
-        _check_device(device)
+        assert plan is not None
         verify_plan(self.payload.storages, self.payload.traces, plan)
-        return load_on_cpu(self.path, self.payload, plan, reason, LoadOptions(readers, debug, poison))
+        return load_on_cpu(self.path, self.payload, plan, LoadOptions(readers, debug, poison))
 
     def verify(self, progress: Progress | None = None) -> int:
         """Hash every weight byte and prove every plan; returns the bytes hashed.
@@ -136,11 +165,13 @@ class Program:
         """
         verify_payload(self.payload)
         names = self.payload.storage_names()
+        hashed = [s for s in self.payload.storages if s.sha256 is not None]
+        report = count_bytes(progress, "verifying weights", sum(e.nbytes for s in hashed for e in s.extents))
         done = 0
         for index, storage in enumerate(self.payload.storages):
             if storage.sha256 is None or not storage.extents:
                 continue
-            found = hash_storage(storage, self.payload.files, self.path, progress=progress)
+            found = hash_storage(storage, self.payload.files, self.path, progress=report)
             if found != storage.sha256:
                 raise SourceError(
                     f"weight {names[index]} has changed since it was compiled: its sha256 was "
@@ -148,42 +179,6 @@ class Program:
                 )
             done += sum(e.nbytes for e in storage.extents)
         return done
-
-    def _choose(
-        self,
-        budget: int | str,
-        keep: Sequence[str],
-        device: str,
-        arena: str | None,
-        hardware: Hardware | str,
-        wrap: Wrap,
-    ) -> tuple[Plan, str]:
-        nbytes = parse_size(budget, total=self.weight_bytes)
-        kept = self._kept(keep)
-        choice = self._choose_arena(nbytes, kept, device, arena)
-        if isinstance(hardware, str):
-            if hardware != "auto":
-                raise PlanError(f"there is no hardware {hardware!r}: give 'auto' or a Hardware")
-            hardware = choice.measure(self.payload.weights)
-        payload = self.payload
-        plan = make_plan(
-            payload.storages,
-            payload.traces,
-            choice.arena,
-            budget=nbytes,
-            hardware=hardware,
-            keep=kept,
-            wrap=wrap,
-            names=payload.storage_names(),
-        )
-        verify_plan(payload.storages, payload.traces, plan)
-        return plan, choice.reason
-
-    def _choose_arena(self, budget: int, kept: frozenset[int], device: str, arena: str | None) -> ArenaChoice:
-        found = self._floors(device, arena, kept)
-        arenas = cpu_arenas(self.payload)
-        with open_source(self.payload, self.path) as source:
-            return choose(arenas, found, budget, source)
 
     def _floors(self, device: str, arena: str | None, keep: frozenset[int]) -> dict[str, Floor]:
         _check_device(device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from penstock.passes.probes import streaming_steps
 from penstock.runtime.ranges import cut, merge, step_ranges, subtract
 from penstock.schedule.model import Plan, Range, Schedule, Storage, Trace
 
@@ -70,11 +71,10 @@ def tabulate(plan: Plan, schedule: Schedule, trace: Trace, storages: Sequence[St
         drops.setdefault(drop.step, []).append(Range(drop.start, drop.stop))
     n = len(trace.steps)
     needs = tuple(tuple(step_ranges(plan, storages, step.reads)) for step in trace.steps)
-    probed = {k for k, needed in enumerate(needs) if needed} | {t.after % n for t in schedule.transfers}
     return MethodTable(
         graph=schedule.graph,
         needs=needs,
-        probed=tuple(sorted(probed)),
+        probed=tuple(streaming_steps(plan, schedule.graph, storages)),
         drops=drops,
         steady=Queue.of(schedule.graph, pieces, n),
         crosses_calls=any(t.after < 0 for t in schedule.transfers),

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -49,7 +50,7 @@ def byte_progress() -> Iterator[Report]:
 def spinner(what: str) -> Iterator[Callable[[str], None]]:
     """A spinner on stderr for work without a known length; yields a function that changes its text."""
     with Console(stderr=True).status(what) as status:
-        yield lambda text: status.update(text)
+        yield status.update
 
 
 def print_json(facts: Any) -> None:
@@ -64,7 +65,7 @@ def print_facts(title: str, facts: Iterable[tuple[str, str]]) -> None:
     table.add_column(style="dim")
     table.add_column(overflow="fold")
     for name, value in facts:
-        table.add_row(name, value)
+        table.add_row(escape(name), escape(value))
     Console().print(table)
 
 
@@ -74,5 +75,5 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(escape, row))
     Console().print(table)

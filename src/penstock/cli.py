@@ -1,0 +1,270 @@
+"""The command line: `penstock compile | plan | inspect | verify | run | demo`.
+
+Exit status: 0 when done, 2 with one sentence on stderr for bad input, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from penstock import console
+from penstock.schedule.errors import PenstockError
+from penstock.schedule.sizes import format_size
+
+app = typer.Typer(
+    help="Run exported PyTorch programs whose weights are bigger than the memory they run in.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+Artifact = Annotated[Path, typer.Argument(help="An artifact folder, NAME.penstock.", show_default=False)]
+Budget = Annotated[
+    str, typer.Option(help="Bytes for weights: 32MiB, 8GB, 50%, or bytes.", show_default=False)
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")]
+Keep = Annotated[
+    list[str] | None, typer.Option(help="Pattern of weights that stay in memory; may be given again.")
+]
+ArenaName = Annotated[str | None, typer.Option(help="mapped, contiguous or paged instead of the fastest.")]
+
+
+class DemoPart(StrEnum):
+    """What `penstock demo` shows."""
+
+    all = "all"
+    cap = "cap"
+    real = "real"
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        from penstock import __version__
+
+        typer.echo(f"penstock {__version__}")
+        raise typer.Exit
+
+
+@app.command(
+    epilog="Example: `penstock compile model.pt2 model.penstock --weights model.safetensors --no-pack`"
+)
+def compile(
+    exported: Annotated[Path, typer.Argument(help="A program saved by torch.export.save (.pt2).")],
+    output: Annotated[Path, typer.Argument(help="The artifact folder to write, NAME.penstock.")],
+    *,
+    weights: Annotated[
+        list[Path] | None,
+        typer.Option(help="Safetensors file, index or folder to take values from; may be given again."),
+    ] = None,
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(help="FQN=NAME: what a weight is called in the files; may be repeated."),
+    ] = None,
+    pack: Annotated[bool, typer.Option(help="Copy the weights, or refer to the files in place.")] = True,
+    force: Annotated[bool, typer.Option("--force", help="Replace an artifact that exists.")] = False,
+    json: Json = False,
+) -> None:
+    """Compile an exported program into an artifact that streams its weights."""
+    from penstock.runtime.artifact import compile as compile_program
+
+    program = _load_exported(exported)
+    with console.byte_progress() as progress:
+        compiled = compile_program(
+            program,
+            output,
+            weights=_weight_files(weights),
+            rename=dict(_pairs(rename or [], "--rename", "FQN=NAME")),
+            pack=pack,
+            force=force,
+            progress=progress,
+        )
+    facts = {"path": str(output), "weight_bytes": compiled.weight_bytes, "floor_bytes": compiled.floor_bytes}
+    if json:
+        console.print_json(facts)
+    else:
+        console.print_facts(
+            f"Wrote {output}",
+            [
+                ("weights", format_size(compiled.weight_bytes)),
+                ("floor", f"{format_size(compiled.floor_bytes)} ({compiled.floor_bytes} bytes)"),
+                ("next", f"penstock run {output} --budget 50%"),
+            ],
+        )
+
+
+@app.command(epilog="Example: `penstock plan model.penstock --budget 25% --keep 'lm_head.*'`")
+def plan(
+    artifact: Artifact,
+    *,
+    budget: Budget,
+    keep: Keep = None,
+    arena: ArenaName = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the plan as JSON here.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show what would stay in memory and what would stream within a budget."""
+    from penstock.runtime.program import open as open_program
+    from penstock.schedule.payload import plan_to_json
+
+    if output is not None and output.exists():
+        _fail(f"{output} exists: choose another output")
+    with console.spinner("planning"):
+        program = open_program(artifact)
+        decided = program.plan(budget, keep=keep or (), arena=arena)
+    if output is not None:
+        from penstock.runtime.atomic import replace_file
+
+        with replace_file(output, force=False) as fd:
+            _write_all(fd, plan_to_json(decided).encode())
+    if json:
+        typer.echo(plan_to_json(decided))
+        return
+    from penstock.report import plan_facts
+
+    console.print_facts(f"{artifact} within {format_size(decided.budget)}", plan_facts(program, decided))
+
+
+@app.command(epilog="Example: `penstock inspect model.penstock --json`")
+def inspect(artifact: Artifact, json: Json = False) -> None:
+    """Show an artifact: methods, weights, steps and floors."""
+    from penstock.report import artifact_facts, artifact_tables
+    from penstock.runtime.program import open as open_program
+
+    program = open_program(artifact)
+    if json:
+        console.print_json(artifact_facts(program))
+        return
+    for title, columns, rows in artifact_tables(program):
+        console.print_table(title, columns, rows)
+
+
+@app.command(epilog="Example: `penstock verify model.penstock`")
+def verify(artifact: Artifact, json: Json = False) -> None:
+    """Hash every weight byte and prove every plan of an artifact."""
+    from penstock.runtime.program import open as open_program
+
+    program = open_program(artifact)
+    with console.byte_progress() as progress:
+        nbytes = program.verify(progress)
+    if json:
+        console.print_json({"path": str(artifact), "verified_bytes": nbytes})
+    else:
+        typer.echo(f"{artifact}: {format_size(nbytes)} of weights are those that were compiled")
+
+
+@app.command(
+    epilog="Examples: `penstock run model.penstock --budget 50% --size batch=2` or "
+    "`penstock run model.penstock --budget 32MiB --input in.safetensors --output out.safetensors`"
+)
+def run(
+    artifact: Artifact,
+    *,
+    budget: Budget,
+    input: Annotated[
+        Path | None, typer.Option(help="Safetensors file with one tensor per input; else generated.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the outputs to this safetensors file.")] = None,
+    size: Annotated[
+        list[str] | None, typer.Option(help="NAME=N: a dynamic size of generated inputs; may be repeated.")
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="Which method to run, where there are several.")] = None,
+    passes: Annotated[int, typer.Option(min=1, help="How often to run.")] = 1,
+    keep: Keep = None,
+    arena: ArenaName = None,
+    seed: Annotated[int, typer.Option(help="Seed of generated inputs.")] = 0,
+    json: Json = False,
+) -> None:
+    """Run an artifact within a byte budget and show what moved."""
+    from penstock.report import run_facts, run_table
+    from penstock.run_command import Run, run_artifact
+
+    if output is not None and output.exists():
+        _fail(f"{output} exists: choose another output")
+    sizes = {name: _integer(value, name) for name, value in _pairs(size or [], "--size", "NAME=N")}
+    with console.spinner(f"loading {artifact}") as say:
+        asked = Run(artifact, budget, input, output, sizes, method, passes, tuple(keep or ()), arena, seed)
+        done = run_artifact(asked, say)
+    if json:
+        console.print_json(run_facts(done))
+    else:
+        console.print_facts(f"{artifact} within {format_size(done.stats.budget)}", run_table(done))
+
+
+@app.command(epilog="Example: `penstock demo --part real`")
+def demo(
+    part: Annotated[
+        DemoPart, typer.Option(help="cap: larger than memory; real: trained weights.")
+    ] = DemoPart.all,
+    size: Annotated[str | None, typer.Option(help="Weights of the decoder, for example 1GiB.")] = None,
+    json: Json = False,
+) -> None:
+    """Show penstock at work: a decoder four times its memory, and a real sentence encoder."""
+    from penstock.demo import run as run_demo
+
+    raise typer.Exit(run_demo(part=part.value, size=size, json=json))
+
+
+def main() -> None:
+    """Run the command line; every error of the tree becomes one sentence and status 2."""
+    try:
+        app()
+    except PenstockError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        typer.echo("penstock: interrupted", err=True)
+        sys.exit(130)
+
+
+def _fail(sentence: str) -> NoReturn:
+    typer.echo(f"penstock: {sentence}", err=True)
+    sys.exit(2)
+
+
+def _load_exported(path: Path) -> Any:
+    import torch
+
+    if not path.is_file():
+        _fail(f"{path} is not a file: give a program saved by torch.export.save")
+    try:
+        return torch.export.load(path)
+    except Exception as error:
+        _fail(f"{path} is not a program that this torch ({torch.__version__}) can load: {_first_line(error)}")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _weight_files(weights: list[Path] | None) -> Path | list[Path] | None:
+    return weights[0] if weights and len(weights) == 1 else weights or None
+
+
+def _pairs(items: list[str], option: str, form: str) -> list[tuple[str, str]]:
+    for item in items:
+        if "=" not in item:
+            _fail(f"{option} {item!r} is not of the form {form}")
+    return [(name, value) for name, _, value in (item.partition("=") for item in items)]
+
+
+def _integer(value: str, name: str) -> int:
+    if not value.isdecimal():
+        _fail(f"--size {name}={value} is not a whole number")
+    return int(value)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    with open(fd, "wb", closefd=False) as file:
+        file.write(data)
+
+
+if __name__ == "__main__":
+    main()

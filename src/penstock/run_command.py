@@ -1,0 +1,156 @@
+"""What `penstock run` does: inputs from a file or from the recorded shapes, passes, outputs to a file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.runtime.module import Stats
+from penstock.runtime.program import Program
+from penstock.runtime.program import open as open_program
+from penstock.schedule.errors import SourceError, StreamError
+from penstock.schedule.model import Input, Method
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the user asked for."""
+
+    artifact: Path
+    budget: str
+    input: Path | None
+    output: Path | None
+    sizes: dict[str, int]
+    method: str | None
+    passes: int
+    keep: tuple[str, ...]
+    arena: str | None
+    seed: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of it: seconds of each pass, the counters, and the outputs' shapes by name."""
+
+    load_seconds: float
+    pass_seconds: tuple[float, ...]
+    stats: Stats
+    outputs: dict[str, str]
+
+
+def run_artifact(asked: Run, say: Callable[[str], None]) -> Outcome:
+    """Load, run `passes` times, write the outputs of the last pass. Errors are those of the tree."""
+    import torch
+
+    program = open_program(asked.artifact)
+    method = _method(program, asked.method)
+    leaves = _from_file(asked.input, method) if asked.input else _generated(method, asked.sizes, asked.seed)
+    began = time.perf_counter()
+    with program.load(asked.budget, keep=asked.keep, arena=asked.arena) as module, torch.inference_mode():
+        load_seconds = time.perf_counter() - began
+        args, kwargs = module.arguments(leaves, method.name)
+        seconds = []
+        for number in range(asked.passes):
+            say(f"pass {number + 1} of {asked.passes}")
+            began = time.perf_counter()
+            outputs = module.call(method.name, *args, **kwargs)
+            seconds.append(time.perf_counter() - began)
+        named = _named_outputs(outputs)
+        if asked.output is not None:
+            _write(asked.output, named)
+        shapes = {name: f"{_dtype(t)} {list(t.shape)}" for name, t in named.items()}
+        return Outcome(load_seconds, tuple(seconds), module.stats, shapes)
+
+
+def _method(program: Program, name: str | None) -> Method:
+    methods = {m.name: m for m in program.payload.methods}
+    if name is None and len(methods) == 1:
+        return next(iter(methods.values()))
+    if name not in methods:
+        raise StreamError(f"there is no method {name!r}: choose one of {', '.join(methods)} with --method")
+    return methods[name]
+
+
+def _from_file(path: Path, method: Method) -> list[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except (OSError, SafetensorError) as error:
+        raise SourceError(f"the inputs in {path} cannot be read: {error}") from error
+    tensors = [leaf for leaf in method.inputs if leaf.value is None]
+    missing = [leaf.name for leaf in tensors if leaf.name not in found]
+    unknown = sorted(set(found) - {leaf.name for leaf in tensors})
+    if missing or unknown:
+        raise StreamError(
+            f"{path} must hold the tensors {', '.join(leaf.name for leaf in tensors)}: "
+            f"missing {missing or 'none'}, unknown {unknown or 'none'}"
+        )
+    return [found[leaf.name] if leaf.value is None else _constant(leaf) for leaf in method.inputs]
+
+
+def _generated(method: Method, sizes: dict[str, int], seed: int) -> list[Any]:
+    import torch
+
+    symbols = {s.name: s.example for s in method.symbols}
+    unknown = sorted(set(sizes) - set(symbols))
+    if unknown:
+        raise StreamError(
+            f"there is no dynamic size {', '.join(unknown)}: choose from {', '.join(symbols) or 'none'}"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        _constant(leaf) if leaf.value is not None else _random(leaf, symbols | sizes, generator)
+        for leaf in method.inputs
+    ]
+
+
+def _random(leaf: Input, sizes: dict[str, int], generator: torch.Generator) -> torch.Tensor:
+    import torch
+
+    shape = [sizes[d] if isinstance(d, str) else d for d in leaf.shape]
+    dtype = getattr(torch, leaf.dtype)
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(shape, generator=generator).to(dtype)
+    # Zero and one are valid token numbers, positions, masks and flags alike.
+    return torch.randint(0, 2, shape, generator=generator).to(dtype)
+
+
+def _constant(leaf: Input) -> Any:
+    import ast
+
+    assert leaf.value is not None
+    return ast.literal_eval(leaf.value)
+
+
+def _named_outputs(outputs: Any) -> dict[str, torch.Tensor]:
+    import torch
+    from torch.utils import _pytree as pytree
+
+    leaves = pytree.tree_leaves_with_path(outputs)
+    return {
+        pytree.keystr(path).strip(".[]'") or "output": leaf
+        for path, leaf in leaves
+        if isinstance(leaf, torch.Tensor)
+    }
+
+
+def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    from safetensors.torch import save
+
+    from penstock.runtime.atomic import replace_file
+
+    data = save({name: t.contiguous().clone() for name, t in tensors.items()})
+    with replace_file(path, force=False) as fd, open(fd, "wb", closefd=False) as file:
+        file.write(data)
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
