@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from penstock.schedule import addresses, paged
+from penstock.schedule import addresses, contiguous, paged
 from penstock.schedule.errors import BudgetError
 from penstock.schedule.layout import first_uses
 from penstock.schedule.model import Arena, Hardware, Plan, Schedule, Storage, Trace, Wrap
@@ -80,7 +80,7 @@ def make_plan(
         outside = tuple(sorted((*outside, *streamed)))
     else:
         _check_floor(storages, traces, arena, budget, keep, names)
-        search = addresses.search if arena.kind == "contiguous" else paged.search
+        search = contiguous.search if arena.kind == "contiguous" else paged.search
         found = search(storages, traces, arena, cap=cap, hardware=hardware, keep=keep, wrap=wrap)
     schedules = []
     for trace, (transfers, drops) in zip(traces, found.streams, strict=True):
