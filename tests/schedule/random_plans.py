@@ -160,8 +160,8 @@ def spoil(dice: Random, plan: Plan) -> Plan:
     return dice.choice(ways)(dice, plan)
 
 
-def _shifted(dice: Random, start: int, stop: int) -> tuple[int, int]:
-    by = dice.choice([1, GRANULE, -1, -GRANULE])
+def _shifted(dice: Random, granule: int, start: int, stop: int) -> tuple[int, int]:
+    by = dice.choice([1, granule, -1, -granule])
     return dice.choice([(start + by, stop + by), (start + by, stop), (start, stop + by)])
 
 
@@ -181,7 +181,7 @@ def _spoil_transfers(dice: Random, plan: Plan) -> Plan:
     elif way == "both":
         items[i] = replace(item, step=item.step + by, after=item.after + by)
     elif way == "range":
-        start, stop = _shifted(dice, item.start, item.stop)
+        start, stop = _shifted(dice, plan.arena.granule, item.start, item.stop)
         items[i] = replace(item, start=start, stop=stop)
     elif way == "remove":
         del items[i]
@@ -203,7 +203,7 @@ def _spoil_drops(dice: Random, plan: Plan) -> Plan:
     if way == "step":
         items[i] = replace(item, step=item.step + dice.choice([-1, 1]))
     elif way == "range":
-        start, stop = _shifted(dice, item.start, item.stop)
+        start, stop = _shifted(dice, plan.arena.granule, item.start, item.stop)
         items[i] = replace(item, start=start, stop=stop)
     elif way == "remove":
         del items[i]
@@ -233,14 +233,14 @@ def _spoil_state(dice: Random, plan: Plan) -> Plan:
     elif way == "outside":
         return replace(plan, outside=(dice.randrange(len(plan.arena.layout)),))
     elif way == "address" and plan.addresses:
-        s, by = dice.randrange(len(plan.addresses)), dice.choice([1, GRANULE, -GRANULE])
+        s, by = dice.randrange(len(plan.addresses)), dice.choice([1, plan.arena.granule, -plan.arena.granule])
         moved = (*plan.addresses[:s], plan.addresses[s] + by, *plan.addresses[s + 1 :])
         return replace(plan, addresses=moved)
     return replace(plan, boundary=tuple(boundary), resident=tuple(resident))
 
 
 def _spoil_sizes(dice: Random, plan: Plan) -> Plan:
-    by = dice.choice([-1, 1, -GRANULE])
+    by = dice.choice([-1, 1, -plan.arena.granule])
     way = dice.choice(["budget", "arena", "both"])
     arena_bytes = plan.arena_bytes + (by if way != "budget" else 0)
     return replace(plan, arena_bytes=arena_bytes, budget=plan.budget + (by if way != "arena" else 0))

@@ -1,0 +1,103 @@
+"""The oracle against literal faults, and the verifier against the oracle on thousands of random plans."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from random import Random
+
+import oracle
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from random_plans import Case, random_case, spoil
+from traces import Problem, problems
+
+from penstock.schedule.errors import BudgetError, PlanError
+from penstock.schedule.model import Plan
+from penstock.schedule.planner import floor, make_plan
+from penstock.schedule.verify import verify_plan
+
+SEEDS = 1_500
+SPOILED = 6
+
+
+def verdicts(case: Case) -> tuple[str | None, str | None]:
+    """What the verifier and the oracle say against a plan."""
+    said: list[str | None] = []
+    for check, error in ((verify_plan, PlanError), (oracle.check_plan, oracle.UnsafeError)):
+        try:
+            check(case.storages, case.traces, case.plan)
+            said.append(None)
+        except error as problem:
+            said.append(str(problem))
+    return said[0], said[1]
+
+
+def tightened(case: Case) -> Case:
+    """The same plan in the smallest paged arena that holds it."""
+    if case.plan.arena.kind == "contiguous":
+        return case
+    peak = oracle.peak_bytes(case.storages, case.traces, case.plan)
+    return replace(case, plan=replace(case.plan, arena_bytes=peak, budget=peak))
+
+
+def test_verifier_and_oracle_agree_on_random_plans_safe_and_spoiled() -> None:
+    counts: Counter[tuple[str, bool, bool]] = Counter()
+    for seed in range(SEEDS):
+        dice = Random(seed)
+        case = random_case(dice)
+        if dice.random() < 0.7:
+            case = tightened(case)
+        spoiled = dice.choice([0, 1, 1, 1, 2])
+        for _ in range(spoiled):
+            case = replace(case, plan=spoil(dice, case.plan))
+        verifier, second = verdicts(case)
+        assert (verifier is None) == (second is None), f"seed {seed}: {verifier!r} against {second!r}"
+        counts[case.plan.arena.kind, spoiled > 0, verifier is None] += 1
+    # the comparison is worth something only where both verdicts are frequent
+    assert counts["paged", False, True] > 100
+    assert min(counts[kind, True, safe] for kind in ("paged", "contiguous") for safe in (True, False)) > 40
+
+
+@pytest.mark.parametrize("kind", ["paged", "contiguous"])
+def test_both_accept_what_the_planner_makes_and_agree_on_it_spoiled(kind: str) -> None:
+    counts: Counter[str] = Counter()
+
+    @settings(max_examples=100, suppress_health_check=list(HealthCheck))
+    @given(st.one_of(problems(kind), problems(kind, methods=2)), st.integers(0, 2**32))
+    def check(problem: Problem, seed: int) -> None:
+        plan = planned(problem)
+        if plan is None:
+            counts["below the floor"] += 1
+            return
+        case = Case(problem.storages, problem.traces, plan)
+        assert verdicts(case) == (None, None)
+        counts["moves" if any(s.transfers for s in plan.schedules) else "nothing moves"] += 1
+        for number in range(SPOILED if plan.schedules[0].transfers else 0):
+            bad = replace(case, plan=spoil(Random(seed + number), plan))
+            verifier, second = verdicts(bad)
+            assert (verifier is None) == (second is None), f"{verifier!r} against {second!r}"
+            counts["refused" if verifier else "still safe"] += 1
+
+    check()
+    assert counts["moves"] > 5
+    assert counts["refused"] > 20
+
+
+def planned(problem: Problem) -> Plan | None:
+    lowest = floor(problem.storages, problem.traces, problem.arena, keep=problem.keep).upper_bytes
+    # half-way shares leave nothing to stream in most of the small problems
+    budget = lowest + (problem.budget(lowest) - lowest) // 4
+    try:
+        return make_plan(
+            problem.storages,
+            problem.traces,
+            problem.arena,
+            budget=budget,
+            hardware=problem.hardware,
+            keep=problem.keep,
+            wrap=problem.wrap,
+        )
+    except BudgetError:
+        return None
