@@ -53,8 +53,14 @@ def check_functions(text: str) -> Iterator[tuple[int, str]]:
         positional = [
             a.arg for a in (*node.args.posonlyargs, *node.args.args) if a.arg not in {"self", "cls"}
         ]
-        if len(positional) > MAX_POSITIONAL:
+        if len(positional) > MAX_POSITIONAL and not is_command(node):
             yield node.lineno, f"{node.name} takes {len(positional)} positional parameters"
+
+
+def is_command(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether this is a command of the command line: its parameters are options, and never positional."""
+    calls = [decorator.func for decorator in node.decorator_list if isinstance(decorator, ast.Call)]
+    return any(isinstance(call, ast.Attribute) and call.attr == "command" for call in calls)
 
 
 def check_file(root: Path, path: Path) -> Iterator[str]:

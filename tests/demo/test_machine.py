@@ -1,0 +1,97 @@
+"""What the demo asks of the machine: raw reads, room on a disk, a memory cgroup."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import ANY
+
+import pytest
+
+from penstock.demo import cgroup, disk
+from tests.demo.screens import MIB
+
+
+def test_a_raw_read_counts_every_byte_whatever_the_size(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for size in (0, 1, 4097, disk.BLOCK * 3 + 5):
+        path.write_bytes(bytes(size))
+        disk.drop_cache(path)
+        rate = disk.measure_read(path)
+        assert rate.nbytes == size
+        assert (rate.bytes_per_s > 0) == (size > 0)
+
+
+def test_a_raw_read_says_when_it_had_to_be_buffered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(5000))
+    monkeypatch.delattr(os, "O_DIRECT")
+    assert disk.measure_read(path) == replace(disk.measure_read(path), direct=False, bytes_per_s=ANY)
+
+
+def test_a_folder_needs_room_on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert disk.find_folder(1) is not None
+    assert disk.find_folder(1 << 62) is None
+    monkeypatch.setattr(disk, "IN_MEMORY", {disk.find_type(folder) for folder in disk.list_folders()})
+    assert disk.find_folder(1) is None
+
+
+def test_a_group_kills_what_takes_too_much_and_leaves_nothing(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from penstock.demo.cgroup import join_group;"
+        "join_group(Path(sys.argv[1])); print('in', flush=True); bytearray(1 << 28)"
+    )
+    with cgroup.make_group(64 * MIB) as group:
+        if group is None:
+            pytest.skip("no memory cgroup can be made here")
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(group.folder)], capture_output=True, check=False
+        )
+        assert done.stdout == b"in\n"
+        assert done.returncode == -signal.SIGKILL
+        assert group.kills == 1
+        assert 32 * MIB < group.peak_bytes <= 64 * MIB
+    assert not group.folder.exists()
+
+
+def test_no_group_is_made_where_there_are_no_cgroups(tmp_path: Path) -> None:
+    own = tmp_path / "cgroup"
+    own.write_text("4:memory:/some\n0::/other\n")
+    for folder in ("mount/memory/some", "mount/other"):
+        (tmp_path / folder).mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    with cgroup.make_group(MIB, mount=tmp_path / "mount", own=own) as group:
+        assert group is None
+    assert sorted(tmp_path.rglob("*")) == before
+    with cgroup.make_group(MIB, mount=tmp_path / "mount", own=tmp_path / "missing") as group:
+        assert group is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("4:memory:/a/b\n0::/\n", [("memory/a/b", 1), ("", 2)]),
+        ("4:cpu,memory:/elsewhere\n", [("memory", 1)]),
+        ("0::/a/b\n", [("a/b", 2), ("a", 2)]),
+        ("0::/\n", [("", 2)]),
+        ("3:cpu:/a\n", []),
+    ],
+)
+def test_where_a_group_can_be_made(tmp_path: Path, text: str, expected: list[tuple[str, int]]) -> None:
+    (tmp_path / "own").write_text(text)
+    (tmp_path / "memory/a/b").mkdir(parents=True)
+    found = cgroup.list_parents(tmp_path, tmp_path / "own")
+    assert found == [(tmp_path / folder, version) for folder, version in expected]
+
+
+def test_version_2_counters(tmp_path: Path) -> None:
+    group = cgroup.MemoryGroup(tmp_path, 2, MIB)
+    (tmp_path / "memory.events").write_text("low 0\nhigh 0\nmax 12\noom 1\noom_kill 3\n")
+    assert group.kills == 3
+    assert group.peak_bytes == 0
+    (tmp_path / "memory.peak").write_text("4096\n")
+    assert group.peak_bytes == 4096

