@@ -8,10 +8,11 @@ whether plans are safe by `verify_payload`, whenever a payload is opened to be r
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 from penstock.schedule.errors import PayloadError, PlanError
 from penstock.schedule.model import Hardware, Method, Plan, Storage, Trace, Weight, WeightFile
@@ -19,7 +20,7 @@ from penstock.schedule.payload_checks import check_payload, check_plan
 from penstock.schedule.verify import verify_plan
 
 if TYPE_CHECKING:
-    from pydantic import ValidationError
+    from pydantic import TypeAdapter, ValidationError
 
 VERSIONS = (1,)
 Lowering = Literal["none", "eager"]
@@ -58,7 +59,7 @@ class Payload:
     methods: tuple[Method, ...]
     traces: tuple[Trace, ...]
     hardware: Hardware | None = None
-    plans: tuple[Plan, ...] = field(default=())
+    plans: tuple[Plan, ...] = ()
 
     def to_bytes(self) -> bytes:
         """The payload as UTF-8 JSON, the same bytes for the same payload.
@@ -216,14 +217,22 @@ def _check_version(tree: Any, source: str) -> None:
         )
 
 
+@functools.cache  # building one takes longer than reading a small payload
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
+
+
 def _validate(kind: type[_T], text: str, tree: Any, source: str) -> _T:
-    # Validated from JSON: in strict mode only JSON lists may become tuples.
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
     try:
-        return TypeAdapter(kind).validate_json(text)
+        # from JSON, not from the tree: in strict mode only JSON lists may become tuples
+        value: _T = _adapter(cast(Any, kind)).validate_json(text)
     except ValidationError as error:
         raise PayloadError(f"{source}: {_first_problem(error, tree)}") from None
+    return value
 
 
 def _first_problem(error: ValidationError, tree: Any) -> str:
