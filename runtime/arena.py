@@ -40,6 +40,9 @@ class WeightArena(Protocol):
     def peak_bytes(self) -> int:
         """The most `held_bytes` has been."""
 
+    def check(self) -> None:
+        """Raise SourceError when bytes that are held can no longer be read; called before every read."""
+
     def fill(self, start: int, stop: int) -> int:
         """Make a range hold its bytes, and return how many were brought.
 

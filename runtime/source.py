@@ -87,6 +87,11 @@ class Source:
         with self._in_flight():
             self._open(file).check_size()
 
+    def check_sizes(self) -> None:
+        """Raise SourceError if any file has become shorter than its stamp says (one fstat each)."""
+        for file in self._files:
+            file.check_size()
+
     def read_into(self, file: int, offset: int, address: int, nbytes: int) -> None:
         """Fill `nbytes` of memory at `address` with the file's bytes from `offset` on.
 

@@ -84,6 +84,7 @@ class Streamer:
 
     def begin(self, graph: int) -> None:
         """Start a pass of method `graph`; returns once every resident range is loaded."""
+        self._arena.check()
         method = self.methods[graph]
         if self._error is not None or self._running or not self._can_follow(graph):
             self._drain()
@@ -103,6 +104,7 @@ class Streamer:
 
     def acquire(self, graph: int, step: int) -> None:
         """Wait until everything that `step` reads is in the arena."""
+        self._arena.check()
         if self._demand is None and self._expected and self._expected[-1] == step:
             self._wait(step)
         else:
