@@ -51,6 +51,22 @@ def test_truncated_while_open(own_file: tuple[Path, WeightFile], nbytes: int, mo
             source.check_size(0)
 
 
+def test_truncation_that_shows_as_an_invalid_read(
+    own_file: tuple[Path, WeightFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Some file systems refuse a direct read that begins at an end within a block.
+    folder, file = own_file
+
+    def refuse(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    with Source([file], folder) as source:
+        os.truncate(folder / file.path, 1000)
+        monkeypatch.setattr(os, "preadv", refuse)
+        with pytest.raises(SourceError, match="truncated while in use"):
+            source.read_into(0, 0, Memory(NBYTES).base, NBYTES)
+
+
 def test_refuses_ranges_outside_the_file(source: Source, file: tuple[Path, WeightFile]) -> None:
     memory = Memory(16)
     for offset, nbytes in ((file[1].nbytes - 8, 9), (-1, 4), (file[1].nbytes + 1, 0)):
