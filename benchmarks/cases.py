@@ -45,18 +45,17 @@ def make_meta_module(model: str, nbytes: int) -> nn.Module:
         return Linears(width, max(2, round(nbytes / (2 * width * width)))).to(torch.bfloat16).eval()
 
 
-def load_module(model: str, nbytes: int, path: Path, *, in_memory: bool) -> nn.Module:
-    """The module with the weights of `path`, mapped from the file or cloned into aligned memory."""
+def load_weights(module: nn.Module, path: Path, *, in_memory: bool) -> None:
+    """Give a meta `module` the weights of `path`, mapped from the file or cloned into aligned memory."""
     from safetensors import safe_open
 
-    module = make_meta_module(model, nbytes)
     with safe_open(path, framework="pt") as file:
         weights = {}
         for name in file.keys():  # noqa: SIM118 (not a mapping)
             tensor = file.get_tensor(name)
             weights[name] = tensor.clone() if in_memory else tensor
     module.load_state_dict(weights, assign=True)
-    return module.requires_grad_(False)
+    module.requires_grad_(False)
 
 
 def make_inputs(module: nn.Module, tokens: int) -> tuple[Tensor, ...]:

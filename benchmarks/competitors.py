@@ -1,7 +1,7 @@
 """Who is measured: penstock, its peers, the plain module in memory, and the bare disk.
 
-Each is two functions of a job. `prepare` writes what the competitor keeps on disk, in a process of
-its own; `load` returns something to call. Both see the same module and the same weights file.
+`prepare` writes what a competitor keeps on disk, in a process of its own; `load` returns something
+to call. All see the same module and the same weights file.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from benchmarks.cases import load_module, make_inputs, make_meta_module
+from benchmarks.cases import load_weights, make_inputs, make_meta_module
 from benchmarks.direct import Reader
 
 PEERS = ("accelerate", "diffusers", "mmap")
@@ -54,8 +54,7 @@ class Loaded:
 def prepare(job: Job) -> None:
     """Write the artifact or offload folder of the job's competitor, all of it or nothing.
 
-    An artifact is always made again: it is what this version compiles. An offload folder depends on
-    nothing but the weights it is named after.
+    An offload folder depends on nothing but the weights it is named after, and is made once.
     """
     folder = Path(job.folder)
     partial = folder.with_name(folder.name + ".partial")
@@ -63,24 +62,25 @@ def prepare(job: Job) -> None:
     if job.competitor == "penstock":
         _compile(job, folder)
     elif job.competitor in _OFFLOAD and not folder.exists():
-        module = load_module(job.model, job.nbytes, Path(job.weights), in_memory=False)
+        module = make_meta_module(job.model, job.nbytes)
+        load_weights(module, Path(job.weights), in_memory=False)
         _OFFLOAD[job.competitor](module, partial)
         partial.rename(folder)
     os.sync()
 
 
-def load(job: Job) -> Loaded:
-    """The job's competitor, ready to be called; it must have been prepared."""
+def load(job: Job, module: nn.Module) -> Loaded:
+    """The job's competitor, ready to be called; it must have been prepared. `module` is on meta."""
     if job.competitor == "raw":
         return _load_raw(job)
     if job.competitor == "penstock":
-        return _load_penstock(job)
-    return _load_module(job)
+        return _load_penstock(job, make_inputs(module, job.tokens))
+    return _load_module(job, module)
 
 
-def _load_module(job: Job) -> Loaded:
+def _load_module(job: Job, module: nn.Module) -> Loaded:
     weights = Path(job.weights)
-    module = load_module(job.model, job.nbytes, weights, in_memory=job.competitor == "memory")
+    load_weights(module, weights, in_memory=job.competitor == "memory")
     files: tuple[Path, ...] = (weights,) if job.competitor == "mmap" else ()
     if job.competitor in _OFFLOAD:
         _OFFLOAD[job.competitor](module, Path(job.folder))
@@ -95,13 +95,13 @@ def _load_module(job: Job) -> Loaded:
     return Loaded(call, files)
 
 
-def _offload_accelerate(module: torch.nn.Module, folder: Path) -> None:
+def _offload_accelerate(module: nn.Module, folder: Path) -> None:
     from accelerate import disk_offload
 
     disk_offload(module, folder, execution_device=torch.device("cpu"))
 
 
-def _offload_diffusers(module: torch.nn.Module, folder: Path) -> None:
+def _offload_diffusers(module: nn.Module, folder: Path) -> None:
     from diffusers.hooks import apply_group_offloading
 
     cpu = torch.device("cpu")
@@ -124,19 +124,18 @@ def _compile(job: Job, folder: Path) -> None:
 
     # Mapped weights: exporting must not need the memory that the program is to do without.
     weights = Path(job.weights)
-    module = load_module(job.model, job.nbytes, weights, in_memory=False)
+    module = make_meta_module(job.model, job.nbytes)
+    load_weights(module, weights, in_memory=False)
     with torch.no_grad():
         exported = torch.export.export(module, make_inputs(module, job.tokens))
-    shutil.rmtree(folder, ignore_errors=True)
     penstock.compile(exported, folder, weights=weights, pack=job.pack)
 
 
-def _load_penstock(job: Job) -> Loaded:
+def _load_penstock(job: Job, inputs: tuple[Tensor, ...]) -> Loaded:
     import penstock
 
     program = penstock.open(job.folder)
     module = program.load(budget=job.budget, device="cpu")
-    inputs = make_inputs(make_meta_module(job.model, job.nbytes), job.tokens)
     files = _list_files(Path(job.folder)) if job.pack else (Path(job.weights),)
 
     def call() -> Tensor:

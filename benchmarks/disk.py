@@ -103,6 +103,8 @@ def main(
                 peers=_split_peers(peers),
             )
             nbytes = parse_size(size, name="--size")
+            if not pack and len(_split(budgets)) > 1:
+                raise ValueError("--no-pack takes one of --budgets: two would share the pages of one file")
         except (ValueError, BudgetError) as error:
             raise typer.BadParameter(str(error)) from None
         with _open_work(work) as folder:
@@ -176,7 +178,7 @@ def _open_work(work: Path | None) -> Iterator[Path]:
 def _check_room(options: Options, cases: Sequence[Case]) -> None:
     """Refuse what the disk or the memory cannot hold, before anything is written."""
     copies = 1 + len({peer for case in cases for peer in case.peers} - {"mmap"})
-    copies += len({case.tokens for case in cases}) if options.pack else 0
+    copies += max(len(case.budgets) for case in cases) if options.pack else 0
     free = shutil.disk_usage(options.work).free
     # The plain module, what penstock may hold, and one competitor's files in the page cache.
     shares = [sum(parse_size(b, total=options.nbytes) for b in case.budgets) for case in cases]
@@ -197,7 +199,8 @@ def _is_wrong(case: dict[str, Any]) -> bool:
     return failed or any(row["equal"] is False for row in case["rows"] if row["kind"] == "penstock")
 
 
+application = typer.Typer(add_completion=False, rich_markup_mode=None)
+application.command(epilog=EXAMPLES)(main)
+
 if __name__ == "__main__":
-    application = typer.Typer(add_completion=False, rich_markup_mode=None)
-    application.command(epilog=EXAMPLES)(main)
     application()

@@ -116,9 +116,12 @@ def summarise(case: dict[str, Any], disk_rate: float) -> list[Row]:
         row["best_peer"] = _median_ratio(_best(seconds, peers), seconds[name])
         row["best_bounded_peer"] = _median_ratio(_best(seconds, bounded), seconds[name])
         if entry["kind"] not in ("memory", "raw"):
-            limits = _limits(entry, seconds["memory"], rates, weight_bytes)
-            row["limit_share"] = _median_ratio(limits, seconds[name])
-            row["bound"] = "compute" if median(limits) <= median(seconds["memory"]) else "disk"
+            must_move = weight_bytes - entry["budget_bytes"]
+            needed = [_needed(train, must_move) for train in entry["rounds"]]
+            reading = [nbytes / rate for nbytes, rate in zip(needed, rates, strict=True)]
+            limits = [max(pair) for pair in zip(reading, seconds["memory"], strict=True)]
+            row["bound"] = "disk" if median(reading) > median(seconds["memory"]) else "compute"
+            row["limit_share"] = _median_ratio(limits, seconds[name]) if raw else None
         if entry["kind"] == "penstock":
             peak = max(_peak(entry), entry["load_peak"]) - entry["bare_total"]
             row["excess_mib"] = (peak - entry["budget_bytes"] - activations) / 2**20
@@ -171,21 +174,16 @@ def _median_ratio(numerators: list[float], denominators: list[float]) -> float |
     return median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
-def _limits(entry: dict[str, Any], memory: list[float], rates: list[float], weight_bytes: int) -> list[float]:
-    """Seconds that no run can beat, by round: compute, or the bytes that must move at the raw rate.
+def _needed(train: dict[str, Any], must_move: int) -> float:
+    """Bytes of a pass that have to come from the disk: what the budget cannot hold.
 
-    What the budget holds need not move. In a cold cache no more must move than the disk then
-    delivered: had the cache kept something after all, it would flatter nobody.
+    In a cold cache that is never more than the disk delivered: had the cache kept something after
+    all, it would flatter nobody.
     """
-    must_move = weight_bytes - entry["budget_bytes"]
-    limits = []
-    for train, compute, rate in zip(entry["rounds"], memory, rates, strict=True):
-        read = [
-            sample["disk_bytes"] + sample["gap_bytes"] for sample in train["samples"] if "gap_bytes" in sample
-        ]
-        needed = min([must_move, *([median(read)] if read else [])])
-        limits.append(max(compute, needed / rate))
-    return limits
+    read = [
+        sample["disk_bytes"] + sample["gap_bytes"] for sample in train["samples"] if "gap_bytes" in sample
+    ]
+    return float(min([must_move, *([median(read)] if read else [])]))
 
 
 def _count(entry: dict[str, Any]) -> Row:

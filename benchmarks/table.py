@@ -50,7 +50,8 @@ def _describe(result: dict[str, Any]) -> str:
         f"{hardware['date']}: {hardware['cpu']}, {hardware['cores']} cores, "
         f"{format_size(hardware['memory_bytes'])} of memory, Linux {hardware['kernel']}, "
         f"Python {hardware['python']}, torch {hardware['torch']}. "
-        f"{format_size(options['nbytes'])} of weights; {options['rounds']} rounds of {options['passes']} passes. "
+        f"{format_size(options['nbytes'])} of weights; "
+        f"{options['rounds']} rounds of {options['passes']} passes. "
         f"Fastest way to read the disk: {way}, {best['threads']} threads, blocks of "
         f"{format_size(best['block'])}, {best['bytes_per_s'] / 1e9:.2f} GB/s.\n"
     )

@@ -1,7 +1,7 @@
 """The process that one competitor runs in, so that its memory is its own.
 
-It answers each line of JSON with another, and computes nothing between commands: `readers` and
-`prepare` need no competitor, `load` makes one, `train` runs it.
+It answers each line of JSON with another, and computes nothing between commands: `prepare` writes
+what the competitor keeps on disk, `load` makes it ready, `train` runs it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from benchmarks import machine
+from benchmarks.cases import make_meta_module
 from benchmarks.competitors import Job, Loaded, load, prepare
-from benchmarks.direct import measure_readers
 
 _LIBRARIES = {
     "accelerate": ("accelerate",),
@@ -40,8 +39,6 @@ class Session:
         """What a request asks for, as JSON can carry it."""
         job = Job(**request["job"])
         match request["command"]:
-            case "readers":
-                return measure_readers(Path(job.weights))
             case "prepare":
                 prepare(job)
                 return None
@@ -52,12 +49,13 @@ class Session:
         raise ValueError(f"unknown command {request['command']!r}")
 
     def load(self, job: Job) -> dict[str, float]:
-        """Load the competitor. The bare process is this one with every library in it, and no weights."""
+        """Load the competitor. The bare process is this one with every library in it and no weights."""
         _import_libraries(job.competitor)
+        module = make_meta_module(job.model, job.nbytes)
         machine.forget_peak()
         bare = machine.read_memory()
         start = time.perf_counter()
-        self.loaded = load(job)
+        self.loaded = load(job, module)
         seconds = time.perf_counter() - start
         held = machine.read_memory()
         machine.forget_peak()
@@ -85,6 +83,9 @@ class Session:
             sample, output = _time_pass(loaded)
             samples.append(_charge_gap(gap | sample))
         _wait_until_idle(loaded)
+        if cold:
+            # What stays mapped here stays in the page cache for whoever reads the same file next.
+            machine.drop_cache(loaded.files, unmap=loaded.unmaps)
         return {
             "calibration": calibration,
             "samples": samples,

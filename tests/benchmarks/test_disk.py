@@ -1,0 +1,249 @@
+"""The benchmark runs to its end at a tiny size, and its figures follow from its samples."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks import machine
+from benchmarks.cases import load_weights, make_inputs, make_meta_module, name_weights, write_weights
+from benchmarks.direct import Reader, measure_readers
+from benchmarks.disk import application
+from benchmarks.rounds import list_cases
+from benchmarks.summary import judge, summarise
+from benchmarks.table import BEGIN, END, render, write_tables
+
+DISK = Path(__file__).resolve().parents[2] / "benchmarks" / "disk.py"
+
+
+@pytest.fixture
+def folder(request: pytest.FixtureRequest) -> Path:
+    """A folder beside the checkout's files: a temporary one may have no disk behind it."""
+    return Path(request.config.cache.mkdir("benchmarks"))
+
+
+@pytest.mark.timeout(300)
+def test_tiny_run_measures_every_competitor(folder: Path, tmp_path: Path) -> None:
+    document = tmp_path / "benchmarks.md"
+    document.write_text(f"before\n{BEGIN}\nstale table\n{END}\nafter\n")
+    options = "--size 4MiB --rounds 1 --passes 2 --models linears --tokens 4 --states cold --budgets 50%"
+    paths = ["--work", str(folder), "--json", str(tmp_path / "disk.json"), "--docs", str(document)]
+
+    command = [sys.executable, str(DISK), *options.split(), "--peers", "mmap", *paths]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "disk.json").read_text())
+    (case,) = result["cases"]
+    assert not case["failures"]
+    rows = {row["name"]: row for row in case["rows"]}
+    assert set(rows) == {"memory", "raw", "mmap", "penstock 50%"}
+    assert all(row["equal"] for name, row in rows.items() if name != "raw")
+    assert rows["penstock 50%"]["misses"] == 0
+    assert rows["penstock 50%"]["bytes_moved"] > 0
+    assert len(case["competitors"]["mmap"]["rounds"][0]["samples"]) == 2
+    text = document.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "stale table" not in text
+    assert "| penstock 50% |" in text
+    assert [path.name for path in folder.iterdir()] == ["log.txt"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--size", "much"], "not a size"),
+        (["--models", "gpt"], "'gpt' is none of linears, llama"),
+        (["--size", "900TiB"], "choose a smaller --size"),
+        (["--no-pack"], "--no-pack takes one of --budgets"),
+    ],
+)
+def test_impossible_options_are_refused(arguments: list[str], said: str) -> None:
+    done = CliRunner().invoke(application, arguments)
+    assert done.exit_code == 2
+    assert said in " ".join(done.output.split())
+
+
+def test_cases_cover_every_combination_but_one_cgroup_a_model() -> None:
+    cases = list_cases(
+        ["linears", "llama"], [8, 256], ["cold", "cgroup"], budgets=["50%", "12.5%"], peers=["mmap"]
+    )
+    assert [(case.model, case.tokens, case.state) for case in cases if case.state == "cgroup"] == [
+        ("linears", 8, "cgroup"),
+        ("llama", 8, "cgroup"),
+    ]
+    assert len(cases) == 6
+    assert cases[1].budgets == ("12.5%",)
+
+
+@pytest.mark.parametrize("model", ["linears", "llama"])
+def test_weights_are_the_same_each_time_and_begin_on_a_page(model: str, tmp_path: Path) -> None:
+    paths = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    for path in paths:
+        write_weights(make_meta_module(model, 1 << 20), path)
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    assert (8 + int.from_bytes(paths[0].read_bytes()[:8], "little")) % 4096 == 0
+
+    outputs = []
+    for in_memory in (True, False):
+        module = make_meta_module(model, 1 << 20)
+        load_weights(module, paths[0], in_memory=in_memory)
+        outputs.append(module(*make_inputs(module, 4)))
+    assert torch.equal(*outputs)
+    assert outputs[0].isfinite().all()
+    assert name_weights(model, 1 << 20) != name_weights(model, 2 << 20)
+
+
+def test_dropped_files_leave_the_cache_even_where_they_were_mapped(folder: Path) -> None:
+    path = folder / "cached"
+    path.write_bytes(bytes(1 << 20))
+    mapped = torch.from_file(str(path), shared=False, size=1 << 20, dtype=torch.uint8)
+    assert mapped.sum() == 0
+    machine.warm_cache([path])
+    assert machine.measure_cached([path]) == 1
+    machine.drop_cache([path], unmap=False)
+    assert machine.measure_cached([path]) > 0, "a mapped page stays"
+    machine.drop_cache([path], unmap=True)
+    assert machine.measure_cached([path]) == 0
+    before = machine.read_disk_bytes()
+    machine.warm_cache([path])
+    assert machine.read_disk_bytes() - before >= 1 << 20
+    path.unlink()
+
+
+def test_readers_read_everything_and_report_failure(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(5 << 20))
+    readers = measure_readers(path)
+    assert len({(reader["threads"], reader["block"]) for reader in readers}) == 9
+    assert all(reader["bytes_per_s"] > 0 for reader in readers)
+    with pytest.raises(OSError, match="missing"):
+        Reader(2, 1 << 20, direct=False).read(tmp_path / "missing", 1 << 20)
+
+
+def make_entry(
+    kind: str, seconds: list[float], *, budget: int = 0, disk_bytes: int = 0, **figures: int
+) -> Any:
+    """What a case holds about a competitor that took `seconds` in its rounds of one pass."""
+    sample = {"disk_bytes": disk_bytes, "gap_bytes": 0, "cached": 0.0}
+    if kind == "penstock":
+        sample |= {"misses": 0, "stall_seconds": 0.0, "bytes_moved": disk_bytes}
+    peak = figures.get("peak", 100)
+    trains = [
+        {
+            "samples": [sample | {"seconds": value}],
+            "output": None if kind == "raw" else "same",
+            "peak_total": peak,
+        }
+        for value in seconds
+    ]
+    return {
+        "kind": kind,
+        "budget_bytes": budget,
+        "rounds": trains,
+        "bare_total": 100,
+        "bare_anonymous": 0,
+        "held_total": 100,
+        "load_peak": figures.get("load_peak", 100),
+        "load_seconds": 0.0,
+        "peak_anonymous": 0,
+    }
+
+
+def make_case(**competitors: Any) -> dict[str, Any]:
+    return {
+        "model": "linears",
+        "tokens": 8,
+        "state": "cold",
+        "weight_bytes": 1000,
+        "cgroup_bytes": None,
+        "skipped": None,
+        "competitors": competitors,
+        "failures": {},
+    }
+
+
+def test_ratios_are_taken_within_rounds() -> None:
+    # The machine runs at half its speed in the second round: no ratio may change by that.
+    case = make_case(
+        memory=make_entry("memory", [0.1, 0.2], peak=130),
+        raw=make_entry("raw", [1.0, 2.0]),
+        mmap=make_entry("mmap", [3.0, 6.0], disk_bytes=1000, peak=1100),
+        accelerate=make_entry("accelerate", [4.0, 8.0], disk_bytes=1000, peak=400),
+        penstock=make_entry("penstock", [1.0, 2.0], budget=200, disk_bytes=800, load_peak=350, peak=340),
+    )
+    rows = {row["name"]: row for row in summarise(case, 1.0)}
+    penstock = rows["penstock"]
+    assert penstock["limit_share"] == pytest.approx(0.8)
+    assert penstock["best_peer"] == pytest.approx(3)
+    assert penstock["best_bounded_peer"] == pytest.approx(4), "mmap holds all weights"
+    assert penstock["over_memory"] == pytest.approx(10)
+    assert penstock["bound"] == "disk"
+    assert penstock["excess_mib"] * 2**20 == pytest.approx(350 - 100 - 200 - 30)
+    assert rows["mmap"]["total_bytes"] == 1000
+
+
+def test_limit_counts_no_more_than_the_disk_delivered() -> None:
+    case = make_case(
+        memory=make_entry("memory", [0.1]),
+        raw=make_entry("raw", [1.0]),
+        penstock=make_entry("penstock", [0.5], budget=200, disk_bytes=400),
+    )
+    (row,) = (row for row in summarise(case, 1.0) if row["kind"] == "penstock")
+    assert row["limit_share"] == pytest.approx(0.8)
+
+
+def test_targets_take_the_worst_row_they_apply_to() -> None:
+    case = make_case(
+        memory=make_entry("memory", [0.1]),
+        raw=make_entry("raw", [1.0]),
+        mmap=make_entry("mmap", [3.0], disk_bytes=1000),
+        good=make_entry("penstock", [0.82], budget=200, disk_bytes=800),
+        bad=make_entry("penstock", [1.0], budget=500, disk_bytes=500),
+    )
+    case["rows"] = summarise(case, 1.0)
+    verdicts = judge(case["rows"])
+    share = verdicts[0]
+    assert (share["met"], share["reached"], share["of"]) == (False, 1, 2)
+    assert share["worst"] == pytest.approx(0.5)
+    assert share["where"] == "linears, 8 tokens, cold: bad"
+    assert verdicts[1]["met"] is True
+    assert verdicts[2]["met"] is None, "no warm case was measured"
+
+
+def test_another_output_is_seen() -> None:
+    case = make_case(memory=make_entry("memory", [0.1]), penstock=make_entry("penstock", [0.1], budget=1000))
+    case["competitors"]["penstock"]["rounds"][0]["output"] = "other"
+    rows = summarise(case, 1.0)
+    assert judge(rows)[-1]["met"] is False
+
+
+def test_failed_competitors_are_named_and_left_out() -> None:
+    case = make_case(memory=make_entry("memory", [0.1]), mmap=make_entry("mmap", []))
+    case["failures"]["mmap"] = "mmap was killed during 'train'"
+    case["rows"] = summarise(case, 1.0)
+    result = {
+        "hardware": {key: 1 for key in ("date", "cpu", "cores", "memory_bytes", "kernel", "python", "torch")},
+        "options": {"nbytes": 1000, "rounds": 1, "passes": 1},
+        "readers": [{"threads": 1, "block": 4096, "direct": True, "bytes_per_s": 1e9}],
+        "targets": judge(case["rows"]),
+        "cases": [case],
+    }
+    assert [row["name"] for row in case["rows"]] == ["memory"]
+    assert "- mmap was killed during 'train'" in render(result)
+
+
+def test_a_document_without_marks_is_refused(tmp_path: Path) -> None:
+    document = tmp_path / "benchmarks.md"
+    document.write_text("no marks")
+    with pytest.raises(ValueError, match="has no line"):
+        write_tables({"hardware": {}, "cases": []}, document)
+    assert document.read_text() == "no marks"
