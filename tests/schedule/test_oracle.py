@@ -11,10 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_plans import Case, random_case, spoil
+from test_verify import CONTIGUOUS, PAGED, STORAGES, TRACES, scheduled, transfers
 from traces import Problem, problems
 
 from penstock.schedule.errors import BudgetError, PlanError
-from penstock.schedule.model import Plan
+from penstock.schedule.model import Drop, Plan, Transfer
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.verify import verify_plan
 
@@ -40,6 +41,37 @@ def tightened(case: Case) -> Case:
         return case
     peak = oracle.peak_bytes(case.storages, case.traces, case.plan)
     return replace(case, plan=replace(case.plan, arena_bytes=peak, budget=peak))
+
+
+FAULTS = {
+    "step 2 reads other data than its own": scheduled(
+        PAGED, transfers=PAGED.schedules[0].transfers[:1], drops=()
+    ),
+    "more memory than the arena has": transfers(PAGED, 0, after=-2),
+    "two copies write the same bytes at once": transfers(CONTIGUOUS, 0, after=-2),
+    "everything waits at step 1": scheduled(
+        PAGED,
+        transfers=(Transfer(16, 22, 2, 1), Transfer(0, 8, 1, 0)),
+        drops=(Drop(16, 22, 2), Drop(0, 8, 0)),
+    ),
+    "a drop takes resident bytes": scheduled(PAGED, drops=(*PAGED.schedules[0].drops, Drop(8, 16, 2))),
+    "pass 0 does not end at the boundary": scheduled(
+        CONTIGUOUS, transfers=CONTIGUOUS.schedules[0].transfers[1:]
+    ),
+    "a misaligned start": transfers(PAGED, 1, start=17),
+    "over budget": replace(PAGED, budget=20),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_oracle_sees_what_was_spoiled_by_hand(fault: str) -> None:
+    with pytest.raises(oracle.UnsafeError, match=fault):
+        oracle.check_plan(STORAGES, TRACES, FAULTS[fault])
+
+
+@pytest.mark.parametrize("plan", [PAGED, CONTIGUOUS])
+def test_the_oracle_accepts_what_is_safe(plan: Plan) -> None:
+    oracle.check_plan(STORAGES, TRACES, plan)
 
 
 def test_verifier_and_oracle_agree_on_random_plans_safe_and_spoiled() -> None:
