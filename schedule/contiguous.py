@@ -49,22 +49,24 @@ def search(
     wrap: Wrap,
 ) -> Decisions:
     """The best decisions found for `cap` bytes of arena, which are at least what is needed."""
-    one = _Search(storages, traces, arena, cap, hardware, keep, wrap)
-    return one.run()
+    return _Search(storages, traces, arena, cap=cap, hardware=hardware, keep=keep, wrap=wrap).run()
 
 
 class _Search:
+    """The placements that are tried, and the decisions of the best so far."""
+
     def __init__(
         self,
         storages: Sequence[Storage],
         traces: Sequence[Trace],
         arena: Arena,
+        *,
         cap: int,
         hardware: Hardware,
         keep: Collection[int],
         wrap: Wrap,
     ) -> None:
-        self.storages, self.traces, self.arena = storages, traces, arena
+        self.traces, self.arena = traces, arena
         self.cap = cap // arena.granule * arena.granule
         self.hardware, self.wrap = hardware, wrap
         self.blocks = blocks_of(storages, traces, arena, keep)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.schedule.model import Arena, Hardware, Range, Schedule, Storage, Trace, Wrap
+from penstock.schedule.model import Arena, Hardware, Schedule, Storage, Trace, Wrap
 from penstock.schedule.residency import Residency, gaps_between_reads, needed_bytes
 from penstock.schedule.spans import Group, merged, read_runs, span_groups
 from penstock.schedule.timeline import steady_period_ns
@@ -21,6 +21,9 @@ from penstock.schedule.transfers import Decisions, Loads, Streaming
 _COARSE, _FINE = 0.9, 0.99
 """Ratios between the bytes that two neighbouring levels leave to be copied."""
 
+_PATIENCE = 3
+"""Levels in a row that copy for too long before the search ends; whole spans make the time uneven."""
+
 _SHARES = 64
 """Resident shares that are tried for several methods in one arena."""
 
@@ -28,7 +31,10 @@ _SHARES = 64
 def need(
     storages: Sequence[Storage], traces: Sequence[Trace], arena: Arena, keep: Collection[int]
 ) -> tuple[int, int, int, int | None]:
-    """Bytes of the arena that a plan needs: a lower and an upper bound, and the trace and step that set them."""
+    """Bytes of the arena that a plan needs, as a lower and an equal upper bound, and who sets them.
+
+    The last two are the trace and the step (None without any).
+    """
     groups = _groups(storages, traces, arena, keep)
     largest: tuple[int, int, int | None] = (0, 0, None)
     for which, trace in enumerate(traces):
@@ -52,7 +58,7 @@ def search(
     groups = _groups(storages, traces, arena, keep)
     breaks = frozenset(segment.start for segment in arena.segments)
     if len(traces) == 1:
-        one = _OneTrace(groups, traces[0], hardware, wrap, cap, breaks)
+        one = _OneTrace(groups, traces[0], hardware, wrap=wrap, cap=cap, breaks=breaks)
         streaming, fixed = one.best()
         streams: tuple[Streaming, ...] = (streaming,)
     else:
@@ -92,6 +98,7 @@ class _OneTrace:
         groups: Sequence[Group],
         trace: Trace,
         hardware: Hardware,
+        *,
         wrap: Wrap,
         cap: int,
         breaks: Collection[int],
@@ -107,8 +114,10 @@ class _OneTrace:
     def best(self) -> tuple[Streaming, tuple[int, ...]]:
         """Coarse levels from the cap down, then fine ones on both sides of the best."""
         total = sum(group.nbytes for group in self.groups)
+        fruitless = 0
         for level in _levels(total, self.cap, _COARSE):
-            if self._try(level) >= self._period():
+            fruitless = fruitless + 1 if self._try(level) >= self._period() else 0
+            if fruitless == _PATIENCE:
                 break
         assert self.found is not None
         copied = max(1, total - self.found.level)

@@ -79,7 +79,7 @@ def make_plan(
         found = _nothing_streamed(storages, traces, arena)
         outside = tuple(sorted((*outside, *streamed)))
     else:
-        _check_floor(storages, traces, arena, budget, keep, names)
+        _check_floor(storages, traces, arena, budget=budget, keep=keep, names=names)
         search = contiguous.search if arena.kind == "contiguous" else paged.search
         found = search(storages, traces, arena, cap=cap, hardware=hardware, keep=keep, wrap=wrap)
     schedules = []
@@ -111,6 +111,7 @@ def _check_floor(
     storages: Sequence[Storage],
     traces: Sequence[Trace],
     arena: Arena,
+    *,
     budget: int,
     keep: Collection[int],
     names: Sequence[str] | None,

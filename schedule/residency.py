@@ -107,7 +107,8 @@ class Residency:
 
     def held(self, counts: Sequence[int]) -> numpy.ndarray:
         """Bytes on the device at each step when transfers arrive just in time."""
-        return self.needed + self._profile(range(len(self.gaps)), counts)
+        total: numpy.ndarray = self.needed + self._profile(range(len(self.gaps)), counts)
+        return total
 
     def _cost(self, gap: Gap, latency_bytes: float) -> float:
         """Steps of memory for each byte of copying saved; a copy's latency counts as bytes."""
@@ -172,7 +173,8 @@ class Residency:
         numpy.add.at(change, self._opens[which] + 1, nbytes)
         numpy.add.at(change, self._closes[which], -nbytes)
         twice = change[:-1].cumsum()
-        return twice[:steps] + twice[steps:]
+        folded: numpy.ndarray = twice[:steps] + twice[steps:]
+        return folded
 
     def _fill(self, counts: list[int], room: numpy.ndarray, latency_bytes: float) -> None:
         """Gives what is still free, step by step, to the cheapest gaps that can use it."""
@@ -188,6 +190,7 @@ class Residency:
             if free <= 0:
                 continue
             count = bisect_right(prefix, prefix[counts[index]] + free) - 1
-            for part in here:
-                part -= prefix[count] - prefix[counts[index]]
+            taken = prefix[count] - prefix[counts[index]]
+            room[gap.opens + 1 : min(gap.closes, steps)] -= taken
+            room[: max(0, gap.closes - steps)] -= taken
             counts[index] = count
