@@ -143,6 +143,11 @@ def _schedule(dice: Random, trace: Trace, readers: dict[Range, list[int]], bound
         if piece not in boundary:
             drops.append(Drop(piece.start, piece.stop, reads[-1]))
             transfers.append(Transfer(piece.start, piece.stop, reads[0], dice.randint(0, reads[0] - 1)))
+        elif reads[0] and dice.random() < 0.05:
+            # unsafe: nobody has waited for these bytes when they are dropped in the first pass
+            early = dice.randrange(reads[0])
+            drops.append(Drop(piece.start, piece.stop, early))
+            transfers.append(Transfer(piece.start, piece.stop, reads[0], early))
         elif dice.random() < 0.6:
             drops.append(Drop(piece.start, piece.stop, reads[-1]))
             transfers.append(Transfer(piece.start, piece.stop, reads[0], dice.randint(reads[-1] - n, -1)))
