@@ -23,6 +23,7 @@ from penstock.runtime.stamp import file_chunks, hash_storage, stamp_file
 from penstock.schedule.errors import PassError
 from penstock.schedule.model import Extent, Part, Storage, Weight, WeightFile
 from penstock.schedule.payload import Payload, ProgramFile
+from penstock.schedule.payload_checks import part_nbytes
 
 if TYPE_CHECKING:
     import torch
@@ -136,7 +137,7 @@ class _Writer:
     def _entry(self, s: int) -> PackEntry:
         storage = self._storages[s]
         weight, part = _named_by(self._payload.weights, s)
-        dense = part.offset == 0 and _is_dense(part) and len(storage.extents) <= 1
+        dense = _is_dense(part) and part_nbytes(part) == storage.nbytes
         dtype, shape = (part.dtype, part.shape) if dense else ("uint8", (storage.nbytes,))
         chunks = self._file_chunks(storage) if storage.extents else self._value_chunks(s, weight)
         return PackEntry(weight.fqn + part.name, dtype, shape, storage.nbytes, chunks)

@@ -61,7 +61,9 @@ def choose(
     """Among the arenas whose floor the budget reaches, the one that fills fastest."""
     usable = [name for name, found in floors.items() if found.upper_bytes <= budget]
     name = usable[0] if usable else min(floors, key=lambda n: floors[n].upper_bytes)
-    read = measure_read(source, nbytes=_SAMPLE, seconds=0.2) if source.files else 1e9
+    if not source.files:
+        return ArenaChoice(arenas[name], 1e9, "there is no weight file to read")
+    read = measure_read(source, nbytes=_SAMPLE, seconds=0.2)
     reading = f"{source.mode} reads at {read / 1e9:.2f} GB/s"
     if name != "mapped":
         why = source.note or _why_not_mapped(arenas, floors, budget)

@@ -1,0 +1,253 @@
+"""Compiling: values from the program, from files that are copied, and from files used in place."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.export import export
+
+import penstock
+from tests.runtime.models import Counter, Stack, aligned
+
+
+@pytest.fixture(scope="module")
+def model() -> Stack:
+    torch.manual_seed(1)
+    return Stack(width=128, blocks=2, tokens=50).eval()
+
+
+@pytest.fixture(scope="module")
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 50, (2, 5), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def exported(model, tokens):
+    return export(model, (tokens,))
+
+
+@pytest.fixture
+def checkpoint(model, tmp_path) -> Path:
+    """A checkpoint as the world writes them: tied names once, names of its own, aligned to 8 bytes."""
+    values = {f"model.{name}": value for name, value in model.state_dict().items() if name != "head.weight"}
+    values["aaa.unused"] = torch.zeros(3)  # what comes first shifts all others off 64 bytes
+    path = tmp_path / "checkpoint.safetensors"
+    save_file(values, path)
+    return path
+
+
+def run(program, tokens, budget="60%", **options):
+    with program.load(budget, **options) as module:
+        return module(tokens)
+
+
+def test_a_packed_file_is_a_valid_safetensors_file_in_order_of_first_use(exported, model, tmp_path):
+    program = penstock.compile(exported, tmp_path / "a.penstock")
+    packed = load_file(tmp_path / "a.penstock" / "weights.safetensors")
+    for name, value in packed.items():
+        if not name.startswith("__penstock_pad__"):
+            assert torch.equal(value, model.state_dict()[name])
+    used = [s for t in program.payload.traces for step in t.steps for s in step.reads]
+    offsets = [program.payload.storages[s].extents[0].file_offset for s in dict.fromkeys(used)]
+    assert offsets == sorted(offsets)
+    assert all(offset % 64 == 0 for offset in offsets)
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_values_come_from_files_under_other_names(exported, model, tokens, checkpoint, tmp_path, pack):
+    with torch.no_grad():
+        expected = aligned(model)(tokens)
+    program = penstock.compile(
+        exported, tmp_path / "b.penstock", weights=checkpoint, rename=lambda fqn: f"model.{fqn}", pack=pack
+    )
+    assert (tmp_path / "b.penstock" / "weights.safetensors").exists() == pack
+    for budget in (program.floor_bytes, "60%", "100%"):
+        assert torch.equal(run(program, tokens, budget, poison=True), expected)
+    assert program.verify() == program.weight_bytes
+
+
+def test_a_checkpoint_that_is_not_aligned_is_copied_not_mapped(exported, checkpoint, tmp_path, tokens):
+    program = penstock.compile(
+        exported, tmp_path / "c.penstock", weights=checkpoint, rename=lambda n: f"model.{n}", pack=False
+    )
+    assert "mapped" not in program.arenas()
+    plan = program.plan("60%")
+    assert "64 bytes" in plan.hardware.note
+
+
+def test_a_checkpoint_in_place_that_changed_is_refused(exported, checkpoint, tmp_path):
+    path = tmp_path / "d.penstock"
+    penstock.compile(exported, path, weights=checkpoint, rename=lambda n: f"model.{n}", pack=False)
+    os.utime(checkpoint, ns=(0, 0))
+    with pytest.raises(penstock.SourceError, match="modification time"):
+        penstock.open(path)
+
+
+def test_a_table_of_exceptions_renames_too(exported, model, tokens, tmp_path):
+    values = dict(model.state_dict())
+    values.pop("head.weight")
+    values["E"] = values.pop("embed.weight")
+    save_file(values, tmp_path / "t.safetensors")
+    rename = {"embed.weight": "E"}
+    program = penstock.compile(exported, tmp_path / "t.penstock", weights=tmp_path / "t.safetensors", rename=rename)
+    with torch.no_grad():
+        assert torch.equal(run(program, tokens), aligned(model)(tokens))
+
+
+def test_missing_weights_are_counted_and_named(exported, tmp_path):
+    save_file({"embed.weight": torch.zeros(50, 128)}, tmp_path / "few.safetensors")
+    with pytest.raises(penstock.SourceError, match=r"12 of the program's parameters.*blocks\.0\.norm\.weight"):
+        penstock.compile(exported, tmp_path / "e.penstock", weights=tmp_path / "few.safetensors")
+    assert not (tmp_path / "e.penstock").exists()
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(50, 128).half(), torch.zeros(128, 50)])
+def test_a_weight_of_another_dtype_or_shape_is_refused(exported, model, tmp_path, wrong):
+    values = dict(model.state_dict()) | {"embed.weight": wrong}
+    values.pop("head.weight")
+    save_file(values, tmp_path / "w.safetensors")
+    with pytest.raises(penstock.SourceError, match=r"embed\.weight is float32 \[50, 128\] in the program"):
+        penstock.compile(exported, tmp_path / "f.penstock", weights=tmp_path / "w.safetensors")
+
+
+def test_the_shards_of_two_checkpoints_do_not_mix(exported, model, tmp_path):
+    values = {k: v.clone() for k, v in model.state_dict().items()}
+    for name in ("one", "two"):
+        save_file(values, tmp_path / f"{name}.safetensors")
+    both = [tmp_path / "one.safetensors", tmp_path / "two.safetensors"]
+    with pytest.raises(penstock.SourceError, match="shards of one checkpoint"):
+        penstock.compile(exported, tmp_path / "g.penstock", weights=both)
+
+
+def test_an_output_that_exists_is_kept_unless_forced(exported, tmp_path, tokens):
+    path = tmp_path / "h.penstock"
+    penstock.compile(exported, path)
+    before = (path / "payload.json").read_bytes()
+    with pytest.raises(penstock.SourceError, match="--force"):
+        penstock.compile(exported, path)
+    assert (path / "payload.json").read_bytes() == before
+    assert penstock.compile(exported, path, force=True).floor_bytes
+
+
+def test_a_failed_compile_leaves_the_old_artifact(exported, tmp_path, monkeypatch):
+    from penstock.runtime import artifact
+
+    path = tmp_path / "i.penstock"
+    penstock.compile(exported, path)
+    before = sorted((p.name, p.stat().st_size) for p in path.iterdir())
+
+    def fail(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(artifact.eager, "save", fail)
+    with pytest.raises(penstock.SourceError, match="No space left"):
+        penstock.compile(exported, path, force=True)
+    assert sorted((p.name, p.stat().st_size) for p in path.iterdir()) == before
+    assert [p.name for p in tmp_path.iterdir()] == ["i.penstock"]
+
+
+def test_a_disk_that_is_full_is_said_before_writing(exported, tmp_path, monkeypatch):
+    real = os.statvfs(tmp_path)
+
+    class Full:
+        f_bavail, f_frsize = 10, real.f_frsize
+
+    monkeypatch.setattr(os, "statvfs", lambda path: Full)
+    with pytest.raises(penstock.SourceError, match="needs .* bytes and 40960 are available"):
+        penstock.compile(exported, tmp_path / "j.penstock")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lowering_that_does_not_exist_is_refused(exported, tmp_path):
+    with pytest.raises(penstock.PassError, match="'inductor'"):
+        penstock.compile(exported, tmp_path / "k.penstock", lowering="inductor")
+
+
+def test_in_place_needs_the_files(exported, tmp_path):
+    with pytest.raises(penstock.PassError, match="weights="):
+        penstock.compile(exported, tmp_path / "l.penstock", pack=False)
+
+
+# Weights of every kind.
+
+
+def test_a_model_that_mutates_a_buffer(tmp_path):
+    counter, x = Counter().eval(), torch.randn(2, 256)
+    program = penstock.compile(export(counter, (x,)), tmp_path / "m.penstock")
+    kinds = {w.fqn: program.payload.storages[w.parts[0].storage].kind for w in program.payload.weights}
+    assert kinds == {"linear.weight": "streamable", "linear.bias": "streamable", "calls": "mutable"}
+    with torch.no_grad(), program.load("100%") as whole, program.load(program.floor_bytes) as module:
+        for _ in range(3):
+            expected = counter(x)
+            assert torch.equal(whole(x), expected)
+            assert torch.equal(module(x), expected)
+    with program.load("100%") as again, torch.no_grad():
+        assert torch.equal(again(x), counter.linear(x)), "an artifact holds the buffer as it was compiled"
+
+
+def test_a_model_without_weights(tmp_path):
+    class Plain(torch.nn.Module):
+        def forward(self, x):
+            return x.sin() + 1
+
+    x = torch.randn(5)
+    program = penstock.compile(export(Plain(), (x,)), tmp_path / "n.penstock")
+    assert program.weight_bytes == program.floor_bytes == 0
+    with program.load("1MiB") as module:
+        assert torch.equal(module(x), x.sin() + 1)
+
+
+class Zoo(torch.nn.Module):
+    """Weights of unusual kinds, each read for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        filler = torch.arange(64 * 96, dtype=torch.float32).reshape(64, 96)
+        self.transposed = torch.nn.Parameter((filler / 1000).t())
+        self.register_buffer("empty", torch.zeros(0, 4))
+        self.register_buffer("complex", torch.complex(filler, -filler))
+        self.register_buffer("float8", (filler / 6000).to(torch.float8_e4m3fn))
+        self.register_buffer("integers", filler.to(torch.int32))
+        self.register_buffer("flags", filler % 3 == 0)
+        self.register_buffer("fresh", torch.randn(8, generator=torch.Generator().manual_seed(0)), persistent=False)
+        fused = torch.nn.Parameter(filler.clone() / 500)
+        self.first, self.second = torch.nn.Parameter(fused[:32]), torch.nn.Parameter(fused[32:])
+
+    def forward(self, x):
+        x = x @ self.transposed
+        x = x * self.flags.sum(1)[:64] + self.integers.sum(1)
+        x = x + self.float8.to(torch.float32).sum(1) + self.complex.abs().sum(1)
+        return (x @ torch.cat([self.first, self.second])).sum(1), self.empty.sum(), self.fresh * 2
+
+
+@pytest.mark.parametrize("budget", ["floor", "70%", "100%"])
+def test_weights_of_every_kind(tmp_path, budget):
+    zoo, x = Zoo().eval(), torch.randn(3, 96)
+    program = penstock.compile(export(zoo, (x,)), tmp_path / "zoo.penstock")
+    with torch.no_grad():
+        expected = aligned(zoo)(x)
+    amount = program.floor_bytes if budget == "floor" else budget
+    with program.load(amount, poison=True) as module:
+        for _ in range(2):
+            for got, wanted in zip(module(x), expected, strict=True):
+                assert torch.equal(got, wanted)
+
+
+def test_weights_that_view_one_storage_are_one(tmp_path):
+    program = penstock.compile(export(Zoo().eval(), (torch.randn(3, 96),)), tmp_path / "views.penstock")
+    places = {w.fqn: (w.parts[0].storage, w.parts[0].offset) for w in program.payload.weights}
+    assert places["first"][0] == places["second"][0]
+    assert (places["first"][1], places["second"][1]) == (0, 32 * 96 * 4)
+
+
+def test_a_view_written_apart_in_a_checkpoint_is_found_again(tmp_path):
+    zoo, x = Zoo().eval(), torch.randn(3, 96)
+    exported = export(zoo, (x,))
+    values = {k: v.contiguous().clone() for k, v in zoo.state_dict().items()}
+    save_file(values, tmp_path / "zoo.safetensors")
+    with pytest.raises(penstock.SourceError, match=r"weight transposed has strides \[1, 96\]"):
+        penstock.compile(exported, tmp_path / "p.penstock", weights=tmp_path / "zoo.safetensors", pack=False)
