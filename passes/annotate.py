@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch.export import ExportedProgram
 
-from penstock.passes.calling import check_signature, describe_method
+from penstock.passes.calling import check_signature
+from penstock.passes.inputs import describe_method
 from penstock.passes.retarget import exported_device
 from penstock.passes.trace import PRESET_CPU, observe
 from penstock.passes.usage import Usage, find_usage

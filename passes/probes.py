@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import fx
@@ -36,7 +36,10 @@ class Streamer(Protocol):
         """Is told that the step's kernels have been issued."""
 
 
-STREAMER: ContextVar[Streamer | None] = ContextVar("penstock_streamer", default=None)
+# Kept by a second import of this module, for those that have imported it by name.
+STREAMER: ContextVar[Streamer | None] = globals().get("STREAMER") or ContextVar(
+    "penstock_streamer", default=None
+)
 """The streamer of the call in progress, set around each call of a streamed module."""
 
 
@@ -185,14 +188,14 @@ def _do_nothing(weights: list[torch.Tensor], graph: int, step: int) -> None:
     """What the operators do to fake tensors."""
 
 
-def _register() -> torch.library.Library | None:
+def _register() -> Any:
     """Declares the operators once a process, however often this module is imported.
 
     `Library` and not `custom_op`, which bumps versions by itself but costs 20 us a call to 3 us.
     """
     if hasattr(torch.ops.penstock, "acquire"):
         return None
-    library = torch.library.Library("penstock", "FRAGMENT")
+    library: Any = torch.library.Library("penstock", "FRAGMENT")  # type: ignore[no-untyped-call]
     for name, kernel in (("acquire", _acquire), ("release", _release)):
         library.define(f"{name}(Tensor(a!)[] weights, int graph, int step) -> ()")
         library.impl(name, kernel, "CompositeExplicitAutograd")

@@ -77,6 +77,27 @@ def _fake_weight(weights: Weights, placeholder: str, bases: dict[int, torch.Tens
     return empty.set_(storage, part.offset // dtype.itemsize, part.shape, part.stride)
 
 
+def _attention_flops(
+    query: Sequence[Any], key: Sequence[Any], value: Sequence[Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Two products a head: queries by keys, and their weights by values. Takes shapes."""
+    batch, heads, length, size = query
+    return 2 * batch * heads * length * key[-2] * (size + value[-1])
+
+
+def _recurrent_flops(input: Sequence[Any], *shapes: Any, **kwargs: Any) -> Any:
+    """One layer and direction: every row of `input` (length, batch, size) meets both matrices."""
+    matrices = shapes[:2]
+    return sum(2 * input[0] * input[1] * rows * columns for rows, columns in matrices)
+
+
+# What torch's own registry lacks: the kernels of a CPU.
+_FORMULAS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    torch.ops.aten.mkldnn_rnn_layer: _recurrent_flops,
+}
+
+
 class _CountingProp(FakeTensorProp):
     """FakeTensorProp that also counts floating-point operations.
 
@@ -87,7 +108,7 @@ class _CountingProp(FakeTensorProp):
     def run_node(self, n: fx.Node) -> Any:
         if n.op != "call_function" or isinstance(n.target, HigherOrderOperator):
             return super().run_node(n)
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False, custom_mapping=_FORMULAS) as counter:
             result = super().run_node(n)
         n.meta[FLOPS] = size_hint(counter.get_total_flops())
         return result

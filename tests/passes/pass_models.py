@@ -169,7 +169,7 @@ class Branches(nn.Module):
         self.c = nn.Linear(8, 8)
 
     def forward(self, x):
-        y = torch.cond(x.sum() > 0, lambda x: self.a(x), lambda x: torch.relu(self.b(x)), (x,))
+        y = torch.cond(x.sum() > 0, lambda x: self.a(x) + 1, lambda x: torch.relu(self.b(x)), (x,))
         return self.c(y)
 
 

@@ -26,7 +26,10 @@ class PoisoningStreamer:
 
     def __init__(self, annotated: Annotated) -> None:
         self.payload = annotated.payload
-        self.buffers = [_copy_of(value, s.nbytes) for value, s in zip(annotated.values, self.payload.storages, strict=True)]
+        self.buffers = [
+            _copy_of(value, s.nbytes)
+            for value, s in zip(annotated.values, self.payload.storages, strict=True)
+        ]
         self.values = [buffer.clone() for buffer in self.buffers]
         self.log: list[tuple[str, int, int]] = []
         for index, storage in enumerate(self.payload.storages):
@@ -57,7 +60,9 @@ def streaming(streamer: object) -> Iterator[None]:
         STREAMER.reset(token)
 
 
-def export(case: Case, *, strict: bool = False, decomposed: bool = False) -> tuple[torch.nn.Module, ExportedProgram]:
+def export(
+    case: Case, *, strict: bool = False, decomposed: bool = False
+) -> tuple[torch.nn.Module, ExportedProgram]:
     """Builds the model and exports it; the model returned shares nothing that a run may change."""
     torch.manual_seed(0)
     model = case.build().train(case.train)
@@ -65,9 +70,16 @@ def export(case: Case, *, strict: bool = False, decomposed: bool = False) -> tup
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what export itself says of these models is not under test
         exported = torch.export.export(model, args, kwargs, dynamic_shapes=case.dynamic_shapes, strict=strict)
-        if decomposed:
-            exported = exported.run_decompositions({})
+    if decomposed:
+        exported = decompose(exported, {})
     return model, exported
+
+
+def decompose(exported: ExportedProgram, table: dict[Any, Any] | None) -> ExportedProgram:
+    """Decomposes with `table`, torch's own for None, without what torch warns of itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return exported.run_decompositions(table)
 
 
 def stored(annotated: Annotated) -> eager.LoweredProgram:
@@ -78,7 +90,9 @@ def stored(annotated: Annotated) -> eager.LoweredProgram:
         return eager.load(Path(folder), Payload.from_bytes(payload.to_bytes()))
 
 
-def prepare(exported: ExportedProgram | dict[str, ExportedProgram]) -> tuple[eager.LoweredProgram, PoisoningStreamer]:
+def prepare(
+    exported: ExportedProgram | dict[str, ExportedProgram],
+) -> tuple[eager.LoweredProgram, PoisoningStreamer]:
     annotated = annotate_with_values(exported)
     return stored(annotated), PoisoningStreamer(annotated)
 

@@ -7,6 +7,8 @@ import torch
 from pass_models import CASES
 from pass_runs import export, prepare, same_bits, streaming
 
+from penstock.passes.lowering import eager
+
 
 @pytest.mark.parametrize(
     ("name", "way"),
@@ -21,7 +23,7 @@ def test_streamed_output_has_the_bits_of_the_model(name, way):
     lowered, streamer = prepare(exported)
     method = lowered.payload.methods[0]
     steps = lowered.payload.traces[0].steps
-    program = eager_bind(lowered, streamer, method, range(len(steps)))
+    program = eager.bind(lowered, streamer.tensors(), method, range(len(steps)))
     model = copy.deepcopy(model)
 
     for _ in range(2):
@@ -38,9 +40,3 @@ def test_streamed_output_has_the_bits_of_the_model(name, way):
     state = model.state_dict(keep_vars=True) | dict(model.named_buffers())
     for fqn in case.kinds:
         assert same_bits(streamer.tensors()[fqn], state[fqn]), fqn
-
-
-def eager_bind(lowered, streamer, method, probed):
-    from penstock.passes.lowering import eager
-
-    return eager.bind(lowered, streamer.tensors(), method, probed)

@@ -1,0 +1,204 @@
+import importlib
+
+import pytest
+import torch
+from pass_models import CASES
+from pass_runs import decompose, export, streaming
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from penstock.passes import probes
+from penstock.passes.annotate import annotate
+from penstock.passes.probes import STREAMER, insert_probes, streaming_steps
+from penstock.schedule.errors import PassError, StreamError
+from penstock.schedule.model import (
+    Arena,
+    Drop,
+    Hardware,
+    Plan,
+    Range,
+    Schedule,
+    Step,
+    Storage,
+    Trace,
+    Transfer,
+)
+
+acquire, release = torch.ops.penstock.acquire.default, torch.ops.penstock.release.default
+
+
+class Recorder:
+    def __init__(self):
+        self.log = []
+
+    def acquire(self, graph, step):
+        self.log.append(("acquire", graph, step))
+
+    def release(self, graph, step):
+        self.log.append(("release", graph, step))
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("made_in", [torch.enable_grad, torch.inference_mode])
+def test_operators_reach_the_streamer_in_every_grad_mode(mode, made_in):
+    with made_in():
+        weight = torch.randn(3)
+    recorder = Recorder()
+    with mode(), streaming(recorder):
+        acquire([weight], 2, 5)
+        release([weight, torch.randn(2)], 2, 6)
+        release([], 2, 7)
+    assert recorder.log == [("acquire", 2, 5), ("release", 2, 6), ("release", 2, 7)]
+
+
+@pytest.mark.parametrize("probe", [acquire, release])
+def test_probes_count_as_writes(probe):
+    weight = torch.randn(3, 3)
+    before = weight._version
+    x = torch.randn(3, requires_grad=True)
+    with streaming(Recorder()):
+        loss = (weight @ x).sum()
+        probe([weight], 0, 0)
+    assert weight._version == before + 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_probes_outside_a_call_are_refused():
+    assert STREAMER.get() is None
+    with pytest.raises(StreamError, match="outside a streamed module"):
+        acquire([torch.randn(1)], 0, 0)
+
+
+def test_an_error_of_the_streamer_comes_through():
+    class Broken:
+        def acquire(self, graph, step):
+            raise StreamError("the disk is gone")
+
+    with streaming(Broken()), pytest.raises(StreamError, match="the disk is gone"):
+        acquire([torch.randn(1)], 0, 0)
+
+
+def test_fake_and_meta_tensors_need_no_streamer():
+    with FakeTensorMode():
+        assert acquire([torch.empty(3)], 0, 0) is None
+    recorder = Recorder()
+    with streaming(recorder):
+        release([torch.empty(3, device="meta")], 0, 1)
+
+
+class Probed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("w", torch.randn(4, 4))
+
+    def forward(self, x):
+        acquire([self.w], 0, 0)
+        y = x @ self.w.t()
+        release([self.w], 0, 0)
+        return y
+
+
+def test_functionalisation_orders_the_reads_between_the_probes():
+    model = Probed()
+    exported = torch.export.export(model, (torch.randn(2, 4),))
+    ops = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
+    assert ops[0] == "penstock.acquire.default"
+    assert ops[-1] == "penstock.release.default"
+    decomposed = decompose(exported, {})
+    assert set(decomposed.graph_signature.buffers_to_mutate.values()) == {"w"}
+    assert str(decomposed.graph).count("auto_functionalized") >= 2
+
+
+def test_aot_autograd_keeps_the_probes():
+    recorder = Recorder()
+    model = Probed()
+    x = torch.randn(2, 4)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad(), streaming(recorder):
+        assert torch.equal(compiled(x), x @ model.w.t())
+    assert recorder.log == [("acquire", 0, 0), ("release", 0, 0)]
+
+
+def test_a_second_import_keeps_the_operators():
+    recorder = Recorder()
+    importlib.reload(probes)
+    assert torch.ops.penstock.acquire.default is acquire
+    with streaming(recorder):
+        acquire([torch.randn(1)], 0, 0)
+    assert recorder.log == [("acquire", 0, 0)]
+
+
+def calls_of(graph_module):
+    return [
+        (node.target.__name__.split(".")[0] if "penstock" in str(node.target) else node.name, node.args)
+        for node in graph_module.graph.nodes
+        if node.op == "call_function"
+    ]
+
+
+def test_probes_surround_every_reading_node_and_leave_the_input_alone():
+    _, exported = export(CASES["Reused"])
+    before = str(exported.graph)
+    probed = insert_probes(exported.graph_module, annotate(exported))
+    assert str(exported.graph) == before
+    calls = calls_of(probed)
+    names = [name for name, _ in calls]
+    assert names == ["acquire", "linear", "release", "tanh"] + (
+        ["acquire", "linear_1", "release", "tanh_1"] + ["acquire", "linear_2", "release"]
+    )
+    weights = [[str(node) for node in args[0]] for name, args in calls if name == "acquire"]
+    assert weights == [["p_a_bias", "p_a_weight"], ["p_b_bias", "p_b_weight"], ["p_a_bias", "p_a_weight"]]
+    assert [args[1:] for name, args in calls if name == "release"] == [(0, 0), (0, 1), (0, 2)]
+
+
+def test_a_graph_that_was_not_annotated_is_refused():
+    _, exported = export(CASES["Reused"])
+    _, other = export(CASES["Convolution"])
+    with pytest.raises(PassError, match="the graph has no node"):
+        insert_probes(other.graph_module, annotate(exported))
+
+
+def test_one_of_several_methods_must_be_named():
+    _, exported = export(CASES["Reused"])
+    payload = annotate({"prefill": exported, "decode": exported})
+    with pytest.raises(PassError, match=r"methods \['prefill', 'decode'\], got method=None"):
+        insert_probes(exported.graph_module, payload)
+    with pytest.raises(PassError, match="got method='x'"):
+        insert_probes(exported.graph_module, payload, method="x")
+    probed = insert_probes(exported.graph_module, payload, method="decode")
+    assert {args[1] for name, args in calls_of(probed) if name == "acquire"} == {1}
+
+
+STORAGES = (Storage(100, "streamable"), Storage(100, "streamable"), Storage(100, "streamable"))
+HARDWARE = Hardware("test", 1e9, 1e9, 1e9, 0)
+
+
+def plan_of(reads, resident, transfers, drops, outside=()):
+    steps = tuple(Step(f"s{k}", read, 0, 0) for k, read in enumerate(reads))
+    trace = Trace("forward", 0, "", steps, 0, 0, "modelled")
+    schedule = Schedule(0, transfers, drops, 0)
+    arena = Arena("paged", "anonymous", 100, (0, 100, 200), (Range(0, 300),))
+    return Plan(300, arena, 300, outside, (), resident, resident, "overlap", (schedule,), (trace,), HARDWARE)
+
+
+def test_resident_steps_get_no_probes_unless_the_schedule_acts_there():
+    reads = ((0,), (1,), (2,), (0,))
+    streamed = plan_of(
+        reads, (Range(0, 50), Range(50, 200)), (Transfer(200, 300, 2, -1),), (Drop(200, 300, 2),)
+    )
+    assert streaming_steps(streamed, 0, STORAGES) == [2, 3]  # step 3: the transfer starts after it
+    in_part = plan_of(reads, (Range(0, 150),), (), (), outside=(2,))
+    assert streaming_steps(in_part, 0, STORAGES) == [1]
+    with pytest.raises(PassError, match="no schedule for graph 7"):
+        streaming_steps(streamed, 7, STORAGES)
+
+
+def test_insertion_with_a_plan_follows_it():
+    _, exported = export(CASES["Unused"])
+    payload = annotate(exported)
+    count = len(payload.storages)
+    arena = Arena("paged", "anonymous", 1, tuple(range(count)), ())
+    schedule = Schedule(0, (), (), 0)
+    everything = tuple(range(count))
+    plan = Plan(0, arena, 0, everything, (), (), (), "overlap", (schedule,), payload.traces, HARDWARE)
+    assert "penstock" not in str(insert_probes(exported.graph_module, payload, plan=plan).graph)
