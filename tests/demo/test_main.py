@@ -27,9 +27,11 @@ def test_streamed_vectors_are_those_of_the_model_in_memory_bit_for_bit(tmp_path:
     assert at_floor.budget == found.floor < above.budget < found.weight_bytes
     assert at_floor.memory <= at_floor.budget
     assert above.memory <= above.budget
-    assert at_floor.moved > above.moved > 0
+    # At its floor everything but the part of the word vectors that nothing displaces moves.
+    assert found.weight_bytes - found.floor <= at_floor.moved <= found.weight_bytes
+    assert 0 < above.moved <= found.weight_bytes
     text = capture(lambda console: real.print_embedded(console, found, len(sentences)))
-    assert text.count("equal, bit for bit") == 2
+    assert text.count("same bits") == 2
 
 
 def test_without_the_extra_the_demo_says_how_to_install_it(

@@ -12,14 +12,16 @@ import contextlib
 import io
 import tempfile
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
+from rich.padding import Padding
 
 from penstock.demo.child import Job
 from penstock.demo.disk import ReadRate, find_folder, measure_read
 from penstock.demo.processes import Ending, run_capped, run_child
-from penstock.demo.screen import make_table, show_progress
+from penstock.demo.screen import make_table, shorten, show_progress
 from penstock.schedule.errors import BudgetError, SourceError
 from penstock.schedule.sizes import format_size, parse_size
 
@@ -109,8 +111,7 @@ def prepare(console: Console, folder: Path, weight_bytes: int) -> Job:
     weights, artifact = folder / "decoder.safetensors", folder / "decoder.penstock"
     with show_progress(console, f"writing {format_size(weight_bytes)} of weights", weight_bytes) as report:
         write_weights(shape, weights, SEED, report)
-    # What compile says on the way would end up in the JSON.
-    quiet = contextlib.redirect_stdout(io.StringIO())
+    quiet = contextlib.redirect_stderr(io.StringIO())  # what compile says on the way
     with show_progress(console, "exporting and compiling the decoder"), quiet:
         penstock.compile(export_decoder(shape, weights), artifact, weights=weights, pack=False)
     return Job(
@@ -127,32 +128,36 @@ def prepare(console: Console, folder: Path, weight_bytes: int) -> Job:
 
 def print_runs(console: Console, runs: Runs) -> None:
     """The table of the three runs, and the line that says what moved."""
-    table = make_table("", "cap", "peak", "load", "tokens", "logits")
-    cap = format_size(runs.cap)
+    say = partial(console.print, highlight=False)
+    weights = shorten(runs.weight_bytes)
+    say(
+        f"\n  [bold]A decoder four times as big as its memory[/bold]\n"
+        f"  {runs.layers} layers of {runs.hidden}, {weights} of bfloat16 weights, {TOKENS} tokens\n"
+        f"  capped at {shorten(runs.cap)} by a {runs.cap_kind}\n"
+    )
+    table = make_table("", "cap", "peak", "load", "tokens", "sha256 of all logits")
+    cap = shorten(runs.cap)
     for name, allowed, ending in (
         ("plain", "none", runs.reference),
         ("plain", cap, runs.plain),
         ("penstock", cap, runs.streamed),
     ):
-        table.add_row(name, allowed, format_size(ending.peak), *_describe(ending, runs))
-    console.print(table)
+        table.add_row(name, allowed, shorten(ending.peak), *_describe(ending, runs))
+    say(Padding.indent(table, 2))
     streamed = runs.streamed.result
     if streamed is None:
-        console.print(f"  [red]penstock was killed by {runs.streamed.killed_by}[/red]")
         return
     rate = streamed.moved / streamed.run_seconds
     how = "O_DIRECT" if runs.disk.direct else "buffered, cold"
-    console.print(
-        f"  moved {format_size(streamed.moved)} in {streamed.run_seconds:.1f} s, {rate / 1e9:.2f} GB/s: "
-        f"{rate / runs.disk.bytes_per_s:.0%} of the {runs.disk.bytes_per_s / 1e9:.2f} GB/s that this disk "
-        f"gives ({how})",
-        highlight=False,
+    say(
+        f"\n  penstock moved {shorten(streamed.moved)} at {rate / 1e9:.2f} GB/s, "
+        f"[bold]{rate / runs.disk.bytes_per_s:.0%}[/bold] of the {runs.disk.bytes_per_s / 1e9:.2f} GB/s "
+        f"that this disk gives ({how})"
     )
-    console.print(
-        f"  budget {format_size(runs.budget)}, {streamed.misses} misses, "
-        f"{streamed.stall_seconds:.1f} s stalled; {streamed.readers} readers; {streamed.arena}",
+    say(
+        f"  budget {shorten(runs.budget)}, {streamed.misses} misses, {streamed.stall_seconds:.1f} s stalled, "
+        f"{streamed.readers} readers\n  {streamed.arena}\n",
         style="dim",
-        highlight=False,
     )
 
 

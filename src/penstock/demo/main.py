@@ -62,5 +62,5 @@ def _run_parts(console: Console, part: str, size: str | None) -> tuple[dict[str,
         facts["real"] = asdict(found)
         holds = holds and found.holds
     facts["seconds"] = time.perf_counter() - start
-    console.print(f"[dim]{facts['seconds']:.0f} s in all[/dim]", highlight=False)
+    console.print(f"\n  {facts['seconds']:.0f} s in all", style="dim", highlight=False)
     return facts, holds

@@ -64,9 +64,9 @@ def run_child(console: Console, job: Job, description: str, group: MemoryGroup |
     if status == 0 and result is not None:
         return Ending(result, peak)
     if status == -signal.SIGKILL and group is not None and group.kills:
-        return Ending(None, peak, "the kernel (out of memory)")
+        return Ending(None, peak, "the kernel, out of memory")
     if status == OUT_OF_MEMORY and job.spare_bytes is not None:
-        return Ending(None, peak, "itself (memory refused)")
+        return Ending(None, peak, "itself, memory refused")
     last = trouble.strip().splitlines()[-1:] or ["it said nothing"]
     raise StreamError(f"{description}: the process ended with status {status} before its result: {last[0]}")
 

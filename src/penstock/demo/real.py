@@ -13,17 +13,19 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.padding import Padding
 
-from penstock.demo.screen import make_table, show_progress
+from penstock.demo.screen import make_table, shorten, show_progress
 from penstock.schedule.errors import PenstockError
-from penstock.schedule.sizes import format_size, parse_size
+from penstock.schedule.sizes import parse_size
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,6 +67,16 @@ class Embedded:
         return all(run.equal for run in self.runs)
 
 
+@dataclass
+class _Rounds:
+    """A streamed module, its counters before the first round, and what each round gave."""
+
+    module: Any
+    before: Any
+    outputs: list[Tensor] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+
 class MissingExtraError(PenstockError):
     """A package that only the demo needs is not installed."""
 
@@ -94,11 +106,8 @@ def embed(console: Console, sentences: list[str], artifact: Path) -> Embedded:
             budgets = (program.floor_bytes, parse_size(SHARE, total=program.weight_bytes))
             modules = [stack.enter_context(program.load(budget=budget)) for budget in budgets]
         with show_progress(console, "embedding the sentences", ROUNDS) as report:
-            reference, memory_seconds, streamed = _run_rounds(encoder, modules, report)
-        runs = tuple(
-            _summarise(budget, module, outputs, seconds, reference)
-            for budget, module, (outputs, seconds) in zip(budgets, modules, streamed, strict=True)
-        )
+            reference, memory_seconds, rounds = _run_rounds(encoder, modules, report)
+        runs = tuple(_summarise(each, reference) for each in rounds)
     return Embedded(
         weight_bytes=program.weight_bytes,
         floor=program.floor_bytes,
@@ -110,19 +119,21 @@ def embed(console: Console, sentences: list[str], artifact: Path) -> Embedded:
 
 def _run_rounds(
     encoder: Encoder, modules: list[Any], report: Callable[[int], None]
-) -> tuple[Tensor, list[float], list[tuple[list[Tensor], list[float]]]]:
+) -> tuple[Tensor, list[float], list[_Rounds]]:
     """Embed all batches ROUNDS times with each: the reference and its times, then each module's."""
+    for call in (encoder.module, *modules):
+        _embed_all(call, encoder)
     memory_seconds: list[float] = []
-    streamed: list[tuple[list[Tensor], list[float]]] = [([], []) for _ in modules]
+    rounds = [_Rounds(module, module.stats) for module in modules]
     for _ in range(ROUNDS):
         reference, seconds = _embed_all(encoder.module, encoder)
         memory_seconds.append(seconds)
-        for module, (outputs, times) in zip(modules, streamed, strict=True):
-            output, seconds = _embed_all(module, encoder)
-            outputs.append(output)
-            times.append(seconds)
+        for each in rounds:
+            output, seconds = _embed_all(each.module, encoder)
+            each.outputs.append(output)
+            each.seconds.append(seconds)
         report(1)
-    return reference, memory_seconds, streamed
+    return reference, memory_seconds, rounds
 
 
 def _embed_all(call: Callable[[Tensor, Tensor], Tensor], encoder: Encoder) -> tuple[Tensor, float]:
@@ -134,22 +145,20 @@ def _embed_all(call: Callable[[Tensor, Tensor], Tensor], encoder: Encoder) -> tu
     return vectors, time.perf_counter() - start
 
 
-def _summarise(
-    budget: int, module: Any, outputs: list[Tensor], seconds: list[float], reference: Tensor
-) -> BudgetRun:
+def _summarise(rounds: _Rounds, reference: Tensor) -> BudgetRun:
     """What one module's rounds say; bit for bit means every round of them."""
     import torch
 
-    stats = module.stats
+    before, after = rounds.before, rounds.module.stats
     return BudgetRun(
-        budget=budget,
-        memory=stats.peak_bytes,
-        moved=stats.bytes_moved // ROUNDS,
-        stall_seconds=stats.stall_seconds / ROUNDS,
-        misses=stats.misses,
-        seconds=median(seconds),
-        equal=all(torch.equal(output, reference) for output in outputs),
-        arena=stats.arena,
+        budget=after.budget,
+        memory=after.peak_bytes,
+        moved=(after.bytes_moved - before.bytes_moved) // ROUNDS,
+        stall_seconds=(after.stall_seconds - before.stall_seconds) / ROUNDS,
+        misses=after.misses,
+        seconds=median(rounds.seconds),
+        equal=all(torch.equal(output, reference) for output in rounds.outputs),
+        arena=after.arena,
     )
 
 
@@ -164,8 +173,7 @@ def _compile(encoder: Encoder, artifact: Path) -> Any:
     import penstock
     from penstock.demo.encoder import PREFIX, export_encoder
 
-    # What compile says on the way would end up in the JSON.
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stderr(io.StringIO()):  # what compile says on the way
         return penstock.compile(
             export_encoder(encoder),
             artifact,
@@ -188,27 +196,34 @@ def _load(sentences: list[str]) -> Encoder:
 
 def print_embedded(console: Console, found: Embedded, count: int) -> None:
     """The nearest sentences, the table of budgets, and whether the bits are equal."""
+    say = partial(console.print, highlight=False)
+    say(
+        f"\n  [bold]all-MiniLM-L6-v2, trained weights, streamed from the file they came in[/bold]\n"
+        f"  {shorten(found.weight_bytes)} of float32 weights, {count} sentences; the nearest are\n"
+    )
     for first, second, similarity in found.nearest[:SHOWN_PAIRS]:
-        console.print(f"  [bold]{similarity:.2f}[/bold]  {first}\n        {second}", highlight=False)
-    console.print()
+        say(f"  {similarity:.2f}  {first}\n        {second}")
+    say()
     table = make_table("", "budget", "floor", "memory", "moved", "stalled", "time", "vectors")
-    whole = format_size(found.weight_bytes)
-    table.add_row("in memory", "", "", whole, "", "", f"{found.memory_seconds * 1e3:.0f} ms", "the reference")
+    milliseconds = found.memory_seconds * 1e3
+    table.add_row(
+        "memory", "", "", shorten(found.weight_bytes), "", "", f"{milliseconds:.0f} ms", "reference"
+    )
     for run in found.runs:
         table.add_row(
             "penstock",
-            format_size(run.budget),
-            format_size(found.floor),
-            format_size(run.memory),
-            format_size(run.moved),
+            shorten(run.budget),
+            shorten(found.floor),
+            shorten(run.memory),
+            shorten(run.moved),
             f"{run.stall_seconds * 1e3:.0f} ms",
-            f"{run.seconds * 1e3:.0f} ms ({run.seconds / found.memory_seconds:.2f} x)",
-            "[green]equal, bit for bit[/green]" if run.equal else "[red]different[/red]",
+            f"{run.seconds / found.memory_seconds:.2f} x",
+            "[green]same bits[/green]" if run.equal else "[red]different[/red]",
         )
-    console.print(table)
-    console.print(
-        f"  {count} sentences, times and bytes are for all of them once, the median of {ROUNDS} rounds; "
-        f"{found.runs[0].arena}",
+    say(Padding.indent(table, 2))
+    misses = sum(run.misses for run in found.runs)
+    say(
+        f"\n  moved, stalled and time are for all sentences once: medians and means of {ROUNDS} interleaved "
+        f"rounds, after one to warm up; {misses} misses\n  {found.runs[0].arena}",
         style="dim",
-        highlight=False,
     )

@@ -37,10 +37,18 @@ def show_progress(
 
 
 def make_table(*columns: str) -> Table:
-    """An indented table without a frame; the first and the last column are text, the others numbers."""
-    table = Table(box=None, padding=(0, 2, 0, 2), pad_edge=True, header_style="bold")
+    """A table without a frame; the first and the last column are text, the others numbers."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for position, column in enumerate(columns):
         table.add_column(
             column, justify="left" if position in {0, len(columns) - 1} else "right", no_wrap=True
         )
     return table
+
+
+def shorten(nbytes: int) -> str:
+    """`nbytes` for a table, in three digits or four: `527 MiB`, `2.06 GiB`."""
+    value, unit = nbytes / (1 << 20), "MiB"
+    if value >= 1000:
+        value, unit = value / 1024, "GiB"
+    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
