@@ -99,7 +99,8 @@ class BaseArena(ABC):
         return self._held.peak_nbytes
 
     def check(self) -> None:
-        """Nothing to check: what memory of our own holds, no one can take away."""
+        # What private memory holds, no one can take away: only closing ends it.
+        self._require_open()
 
     def fill(self, start: int, stop: int) -> int:
         self._require_open()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,11 @@ SMALL = 40_000
 KINDS = ("mapped", "anonymous", "contiguous")
 
 
+@cache
+def _random(nbytes: int) -> bytes:
+    return random.Random(nbytes).randbytes(nbytes)
+
+
 class Weights:
     """Two weight files of random bytes, storages in them, and plans for each kind of arena.
 
@@ -28,9 +34,8 @@ class Weights:
     """
 
     def __init__(self, folder: Path) -> None:
-        rng = random.Random(0)
         self.paths = (folder / "large", folder / "small")
-        self.content = tuple(rng.randbytes(n) for n in (LARGE, SMALL))
+        self.content = (_random(LARGE), _random(SMALL))
         for path, content in zip(self.paths, self.content, strict=True):
             path.write_bytes(content)
         small_base = 6 * HUGE_PAGE
@@ -56,7 +61,7 @@ class Weights:
             "mapped" if kind == "mapped" else "anonymous",
             granule,
             self.layout,
-            (Range(0, self.segments[1].stop),) if contiguous else self.segments,
+            tuple(Range(0, s.stop) for s in self.segments[-1:]) if contiguous else self.segments,
         )
         places = tuple(addresses or _one_after_the_other(self.storages)) if contiguous else ()
         room = [a + s.nbytes for a, s in zip(places, self.storages, strict=False) if a >= 0]

@@ -191,3 +191,12 @@ def test_storages_outside_a_contiguous_arena_are_left_alone(weights: Weights) ->
     with pytest.raises(PlanError, match="at byte -1 of the arena"):
         arena.view(whole(1, 1))
     arena.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_arena_of_nothing_opens_and_closes(weights: Weights, kind: str) -> None:
+    weights.storages, weights.layout, weights.segments = (), (), ()
+    arena = open_arena(weights.plan(kind), (), weights.source)
+    arena.drop(0, PAGE)
+    assert (arena.held_bytes, arena.fill(0, 0)) == (0, 0)
+    arena.close()

@@ -13,7 +13,7 @@ import pytest
 from penstock.runtime.arena import open_arena
 from penstock.runtime.memory import HUGE_PAGE, PAGE
 from penstock.schedule.errors import PlanError, SourceError, StreamError
-from tests.runtime.arena_weights import KINDS, LARGE, Weights, content, weights_fixture  # noqa: F401
+from tests.runtime.arena_weights import KINDS, LARGE, SMALL, Weights, content, weights_fixture  # noqa: F401
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -33,6 +33,31 @@ def test_a_file_that_shrinks_raises_and_holds_nothing(
     weights.paths[0].write_bytes(weights.content[0])
     arena.fill(0, LARGE)
     assert content(arena, weights, 2) == weights.bytes_of(2)
+    arena.close()
+
+
+def test_a_file_that_loses_part_of_a_page_is_noticed(weights: Weights) -> None:
+    # The kernel maps the last page all the same, with zeros for the bytes that are gone.
+    arena = weights.open("mapped")
+    os.truncate(weights.paths[1], SMALL - 10)
+    with pytest.raises(SourceError, match="truncated while in use"):
+        arena.fill(weights.segments[1].start, weights.segments[1].stop)
+    arena.close()
+
+
+def test_a_file_that_shrinks_while_it_is_populated_is_named_as_shrunk(
+    weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = weights.open("mapped")
+    check_size = weights.source.check_size
+
+    def shrink_after_the_check(file: int) -> None:
+        check_size(file)
+        os.truncate(weights.paths[file], PAGE)
+
+    monkeypatch.setattr(weights.source, "check_size", shrink_after_the_check)
+    with pytest.raises(SourceError, match="truncated while in use"):
+        arena.fill(0, LARGE)
     arena.close()
 
 

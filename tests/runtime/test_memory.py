@@ -46,6 +46,16 @@ def test_a_reservation_is_aligned_guarded_and_gone_after_close(nbytes: int) -> N
     assert not maps_between(start, stop)
 
 
+def test_what_alignment_left_over_is_given_back() -> None:
+    def address_space() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
+
+    before = address_space()
+    for _ in range(50):
+        Reservation(PAGE).close()
+    assert address_space() - before < 10 * HUGE_PAGE
+
+
 def test_only_touched_pages_are_resident() -> None:
     with Reservation(HUGE_PAGE) as reserved:
         reserved.map_anonymous(0, reserved.nbytes)
