@@ -32,7 +32,7 @@ def make_runs(digest: str, plain: Result | None = None) -> cap.Runs:
         cap_kind="memory cgroup, version 2",
         budget=9 * MIB,
         reference=processes.Ending(reference, 100 * MIB),
-        plain=processes.Ending(plain, 25 * MIB, "the kernel, out of memory"),
+        plain=processes.Ending(plain, 25 * MIB, "killed by the kernel"),
         streamed=processes.Ending(streamed, 24 * MIB),
         disk=disk.ReadRate(0, 10**9, direct=True),
     )

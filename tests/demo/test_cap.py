@@ -39,7 +39,7 @@ def test_an_address_space_limit_refuses_the_plain_run(prepared: Job, monkeypatch
     monkeypatch.setattr(processes, "make_group", lambda _: nullcontext(None))
     ending, kind = processes.run_capped(CONSOLE, prepared, 2 * MIB, "plain")
     assert ending.result is None
-    assert "memory refused" in ending.killed_by
+    assert ending.failure == "memory refused"
     assert kind == "address-space limit, plain run only"
 
 
@@ -50,7 +50,7 @@ def test_under_a_real_cap_the_plain_model_is_killed_and_penstock_finishes(tmp_pa
     runs = cap.run_three(CONSOLE, tmp_path, 384 * MIB, cap=320 * MIB)
     assert runs.holds
     assert runs.cap_kind.startswith("memory cgroup")
-    assert runs.plain.killed_by == "the kernel, out of memory"
+    assert runs.plain.failure == "killed by the kernel"
     assert runs.streamed.result is not None
     assert 0 < runs.streamed.peak <= runs.cap < runs.weight_bytes
     text = capture(lambda console: cap.print_runs(console, runs))

@@ -165,7 +165,7 @@ def _describe(ending: Ending, runs: Runs) -> tuple[str, str, str]:
     """Load time, time of the tokens, and what came out, as cells of the table."""
     result = ending.result
     if result is None:
-        return "", "", f"[red]killed by {ending.killed_by}[/red]"
+        return "", "", f"[red]{ending.failure}[/red]"
     same = runs.reference.result is not None and result.digest == runs.reference.result.digest
     colour = "green" if same else "red"
     return (

@@ -26,12 +26,12 @@ class Ending:
     """How a process ended: its result, or None where it was killed.
 
     `peak` is the group's where there is one (page cache included), else the resident set's.
-    `killed_by` says who ended it, empty where nobody did.
+    `failure` says what became of it instead.
     """
 
     result: Result | None
     peak: int
-    killed_by: str = ""
+    failure: str = ""
 
 
 def run_capped(console: Console, job: Job, cap: int, description: str) -> tuple[Ending, str]:
@@ -64,9 +64,9 @@ def run_child(console: Console, job: Job, description: str, group: MemoryGroup |
     if status == 0 and result is not None:
         return Ending(result, peak)
     if status == -signal.SIGKILL and group is not None and group.kills:
-        return Ending(None, peak, "the kernel, out of memory")
+        return Ending(None, peak, "killed by the kernel")
     if status == OUT_OF_MEMORY and job.spare_bytes is not None:
-        return Ending(None, peak, "itself, memory refused")
+        return Ending(None, peak, "memory refused")
     last = trouble.strip().splitlines()[-1:] or ["it said nothing"]
     raise StreamError(f"{description}: the process ended with status {status} before its result: {last[0]}")
 
