@@ -78,6 +78,19 @@ def list_cases(
     ]
 
 
+class _NoGroupError(Exception):
+    """No memory cgroup can be made here."""
+
+
+@contextlib.contextmanager
+def _require_group(limit_bytes: int) -> Iterator[Path]:
+    """The folder of a new memory cgroup, for one process; raises _NoGroupError."""
+    with make_group(limit_bytes) as group:
+        if group is None:
+            raise _NoGroupError
+        yield group.folder
+
+
 class Bench:
     """What the cases share: the weights on disk, and the way of reading them that is fastest there."""
 
@@ -96,12 +109,11 @@ class Bench:
             for name, job in jobs.items():
                 with self._tolerate(name, result):
                     self._prepare(job)
-            if case.state != "cgroup":
-                return self._measure(case, jobs, result, None)
-            with make_group(weight_bytes // CGROUP_SHARE) as group:
-                if group is None:
-                    return result | {"skipped": "no memory cgroup can be made here"}
-                return self._measure(case, jobs, result | {"cgroup_bytes": group.limit_bytes}, group.folder)
+            if case.state == "cgroup":
+                result["cgroup_bytes"] = weight_bytes // CGROUP_SHARE
+            return self._measure(case, jobs, result)
+        except _NoGroupError:
+            return result | {"skipped": "no memory cgroup can be made here"}
         finally:
             for job in jobs.values():
                 if job.competitor == "penstock":
@@ -157,16 +169,16 @@ class Bench:
     def _start(self, job: Job, group: Path | None) -> Worker:
         return Worker(job, self.options.work / "log.txt", group=group)
 
-    def _measure(
-        self, case: Case, jobs: dict[str, Job], result: dict[str, Any], group: Path | None
-    ) -> dict[str, Any]:
+    def _measure(self, case: Case, jobs: dict[str, Job], result: dict[str, Any]) -> dict[str, Any]:
         with contextlib.ExitStack() as stack:
             workers = {}
             for name, job in jobs.items():
                 if name in result["failures"]:
                     continue
-                inside = None if name in ("memory", "raw") else group
-                worker = stack.enter_context(contextlib.closing(self._start(job, inside)))
+                group = None
+                if result["cgroup_bytes"] and name not in ("memory", "raw"):
+                    group = stack.enter_context(_require_group(result["cgroup_bytes"]))
+                worker = stack.enter_context(contextlib.closing(self._start(job, group)))
                 # Pages that others have cached would be charged to them, not to the cgroup.
                 drop_cache(self._list_files(case.model), unmap=False)
                 with self._tolerate(name, result):
