@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import mmap
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.runtime.calibrate import measure_hardware
-from penstock.runtime.memory import MADV_POPULATE_READ, Reservation, advise, supports_populate
-from penstock.runtime.source import Source, measure_read
+from penstock.runtime.memory import supports_populate
+from penstock.runtime.rates import measure_populate, measure_read
+from penstock.runtime.source import Source
 from penstock.schedule.layout import mapped_arena, packed_arena
 from penstock.schedule.model import Arena, Hardware, Weight
 from penstock.schedule.payload import Payload
@@ -18,7 +18,8 @@ from penstock.schedule.sizes import format_size
 
 MAPPED_GRANULE = 2 << 20  # the largest folio of the page cache, which is mapped and dropped whole
 PAGE = mmap.PAGESIZE
-_SAMPLE = 64 << 20
+_SAMPLE = 128 << 20
+_SECONDS = 0.15
 _SMALL = 64 << 10  # below it a packed tensor is not aligned to whole blocks (runtime/pack.py)
 
 
@@ -63,12 +64,12 @@ def choose(
     name = usable[0] if usable else min(floors, key=lambda n: floors[n].upper_bytes)
     if not source.files:
         return ArenaChoice(arenas[name], 1e9, "there is no weight file to read")
-    read = measure_read(source, nbytes=_SAMPLE, seconds=0.2)
+    read = measure_read(source, nbytes=_SAMPLE, seconds=_SECONDS)
     reading = f"{source.mode} reads at {read / 1e9:.2f} GB/s"
     if name != "mapped":
         why = source.note or _why_not_mapped(arenas, floors, budget)
         return ArenaChoice(arenas[name], read, f"{reading}; {why}")
-    populated = _populate_rate(source)
+    populated = measure_populate(source, nbytes=_SAMPLE, seconds=_SECONDS)
     rates = f"populating a mapping at {populated / 1e9:.2f} GB/s, {reading}"
     if read > _CLEARLY_FASTER * populated and "contiguous" in usable:
         return ArenaChoice(arenas["contiguous"], read, rates)
@@ -87,15 +88,3 @@ def _why_not_mapped(arenas: Mapping[str, Arena], floors: Mapping[str, Floor], bu
     if not supports_populate():
         return "this system cannot populate file mappings"
     return "the files align their tensors to less than 64 bytes, so they cannot be used where they are"
-
-
-def _populate_rate(source: Source) -> float:
-    """Bytes per second at which mapped granules of the largest file become readable."""
-    number, file = max(enumerate(source.files), key=lambda item: item[1].nbytes)
-    nbytes = min(file.nbytes, _SAMPLE) // PAGE * PAGE
-    start = (file.nbytes - nbytes) // 2 // MAPPED_GRANULE * MAPPED_GRANULE
-    with Reservation(nbytes) as memory:
-        memory.map_file(0, nbytes, source.fd(number), start)
-        began = time.perf_counter()
-        advise(memory.address, nbytes, MADV_POPULATE_READ)
-        return nbytes / (time.perf_counter() - began)

@@ -5,13 +5,9 @@ Reads are positioned, hold no lock while they run and release the interpreter lo
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 import threading
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -158,58 +154,3 @@ class Source:
             with self._idle:
                 self._reading -= 1
                 self._idle.notify_all()
-
-
-def measure_read(
-    source: Source, *, nbytes: int = 128 << 20, seconds: float = 0.5, threads: int = 2, block: int = 4 << 20
-) -> float:
-    """Bytes per second at which `source` fills memory in its mode, as `threads` readers see it.
-
-    Reads distinct blocks spread over all files, at most `nbytes` in all, and begins none after
-    `seconds`. Raises SourceError if there is nothing to read.
-    """
-    places = _spread_blocks(source, nbytes, block)
-    if not places:
-        raise SourceError("there is no weight file whose reading could be measured")
-    take = threading.Lock()
-    began = time.perf_counter()
-    with ThreadPoolExecutor(threads) as pool:
-        readers = [
-            pool.submit(_read_blocks, source, places, block, take, began + seconds) for _ in range(threads)
-        ]
-        done = sum(reader.result() for reader in readers)
-    return done / (time.perf_counter() - began)
-
-
-def _spread_blocks(source: Source, nbytes: int, block: int) -> list[tuple[int, int, int]]:
-    """(file, offset, nbytes) of blocks, evenly spaced, in an order in which no two neighbours follow."""
-    blocks = [
-        (number, offset, min(block, file.nbytes - offset))
-        for number, file in enumerate(source.files)
-        for offset in range(0, file.nbytes, block)
-    ]
-    count = min(len(blocks), max(1, nbytes // block))
-    chosen = [blocks[len(blocks) * i // count] for i in range(count)]
-    return chosen[::2] + chosen[1::2]
-
-
-def _read_blocks(
-    source: Source, places: list[tuple[int, int, int]], block: int, take: threading.Lock, deadline: float
-) -> int:
-    done = 0
-    # Mapped pages, because the first touch of fresh memory is slower than a fast disk.
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
-    with mmap.mmap(-1, block, flags=flags) as buffer:
-        memory = ctypes.c_char.from_buffer(buffer)
-        try:
-            while not done or time.perf_counter() < deadline:
-                with take:
-                    if not places:
-                        break
-                    file, offset, nbytes = places.pop()
-                source.read_into(file, offset, ctypes.addressof(memory), nbytes)
-                done += nbytes
-        finally:
-            # An exported buffer keeps the mapping from closing.
-            del memory
-    return done

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.runtime.direct_file import memory_view
-from penstock.runtime.source import Source, measure_read
+from penstock.runtime.rates import measure_read
+from penstock.runtime.source import Source
 from penstock.schedule.errors import SourceError
 from penstock.schedule.model import WeightFile
 from tests.runtime.weight_files import GUARD, Memory, pattern, write_tensor

@@ -32,7 +32,9 @@ def edit(artifact: Path, change) -> None:
 
 
 def mapped_lines() -> list[str]:
-    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "weights.safetensors" in line]
+    return [
+        line for line in Path("/proc/self/maps").read_text().splitlines() if "weights.safetensors" in line
+    ]
 
 
 # What it is for.
@@ -43,23 +45,12 @@ def mapped_lines() -> list[str]:
 def test_outputs_are_bit_for_bit_those_of_the_eager_module(stack, arena, budget):
     program = stack.open()
     budget = program.floor(arena=arena) if budget == "floor" else budget
-    try:
-        module = program.load(budget, arena=arena, poison=True)
-    except penstock.BudgetError as error:
-        assert error.floor_bytes > penstock_size(program, budget)
-        return
-    with module:
+    with program.load(budget, arena=arena, poison=True) as module:
         for _ in range(3):
             assert torch.equal(module(stack.tokens), stack.expected)
         assert module.stats.peak_bytes <= module.stats.budget
         assert module.stats.misses == 0
         assert module.stats.passes == (3 if module.plan.arena_bytes else 0)
-
-
-def penstock_size(program, budget) -> int:
-    from penstock.schedule.sizes import parse_size
-
-    return parse_size(budget, total=program.weight_bytes)
 
 
 def test_the_floor_is_accepted_and_one_byte_less_is_not(stack):
@@ -69,7 +60,8 @@ def test_the_floor_is_accepted_and_one_byte_less_is_not(stack):
     with pytest.raises(penstock.BudgetError, match=f"floor of {program.floor_bytes}") as caught:
         program.load(program.floor_bytes - 1)
     assert caught.value.floor_bytes == program.floor_bytes
-    assert caught.value.step and caught.value.weights
+    assert caught.value.step in {step.name for step in program.payload.traces[0].steps}
+    assert set(caught.value.weights) <= {w.fqn for w in program.payload.weights}
 
 
 def test_bytes_that_move_are_those_that_the_plan_streams(stack):
@@ -98,7 +90,8 @@ def test_kept_weights_never_move(stack):
         s
         for t in plan.schedules[0].transfers
         for s in kept
-        if t.start < plan.arena.layout[s] + program.payload.storages[s].nbytes and plan.arena.layout[s] < t.stop
+        if t.start < plan.arena.layout[s] + program.payload.storages[s].nbytes
+        and plan.arena.layout[s] < t.stop
     }
     # Granules are pages here: only a page that a kept weight shares may not move either.
     assert not moved
@@ -332,9 +325,9 @@ def test_a_read_error_in_the_middle_of_a_pass_raises_and_the_next_call_works(art
             return real(fd, buffers, offset, flags)
 
         monkeypatch.setattr(direct_file.os, "preadv", fail_once)
+        call_twice = [module, module]  # what was fetched ahead may serve one call still
         with pytest.raises(penstock.SourceError, match="Input/output error"):
-            for _ in range(2):  # what was fetched ahead may serve one call still
-                module(stack.tokens)
+            [call(stack.tokens) for call in call_twice]
         assert torch.equal(module(stack.tokens), stack.expected)
 
 
@@ -344,7 +337,13 @@ def test_a_read_error_in_the_middle_of_a_pass_raises_and_the_next_call_works(art
 def test_inputs_of_another_dtype_shape_or_tree_are_refused(stack):
     with stack.open().load("50%") as module:
         moved = module.stats.bytes_moved
-        for arguments in [(stack.tokens.float(),), (stack.tokens[:, :3],), (stack.tokens[0],), (), ([stack.tokens],)]:
+        for arguments in [
+            (stack.tokens.float(),),
+            (stack.tokens[:, :3],),
+            (stack.tokens[0],),
+            (),
+            ([stack.tokens],),
+        ]:
             with pytest.raises(penstock.StreamError, match=r"expected .*got "):
                 module(*arguments)
         assert module.stats.passes == 0

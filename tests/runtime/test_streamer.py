@@ -8,7 +8,18 @@ import pytest
 
 from penstock.runtime.streamer import Streamer
 from penstock.schedule.errors import SourceError, StreamError
-from penstock.schedule.model import Arena, Drop, Hardware, Plan, Range, Schedule, Step, Storage, Trace, Transfer
+from penstock.schedule.model import (
+    Arena,
+    Drop,
+    Hardware,
+    Plan,
+    Range,
+    Schedule,
+    Step,
+    Storage,
+    Trace,
+    Transfer,
+)
 
 UNIT = 4
 HARDWARE = Hardware("test", 1e9, 1e9, 1e9, 0)
@@ -85,7 +96,9 @@ def make_plan(graphs: int = 1, *, wrap: str = "overlap") -> Plan:
 STORAGES = tuple(Storage(UNIT, "streamable") for _ in range(4))
 
 
-def run_pass(streamer: Streamer, arena: HonestArena, graph: int = 0, order: tuple[int, ...] = (0, 1, 2, 3)) -> None:
+def run_pass(
+    streamer: Streamer, arena: HonestArena, graph: int = 0, order: tuple[int, ...] = (0, 1, 2, 3)
+) -> None:
     streamer.begin(graph)
     for step in order:
         probed = step in streamer.methods[graph].probed
