@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from torch import fx
+
 from penstock.schedule.errors import PassError, PenstockError
 
 Program = TypeVar("Program")
@@ -40,10 +42,12 @@ class Pipeline(Generic[Program]):
             raise
         except Exception as error:
             raise PassError(f"{where} failed: {type(error).__name__}: {error}") from error
-        if not isinstance(result, type(program)):
+        # Every graph module is of a class of its own.
+        expected = fx.GraphModule if isinstance(program, fx.GraphModule) else type(program)
+        if not isinstance(result, expected):
             got = "None" if result is None else type(result).__name__
             raise PassError(
-                f"{where} returned {got} instead of {type(program).__name__}: "
+                f"{where} returned {got} instead of {expected.__name__}: "
                 "let it return the program it was given, changed or not"
             )
         return result

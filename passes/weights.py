@@ -130,6 +130,6 @@ def _refuse_hidden_tensors(graph_module: fx.GraphModule) -> None:
         held += [(name, value) for name, value in vars(module).items() if isinstance(value, torch.Tensor)]
     if held:
         raise PassError(
-            f"the graph holds the tensor {held[0][0]!r} as an attribute, expected every tensor to be an input: "
+            f"the graph holds the tensor {held[0][0]!r} as an attribute, expected all tensors to be inputs: "
             "register it as a buffer of the model and export again"
         )

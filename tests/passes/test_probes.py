@@ -143,9 +143,8 @@ def test_probes_surround_every_reading_node_and_leave_the_input_alone():
     assert str(exported.graph) == before
     calls = calls_of(probed)
     names = [name for name, _ in calls]
-    assert names == ["acquire", "linear", "release", "tanh"] + (
-        ["acquire", "linear_1", "release", "tanh_1"] + ["acquire", "linear_2", "release"]
-    )
+    linears = [["acquire", name, "release"] for name in ("linear", "linear_1", "linear_2")]
+    assert names == [*linears[0], "tanh", *linears[1], "tanh_1", *linears[2]]
     weights = [[str(node) for node in args[0]] for name, args in calls if name == "acquire"]
     assert weights == [["p_a_bias", "p_a_weight"], ["p_b_bias", "p_b_weight"], ["p_a_bias", "p_a_weight"]]
     assert [args[1:] for name, args in calls if name == "release"] == [(0, 0), (0, 1), (0, 2)]
