@@ -24,6 +24,9 @@ _COARSE, _FINE = 0.9, 0.99
 _PATIENCE = 3
 """Levels in a row that copy for too long before the search ends; whole spans make the time uneven."""
 
+_SMALL = 300
+"""Spans to copy, at most, in a problem whose levels are all tried."""
+
 _SHARES = 64
 """Resident shares that are tried for several methods in one arena."""
 
@@ -112,12 +115,16 @@ class _OneTrace:
         self.found: _Candidate | None = None
 
     def best(self) -> tuple[Streaming, tuple[int, ...]]:
-        """Coarse levels from the cap down, then fine ones on both sides of the best."""
+        """Coarse levels from the cap down, then fine ones on both sides of the best.
+
+        A small problem has all its fine levels tried, where single spans count for much.
+        """
         total = sum(group.nbytes for group in self.groups)
         fruitless = 0
-        for level in _levels(total, self.cap, _COARSE):
+        first = _FINE if len(self.loads.step) <= _SMALL else _COARSE
+        for level in _levels(total, self.cap, first):
             fruitless = fruitless + 1 if self._try(level) >= self._period() else 0
-            if fruitless == _PATIENCE:
+            if fruitless == (_PATIENCE if first == _COARSE else 10 * _PATIENCE):
                 break
         assert self.found is not None
         copied = max(1, total - self.found.level)
