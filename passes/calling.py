@@ -65,6 +65,13 @@ class CallingConvention:
         self._checks.check(leaves)
         return leaves
 
+    def unflatten(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns positional and keyword arguments from leaves in the graph's order."""
+        if self._in_spec is None:
+            return tuple(leaves), {}
+        args, kwargs = pytree.tree_unflatten(list(leaves), self._in_spec)
+        return args, kwargs
+
     def finish(
         self, values: Sequence[Any], leaves: Sequence[Any], tensors: Mapping[str, torch.Tensor]
     ) -> Any:

@@ -41,7 +41,7 @@ def cpu_arenas(payload: Payload) -> dict[str, Arena]:
     storages, traces = payload.storages, payload.traces
     arenas: dict[str, Arena] = {}
     if supports_populate():
-        mapped = mapped_arena(storages, payload.files, granule=MAPPED_GRANULE)
+        mapped = mapped_arena(storages, payload.files, granule=MAPPED_GRANULE, traces=traces)
         if mapped is not None:
             arenas["mapped"] = mapped
     large = [e for s in storages if s.nbytes >= _SMALL for e in s.extents]

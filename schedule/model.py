@@ -332,3 +332,9 @@ class Plan:
     def predicted_seconds(self) -> float:
         """Seconds that one more pass of each method costs in the limit, summed."""
         return sum(s.predicted_ns for s in self.schedules) / 1e9
+
+    def to_json(self) -> str:
+        """The plan as JSON, as docs/payload.md specifies it."""
+        from penstock.schedule.payload import plan_to_json
+
+        return plan_to_json(self)

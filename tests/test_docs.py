@@ -1,0 +1,67 @@
+"""Runs what the documents tell a reader to type."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    return BLOCK.findall((ROOT / page).read_text())
+
+
+def run(command: list[str], folder: Path) -> str:
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(300)
+def test_the_first_steps_can_be_walked(tmp_path: Path) -> None:
+    """Python blocks share one session; shell lines that come between them run where they stand."""
+    script = ["import subprocess"]
+    for language, text in blocks("docs/first-steps.md"):
+        if language == "python":
+            script.append(text)
+        else:
+            script += [f"subprocess.run({line!r}, shell=True, check=True)" for line in text.splitlines()]
+    (tmp_path / "walk.py").write_text("\n".join(script))
+    output = run([sys.executable, "-W", "error", "walk.py"], tmp_path)
+    assert "below the floor" in output
+    assert "reads are marked" in output
+    assert (tmp_path / "out.safetensors").exists()
+
+
+@pytest.mark.timeout(300)
+def test_the_readme_example_runs(tmp_path: Path) -> None:
+    (example,) = [text for language, text in blocks("README.md") if language == "python"]
+    (tmp_path / "example.py").write_text(example)
+    output = run([sys.executable, "-W", "error", "example.py"], tmp_path)
+    assert "is the least that can run it" in output
+
+
+def test_the_readme_names_files_that_exist() -> None:
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert rows
+    for row in rows:
+        first, *others = re.findall(r"`([^`]+)`", row)
+        folder = first.rpartition("/")[0]
+        for path in [first, *(f"{folder}/{name}" for name in others)]:
+            assert list(ROOT.glob(path)), path
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
