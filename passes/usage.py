@@ -25,16 +25,17 @@ from penstock.schedule.model import Kind
 aten = torch.ops.aten
 
 METADATA_ONLY = frozenset(
-    {
-        aten._assert_tensor_metadata.default,
-        aten.sym_is_contiguous.default,
-        aten.sym_numel.default,
-        aten.sym_size.default,
-        aten.sym_size.int,
-        aten.sym_storage_offset.default,
-        aten.sym_stride.default,
-        aten.sym_stride.int,
-    }
+    getattr(packet, overload)
+    for name in (
+        "_assert_tensor_metadata",
+        "sym_is_contiguous",
+        "sym_numel",
+        "sym_size",
+        "sym_storage_offset",
+        "sym_stride",
+    )
+    if (packet := getattr(aten, name, None)) is not None  # not all are in every version of torch
+    for overload in packet.overloads()
 )
 """Operators that look at a tensor's sizes and never at its values."""
 
@@ -201,5 +202,6 @@ def _written_back(exported: ExportedProgram, weights: Weights) -> set[int]:
             except Exception:
                 return set()
     signature = exported.graph_signature
-    names = {*signature.buffers_to_mutate.values(), *signature.parameters_to_mutate.values()}
+    parameters = getattr(signature, "parameters_to_mutate", {})  # not in every version of torch
+    names = {*signature.buffers_to_mutate.values(), *parameters.values()}
     return {weight.parts[0].storage for weight in weights.weights if weight.fqn in names}
