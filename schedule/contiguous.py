@@ -71,12 +71,12 @@ class _Search:
         self.hardware, self.wrap = hardware, wrap
         self.blocks = blocks_of(storages, traces, arena, keep)
         self.period: float = math.inf
+        self.copied = 0
         self.found: Decisions | None = None
         self.tried: set[tuple[int, ...]] = set()
         self.least = sum(trace.compute_ns for trace in traces)
 
     def run(self) -> Decisions:
-        self._time(tight(self.blocks, self.traces))
         total = sum(block.size for block in self.blocks)
         fruitless = 0
         for streamed in _streamed_sizes(total):
@@ -88,6 +88,8 @@ class _Search:
             fruitless = 0 if self.period < before or not fits else fruitless + 1
             if self.period <= self.least or fruitless == _PATIENCE:
                 break
+        # Last, because of two plans that take the same time the one that copies less is better.
+        self._time(tight(self.blocks, self.traces))
         assert self.found is not None
         return self.found
 
@@ -135,7 +137,7 @@ class _Search:
         return frozenset(chosen)
 
     def _time(self, placement: Placement) -> None:
-        """Keeps the placement when its period is shorter than any before."""
+        """Keeps the placement when its period is shorter than any before, or as short with fewer bytes copied."""
         if placement.addresses in self.tried or placement.nbytes > self.cap:
             return
         self.tried.add(placement.addresses)
@@ -147,8 +149,9 @@ class _Search:
             for trace, (transfers, drops) in zip(self.traces, decisions.streams, strict=True):
                 schedule = Schedule(trace.graph, transfers, drops, 0)
                 period += steady_period_ns(trace, schedule, self.hardware, self.wrap)
-            if period < self.period:
-                self.period, self.found = period, decisions
+            copied = sum(t.stop - t.start for transfers, _ in decisions.streams for t in transfers)
+            if (period, copied) < (self.period, self.copied):
+                self.period, self.copied, self.found = period, copied, decisions
 
 
 def decide(
