@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.cases import load_weights, make_inputs, make_meta_module
-from benchmarks.direct import Reader
+from benchmarks.reader import Reader, Way
 
 PEERS = ("accelerate", "diffusers", "mmap")
 
@@ -33,7 +33,7 @@ class Job:
     folder: str
     budget: int = 0
     pack: bool = True
-    reader: tuple[int, int, bool] = (1, 1 << 20, True)
+    reader: tuple[Way, int, int] = ("direct", 1, 1 << 20)
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,7 @@ def _load_penstock(job: Job, inputs: tuple[Tensor, ...]) -> Loaded:
 
 def _load_raw(job: Job) -> Loaded:
     weights = Path(job.weights)
-    threads, block, direct = job.reader
-    reader = Reader(threads, block, direct)
+    reader = Reader(*job.reader)
     nbytes = weights.stat().st_size
 
     def call() -> None:

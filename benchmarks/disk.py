@@ -18,7 +18,8 @@ The method, so that it can be argued with:
 - resident: the budget is all weights; only the plain module runs beside it.
 - The limit: the longer of the plain module's time in that round, and the bytes that must move (all
   weights but the budget, and never more than the disk delivered) at the rate at which the bare disk
-  was read in that round.
+  was read in that round. It is read in two ways, each in the best of several counts of threads and
+  sizes of blocks: O_DIRECT, and populating a mapping. The faster of the two in that round counts.
 - Memory: the peak since the weights were loaded, over the process with all libraries in it and no
   weights. Total is the kernel's own high-water mark, file mappings included; anonymous is sampled every
   50 ms. Activations are what the plain module's peak adds to what it holds.

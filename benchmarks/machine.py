@@ -62,6 +62,13 @@ def read_available_memory() -> int:
     raise OSError("/proc/meminfo has no line MemAvailable")
 
 
+def advise(address: int, nbytes: int, advice: int) -> None:
+    """madvise(2), without the GIL (the mmap module's own keeps it); raises OSError."""
+    if _LIBC.madvise(address, nbytes, advice):
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+
+
 def drop_cache(paths: Iterable[Path], *, unmap: bool) -> None:
     """Drop the files from the page cache; with `unmap` first from this process's own page tables.
 
@@ -75,7 +82,7 @@ def drop_cache(paths: Iterable[Path], *, unmap: bool) -> None:
             fields = line.split(maxsplit=5)
             if len(fields) == 6 and fields[5] in names:
                 start, stop = (int(value, 16) for value in fields[0].split("-"))
-                _LIBC.madvise(start, stop - start, mmap.MADV_DONTNEED)
+                advise(start, stop - start, mmap.MADV_DONTNEED)
     for name in names:
         descriptor = os.open(name, os.O_RDONLY)
         try:

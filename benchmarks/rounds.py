@@ -12,9 +12,9 @@ from typing import Any
 
 from benchmarks.cases import make_meta_module, name_weights, write_weights
 from benchmarks.competitors import Job
-from benchmarks.direct import measure_readers
 from benchmarks.machine import drop_cache
 from benchmarks.process import Worker, WorkerError
+from benchmarks.reader import choose_fastest, measure_readers
 from penstock.demo.cgroup import make_group
 from penstock.schedule.sizes import format_size, parse_size
 
@@ -143,13 +143,16 @@ class Bench:
 
     def _list_jobs(self, case: Case, base: Job, weight_bytes: int) -> dict[str, Job]:
         """A job for each competitor, by the name it has in the tables."""
-        best = max(self.readers, key=lambda reader: float(reader["bytes_per_s"]))
-        base = dataclasses.replace(
-            base, tokens=case.tokens, reader=(best["threads"], best["block"], best["direct"])
-        )
+        base = dataclasses.replace(base, tokens=case.tokens)
         stem = base.weights.removesuffix(".safetensors")
-        names = ["memory", *(["raw"] if case.cold else []), *case.peers]
-        jobs = {name: dataclasses.replace(base, competitor=name, folder=f"{stem}-{name}") for name in names}
+        jobs = {
+            name: dataclasses.replace(base, competitor=name, folder=f"{stem}-{name}")
+            for name in ("memory", *case.peers)
+        }
+        if case.cold:
+            for way, best in choose_fastest(self.readers).items():
+                reader = (best["way"], best["threads"], best["block"])
+                jobs[f"disk, {way}"] = dataclasses.replace(base, reader=reader)
         for budget in case.budgets:
             # An artifact each: what one has mapped stays in the page cache, where another would find it.
             jobs[f"penstock {budget}"] = dataclasses.replace(
@@ -176,7 +179,7 @@ class Bench:
                 if name in result["failures"]:
                     continue
                 group = None
-                if result["cgroup_bytes"] and name not in ("memory", "raw"):
+                if result["cgroup_bytes"] and job.competitor not in ("memory", "raw"):
                     group = stack.enter_context(_require_group(result["cgroup_bytes"]))
                 worker = stack.enter_context(contextlib.closing(self._start(job, group)))
                 # Pages that others have cached would be charged to them, not to the cgroup.

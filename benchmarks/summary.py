@@ -97,7 +97,7 @@ def summarise(case: dict[str, Any], disk_rate: float) -> list[Row]:
     activations = max(0, _peak(memory) - memory["held_total"])
     weight_bytes = case["weight_bytes"]
     seconds = {name: [_seconds(train) for train in entry["rounds"]] for name, entry in finished.items()}
-    raw = seconds.get("raw")
+    raw = _best(seconds, [name for name in finished if finished[name]["kind"] == "raw"])
     rates = [weight_bytes / value for value in raw] if raw else [disk_rate] * len(seconds["memory"])
     peers = [name for name in finished if finished[name]["kind"] in PEERS]
     bounded = [

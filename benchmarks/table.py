@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from benchmarks.reader import choose_fastest
 from penstock.schedule.sizes import format_size
 
 BEGIN = "<!-- benchmarks/disk.py writes from here -->"
@@ -44,16 +45,18 @@ def render(result: dict[str, Any]) -> str:
 
 def _describe(result: dict[str, Any]) -> str:
     hardware, options = result["hardware"], result["options"]
-    best = max(result["readers"], key=lambda reader: float(reader["bytes_per_s"]))
-    way = "O_DIRECT" if best["direct"] else "buffered (no O_DIRECT here)"
+    ways = ", ".join(
+        f"{best['way']} {best['bytes_per_s'] / 1e9:.2f} GB/s ({best['threads']} threads, "
+        f"blocks of {format_size(best['block'])})"
+        for best in choose_fastest(result["readers"]).values()
+    )
     return (
         f"{hardware['date']}: {hardware['cpu']}, {hardware['cores']} cores, "
         f"{format_size(hardware['memory_bytes'])} of memory, Linux {hardware['kernel']}, "
         f"Python {hardware['python']}, torch {hardware['torch']}. "
         f"{format_size(options['nbytes'])} of weights; "
         f"{options['rounds']} rounds of {options['passes']} passes. "
-        f"Fastest way to read the disk: {way}, {best['threads']} threads, blocks of "
-        f"{format_size(best['block'])}, {best['bytes_per_s'] / 1e9:.2f} GB/s.\n"
+        f"The bare disk: {ways}.\n"
     )
 
 
@@ -76,7 +79,10 @@ def _render_targets(targets: list[dict[str, Any]]) -> str:
 def _render_case(case: dict[str, Any]) -> str:
     lines = [f"### {case['model']}, {case['tokens']} tokens, {case['state']}", ""]
     if case["cgroup_bytes"]:
-        lines += [f"In a memory cgroup of {format_size(case['cgroup_bytes'])}, but for the first two.", ""]
+        lines += [
+            f"A memory cgroup of {format_size(case['cgroup_bytes'])} each, but for memory and disk.",
+            "",
+        ]
     if case["rows"]:
         lines += ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
         lines += ["| " + " | ".join(_render_row(row)) + " |" for row in case["rows"]]

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from benchmarks import machine
 from benchmarks.cases import load_weights, make_inputs, make_meta_module, name_weights, write_weights
-from benchmarks.direct import Reader, measure_readers
 from benchmarks.disk import application
+from benchmarks.reader import Reader, choose_fastest, list_ways, measure_readers
 from benchmarks.rounds import list_cases
 from benchmarks.summary import judge, summarise
 from benchmarks.table import BEGIN, END, render, write_tables
@@ -44,8 +44,9 @@ def test_tiny_run_measures_every_competitor(folder: Path, tmp_path: Path) -> Non
     (case,) = result["cases"]
     assert not case["failures"]
     rows = {row["name"]: row for row in case["rows"]}
-    assert set(rows) == {"memory", "raw", "mmap", "penstock 50%"}
-    assert all(row["equal"] for name, row in rows.items() if name != "raw")
+    disk = {f"disk, {way}" for way in list_ways(DISK)}
+    assert set(rows) == {"memory", "mmap", "penstock 50%"} | disk
+    assert all(row["equal"] for name, row in rows.items() if name not in disk)
     assert rows["penstock 50%"]["misses"] == 0
     assert rows["penstock 50%"]["bytes_moved"] > 0
     assert len(case["competitors"]["mmap"]["rounds"][0]["samples"]) == 2
@@ -123,10 +124,24 @@ def test_readers_read_everything_and_report_failure(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(5 << 20))
     readers = measure_readers(path)
-    assert len({(reader["threads"], reader["block"]) for reader in readers}) == 9
+    assert {reader["way"] for reader in readers} == set(list_ways(path))
     assert all(reader["bytes_per_s"] > 0 for reader in readers)
+    fastest = choose_fastest(readers)
+    for reader in readers:
+        assert reader["bytes_per_s"] <= fastest[reader["way"]]["bytes_per_s"]
     with pytest.raises(OSError, match="missing"):
-        Reader(2, 1 << 20, direct=False).read(tmp_path / "missing", 1 << 20)
+        Reader("buffered", 2, 1 << 20).read(tmp_path / "missing", 1 << 20)
+
+
+def test_readers_bring_the_file_from_the_disk(folder: Path) -> None:
+    path = folder / "read"
+    path.write_bytes(bytes(4 << 20))
+    for way in (*list_ways(path), "buffered"):
+        machine.drop_cache([path], unmap=False)
+        before = machine.read_disk_bytes()
+        Reader(way, 2, 1 << 20).read(path, 4 << 20)
+        assert machine.read_disk_bytes() - before >= 4 << 20
+    path.unlink()
 
 
 def make_entry(
@@ -233,7 +248,7 @@ def test_failed_competitors_are_named_and_left_out() -> None:
     result = {
         "hardware": {key: 1 for key in ("date", "cpu", "cores", "memory_bytes", "kernel", "python", "torch")},
         "options": {"nbytes": 1000, "rounds": 1, "passes": 1},
-        "readers": [{"threads": 1, "block": 4096, "direct": True, "bytes_per_s": 1e9}],
+        "readers": [{"way": "direct", "threads": 1, "block": 4096, "bytes_per_s": 1e9}],
         "targets": judge(case["rows"]),
         "cases": [case],
     }
