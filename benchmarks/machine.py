@@ -69,7 +69,7 @@ def advise(address: int, nbytes: int, advice: int) -> None:
         raise OSError(error, os.strerror(error))
 
 
-def drop_cache(paths: Iterable[Path], *, unmap: bool) -> None:
+def drop_cache(paths: Iterable[Path], *, unmap: bool = False) -> None:
     """Drop the files from the page cache; with `unmap` first from this process's own page tables.
 
     A page that some process has mapped stays: that is how what penstock holds in a mapped arena, and has

@@ -126,7 +126,7 @@ def measure_readers(path: Path) -> list[dict[str, Any]]:
     rates: dict[Reader, list[float]] = {reader: [] for reader in readers}
     for _ in range(_TRIES):
         for reader in readers:
-            drop_cache([path], unmap=False)
+            drop_cache([path])
             rates[reader].append(nbytes / reader.read(path, nbytes))
     return [asdict(reader) | {"bytes_per_s": median(rates[reader])} for reader in readers]
 

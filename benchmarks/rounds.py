@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.cases import make_meta_module, name_weights, write_weights
 from benchmarks.competitors import Job
-from benchmarks.machine import drop_cache
+from benchmarks.machine import drop_cache, warm_cache
 from benchmarks.process import Worker, WorkerError
 from benchmarks.reader import choose_fastest, measure_readers
 from penstock.demo.cgroup import make_group
@@ -182,8 +182,9 @@ class Bench:
                 if result["cgroup_bytes"] and job.competitor not in ("memory", "raw"):
                     group = stack.enter_context(_require_group(result["cgroup_bytes"]))
                 worker = stack.enter_context(contextlib.closing(self._start(job, group)))
-                # Pages that others have cached would be charged to them, not to the cgroup.
-                drop_cache(self._list_files(case.model), unmap=False)
+                # Loading is to find the cache as the passes do: penstock chooses its way of reading by
+                # measuring it. And pages that others have cached are charged to them, not to a cgroup.
+                (drop_cache if case.cold else warm_cache)(self._list_files(job))
                 with self._tolerate(name, result):
                     loaded = worker.ask("load")
                     result["competitors"][name] = {
@@ -199,9 +200,10 @@ class Bench:
                 }
         return result
 
-    def _list_files(self, model: str) -> Iterator[Path]:
-        for path in self._list_paths(model):
-            yield from (file for file in path.rglob("*") if file.is_file()) if path.is_dir() else (path,)
+    def _list_files(self, job: Job) -> list[Path]:
+        """What a competitor may read: the weights, and what was prepared for it."""
+        prepared = Path(job.folder).rglob("*") if job.folder else ()
+        return [Path(job.weights), *(path for path in prepared if path.is_file())]
 
     @contextlib.contextmanager
     def _tolerate(self, name: str, result: dict[str, Any]) -> Iterator[None]:

@@ -110,7 +110,7 @@ def test_dropped_files_leave_the_cache_even_where_they_were_mapped(folder: Path)
     assert mapped.sum() == 0
     machine.warm_cache([path])
     assert machine.measure_cached([path]) == 1
-    machine.drop_cache([path], unmap=False)
+    machine.drop_cache([path])
     assert machine.measure_cached([path]) > 0, "a mapped page stays"
     machine.drop_cache([path], unmap=True)
     assert machine.measure_cached([path]) == 0
@@ -137,7 +137,7 @@ def test_readers_bring_the_file_from_the_disk(folder: Path) -> None:
     path = folder / "read"
     path.write_bytes(bytes(4 << 20))
     for way in (*list_ways(path), "buffered"):
-        machine.drop_cache([path], unmap=False)
+        machine.drop_cache([path])
         before = machine.read_disk_bytes()
         Reader(way, 2, 1 << 20).read(path, 4 << 20)
         assert machine.read_disk_bytes() - before >= 4 << 20
