@@ -9,6 +9,7 @@ import torch
 from torch.export import ExportedProgram
 
 from penstock.passes.calling import check_signature
+from penstock.passes.grad_regions import without_grad_regions
 from penstock.passes.inputs import describe_method
 from penstock.passes.retarget import exported_device
 from penstock.passes.trace import PRESET_CPU, observe
@@ -23,7 +24,8 @@ from penstock.schedule.payload import Payload
 class Annotated:
     """A payload, and the torch objects behind it.
 
-    `values[s]` is a tensor whose untyped storage is storage s; `programs` are the programs by method.
+    `values[s]` is a tensor whose untyped storage is storage s; `programs` are the programs by method,
+    without regions of another grad mode.
     """
 
     payload: Payload
@@ -48,6 +50,7 @@ def annotate_with_values(
 ) -> Annotated:
     """Does what `annotate` does, and keeps the tensors, for whoever writes them to files."""
     programs = {"forward": exported} if isinstance(exported, ExportedProgram) else dict(exported)
+    programs = {name: without_grad_regions(program) for name, program in programs.items()}
     if not programs:
         raise PassError("there is no method to annotate: give an exported program, or {name: program}")
     catalog = _Catalog()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import fx
 
+from penstock.passes.grad_regions import inline_grad_regions
 from penstock.passes.graphs import copy_graph_module, placeholders_of
 from penstock.passes.propagation import fake_inputs, propagate, storages_of
 from penstock.schedule.errors import PassError, StreamError
@@ -63,6 +64,7 @@ def insert_probes(
     when the graph is not the one that was annotated.
     """
     trace = _trace_of(payload, method)
+    graph_module = inline_grad_regions(graph_module)
     inputs = next(m.inputs for m in payload.methods if m.graph == trace.graph)
     probed = range(len(trace.steps)) if plan is None else streaming_steps(plan, trace.graph, payload.storages)
     sites = _sites(graph_module, trace, {leaf.name for leaf in inputs}, probed)
