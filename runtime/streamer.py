@@ -59,8 +59,9 @@ class Streamer:
         self, plan: Plan, storages: Sequence[Storage], arena: WeightArena, *, readers: int = 2
     ) -> None:
         self.counters = Counters()
+        traces = {trace.graph: trace for trace in plan.traces}
         self.methods: dict[int, MethodTable] = {
-            s.graph: tabulate(plan, s, t, storages) for s, t in zip(plan.schedules, plan.traces, strict=True)
+            s.graph: tabulate(plan, s, traces[s.graph], storages) for s in plan.schedules
         }
         self._plan, self._arena = plan, arena
         self._changed = threading.Condition()
@@ -77,8 +78,17 @@ class Streamer:
             threading.Thread(target=self._read, name=f"penstock-reader-{i}", daemon=True)
             for i in range(readers)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException as error:
+            self.close()  # those that have started fill memory that the caller is about to give back
+            if isinstance(error, RuntimeError):
+                raise StreamError(
+                    f"the system refused one of {readers} reading threads ({error}): raise its limit on "
+                    "threads, or load with fewer readers"
+                ) from error
+            raise
 
     # The pass, on the caller's thread.
 
@@ -86,7 +96,9 @@ class Streamer:
         """Start a pass of method `graph`; returns once every resident range is loaded."""
         self._arena.check()
         method = self.methods[graph]
-        if self._error is not None or self._running or not self._can_follow(graph):
+        # Paused or running: an interrupt has kept an abort from finishing.
+        unclear = self._error is not None or self._running or self._paused
+        if unclear or not self._can_follow(graph):
             self._drain()
             self._restart(graph)
         with self._changed:
@@ -148,7 +160,13 @@ class Streamer:
             self._closed = True
             self._changed.notify_all()
         for thread in self._threads:
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
+
+    @property
+    def in_reader(self) -> bool:
+        """Whether the caller is one of the readers, which cannot wait for themselves."""
+        return threading.current_thread() in self._threads
 
     # Between passes.
 
@@ -157,8 +175,10 @@ class Streamer:
         now = self._position
         if now.queue.graph == graph:
             return True
-        crossing = self.methods[graph].crosses_calls or self.methods[now.queue.graph].crosses_calls
-        return not crossing and now.index == 0 and self._resident_loaded
+        expected = self.methods[now.queue.graph]
+        crossing = self.methods[graph].crosses_calls or expected.crosses_calls
+        # A first pass's queue brings the boundary, which the other method's steady one would not.
+        return not crossing and now.index == 0 and now.queue is expected.steady
 
     def _drain(self) -> None:
         """Stop issuing, wait for what is being copied, drop all but the resident ranges."""

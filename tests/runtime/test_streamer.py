@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -20,6 +21,7 @@ from penstock.schedule.model import (
     Trace,
     Transfer,
 )
+from penstock.schedule.verify import verify_plan
 
 UNIT = 4
 HARDWARE = Hardware("test", 1e9, 1e9, 1e9, 0)
@@ -246,6 +248,91 @@ def test_methods_that_share_an_arena_follow_one_another(arena):
     assert streamer.counters.misses == 0
     assert arena.fills.count((8, 12)) == 5
     streamer.close()
+
+
+def switching_plan() -> Plan:
+    """Two methods; storage 0 comes late in a pass and stays over its end for step 0 of the next."""
+    both = make_plan(graphs=2)
+    arena = replace(both.arena, layout=(0, 4, 8, 12))
+    steps = tuple(Step(f"s{k}", (k,), 1, 1) for k in (0, 1, 2, 0))
+    traces = tuple(replace(t, steps=steps) for t in both.traces)
+    schedules = tuple(
+        Schedule(g, (Transfer(4, 8, 1, 0), Transfer(8, 12, 2, 0), Transfer(0, 4, 3, 1)), SWITCHING_DROPS, 1)
+        for g in range(2)
+    )
+    boundary = (Range(0, 4),)
+    return replace(
+        both, arena=arena, resident=(), boundary=boundary, schedules=schedules, traces=traces, wrap="overlap"
+    )
+
+
+SWITCHING_DROPS = (Drop(0, 4, 0), Drop(4, 8, 1), Drop(8, 12, 2))
+
+
+def run_switching(streamer: Streamer, arena: HonestArena, graph: int) -> None:
+    streamer.begin(graph)
+    for step, storage in enumerate((0, 1, 2, 0)):
+        streamer.acquire(graph, step)
+        arena.require(UNIT * storage, UNIT * (storage + 1))
+        streamer.release(graph, step)
+    streamer.end(graph)
+
+
+def test_another_method_after_a_failure_gets_the_boundary_too(arena):
+    plan = switching_plan()
+    verify_plan(STORAGES, plan.traces, plan)
+    streamer = Streamer(plan, STORAGES, arena)
+    run_switching(streamer, arena, 0)
+    for graph in (1, 0, 1):
+        with streamer._changed:  # as where the readers are slow to wake up: nothing is issued meanwhile
+            streamer.abort()
+            run_switching(streamer, arena, graph)
+    streamer.close()
+
+
+@pytest.mark.parametrize("phase", ["begin", "abort"])
+def test_a_second_interrupt_does_not_leave_the_readers_paused(streamer, arena, monkeypatch, phase):
+    run_pass(streamer, arena)
+    streamer.begin(0)
+    if phase == "begin":
+        streamer.end(0)
+
+    def interrupt(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(arena, "drop", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            streamer.abort()
+    caller = threading.Thread(target=run_pass, args=(streamer, arena), daemon=True)
+    caller.start()
+    caller.join(10)
+    assert not caller.is_alive()
+
+
+def test_schedules_are_those_of_their_graphs_in_any_order(arena):
+    plan = make_plan(graphs=2)
+    other = replace(plan.traces[1], steps=plan.traces[1].steps[:3])
+    plan = replace(plan, traces=(other, plan.traces[0]))
+    streamer = Streamer(plan, STORAGES, arena)
+    assert {graph: method.steps for graph, method in streamer.methods.items()} == {0: 4, 1: 3}
+    streamer.close()
+
+
+def test_readers_that_cannot_start_leave_none_behind(arena, monkeypatch):
+    real = threading.Thread.start
+    started: list[threading.Thread] = []
+
+    def start(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(StreamError, match="fewer readers"):
+        Streamer(make_plan(), STORAGES, arena)
+    assert not started[0].is_alive()
 
 
 def wait_until(condition) -> None:
