@@ -7,6 +7,7 @@ breaks one would run, and be wrong: so all of them are checked before anything r
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import CodeType
@@ -15,19 +16,20 @@ from typing import Any, NoReturn
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+from torch.utils import _pytree as pytree
+from torch.utils import _pytree as pytree
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.value_ranges import bound_sympy
 
 from penstock.passes.graphs import dtype_name, placeholders_of, size_hint
-from penstock.schedule.errors import StreamError
+from penstock.schedule.errors import PassError, StreamError
 from penstock.schedule.model import Input, Method, Symbol
 
-_NAMES = {**SYMPY_INTERP, "math": math}
+_NAMES = {**SYMPY_INTERP, "math": math, "inf": math.inf}
 
 
 def describe_method(exported: ExportedProgram, name: str, graph: int) -> Method:
@@ -67,7 +69,8 @@ class InputChecks:
     def __init__(self, exported: ExportedProgram, source: torch.device, target: torch.device) -> None:
         nodes = user_placeholders(exported)
         self._leaves = [_leaf(exported, node, source, target) for node in nodes]
-        self._guards = [_Expression(guard) for guard in _guards(nodes)]
+        self._guards = guards_of(exported)
+        self._recorded = _recorded_guards(exported)
 
     def check(self, leaves: Sequence[Any]) -> None:
         """Raises StreamError naming the input, what was expected and what it got.
@@ -81,12 +84,74 @@ class InputChecks:
         for name, expression, got in seen.derived:
             if expression.value(seen.sizes) not in (None, got):
                 _refuse(name, f"{expression.value(seen.sizes)}, which is {expression.text}", got)
-        for guard in self._guards:
-            if guard.value(seen.sizes) is False:
+        for text, code in self._guards:
+            if not eval(code, _NAMES, {"leaves": leaves}):
                 raise StreamError(
-                    f"the sizes {seen.sizes} break {guard.text}, which held at export and which the program "
+                    f"the sizes {seen.sizes} break {text}, which held at export and which the program "
                     "relies on: export it for such sizes too"
                 )
+        for text, code in self._recorded.items():
+            if not eval(code, _NAMES, {"leaves": leaves}):
+                raise StreamError(
+                    f"the inputs break {text}, which held at export and which the program relies on: "
+                    "export it for such sizes too"
+                )
+
+
+def guards_of(exported: ExportedProgram) -> list[tuple[str, CodeType]]:
+    """Returns what export assumed about the inputs beyond ranges: each as text, and as code on `leaves`.
+
+    Export writes it down as Python on its own names of the inputs, which a stored program keeps.
+    Raises PassError for an input that has no such name here.
+    """
+    sources = _sources(exported)
+    guards = []
+    for text in dict.fromkeys(getattr(exported, "_guards_code", ())):
+        source = text
+        for name, position in sources:
+            source = source.replace(name, f"leaves[{position}]")
+        if "L[" in source:
+            raise PassError(
+                f"the program relies on {text}, which names an input that cannot be found in its calls: "
+                "export with strict=True, or pass inputs in lists, tuples and dictionaries only"
+            )
+        guards.append((text, compile(source, "<guard>", "eval")))
+    return guards
+
+
+def _sources(exported: ExportedProgram) -> list[tuple[str, int]]:
+    """Returns the names that guards may have for a leaf, and its position, for every leaf."""
+    spec = exported.call_spec.in_spec
+    if spec is None:
+        return []
+    signature = exported.module_call_graph[0].signature
+    names = list(signature.forward_arg_names or ()) if signature else []
+    positional, by_name = spec.children()
+    paths: list[tuple[str, ...]] = []
+    for position, child in enumerate(positional.children()):
+        name = names[position] if position < len(names) else ""
+        base, _, index = name.rpartition("_")
+        # Of `*rest` the signature has rest_0, rest_1, ...
+        starts = (f"L['{name}']", f"L['{base}'][{index}]") if index.isdigit() else (f"L['{name}']",)
+        paths += [tuple(start + path for start in starts) for path in _paths(child)]
+    for name, child in zip(by_name.context or (), by_name.children(), strict=True):
+        paths += [(f"L['{name}']{path}", f"L['kwargs']['{name}']{path}") for path in _paths(child)]
+    named = [(name, leaf) for leaf, candidates in enumerate(paths) for name in candidates]
+    return named + [(f"L['flat_args'][{leaf}]", leaf) for leaf in range(len(paths))]
+
+
+def _paths(spec: pytree.TreeSpec) -> list[str]:
+    """Returns how each leaf of a tree is reached from its root; a class of its own has no path."""
+    if spec.is_leaf():
+        return [""]
+    keys: Sequence[object] = range(spec.num_children)
+    if spec.type in (dict, OrderedDict):
+        keys = [repr(key) for key in spec.context]
+    elif spec.type not in (list, tuple):
+        keys = ["?"] * spec.num_children
+    return [
+        f"[{key}]{path}" for key, child in zip(keys, spec.children(), strict=True) for path in _paths(child)
+    ]
 
 
 class _Expression:
@@ -178,8 +243,9 @@ class _ConstantLeaf:
     value: Any
 
     def check(self, leaf: Any, seen: _Seen) -> None:
-        same = leaf == self.value or (_is_nan(leaf) and _is_nan(self.value))
-        if type(leaf) is not type(self.value) or not same:
+        if type(leaf) is not type(self.value):
+            _refuse(self.name, f"the exported value {self.value!r}", f"a value of type {type(leaf).__name__}")
+        if not (leaf == self.value or (_is_nan(leaf) and _is_nan(self.value))):
             _refuse(self.name, f"the exported value {self.value!r}", repr(leaf))
 
 
@@ -211,15 +277,6 @@ def _linear(expression: sympy.Expr) -> tuple[str, int, int] | None:
         return None
     scale, shift = polynomial.all_coeffs()
     return str(symbols[0]), int(scale), int(shift)
-
-
-def _guards(nodes: Sequence[fx.Node]) -> list[sympy.Basic]:
-    """Returns what export assumed about the sizes of the inputs beyond their ranges."""
-    for node in nodes:
-        value = node.meta.get("val")
-        if isinstance(value, FakeTensor) and value.fake_mode.shape_env is not None:
-            return [guard.expr for guard in value.fake_mode.shape_env.guards]
-    return []
 
 
 def _is_nan(value: object) -> bool:

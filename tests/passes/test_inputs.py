@@ -1,14 +1,17 @@
 """Calls that the exported program would run wrongly, or not at all, are refused before they run."""
 
+import io
+
 import pytest
 import torch
 from pass_models import CASES
-from pass_runs import export
+from pass_runs import export, stored
 from torch import nn
 
+from penstock.passes.annotate import annotate_with_values
 from penstock.passes.calling import CallingConvention
 from penstock.passes.inputs import describe_method
-from penstock.schedule.errors import StreamError
+from penstock.schedule.errors import PassError, StreamError
 
 CPU = torch.device("cpu")
 
@@ -118,6 +121,46 @@ def test_guards_hold_on_every_call():
         convention.flatten((torch.randn(10), torch.randn(11)), {})
 
 
+class Deep(nn.Module):
+    def forward(self, x, pair, *rest, d, n, **kwargs):
+        sizes = pair[1].shape[0] + d["k"][0].shape[0] + n + rest[1].shape[0] + kwargs["z"].shape[0]
+        return x.sum() + n if x.shape[0] * 2 > sizes + 1 else x.sum() - n
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_guards_of_a_stored_program_hold_wherever_the_inputs_are(strict):
+    auto = torch.export.Dim.AUTO
+
+    def call(rows):
+        args = (torch.randn(rows), (torch.randn(3), torch.randn(4)), torch.randn(2), torch.randn(2))
+        return args, {"d": {"k": [torch.randn(5)]}, "n": 2, "z": torch.randn(3)}
+
+    one = {0: auto}
+    shapes = {"x": one, "pair": (None, one), "rest": (None, one)}
+    shapes |= {"d": {"k": [one]}, "n": auto, "kwargs": {"z": one}}
+    exported = torch.export.export(Deep(), *call(40), dynamic_shapes=shapes, strict=strict)
+    for program in (exported, stored(annotate_with_values(exported)).programs["forward"]):
+        convention = convention_of(program)
+        args, kwargs = call(9)
+        assert len(convention.flatten(args, kwargs)) == 8
+        args, kwargs = call(8)
+        with pytest.raises(StreamError, match="which held at export"):
+            convention.flatten(args, kwargs)
+
+
+def test_a_guard_on_an_input_nobody_can_find_is_refused():
+    exported = exported_with(lambda x: x + 1, (torch.randn(4),), ({0: torch.export.Dim.AUTO},))
+    exported._guards_code = ["L['cache'].keys.size()[0] > 1"]
+    with pytest.raises(PassError, match="names an input that cannot be found"):
+        annotate_with_values(exported)
+
+
+def test_a_tensor_for_a_constant_is_refused():
+    exported = exported_with(lambda x, n: x * n, (torch.randn(4), 2.0), (None, None))
+    with pytest.raises(StreamError, match=r"the exported value 2\.0, got a value of type Tensor"):
+        convention_of(exported).flatten((torch.randn(4), torch.randn(4)), {})
+
+
 def test_dynamic_numbers():
     automatic = torch.export.Dim.AUTO
     exported = exported_with(lambda x, n: x[:n].sum() * n, (torch.randn(8), 4), ({0: automatic}, automatic))
@@ -126,3 +169,30 @@ def test_dynamic_numbers():
     assert convention.flatten((torch.randn(9), 5), {})[1] == 5
     with pytest.raises(StreamError, match="expected a value of type int, got float"):
         convention.flatten((torch.randn(9), 5.0), {})
+
+
+class Table(torch.nn.Module):
+    """Hands out a slice of a weight that is a copy, except where the slice is all of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.randn(8, 64))
+
+    def forward(self, x, named, *rest, flag=None):
+        rows = x.shape[1] + named["k"].shape[0] - rest[0].shape[0]
+        return self.table[:, :rows].contiguous(), flag.sum()
+
+
+def test_guards_hold_after_saving():
+    automatic = torch.export.Dim.AUTO
+    args = (torch.randn(3, 33), {"k": torch.randn(5)}, torch.randn(5))
+    sizes = {"x": {1: automatic}, "named": {"k": {0: automatic}}, "rest": ({0: automatic},), "flag": None}
+    exported = torch.export.export(Table(), args, {"flag": torch.ones(2)}, dynamic_shapes=sizes)
+    stored = io.BytesIO()
+    torch.export.save(exported, stored)
+    stored.seek(0)
+    convention = convention_of(torch.export.load(stored))
+    flag = {"flag": torch.ones(2)}
+    convention.flatten((torch.randn(3, 63), *args[1:]), flag)
+    with pytest.raises(StreamError, match=r"break .*!= 64, which held at export"):
+        convention.flatten((torch.randn(3, 64), *args[1:]), flag)
