@@ -10,7 +10,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 from torch.utils import _pytree as pytree
 
-from penstock.passes.inputs import InputChecks, user_placeholders
+from penstock.passes.inputs import InputChecks, guards_of, user_placeholders
 from penstock.schedule.errors import PassError, StreamError
 
 _WRITTEN_BACK = {OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION, OutputKind.USER_INPUT_MUTATION}
@@ -18,7 +18,8 @@ _UNDERSTOOD = {*_WRITTEN_BACK, OutputKind.USER_OUTPUT}
 
 
 def check_signature(exported: ExportedProgram) -> None:
-    """Raises PassError for a program with outputs that are more than results and mutations."""
+    """Raises PassError for outputs that are more than results and mutations, or guards nobody can check."""
+    guards_of(exported)
     for spec in exported.graph_signature.output_specs:
         if spec.kind not in _UNDERSTOOD:
             raise PassError(

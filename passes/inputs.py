@@ -20,7 +20,6 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 from torch.utils import _pytree as pytree
-from torch.utils import _pytree as pytree
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.value_ranges import bound_sympy
@@ -70,7 +69,6 @@ class InputChecks:
         nodes = user_placeholders(exported)
         self._leaves = [_leaf(exported, node, source, target) for node in nodes]
         self._guards = guards_of(exported)
-        self._recorded = _recorded_guards(exported)
 
     def check(self, leaves: Sequence[Any]) -> None:
         """Raises StreamError naming the input, what was expected and what it got.
@@ -89,12 +87,6 @@ class InputChecks:
                 raise StreamError(
                     f"the sizes {seen.sizes} break {text}, which held at export and which the program "
                     "relies on: export it for such sizes too"
-                )
-        for text, code in self._recorded.items():
-            if not eval(code, _NAMES, {"leaves": leaves}):
-                raise StreamError(
-                    f"the inputs break {text}, which held at export and which the program relies on: "
-                    "export it for such sizes too"
                 )
 
 
@@ -135,7 +127,7 @@ def _sources(exported: ExportedProgram) -> list[tuple[str, int]]:
         starts = (f"L['{name}']", f"L['{base}'][{index}]") if index.isdigit() else (f"L['{name}']",)
         paths += [tuple(start + path for start in starts) for path in _paths(child)]
     for name, child in zip(by_name.context or (), by_name.children(), strict=True):
-        paths += [(f"L['{name}']{path}", f"L['kwargs']['{name}']{path}") for path in _paths(child)]
+        paths += [(f"L['{name}']{path}",) for path in _paths(child)]
     named = [(name, leaf) for leaf, candidates in enumerate(paths) for name in candidates]
     return named + [(f"L['flat_args'][{leaf}]", leaf) for leaf in range(len(paths))]
 
@@ -243,9 +235,11 @@ class _ConstantLeaf:
     value: Any
 
     def check(self, leaf: Any, seen: _Seen) -> None:
-        if type(leaf) is not type(self.value):
-            _refuse(self.name, f"the exported value {self.value!r}", f"a value of type {type(leaf).__name__}")
-        if not (leaf == self.value or (_is_nan(leaf) and _is_nan(self.value))):
+        if isinstance(leaf, torch.Tensor):
+            _refuse(self.name, f"the exported value {self.value!r}", "a tensor")
+        if type(leaf) is not type(self.value) or not (
+            leaf == self.value or (_is_nan(leaf) and _is_nan(self.value))
+        ):
             _refuse(self.name, f"the exported value {self.value!r}", repr(leaf))
 
 

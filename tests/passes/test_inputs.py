@@ -122,8 +122,8 @@ def test_guards_hold_on_every_call():
 
 
 class Deep(nn.Module):
-    def forward(self, x, pair, *rest, d, n, **kwargs):
-        sizes = pair[1].shape[0] + d["k"][0].shape[0] + n + rest[1].shape[0] + kwargs["z"].shape[0]
+    def forward(self, x, pair, *rest, d, n, z):
+        sizes = pair[1].shape[0] + d["k"][0].shape[0] + n + rest[1].shape[0] + z.shape[0]
         return x.sum() + n if x.shape[0] * 2 > sizes + 1 else x.sum() - n
 
 
@@ -137,7 +137,7 @@ def test_guards_of_a_stored_program_hold_wherever_the_inputs_are(strict):
 
     one = {0: auto}
     shapes = {"x": one, "pair": (None, one), "rest": (None, one)}
-    shapes |= {"d": {"k": [one]}, "n": auto, "kwargs": {"z": one}}
+    shapes |= {"d": {"k": [one]}, "n": auto, "z": one}
     exported = torch.export.export(Deep(), *call(40), dynamic_shapes=shapes, strict=strict)
     for program in (exported, stored(annotate_with_values(exported)).programs["forward"]):
         convention = convention_of(program)
@@ -157,7 +157,7 @@ def test_a_guard_on_an_input_nobody_can_find_is_refused():
 
 def test_a_tensor_for_a_constant_is_refused():
     exported = exported_with(lambda x, n: x * n, (torch.randn(4), 2.0), (None, None))
-    with pytest.raises(StreamError, match=r"the exported value 2\.0, got a value of type Tensor"):
+    with pytest.raises(StreamError, match=r"the exported value 2\.0, got a tensor"):
         convention_of(exported).flatten((torch.randn(4), torch.randn(4)), {})
 
 
