@@ -16,6 +16,7 @@ from penstock.runtime.arena import WeightArena, open_arena
 from penstock.runtime.module import BoundMethod, Resources, Stats, StreamedModule
 from penstock.runtime.source import Source
 from penstock.runtime.streamer import Counters, Streamer
+from penstock.schedule.errors import StreamError
 from penstock.schedule.model import Extent, Method, Part, Plan, Storage
 from penstock.schedule.payload import Payload
 from penstock.schedule.sizes import format_size
@@ -38,7 +39,12 @@ class LoadOptions:
 def open_source(payload: Payload, folder: Path) -> Source:
     """The weight files, read through the page cache where it holds them and past it where not."""
     source = Source(payload.files, folder, mode="direct")
-    if source.cached_fraction() < WARM_FRACTION:
+    try:
+        cached = source.cached_fraction()
+    except BaseException:
+        source.close()
+        raise
+    if cached < WARM_FRACTION:
         return source
     source.close()
     return Source(payload.files, folder, mode="buffered")
@@ -46,7 +52,10 @@ def open_source(payload: Payload, folder: Path) -> Source:
 
 def load_on_cpu(folder: Path, payload: Payload, plan: Plan, options: LoadOptions) -> StreamedModule:
     """A streamed module for a verified plan; on an error everything opened so far is closed again."""
-    with ExitStack() as opened:
+    if options.readers < 1:
+        raise StreamError(f"expected one reader or more, got {options.readers}: somebody has to read weights")
+    # Weights made in inference mode could not be written outside it, nor those of a default device read.
+    with ExitStack() as opened, torch.inference_mode(False), torch.device("cpu"):
         source = open_source(payload, folder)
         opened.callback(source.close)
         outside = _load_outside(payload.storages, plan.outside, source, options.readers)

@@ -56,7 +56,10 @@ class BoundMethod:
 
 @dataclass
 class Resources:
-    """What must be given back in order: readers first, then the memory they write, then the files."""
+    """What must be given back in order: readers first, then the memory they write, then the files.
+
+    Every closer may be called again.
+    """
 
     streamer: Streamer | None
     closers: tuple[Callable[[], None], ...]
@@ -64,11 +67,12 @@ class Resources:
     closed: bool = False
 
     def close(self) -> None:
-        """Give everything back. Idempotent; a forked child has no readers, and may only close."""
-        if self.closed:
-            return
+        """Give everything back, also after an interrupt; a forked child has no readers and may only close."""
         self.closed = True
         if self.streamer is not None and os.getpid() == self.owner:
+            if self.streamer.in_reader:  # collected as garbage there: a reader cannot wait for itself
+                threading.Thread(target=self.close, name="penstock-close").start()
+                return
             self.streamer.close()
         for close in self.closers:
             close()
@@ -121,14 +125,15 @@ class StreamedModule(torch.nn.Module):
     def close(self) -> None:
         """Stop the readers and give all memory back. Idempotent; calls after it raise StreamError."""
         if os.getpid() != self._resources.owner:
-            self._finalizer()  # the lock may be held for ever by a thread that exists in the parent only
+            self._resources.close()  # the lock may be held by a thread that exists in the parent only
             return
         if not self._running.acquire(blocking=False):
             raise StreamError("the module cannot be closed while a call runs in it: wait for that call")
         try:
-            self._finalizer()
+            self._resources.close()
         finally:
             self._running.release()
+        self._finalizer.detach()
 
     def __enter__(self) -> StreamedModule:
         return self
@@ -155,7 +160,12 @@ class StreamedModule(torch.nn.Module):
 
     def arguments(self, leaves: Sequence[Any], method: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments of a method from its leaves in pytree order."""
-        return self._methods[method].program.convention.unflatten(leaves)
+        return self._method(method).program.convention.unflatten(leaves)
+
+    def _method(self, name: str) -> BoundMethod:
+        if name not in self._methods:
+            raise StreamError(f"there is no method {name!r}: call one of {', '.join(self._methods)}")
+        return self._methods[name]
 
     def _only_method(self) -> str:
         if len(self._methods) == 1:
@@ -165,7 +175,7 @@ class StreamedModule(torch.nn.Module):
         raise StreamError(f"this module has several methods: call one of {', '.join(self._methods)} by name")
 
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        method = self._methods[name]
+        method = self._method(name)
         with self._exclusive():
             leaves = _checked(method.program, args, kwargs)
             if self._resources.streamer is None:

@@ -1,0 +1,186 @@
+"""A streamed module at its edges: closing that is interrupted or late, methods, modes of the caller."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.export import export
+
+import penstock
+from penstock.runtime.program import Program
+from tests.runtime.conftest import Compiled
+from tests.runtime.models import Counter
+
+
+def left_behind() -> list[str]:
+    """Readers and mappings of weights that this process still has."""
+    readers = [t.name for t in threading.enumerate() if t.name.startswith("penstock")]
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return readers + [line for line in maps if "weights.safetensors" in line]
+
+
+def test_a_close_that_was_interrupted_can_be_finished(
+    stack: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = stack.open().load("50%", arena="mapped")
+    module(stack.tokens)
+    streamer = module._resources.streamer
+    assert streamer is not None
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streamer, "close", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            module.close()
+    with pytest.raises(penstock.StreamError, match="closed"):
+        module(stack.tokens)
+    module.close()
+    assert not left_behind()
+
+
+def test_a_module_collected_on_one_of_its_readers_is_closed(stack: Compiled) -> None:
+    """The garbage collector runs on whatever thread allocates, readers included."""
+    module = stack.open().load("50%", arena="mapped")
+    module(stack.tokens)
+    resources = module._resources
+    assert resources.streamer is not None
+    finished = threading.Event()
+
+    def collect(*_: int) -> int:
+        resources.close()
+        finished.set()
+        return 0
+
+    resources.streamer._arena.fill = collect  # type: ignore[method-assign]
+    resources.streamer.abort()  # loads the boundary again
+    assert finished.wait(10)
+    for thread in threading.enumerate():
+        if thread.name.startswith("penstock"):
+            thread.join(10)
+    assert not left_behind()
+
+
+@pytest.mark.parametrize("mode", ["inference", "device"])
+def test_the_mode_in_which_a_program_is_loaded_does_not_matter(tmp_path: Path, mode: str) -> None:
+    model = Counter()
+    x = torch.randn(2, 256)
+    program = penstock.compile(export(model, (x,)), tmp_path / "counter.penstock")
+    context = torch.inference_mode() if mode == "inference" else torch.device("meta")
+    with context:
+        module = program.load("100%")
+    with module, torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(module(x), model(x))
+
+
+@pytest.mark.parametrize("readers", [0, -1])
+def test_somebody_has_to_read(stack: Compiled, readers: int) -> None:
+    with pytest.raises(penstock.StreamError, match="one reader or more"):
+        stack.open().load("50%", readers=readers)
+
+
+# Several methods.
+
+
+class Cached(nn.Module):
+    """Two entries, one state: prefill writes what decode goes on with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(640, 640) for _ in range(6)])
+        self.head = nn.Linear(640, 640)
+        self.register_buffer("state", torch.zeros(1, 640))
+
+    def prefill(self, x: torch.Tensor) -> torch.Tensor:
+        self.state.copy_(self.layers(x).sum(0, keepdim=True))
+        return self.head(self.state)
+
+    def decode(self, x: torch.Tensor) -> torch.Tensor:
+        self.state.add_(self.layers[:3](x))
+        return self.head(self.state)
+
+
+class Prefill(nn.Module):
+    def __init__(self, model: Cached) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model.prefill(x)
+
+
+class Decode(nn.Module):
+    def __init__(self, model: Cached) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model.decode(x)
+
+
+@pytest.fixture(scope="module")
+def methods(tmp_path_factory: pytest.TempPathFactory) -> tuple[Program, Cached]:
+    torch.manual_seed(0)
+    model = Cached().eval()
+    exported = {
+        "prefill": export(Prefill(model), (torch.randn(5, 640),)),
+        "decode": export(Decode(model), (torch.randn(1, 640),)),
+    }
+    path = tmp_path_factory.mktemp("methods") / "cached.penstock"
+    penstock.compile(exported, path)
+    return penstock.open(path), model
+
+
+@pytest.mark.parametrize("budget", ["floor", "60%", "80%", "100%"])
+@pytest.mark.parametrize("arena", ["mapped", "contiguous", "paged"])
+def test_methods_share_weights_and_state(methods: tuple[Program, Cached], arena: str, budget: str) -> None:
+    program, model = methods
+    size = program.floor(arena=arena) if budget == "floor" else budget
+    with torch.no_grad(), program.load(size, arena=arena, poison=True) as module:
+        for name, rows in [("prefill", 5), ("decode", 1), ("decode", 1), ("prefill", 5), ("decode", 1)]:
+            x = torch.randn(rows, 640)
+            assert torch.equal(getattr(module, name)(x), getattr(model, name)(x)), name
+        assert module.stats.misses == 0
+        assert module.stats.peak_bytes <= module.stats.budget
+        with pytest.raises(penstock.StreamError, match="prefill, decode"):
+            module(x)
+        for unknown in (module.call, module.arguments):
+            with pytest.raises(penstock.StreamError, match="there is no method"):
+                unknown(*(["train"] if unknown == module.call else [[], "train"]))
+
+
+def test_a_plan_goes_through_json(methods: tuple[Program, Cached]) -> None:
+    from penstock.schedule.payload import plan_from_json
+
+    program, model = methods
+    plan = program.plan("50%")
+    again = plan_from_json(plan.to_json())
+    assert again == plan
+    x = torch.randn(1, 640)
+    with torch.no_grad(), program.load(plan=again) as module:
+        model.state.zero_()
+        assert torch.equal(module.decode(x), model.decode(x))
+
+
+def test_a_plan_of_another_artifact_is_refused(methods: tuple[Program, Cached], stack: Compiled) -> None:
+    with pytest.raises(penstock.PlanError, match="another program"):
+        stack.open().load(plan=methods[0].plan("50%"))
+
+
+def test_descriptors_and_threads_do_not_grow(stack: Compiled) -> None:
+    program = stack.open()
+    before = len(os.listdir("/proc/self/fd"))
+    for arena in ("mapped", "contiguous", "paged"):
+        with program.load("50%", arena=arena) as module:
+            module(stack.tokens)
+        with pytest.raises(penstock.BudgetError):
+            program.load(1, arena=arena)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert not left_behind()
