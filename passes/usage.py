@@ -10,14 +10,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
-from penstock.passes.graphs import placeholders_of, subgraphs_of
+from penstock.passes.graphs import placeholders_of, subgraphs_of, tensors_of
 from penstock.passes.propagation import fake_inputs, propagate, storages_of
 from penstock.passes.weights import Weights
 from penstock.schedule.model import Kind
@@ -87,6 +89,7 @@ class Flow:
 
 def follow(graph_module: fx.GraphModule, aliases: dict[int, int]) -> Flow:
     """Follows storages through a propagated graph; `aliases` maps a fake storage to its number."""
+    aliases = dict(aliases)
     reads: dict[str, tuple[int, ...]] = {}
     written: set[int] = set()
     escaping: set[int] = set()
@@ -104,6 +107,10 @@ def follow(graph_module: fx.GraphModule, aliases: dict[int, int]) -> Flow:
         elif not is_view(node):
             reads[node.name] = tuple(sorted(touched))
             written |= _touched(list(_written_arguments(node)), aliases)
+            hidden = _touched(list(_possibly_returned(node)), aliases)
+            escaping |= hidden if len(hidden) > 1 else set()
+            for storage in storages_of(node.meta.get("val")) if hidden else ():
+                aliases.setdefault(storage, min(hidden))
     return Flow(reads, frozenset(written), frozenset(escaping))
 
 
@@ -135,13 +142,39 @@ def _written_arguments(node: fx.Node) -> Iterator[fx.Node]:
     """
     if not isinstance(node.target, OpOverload):
         return
-    arguments = node.target._schema.arguments
-    passed = {a.name: value for a, value in zip(arguments, node.args, strict=False)} | dict(node.kwargs)
+    arguments, passed = node.target._schema.arguments, _passed(node, node.target)
     trains = passed.get("training", passed.get("train", passed.get("use_input_stats"))) is True
     for argument in arguments:
         marked = argument.alias_info is not None and argument.alias_info.is_write
         if marked or (trains and argument.name in {"running_mean", "running_var"}):
             yield from (n for n in pytree.tree_leaves(passed.get(argument.name)) if isinstance(n, fx.Node))
+
+
+def _possibly_returned(node: fx.Node) -> Iterator[fx.Node]:
+    """Yields the nodes that a schema says the result may share memory with, where fakes cannot tell.
+
+    A custom operator's fake need not alias what the operator does; and whether `contiguous` copies may
+    hang on a size that only a run knows. For all others the fakes are right, and the schema is too wide.
+    """
+    if not isinstance(node.target, OpOverload):
+        return
+    schema, passed = node.target._schema, _passed(node, node.target)
+    if node.target.namespace == "aten" and not _has_unknown_size(node.meta.get("val")):
+        return
+    returned = {name for value in schema.returns if value.alias_info for name in value.alias_info.before_set}
+    for argument in schema.arguments:
+        if argument.alias_info is not None and not returned.isdisjoint(argument.alias_info.before_set):
+            yield from (n for n in pytree.tree_leaves(passed.get(argument.name)) if isinstance(n, fx.Node))
+
+
+def _has_unknown_size(value: object) -> bool:
+    return any(free_unbacked_symbols(tensor) for tensor in tensors_of(value))
+
+
+def _passed(node: fx.Node, operator: OpOverload) -> dict[str, Any]:
+    """Returns what a node passes to each argument."""
+    names = (argument.name for argument in operator._schema.arguments)
+    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
 def _follow_operands(node: fx.Node, aliases: dict[int, int]) -> Flow:
@@ -157,6 +190,8 @@ def _follow_operands(node: fx.Node, aliases: dict[int, int]) -> Flow:
     carried = _touched(
         [leaf for leaf in pytree.tree_leaves(_carried(node)) if isinstance(leaf, fx.Node)], aliases
     )
+    if not bodies:  # nothing to look into: a kernel of its own may do anything
+        return Flow({}, everything, everything)
     written: set[int] = set()
     escaping: set[int] = set(carried)
     for body in bodies:

@@ -3,10 +3,12 @@
 import pytest
 import torch
 from pass_models import CASES
-from pass_runs import decompose, export
+from pass_runs import decompose, export, prepare, same_bits, streaming
 from torch import nn
 
-from penstock.passes.usage import find_usage
+from penstock.passes.lowering import eager
+from penstock.passes.propagation import storages_of
+from penstock.passes.usage import find_usage, follow
 from penstock.passes.weights import find_weights
 
 
@@ -119,3 +121,61 @@ def test_the_program_is_left_as_it_was():
     reads_of(exported)
     assert [(node.name, id(node.meta.get("val"))) for node in exported.graph.nodes] == before
     assert all(torch.equal(values[name], value) for name, value in exported.state_dict.items())
+
+
+class Late(nn.Module):
+    """Reads `w`, through what may be a copy of it, behind a step that reads something else."""
+
+    def __init__(self, view):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, 8))
+        self.other = nn.Parameter(torch.randn(8))
+        self.view = view
+
+    def forward(self, x, n):
+        size = n.item()
+        torch._check(size >= 1)
+        torch._check(size <= 8)
+        view = self.view(self.w[:, :size])
+        y = x + self.other
+        return view.sum() * y
+
+
+@pytest.fixture
+def tail():
+    """An operator that returns a view, as its schema says, with a fake that does not."""
+    library = torch.library.Library("penstock_test", "FRAGMENT")
+    library.define("tail(Tensor(a) x) -> Tensor(a)")
+    library.impl("tail", lambda x: x[1:], "CompositeExplicitAutograd")
+    torch.library.register_fake("penstock_test::tail", lambda x: x[1:].clone(), lib=library)
+    yield torch.ops.penstock_test.tail
+    library._destroy()
+
+
+@pytest.mark.parametrize("name", ["contiguous", "reshape", "tail"])
+def test_what_may_be_a_view_is_followed(name, tail):
+    views = {"contiguous": torch.Tensor.contiguous, "reshape": lambda x: x.reshape(-1), "tail": tail}
+    model = Late(views[name])
+    exported = torch.export.export(model, (torch.randn(8), torch.tensor(3)))
+    lowered, streamer = prepare(exported)
+    steps = lowered.payload.traces[0].steps
+    program = eager.bind(lowered, streamer.tensors(), lowered.payload.methods[0], range(len(steps)))
+    for size in (3, 8):  # all of the weight is contiguous
+        args = (torch.randn(8), torch.tensor(size))
+        with torch.no_grad(), streaming(streamer):
+            assert same_bits(program(*args), model(*args))
+
+
+def test_a_higher_order_operator_without_a_body_may_write():
+    _, exported = export(CASES["WithoutGrad"])
+    weights = find_weights(exported)
+    for node in exported.graph.nodes:
+        if str(node.target) == "wrap_with_set_grad_enabled":
+            node.args = tuple(arg for arg in node.args if getattr(arg, "op", "") != "get_attr")
+    aliases = {}
+    for node in exported.graph.nodes:
+        if node.name in weights.placeholders:
+            aliases[storages_of(node.meta["val"])[0]] = weights.storage_of(node.name)
+    flow = follow(exported.graph_module, aliases)
+    names = {weights.weights[s].fqn for s in flow.written}
+    assert names == {"a.weight", "a.bias", "scale"}
