@@ -76,6 +76,21 @@ def _retarget_node(node: fx.Node, source: torch.device, target: torch.device) ->
     if isinstance(node.target, HigherOrderOperator) and "autocast" in name and args[0] == source.type:
         args = (target.type, *args[1:])
     node.args, node.kwargs = args, kwargs
+    if isinstance(node.target, OpOverload) and _is_transfer(node, node.target):
+        # Between devices it made a copy. Where they become one it would hand out its input.
+        position = [argument.name for argument in node.target._schema.arguments].index("copy")
+        if position < len(args):
+            node.args = (*args[:position], True, *args[position + 1 :])
+        else:
+            node.kwargs = kwargs | {"copy": True}
+
+
+def _is_transfer(node: fx.Node, operator: OpOverload) -> bool:
+    """Tells whether a conversion took its tensor to another device when it was exported."""
+    if operator.overloadpacket is not torch.ops.aten.to:
+        return False
+    devices = {tensor.device for tensor in tensors_of(node.meta.get("val"))}
+    return any(t.device not in devices for t in tensors_of(node.all_input_nodes[0].meta.get("val")))
 
 
 def _indexed(device: torch.device) -> torch.device:

@@ -4,7 +4,8 @@ import pytest
 import torch
 from pass_models import CASES
 from pass_runs import export
-from torch import nn
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.passes.retarget import exported_device, retarget
 from penstock.schedule.errors import PassError
@@ -90,3 +91,22 @@ def test_operators_of_one_device_cannot_move():
     assert retarget(exported.graph_module, "cpu").code == exported.graph_module.code
     with pytest.raises(PassError, match=r"flash_attention_for_cpu\.default, which exists on a CPU only"):
         retarget(exported.graph_module, "cuda")
+
+
+@pytest.mark.parametrize("overload", ["device", "dtype_layout"])
+def test_a_transfer_stays_a_copy_where_two_devices_become_one(overload):
+    """Else its result would share memory with a weight that export saw copied."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    cpu = torch.device("cpu")
+    if overload == "device":
+        moved = graph.call_function(torch.ops.aten.to.device, (x, cpu, torch.float32))
+    else:
+        moved = graph.call_function(torch.ops.aten.to.dtype_layout, (x,), {"device": cpu})
+    graph.output(moved)
+    with FakeTensorMode():
+        x.meta["val"] = torch.empty(4, device="cuda")
+        moved.meta["val"] = torch.empty(4)
+    lowered = retarget(fx.GraphModule({}, graph), "cpu")
+    value = torch.ones(4)
+    assert lowered(value).data_ptr() != value.data_ptr()
