@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 
 from penstock.runtime.safetensors_file import TORCH_NAMES, TensorEntry, read_header
+from penstock.runtime.stamp import file_chunks
 from penstock.schedule.errors import SourceError
 from penstock.schedule.model import Extent, Part, Storage, Weight
 from penstock.schedule.payload_checks import part_nbytes
@@ -45,9 +46,10 @@ def bind(
 ) -> tuple[Storage, ...]:
     """`storages` with the extents that the checkpoint gives them.
 
-    Tied weights need one of their names in the files. A parameter that no file has is an error, as is
-    one of another dtype, shape or order of elements; a buffer or constant may be missing, its storage
-    then has no extents. Raises SourceError naming what is wrong, all missing ones counted.
+    Tied weights need one of their names in the files, and the same bytes under all that are there. A
+    parameter that no file has is an error, as is one of another dtype, shape or order of elements; a
+    buffer or constant may be missing with all of its storage, which then has no extents. Raises
+    SourceError naming what is wrong, all missing ones counted.
     """
     found: dict[int, dict[tuple[int, int], Extent]] = {}
     absent: list[Weight] = []
@@ -60,12 +62,18 @@ def bind(
             number, entry = checkpoint.tensors[name]
             _check_tensor(weight, part, name, entry, checkpoint.files[number])
             extent = Extent(number, entry.start, part.offset, entry.nbytes)
-            found.setdefault(part.storage, {}).setdefault((part.offset, entry.nbytes), extent)
+            first = found.setdefault(part.storage, {}).setdefault((part.offset, entry.nbytes), extent)
+            if first != extent:
+                _check_tie(weight, name, (first, extent), checkpoint)
     bound = tuple(
         replace(storage, extents=_disjoint(found[index].values())) if index in found else storage
         for index, storage in enumerate(storages)
     )
-    _refuse_missing([w for w in absent if not _covered(w, bound)], checkpoint)
+    missing = [w for w in absent if not _covered(w, bound)]
+    # What shares a storage with a weight from the files has no other place to come from.
+    _refuse_missing(
+        [w for w in missing if w.role == "parameter" or any(p.storage in found for p in w.parts)], checkpoint
+    )
     return bound
 
 
@@ -87,6 +95,18 @@ def _check_tensor(weight: Weight, part: Part, name: str, entry: TensorEntry, pat
         raise SourceError(
             f"weight {weight.fqn} has strides {list(part.stride)} in the program, but safetensors files hold "
             "dense tensors: make it contiguous before the export, or compile without weights="
+        )
+
+
+def _check_tie(weight: Weight, name: str, places: tuple[Extent, Extent], checkpoint: Checkpoint) -> None:
+    """Compare the bytes of two tensors of the files that are one weight of the program."""
+    first, second = (
+        file_chunks(checkpoint.files[e.file], e.file_offset, e.file_offset + e.nbytes) for e in places
+    )
+    if any(a != b for a, b in zip(first, second, strict=True)):
+        raise SourceError(
+            f"weight {weight.fqn} is tied to another in the program, but tensor {name!r} holds other values "
+            "than that one's: export it with the checkpoint loaded, or rename one of them"
         )
 
 
@@ -117,13 +137,13 @@ def _covered(weight: Weight, storages: Sequence[Storage]) -> bool:
 
 
 def _refuse_missing(absent: Sequence[Weight], checkpoint: Checkpoint) -> None:
-    missing = [w.fqn for w in absent if w.role == "parameter"]
+    missing = [w.fqn for w in absent]
     if missing:
         named = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
         files = ", ".join(str(p) for p in checkpoint.files[:2]) + (
             ", ..." if len(checkpoint.files) > 2 else ""
         )
         raise SourceError(
-            f"{len(missing)} of the program's parameters are not in {files}: {named}; "
+            f"{len(missing)} of the program's weights are not in {files}: {named}; "
             "give the missing shards, or say with rename= what they are called there"
         )
