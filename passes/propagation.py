@@ -8,6 +8,7 @@ is why nothing in these passes keeps a list of view operators.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,7 +31,10 @@ def propagate(graph_module: fx.GraphModule, inputs: Sequence[object]) -> fx.Grap
     `inputs` are fake tensors and symbolic sizes of one fake mode, as `fake_inputs` makes them.
     """
     copied = copy_graph_module(graph_module)
-    _CountingProp(copied, fake_mode_of(inputs)).propagate_dont_convert_inputs(*inputs)
+    mode = fake_mode_of(inputs)
+    # The symbols are the exported program's own: a guard added here would make its dynamic sizes static.
+    with mode.shape_env.suppress_guards() if mode.shape_env else nullcontext():
+        _CountingProp(copied, mode).propagate_dont_convert_inputs(*inputs)
     return copied
 
 

@@ -165,3 +165,24 @@ def test_a_partitioner_backend_works_in_memory(name, monkeypatch):
     with torch.no_grad():
         assert same_bits(got, model(*args))
     assert len(streamer.log) == 2 * len(streamer.payload.traces[0].steps)
+
+
+def test_dynamic_sizes_stay_dynamic():
+    """The fake kernel of `complex` compares sizes: that may not become a guard of the user's program."""
+
+    class Complex(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.linear(x)
+            return torch.complex(y, y)
+
+    batch = torch.export.Dim("batch", min=1, max=16)
+    exported = torch.export.export(Complex(), (torch.randn(2, 8),), dynamic_shapes=({0: batch},))
+    payload = annotate(exported)
+    (x,) = (node for node in exported.graph.nodes if node.name == "x")
+    assert not isinstance(x.meta["val"].shape[0], int)
+    assert not x.meta["val"].shape[0].node.shape_env.guards
+    assert (payload.methods[0].symbols[0].lower, payload.methods[0].symbols[0].upper) == (1, 16)
