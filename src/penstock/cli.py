@@ -180,7 +180,7 @@ def run(
     passes: Annotated[int, typer.Option(min=1, help="How often to run.")] = 1,
     keep: Keep = None,
     arena: ArenaName = None,
-    seed: Annotated[int, typer.Option(help="Seed of generated inputs.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of generated inputs.")] = 0,
     json: Json = False,
 ) -> None:
     """Run an artifact within a byte budget and show what moved."""
@@ -219,6 +219,8 @@ def main() -> None:
         app()
     except PenstockError as error:
         _fail(str(error))
+    except OSError as error:  # a path that cannot even be looked at
+        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except KeyboardInterrupt:
         typer.echo("penstock: interrupted", err=True)
         sys.exit(130)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,10 @@ from penstock.schedule.model import Input, Method
 
 if TYPE_CHECKING:
     import torch
+
+
+_NUMBERS: Mapping[str, type] = {"int": int, "float": float}
+"""Inputs that are numbers, by the name of their type; a tensor's dtype has a size in its name."""
 
 
 @dataclass(frozen=True)
@@ -93,28 +98,57 @@ def _from_file(path: Path, method: Method) -> list[Any]:
             f"{path} must hold the tensors {', '.join(leaf.name for leaf in tensors)}: "
             f"missing {missing or 'none'}, unknown {unknown or 'none'}"
         )
-    return [found[leaf.name] if leaf.value is None else _constant(leaf) for leaf in method.inputs]
+    return [
+        _given(leaf, found[leaf.name]) if leaf.value is None else _constant(leaf) for leaf in method.inputs
+    ]
+
+
+def _given(leaf: Input, value: torch.Tensor) -> Any:
+    """What a file holds for an input: the tensor itself, or the number that it holds."""
+    if leaf.dtype not in _NUMBERS:
+        return value
+    if value.numel() != 1:
+        raise StreamError(
+            f"input {leaf.name} is a number: give a tensor of one element, got {list(value.shape)}"
+        )
+    return _NUMBERS[leaf.dtype](value.item())
 
 
 def _generated(method: Method, sizes: dict[str, int], seed: int) -> list[Any]:
     import torch
 
-    symbols = {s.name: s.example for s in method.symbols}
-    unknown = sorted(set(sizes) - set(symbols))
+    known = {s.name: s.example for s in method.symbols}
+    known |= {leaf.name: 2 for leaf in method.inputs if leaf.dtype in _NUMBERS and leaf.value is None}
+    unknown = sorted(set(sizes) - set(known))
     if unknown:
         raise StreamError(
-            f"there is no dynamic size {', '.join(unknown)}: choose from {', '.join(symbols) or 'none'}"
+            f"there is no dynamic size {', '.join(unknown)}: choose from {', '.join(known) or 'none'}"
         )
+    chosen = known | sizes
+    for symbol in method.symbols:
+        size, upper = chosen[symbol.name], math.inf if symbol.upper is None else symbol.upper
+        if not symbol.lower <= size <= upper:
+            raise StreamError(
+                f"the size {symbol.name}={size} is out of its range: expected {symbol.lower} to {upper}"
+            )
     generator = torch.Generator().manual_seed(seed)
-    return [
-        _constant(leaf) if leaf.value is not None else _random(leaf, symbols | sizes, generator)
-        for leaf in method.inputs
-    ]
+    try:
+        return [
+            _constant(leaf) if leaf.value is not None else _random(leaf, chosen, generator)
+            for leaf in method.inputs
+        ]
+    except (RuntimeError, TypeError, ValueError) as error:  # what torch says of sizes that no tensor can have
+        raise StreamError(
+            f"inputs of the sizes {chosen} cannot be made ({str(error).splitlines()[0]}): "
+            "give smaller ones with --size"
+        ) from error
 
 
-def _random(leaf: Input, sizes: dict[str, int], generator: torch.Generator) -> torch.Tensor:
+def _random(leaf: Input, sizes: dict[str, int], generator: torch.Generator) -> Any:
     import torch
 
+    if leaf.dtype in _NUMBERS:
+        return _NUMBERS[leaf.dtype](sizes[leaf.name])
     shape = [sizes[d] if isinstance(d, str) else d for d in leaf.shape]
     dtype = getattr(torch, leaf.dtype)
     if dtype.is_floating_point or dtype.is_complex:
@@ -124,10 +158,18 @@ def _random(leaf: Input, sizes: dict[str, int], generator: torch.Generator) -> t
 
 
 def _constant(leaf: Input) -> Any:
+    """The Python value that export has made constant, from its repr."""
     import ast
 
     assert leaf.value is not None
-    return ast.literal_eval(leaf.value)
+    if leaf.dtype == "float":  # `inf` and `nan` are no literals
+        return float(leaf.value)
+    try:
+        return ast.literal_eval(leaf.value)
+    except (ValueError, SyntaxError) as error:
+        raise StreamError(
+            f"input {leaf.name} is {leaf.value}, which cannot be given here: call the program from Python"
+        ) from error
 
 
 def _named_outputs(outputs: Any) -> dict[str, torch.Tensor]:
@@ -147,7 +189,13 @@ def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
     from penstock.runtime.atomic import replace_file
 
-    data = save({name: t.contiguous().clone() for name, t in tensors.items()})
+    try:
+        data = save({name: t.contiguous().clone() for name, t in tensors.items()})
+    except Exception as error:  # of no common kind, for a dtype that the format lacks
+        dtypes = ", ".join(sorted({_dtype(t) for t in tensors.values()}))
+        raise SourceError(
+            f"outputs of {dtypes} cannot be written to a safetensors file ({error}); leave --output out"
+        ) from error
     with replace_file(path, force=False) as fd, open(fd, "wb", closefd=False) as file:
         file.write(data)
 
