@@ -2,14 +2,15 @@
 
 The budget pays for the storages outside the arena and for the arena. Candidates come from a fixed
 family of residencies (paged) or placements (contiguous), each is timed on the exact event graph, and
-the one with the shortest period wins; that a larger budget only widens the choice is what keeps it
-from being slower.
+the one with the shortest period wins. A larger budget widens the choice, but it also moves copies, which
+can cost more than it saves where single storages count for much: so small problems are planned on lower
+rungs of a fixed ladder of budgets too, and keep what is fastest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.schedule import addresses, contiguous, paged
 from penstock.schedule.errors import BudgetError
@@ -17,6 +18,12 @@ from penstock.schedule.layout import first_uses
 from penstock.schedule.model import Arena, Hardware, Plan, Schedule, Storage, Trace, Wrap
 from penstock.schedule.timeline import steady_period_ns
 from penstock.schedule.transfers import Decisions
+
+RUNGS = 12
+"""Rungs of the ladder of budgets, from the floor to that at which nothing streams."""
+
+_SMALL = 32
+"""Reads, at most, of a problem that is planned on lower rungs; larger ones are smooth, and slow to plan."""
 
 
 @dataclass(frozen=True)
@@ -78,15 +85,10 @@ def make_plan(
     if sum(storages[s].nbytes for s in streamed) <= cap:
         found = _nothing_streamed(storages, traces, arena)
         outside = tuple(sorted((*outside, *streamed)))
+        schedules = _timed(traces, found, hardware, wrap)
     else:
         _check_floor(storages, traces, arena, budget=budget, keep=keep, names=names)
-        search = contiguous.search if arena.kind == "contiguous" else paged.search
-        found = search(storages, traces, arena, cap=cap, hardware=hardware, keep=keep, wrap=wrap)
-    schedules = []
-    for trace, (transfers, drops) in zip(traces, found.streams, strict=True):
-        schedule = Schedule(trace.graph, transfers, drops, 0)
-        period = steady_period_ns(trace, schedule, hardware, wrap)
-        schedules.append(Schedule(trace.graph, transfers, drops, period))
+        found, schedules = _fastest(storages, traces, arena, cap=cap, hardware=hardware, keep=keep, wrap=wrap)
     return Plan(
         budget=budget,
         arena=arena,
@@ -96,10 +98,68 @@ def make_plan(
         resident=found.resident,
         boundary=found.boundary,
         wrap=wrap,
-        schedules=tuple(schedules),
+        schedules=schedules,
         traces=tuple(traces),
         hardware=hardware,
     )
+
+
+def _fastest(
+    storages: Sequence[Storage],
+    traces: Sequence[Trace],
+    arena: Arena,
+    *,
+    cap: int,
+    hardware: Hardware,
+    keep: Collection[int],
+    wrap: Wrap,
+) -> tuple[Decisions, tuple[Schedule, ...]]:
+    """The fastest decisions for `cap` bytes of arena and for the rungs below that can still be faster."""
+    search = contiguous.search if arena.kind == "contiguous" else paged.search
+    best: tuple[Decisions, tuple[Schedule, ...]] | None = None
+    for rung in (cap, *_rungs_below(cap, storages, traces, arena, keep)):
+        if best and _least_ns(storages, traces, rung, hardware) >= _total_ns(best[1]):
+            break
+        found = search(storages, traces, arena, cap=rung, hardware=hardware, keep=keep, wrap=wrap)
+        schedules = _timed(traces, found, hardware, wrap)
+        if best is None or _total_ns(schedules) < _total_ns(best[1]):
+            best = found, schedules
+    assert best is not None
+    return best
+
+
+def _rungs_below(
+    cap: int, storages: Sequence[Storage], traces: Sequence[Trace], arena: Arena, keep: Collection[int]
+) -> list[int]:
+    if sum(len(step.reads) for trace in traces for step in trace.steps) > _SMALL:
+        return []
+    outside = sum(storages[s].nbytes for s in _outside(storages))
+    lowest = floor(storages, traces, arena, keep=keep).upper_bytes - outside
+    highest = sum(storages[s].nbytes for s in first_uses(storages, traces))
+    rungs = {lowest + (highest - lowest) * number // RUNGS for number in range(RUNGS)}
+    return sorted((rung for rung in rungs if rung < cap), reverse=True)
+
+
+def _least_ns(storages: Sequence[Storage], traces: Sequence[Trace], cap: int, hardware: Hardware) -> int:
+    """No plan takes less time: what does not fit into `cap` bytes is copied in every pass."""
+    total = 0
+    for trace in traces:
+        copied = sum(storages[s].nbytes for s in {s for step in trace.steps for s in step.reads}) - cap
+        total += max(trace.compute_ns, hardware.copy_ns(copied) if copied > 0 else 0)
+    return total
+
+
+def _timed(traces: Sequence[Trace], found: Decisions, hardware: Hardware, wrap: Wrap) -> tuple[Schedule, ...]:
+    """The schedules of some decisions with their steady periods."""
+    schedules = []
+    for trace, (transfers, drops) in zip(traces, found.streams, strict=True):
+        schedule = Schedule(trace.graph, transfers, drops, 0)
+        schedules.append(replace(schedule, predicted_ns=steady_period_ns(trace, schedule, hardware, wrap)))
+    return tuple(schedules)
+
+
+def _total_ns(schedules: Sequence[Schedule]) -> int:
+    return sum(schedule.predicted_ns for schedule in schedules)
 
 
 def _outside(storages: Sequence[Storage]) -> tuple[int, ...]:
