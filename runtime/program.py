@@ -106,7 +106,8 @@ class Program:
         matches nothing.
         """
         payload = self.payload
-        nbytes = parse_size(budget, total=self.weight_bytes)
+        # Where there are no weights, any share of them is enough.
+        nbytes = parse_size(budget, total=self.weight_bytes or 100)
         kept = self._kept(keep)
         found = self._floors(device, arena, kept)
         with open_source(payload, self.path) as source:
@@ -188,6 +189,8 @@ class Program:
         return floors(self.payload, {arena: arenas[arena]} if arena else arenas, keep)
 
     def _kept(self, patterns: Sequence[str]) -> frozenset[int]:
+        if isinstance(patterns, str):
+            raise PlanError(f"keep= takes a list of patterns, got {patterns!r}: give [{patterns!r}]")
         kept: set[int] = set()
         for pattern in patterns:
             matching = [w for w in self.payload.weights if fnmatchcase(w.fqn, pattern)]

@@ -184,3 +184,44 @@ def test_descriptors_and_threads_do_not_grow(stack: Compiled) -> None:
             program.load(1, arena=arena)
     assert len(os.listdir("/proc/self/fd")) == before
     assert not left_behind()
+
+
+@pytest.mark.parametrize("budget", ["50%", "100%", 1])
+def test_without_weights_any_budget_is_enough(tmp_path: Path, budget: int | str) -> None:
+    x = torch.randn(3)
+    program = penstock.compile(export(nn.Tanh(), (x,)), tmp_path / "tanh.penstock")
+    with program.load(budget) as module:
+        assert torch.equal(module(x), x.tanh())
+    with pytest.raises(penstock.BudgetError, match="not positive"):
+        program.load("0%")
+
+
+def test_one_pattern_is_not_a_list(stack: Compiled) -> None:
+    with pytest.raises(penstock.PlanError, match=r"takes a list of patterns, got 'blocks\.\*'"):
+        stack.open().plan("50%", keep="blocks.*")
+
+
+class Outlives(nn.Module):
+    """Hands out a weight, views of one, and a buffer that it writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
+        self.table = nn.Parameter(torch.randn(64, 64))
+        self.register_buffer("state", torch.zeros(64))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self.state.add_(1)
+        return self.layers(x), self.state, self.state[2:5], self.table, self.table[3:].t()
+
+
+@pytest.mark.parametrize("arena", ["mapped", "contiguous", "paged"])
+def test_what_a_program_hands_out_outlives_the_module(tmp_path: Path, arena: str) -> None:
+    model, x = Outlives().eval(), torch.randn(2, 256)
+    program = penstock.compile(export(model, (x,)), tmp_path / "outlives.penstock")
+    with torch.no_grad():
+        with program.load(program.floor(arena=arena), arena=arena, poison=True) as module:
+            outputs = module(x)
+        assert not left_behind()
+        for got, expected in zip(outputs, model(x), strict=True):
+            assert torch.equal(got, expected)
