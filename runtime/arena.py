@@ -1,9 +1,10 @@
 """The memory that weights stream into, on a CPU.
 
-Three ways of holding a layout, one interface:
+Four ways of holding a layout, one interface:
 
   MappedArena      paged: the weight files themselves, mapped; filling populates, nothing is copied
-  AnonymousArena   paged: private memory at the layout's own addresses, filled by reads
+  PooledArena      paged: private memory taken once, whose granules move to where they are filled
+  AnonymousArena   paged: private memory that is taken and given back page by page, filled by reads
   ContiguousArena  one buffer of the plan's size, filled by reads; storages may overlap in it
 
 An arena does what it is told. Which range may be filled or dropped when is the plan's business,
@@ -17,7 +18,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from penstock.runtime.arena_anonymous import AnonymousArena, ContiguousArena
 from penstock.runtime.arena_mapped import MappedArena
-from penstock.runtime.memory import supports_populate
+from penstock.runtime.arena_pooled import PooledArena
+from penstock.runtime.memory import HUGE_PAGE, supports_move, supports_populate
 from penstock.schedule.model import Part, Plan, Storage
 
 if TYPE_CHECKING:
@@ -78,10 +80,10 @@ def open_arena(
     """The arena that a plan asks for, empty; `source` must outlive it.
 
     With `debug`, reading a dropped range of a paged arena kills the process with SIGSEGV instead
-    of finding the bytes again. With `poison`, memory of a contiguous arena that holds no weight is
-    filled with 0xFF, which is NaN in every floating-point format. `populate` says whether the
-    system can fill a mapping (None: ask it). Where it cannot, a mapped plan gets an anonymous
-    arena, which keeps the same addresses, granules and budget.
+    of finding the bytes again. With `poison`, memory of a contiguous or pooled arena that holds no
+    weight any more is filled with 0xFF, which is NaN in every floating-point format. `populate`
+    says whether the system can fill a mapping (None: ask it). Where it cannot, a mapped plan gets an
+    anonymous arena, which keeps the same addresses, granules and budget.
 
     Raises PlanError for a plan that does not belong to the files, StreamError when the system
     refuses the memory.
@@ -90,4 +92,6 @@ def open_arena(
         return ContiguousArena(plan, storages, source, poison=poison)
     if plan.arena.backing == "mapped" and (supports_populate() if populate is None else populate):
         return MappedArena(plan, storages, source, debug=debug)
+    if plan.arena.backing == "anonymous" and plan.arena.granule % HUGE_PAGE == 0 and supports_move():
+        return PooledArena(plan, storages, source, debug=debug, poison=poison)
     return AnonymousArena(plan, storages, source, debug=debug)

@@ -18,7 +18,7 @@ from penstock.schedule.model import Plan, Storage
 if TYPE_CHECKING:
     from penstock.runtime.source import Source
 
-_POISON = 0xFF
+POISON = 0xFF
 """As every byte of a number: NaN in all floating-point formats, with or without infinities."""
 
 
@@ -82,7 +82,7 @@ class AnonymousArena(PagedArena):
         super().__init__(plan, storages, debug=debug, protection=mmap.PROT_READ | mmap.PROT_WRITE)
         self._source = source
         try:
-            self._pieces = Pieces(_pieces(plan, storages, self._places, self._memory), gap=PAGE)
+            self._pieces = Pieces(pieces_of(plan, storages, self._places, self._memory), gap=PAGE)
             # Segment by segment, so that no huge page reaches beyond one.
             for segment in range(len(self._segments)):
                 self._memory.map_anonymous(*self._segment_pages(segment))
@@ -92,7 +92,7 @@ class AnonymousArena(PagedArena):
             raise
 
     def _bring_pages(self, pages: Pages) -> int:
-        return _read(self._source, self._pieces.within(pages.start, pages.stop))
+        return read_pieces(self._source, self._pieces.within(pages.start, pages.stop))
 
 
 class ContiguousArena(BaseArena):
@@ -113,7 +113,7 @@ class ContiguousArena(BaseArena):
         self._poison = poison
         try:
             # Between two neighbours of the layout a third may lie: nothing is read along.
-            self._pieces = Pieces(_pieces(plan, storages, self._places, self._memory), gap=0)
+            self._pieces = Pieces(pieces_of(plan, storages, self._places, self._memory), gap=0)
             self._take()
         except BaseException:
             self.close()
@@ -124,30 +124,35 @@ class ContiguousArena(BaseArena):
         address, nbytes = self._memory.address, self._memory.nbytes
         self._memory.map_anonymous(0, nbytes)
         hint(address, nbytes, MADV_HUGEPAGE)
-        try:
-            advise(address, nbytes, MADV_POPULATE_WRITE)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise StreamError(
-                    f"{nbytes} bytes of memory for weights could not be had ({error.strerror}): lower the "
-                    "budget or free memory"
-                ) from error
-            ctypes.memset(address, 0, nbytes)
+        populate(address, nbytes)
         if self._poison:
-            ctypes.memset(address, _POISON, nbytes)
+            ctypes.memset(address, POISON, nbytes)
 
     def _bring(self, start: int, stop: int) -> int:
-        return _read(self._source, self._pieces.within(start, stop))
+        return read_pieces(self._source, self._pieces.within(start, stop))
 
     def _discard(self, start: int, stop: int) -> None:
         if self._poison:
             # What is not held may lie where another storage is now.
             for held in self._held.within(start, stop):
                 for piece in self._pieces.within(*held):
-                    ctypes.memset(piece.address, _POISON, piece.stop - piece.start)
+                    ctypes.memset(piece.address, POISON, piece.stop - piece.start)
 
 
-def _pieces(
+def populate(address: int, nbytes: int) -> None:
+    """Take private memory before it is needed; StreamError when there is not enough."""
+    try:
+        advise(address, nbytes, MADV_POPULATE_WRITE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise StreamError(
+                f"{nbytes} bytes of memory for weights could not be had ({error.strerror}): lower the "
+                "budget or free memory"
+            ) from error
+        ctypes.memset(address, 0, nbytes)
+
+
+def pieces_of(
     plan: Plan, storages: Sequence[Storage], places: Sequence[int], memory: Reservation
 ) -> list[Piece]:
     """One piece for each extent of the storages that have a place in the arena."""
@@ -176,7 +181,8 @@ def _continues(last: Piece, piece: Piece, gap: int) -> bool:
     )
 
 
-def _read(source: Source, pieces: Iterator[Piece]) -> int:
+def read_pieces(source: Source, pieces: Iterator[Piece]) -> int:
+    """Read each piece to its address; returns the bytes read."""
     brought = 0
     for piece in pieces:
         source.read_into(piece.file, piece.file_offset, piece.address, piece.stop - piece.start)

@@ -11,11 +11,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from penstock.runtime.queue import PIECE
+from penstock.runtime.rates import READERS
 from penstock.schedule.model import Hardware, Weight
 
 _MATRIX = 512
-_BUFFER = 64 << 20
+_BUFFER = 32 << 20
 _ROUNDS = 3
+_LATENCY_NS = 50_000  # waking a reader and telling the caller, mostly the interpreter's
+_IN_FLIGHT = 2 * READERS * PIECE  # what every reader copies, and what it copies next
 
 
 def measure_hardware(weights: Sequence[Weight], link_bytes_per_s: float, note: str) -> Hardware:
@@ -25,7 +29,8 @@ def measure_hardware(weights: Sequence[Weight], link_bytes_per_s: float, note: s
         flops_per_s=_flops_per_s(_common_dtype(weights)),
         memory_bytes_per_s=_memory_bytes_per_s(),
         link_bytes_per_s=link_bytes_per_s,
-        link_latency_ns=50_000,
+        link_latency_ns=_LATENCY_NS,
+        link_in_flight_bytes=_IN_FLIGHT,
         note=f"measured on this machine with {torch.get_num_threads()} threads; {note}",
     )
 

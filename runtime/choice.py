@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.runtime.calibrate import measure_hardware
-from penstock.runtime.memory import supports_populate
+from penstock.runtime.memory import round_up, supports_move, supports_populate
 from penstock.runtime.rates import measure_populate, measure_read
 from penstock.runtime.source import Source
 from penstock.schedule.layout import mapped_arena, packed_arena
-from penstock.schedule.model import Arena, Hardware, Weight
+from penstock.schedule.model import Arena, Hardware, Range, Weight
 from penstock.schedule.payload import Payload
 from penstock.schedule.planner import Floor, floor
 from penstock.schedule.sizes import format_size
@@ -20,6 +20,7 @@ MAPPED_GRANULE = 2 << 20  # the largest folio of the page cache, which is mapped
 PAGE = mmap.PAGESIZE
 _SAMPLE = 128 << 20
 _SECONDS = 0.15
+_MOST_GRANULES = 20_000
 _SMALL = 64 << 10  # below it a packed tensor is not aligned to whole blocks (runtime/pack.py)
 
 
@@ -39,16 +40,37 @@ class ArenaChoice:
 def cpu_arenas(payload: Payload) -> dict[str, Arena]:
     """The arenas that this system and these files allow, by name, the preferred first."""
     storages, traces = payload.storages, payload.traces
+    granule = _granule(sum(s.nbytes for s in storages))
     arenas: dict[str, Arena] = {}
     if supports_populate():
-        mapped = mapped_arena(storages, payload.files, granule=MAPPED_GRANULE, traces=traces)
+        mapped = mapped_arena(storages, payload.files, granule=granule, traces=traces)
         if mapped is not None:
             arenas["mapped"] = mapped
+    if supports_move():
+        arenas["pooled"] = _pooled_arena(payload, granule)
     large = [e for s in storages if s.nbytes >= _SMALL for e in s.extents]
     unit = PAGE if all(e.file_offset % PAGE == 0 for e in large) else 64
     arenas["contiguous"] = packed_arena(storages, traces, kind="contiguous", granule=unit, alignment=unit)
     arenas["paged"] = packed_arena(storages, traces, kind="paged", granule=PAGE, alignment=64)
     return arenas
+
+
+def _pooled_arena(payload: Payload, granule: int) -> Arena:
+    """Whole granules, at the files' own offsets where they are aligned, so that direct reads fit."""
+    storages, traces = payload.storages, payload.traces
+    arena = mapped_arena(storages, payload.files, granule=granule, page=granule, traces=traces)
+    if arena is None:
+        arena = packed_arena(storages, traces, kind="paged", granule=granule, alignment=64)
+    segments = tuple(Range(s.start, round_up(s.stop, granule)) for s in arena.segments)
+    return replace(arena, backing="anonymous", segments=segments)
+
+
+def _granule(weight_bytes: int) -> int:
+    """The mapped granule, doubled until Linux's limit on mappings (65,530) is far away."""
+    granule = MAPPED_GRANULE
+    while weight_bytes > _MOST_GRANULES * granule:
+        granule *= 2
+    return granule
 
 
 def floors(payload: Payload, arenas: Mapping[str, Arena], keep: frozenset[int]) -> dict[str, Floor]:
@@ -71,12 +93,9 @@ def choose(
         return ArenaChoice(arenas[name], read, f"{reading}; {why}")
     populated = measure_populate(source, nbytes=_SAMPLE, seconds=_SECONDS)
     rates = f"populating a mapping at {populated / 1e9:.2f} GB/s, {reading}"
-    if read > _CLEARLY_FASTER * populated and "contiguous" in usable:
-        return ArenaChoice(arenas["contiguous"], read, rates)
+    if read > populated and "pooled" in usable:
+        return ArenaChoice(arenas["pooled"], read, rates)
     return ArenaChoice(arenas["mapped"], populated, rates)
-
-
-_CLEARLY_FASTER = 1.15
 
 
 def _why_not_mapped(arenas: Mapping[str, Arena], floors: Mapping[str, Floor], budget: int) -> str:

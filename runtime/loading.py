@@ -14,6 +14,7 @@ import torch
 from penstock.passes.lowering import eager
 from penstock.runtime.arena import WeightArena, open_arena
 from penstock.runtime.module import BoundMethod, Resources, Stats, StreamedModule
+from penstock.runtime.rates import READERS
 from penstock.runtime.source import Source
 from penstock.runtime.streamer import Counters, Streamer
 from penstock.schedule.errors import StreamError
@@ -31,7 +32,7 @@ _PIECE = 16 << 20
 class LoadOptions:
     """How a plan is carried out; none of it changes what is computed."""
 
-    readers: int = 2
+    readers: int = READERS
     debug: bool = False
     poison: bool = False
 

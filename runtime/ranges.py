@@ -9,15 +9,12 @@ from penstock.schedule.model import Arena, Plan, Range, Storage
 
 
 def cut(ranges: Iterable[Range], piece: int) -> list[Range]:
-    """`ranges` in order, cut at multiples of `piece` bytes, so that several readers can share one."""
-    pieces = []
-    for whole in ranges:
-        start = whole.start
-        while start < whole.stop:
-            stop = min(whole.stop, (start // piece + 1) * piece)
-            pieces.append(Range(start, stop))
-            start = stop
-    return pieces
+    """`ranges` in order, each cut every `piece` bytes, so that several readers can share one."""
+    return [
+        Range(start, min(start + piece, whole.stop))
+        for whole in ranges
+        for start in range(whole.start, whole.stop, piece)
+    ]
 
 
 def merge(ranges: Iterable[Range]) -> list[Range]:

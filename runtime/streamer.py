@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from penstock.runtime.arena import WeightArena
 from penstock.runtime.queue import MethodTable, Piece, Queue, first_pass, tabulate
 from penstock.runtime.ranges import merge, subtract
+from penstock.runtime.rates import READERS
 from penstock.schedule.errors import StreamError
 from penstock.schedule.model import Plan, Range, Storage
 
@@ -56,7 +57,7 @@ class Streamer:
     """
 
     def __init__(
-        self, plan: Plan, storages: Sequence[Storage], arena: WeightArena, *, readers: int = 2
+        self, plan: Plan, storages: Sequence[Storage], arena: WeightArena, *, readers: int = READERS
     ) -> None:
         self.counters = Counters()
         traces = {trace.graph: trace for trace in plan.traces}

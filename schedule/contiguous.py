@@ -137,7 +137,7 @@ class _Search:
         return frozenset(chosen)
 
     def _time(self, placement: Placement) -> None:
-        """Keeps the placement when its period is shorter than any before, or as short with fewer bytes copied."""
+        """Keeps the placement when it takes less time than any before, or as much for fewer bytes copied."""
         if placement.addresses in self.tried or placement.nbytes > self.cap:
             return
         self.tried.add(placement.addresses)

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
 
+from penstock.schedule.hardware import STRICT as _STRICT
+from penstock.schedule.hardware import Hardware as Hardware
+
 Kind = Literal["streamable", "mutable", "returned", "inlined"]
 ArenaKind = Literal["contiguous", "paged"]
 Backing = Literal["mapped", "anonymous"]
 Wrap = Literal["overlap", "barrier"]
 Timing = Literal["modelled", "measured"]
 Direction = Literal["in"]
-
-_STRICT: dict[str, object] = {"extra": "forbid", "strict": True}
-"""How pydantic treats these classes at the file boundary; inert elsewhere."""
 
 
 # Facts: weights and where their bytes lie.
@@ -192,30 +192,6 @@ class Method:
     graph: int
     inputs: tuple[Input, ...]
     symbols: tuple[Symbol, ...] = ()
-
-
-# Facts: the machine.
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """The machine a plan assumes. Rates are per second, latency is per transfer.
-
-    `link_bytes_per_s` is the rate at which weights reach the arena. `note` says where the
-    figures come from.
-    """
-
-    __pydantic_config__: ClassVar = _STRICT
-    name: str
-    flops_per_s: float
-    memory_bytes_per_s: float
-    link_bytes_per_s: float
-    link_latency_ns: int
-    note: str = ""
-
-    def copy_ns(self, nbytes: int) -> int:
-        """Nanoseconds that one transfer of `nbytes` takes, rounded up."""
-        return self.link_latency_ns + -int(-nbytes * 1e9 // self.link_bytes_per_s)
 
 
 # Decisions.

@@ -113,22 +113,25 @@ class _OneTrace:
         self.loads = Loads(groups, self.gaps, steps, breaks=breaks)
         self.tried: set[tuple[int, ...]] = set()
         self.found: _Candidate | None = None
+        # Residency may fill all but what keeps the link busy, or half of what can be spared.
+        spare = cap - int(max(self.residency.needed, default=0))
+        self.highest = cap - min(hardware.link_in_flight_bytes, spare // 2)
 
     def best(self) -> tuple[Streaming, tuple[int, ...]]:
-        """Coarse levels from the cap down, then fine ones on both sides of the best.
+        """Coarse levels from the highest down, then fine ones on both sides of the best.
 
         A small problem has all its fine levels tried, where single spans count for much.
         """
         total = sum(group.nbytes for group in self.groups)
         fruitless = 0
         first = _FINE if len(self.loads.step) <= _SMALL else _COARSE
-        for level in _levels(total, self.cap, first):
+        for level in _levels(total, self.highest, first):
             fruitless = fruitless + 1 if self._try(level) >= self._period() else 0
             if fruitless == (_PATIENCE if first == _COARSE else 10 * _PATIENCE):
                 break
         assert self.found is not None
         copied = max(1, total - self.found.level)
-        upper = min(self.cap, total - int(copied * _COARSE))
+        upper = min(self.highest, total - int(copied * _COARSE))
         lower = total - int(copied / _COARSE)
         for level in _levels(total, upper, _FINE):
             if level < lower:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 from penstock.schedule.errors import PayloadError, PlanError
+from penstock.schedule.hardware import STRICT
 from penstock.schedule.model import Hardware, Method, Plan, Storage, Trace, Weight, WeightFile
 from penstock.schedule.payload_checks import check_payload, check_plan
 from penstock.schedule.verify import verify_plan
@@ -27,7 +28,6 @@ Lowering = Literal["none", "eager"]
 
 _LEAST_INT, _MOST_INT = -(1 << 63), (1 << 64) - 1
 _WIDTH = 100
-_STRICT: dict[str, object] = {"extra": "forbid", "strict": True}
 _T = TypeVar("_T")
 
 
@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 class ProgramFile:
     """The lowered program: its path inside the artifact's folder, and the sha256 of the file."""
 
-    __pydantic_config__: ClassVar = _STRICT
+    __pydantic_config__: ClassVar = STRICT
     path: str
     sha256: str
 
@@ -47,7 +47,7 @@ class Payload:
     `lowering` is `none` for a program annotated in memory. `hardware` measured the traces.
     """
 
-    __pydantic_config__: ClassVar = _STRICT
+    __pydantic_config__: ClassVar = STRICT
     format: Literal["penstock"] = "penstock"
     version: int = VERSIONS[-1]
     lowering: Lowering

@@ -265,7 +265,11 @@ def _hardware(payload: Payload) -> Iterator[str]:
 
 
 def _machine(hardware: Hardware, path: str) -> Iterator[str]:
-    yield from _not_negative(path, link_latency_ns=hardware.link_latency_ns)
+    yield from _not_negative(
+        path,
+        link_latency_ns=hardware.link_latency_ns,
+        link_in_flight_bytes=hardware.link_in_flight_bytes,
+    )
     for name in ("flops_per_s", "memory_bytes_per_s", "link_bytes_per_s"):
         if getattr(hardware, name) <= 0:
             yield f"{path}.{name}: expected a rate above 0, got {getattr(hardware, name)}"

@@ -35,7 +35,9 @@ def parse_size(size: int | str, *, total: int | None = None, name: str = "budget
     elif match[2].lower() in _UNITS:
         nbytes = int(Fraction(match[1]) * _UNITS[match[2].lower()])
     else:
-        raise BudgetError(f"{name} {size!r} has the unknown unit {match[2]!r}: use KiB, MiB, GiB, kB, MB, GB or %")
+        raise BudgetError(
+            f"{name} {size!r} has the unknown unit {match[2]!r}: use KiB, MiB, GiB, kB, MB, GB or %"
+        )
     if nbytes <= 0:
         raise BudgetError(f"{name} {size!r} is not positive: give at least one byte")
     return nbytes

@@ -16,7 +16,7 @@ import penstock
 from penstock.runtime import direct_file
 from tests.runtime.conftest import Compiled
 
-ARENAS = ("mapped", "contiguous", "paged")
+ARENAS = ("mapped", "pooled", "contiguous", "paged")
 
 
 @pytest.fixture

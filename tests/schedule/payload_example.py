@@ -24,7 +24,7 @@ from penstock.schedule.model import (
 )
 from penstock.schedule.payload import Payload, ProgramFile
 
-HARDWARE = Hardware("toy", 1e12, 2.5e10, 1.2e9, 20_000, "an example")
+HARDWARE = Hardware("toy", 1e12, 2.5e10, 1.2e9, 20_000, note="an example")
 TRACE = Trace(
     method="forward",
     graph=0,

@@ -1,0 +1,100 @@
+"""The paged arena of private memory that is taken once: granules move to where they are filled."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from penstock.runtime.arena_anonymous import POISON, Pieces, pieces_of, populate, read_pieces
+from penstock.runtime.arena_base import BaseArena
+from penstock.runtime.memory import MADV_HUGEPAGE, PAGE, PROT_NONE, hint, move, protect
+from penstock.schedule.errors import PlanError, StreamError
+from penstock.schedule.model import Plan, Storage
+
+if TYPE_CHECKING:
+    from penstock.runtime.source import Source
+
+
+class PooledArena(BaseArena):
+    """Every storage lies at its layout offset; a pool of granules moves behind what is filled.
+
+    The pool has the plan's size and is taken when the arena opens, in huge pages where the system
+    has them. Filling moves free granules to the range's addresses and reads into them, so nothing
+    is allocated, zeroed or copied while running, and direct reads meet huge pages.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        storages: Sequence[Storage],
+        source: Source,
+        *,
+        debug: bool = False,
+        poison: bool = False,
+    ) -> None:
+        self._granule = plan.arena.granule
+        self._source, self._debug, self._poison = source, debug, poison
+        layout_bytes = max((s.stop for s in plan.arena.segments), default=0)
+        if any(edge % self._granule for s in plan.arena.segments for edge in (s.start, s.stop)):
+            raise PlanError(
+                f"a pooled arena has segments of whole granules of {self._granule} bytes: plan again"
+            )
+        places = [-1 if s in plan.outside else place for s, place in enumerate(plan.arena.layout)]
+        super().__init__(storages, places, layout_bytes + plan.arena_bytes)
+        try:
+            self._pieces = Pieces(pieces_of(plan, storages, self._places, self._memory), gap=PAGE)
+            self._memory.map_anonymous(0, self._memory.nbytes)
+            hint(self._memory.address, self._memory.nbytes, MADV_HUGEPAGE)
+            pool = self._memory.address + layout_bytes
+            populate(pool, plan.arena_bytes)
+            if debug:
+                protect(self._memory.address, layout_bytes, PROT_NONE)
+        except BaseException:
+            self.close()
+            raise
+        # Free granules by their present address: in the pool at first, later wherever they were dropped.
+        self._free = dict.fromkeys(range(pool, pool + plan.arena_bytes, self._granule))
+        self._filled: set[int] = set()
+        self._lock = threading.Lock()
+
+    def _bring(self, start: int, stop: int) -> int:
+        for address in self._granules(start, stop):
+            self._put(address)
+        return read_pieces(self._source, self._pieces.within(start, stop))
+
+    def _put(self, address: int) -> None:
+        """Have a granule at `address`: the one that was dropped there, or any other."""
+        with self._lock:
+            if address in self._free:
+                del self._free[address]
+            elif self._free:
+                move(self._free.popitem()[0], address, self._granule)
+            else:
+                raise StreamError(
+                    "the plan fills more than its arena holds: load a plan that verify_plan accepts"
+                )
+            self._filled.add(address)
+        if self._debug:
+            protect(address, self._granule, mmap.PROT_READ | mmap.PROT_WRITE)
+
+    def _discard(self, start: int, stop: int) -> None:
+        for address in self._granules(start, stop):
+            with self._lock:
+                if address not in self._filled:
+                    continue
+                self._filled.remove(address)
+                if self._poison:
+                    ctypes.memset(address, POISON, self._granule)
+                if self._debug:
+                    protect(address, self._granule, PROT_NONE)
+                self._free[address] = None
+
+    def _granules(self, start: int, stop: int) -> range:
+        if start % self._granule or stop % self._granule:
+            raise PlanError(
+                f"the range {start} to {stop} is not whole granules of {self._granule} bytes: plan again"
+            )
+        return range(self._memory.address + start, self._memory.address + stop, self._granule)
