@@ -111,6 +111,12 @@ class Memory:
                 raise PlanError(
                     f"expected ascending segments apart from each other, got {_listed(arena.segments)}"
                 )
+            if self.paged and reached > segment.start // arena.granule * arena.granule:
+                # What one segment drops the other would lose: memory comes and goes by granule.
+                raise PlanError(
+                    f"expected segments that share no granule of {arena.granule} bytes, got "
+                    f"{_listed(arena.segments)}"
+                )
             reached = segment.stop
         addresses = 0 if self.paged else count
         if len(arena.layout) != count or len(self._plan.addresses) != addresses:

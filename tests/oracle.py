@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 
 from penstock.schedule.model import Drop, Plan, Range, Schedule, Storage, Trace, Transfer
 
@@ -67,6 +68,11 @@ def check_facts(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: 
         must(storage.kind == "streamable" or s in plan.outside, f"storage {s} may not be streamed")
     outside = sum(storages[s].nbytes for s in plan.outside)
     must(0 <= plan.arena_bytes <= plan.budget - outside, "over budget")
+    if plan.arena.kind == "paged":
+        granules = [
+            {g.start // plan.arena.granule, (g.stop - 1) // plan.arena.granule} for g in plan.arena.segments
+        ]
+        must(all(a.isdisjoint(b) for a, b in pairwise(granules)), "two segments in one granule")
     for piece in all_pieces(plan):
         check_range(storages, plan, piece)
     if plan.arena.kind == "contiguous":

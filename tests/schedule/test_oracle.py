@@ -15,7 +15,7 @@ from test_verify import CONTIGUOUS, PAGED, STORAGES, TRACES, scheduled, transfer
 from traces import Problem, problems
 
 from penstock.schedule.errors import BudgetError, PlanError
-from penstock.schedule.model import Drop, Plan, Transfer
+from penstock.schedule.model import Drop, Plan, Range, Transfer
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.verify import verify_plan
 
@@ -63,6 +63,9 @@ FAULTS = {
     ),
     "a misaligned start": transfers(PAGED, 1, start=17),
     "over budget": replace(PAGED, budget=20),
+    "two segments in one granule": replace(
+        PAGED, arena=replace(PAGED.arena, segments=(Range(0, 18), Range(18, 22)))
+    ),
 }
 
 

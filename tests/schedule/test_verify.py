@@ -247,6 +247,9 @@ def test_where_ranges_may_lie(plan: Plan) -> None:
     refuse(torn, "segment")
     crossed = replace(plan, arena=replace(plan.arena, segments=(Range(0, 12), Range(8, 22))))
     refuse(crossed, "expected ascending segments apart from each other")
+    # A drop of the one would take the page that both lie in.
+    shared = replace(PAGED, arena=replace(PAGED.arena, segments=(Range(0, 18), Range(18, 22))))
+    refuse(shared, "expected segments that share no granule of 4 bytes")
     refuse(replace(plan, arena=replace(plan.arena, layout=(0, 8, 16))), "expected 4 layout offsets")
     nowhere = replace(plan, arena=replace(plan.arena, layout=(0, 8, -1, -1)))
     refuse(
