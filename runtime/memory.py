@@ -172,9 +172,10 @@ class Reservation:
 
     def close(self) -> None:
         """Unmap everything; a second call does nothing."""
-        if self._stop > self._start:
-            _LIBC.munmap(self._start, self._stop - self._start)
-            self._stop = self._start
+        nbytes, self._stop = self._stop - self._start, self._start
+        # Forgotten first: after an interrupt, unmapping again could take what others have mapped since.
+        if nbytes:
+            _LIBC.munmap(self._start, nbytes)
 
     def __enter__(self) -> Reservation:
         return self

@@ -122,3 +122,21 @@ def test_a_system_without_proc_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(StreamError, match="/proc/self/smaps cannot be read"):
             reserved.resident_bytes()
         monkeypatch.undo()
+
+
+def test_an_interrupted_close_never_unmaps_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time, the addresses may be somebody else's."""
+    calls: list[int] = []
+
+    class Interrupting:
+        def munmap(self, address: int, _: int) -> None:
+            calls.append(address)
+            raise KeyboardInterrupt
+
+    reservation = Reservation(PAGE)
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "_LIBC", Interrupting())
+        with pytest.raises(KeyboardInterrupt):
+            reservation.close()
+        reservation.close()
+    assert len(calls) == 1
