@@ -23,7 +23,8 @@ from benchmarks.competitors import Job, Loaded, load, prepare
 _LIBRARIES = {
     "accelerate": ("accelerate",),
     "diffusers": ("diffusers.hooks",),
-    "penstock": ("penstock.runtime.program",),
+    # torch imports what reads an exported program when the first one is read.
+    "penstock": ("penstock.runtime.program", "torch.export.pt2_archive._package"),
 }
 
 

@@ -265,11 +265,8 @@ def _hardware(payload: Payload) -> Iterator[str]:
 
 
 def _machine(hardware: Hardware, path: str) -> Iterator[str]:
-    yield from _not_negative(
-        path,
-        link_latency_ns=hardware.link_latency_ns,
-        link_in_flight_bytes=hardware.link_in_flight_bytes,
-    )
+    sizes = {name: getattr(hardware, name) for name in ("link_latency_ns", "link_in_flight_bytes")}
+    yield from _not_negative(path, **sizes)
     for name in ("flops_per_s", "memory_bytes_per_s", "link_bytes_per_s"):
         if getattr(hardware, name) <= 0:
             yield f"{path}.{name}: expected a rate above 0, got {getattr(hardware, name)}"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -225,3 +228,47 @@ def test_what_a_program_hands_out_outlives_the_module(tmp_path: Path, arena: str
         assert not left_behind()
         for got, expected in zip(outputs, model(x), strict=True):
             assert torch.equal(got, expected)
+
+
+def test_a_system_without_populate_moves_and_direct_reads(
+    stack: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.runtime import arena, choice, direct_file
+
+    for module in (arena, choice):
+        for name in ("supports_populate", "supports_move"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, lambda: False)
+    monkeypatch.delattr(direct_file.os, "O_DIRECT")
+    program = stack.open()
+    assert set(program.arenas()) == {"contiguous", "paged"}
+    with program.load("50%") as module:
+        for _ in range(2):
+            assert torch.equal(module(stack.tokens), stack.expected)
+        assert "lacks O_DIRECT: buffered reads" in module.stats.arena
+
+
+def test_interrupts_at_any_moment_leave_a_module_that_works(stack: Compiled) -> None:
+    def interrupt() -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with stack.open().load("50%", arena="contiguous", poison=True) as module:
+            interrupted = 0
+            for delay in range(1, 20):
+                timer = threading.Timer(delay / 5000, interrupt)
+                with suppress(KeyboardInterrupt):
+                    timer.start()
+                    for _ in range(20):
+                        assert torch.equal(module(stack.tokens), stack.expected)
+                    timer.join()
+                    time.sleep(0.01)
+                    interrupted -= 1
+                interrupted += 1
+                timer.join()
+                assert torch.equal(module(stack.tokens), stack.expected)
+            assert interrupted > 0
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert not left_behind()

@@ -21,7 +21,9 @@ def test_sizes_as_users_write_them(size, nbytes):
     assert parse_size(size, total=1000) == nbytes
 
 
-@pytest.mark.parametrize("size", [0, -1, "0", "0%", "-5MiB", "", "many", "5 furlongs", "1e9", True, 1.5, None, "nan"])
+@pytest.mark.parametrize(
+    "size", [0, -1, "0", "0%", "-5MiB", "", "many", "5 furlongs", "1e9", True, 1.5, None, "nan"]
+)
 def test_what_is_no_budget_is_refused(size):
     with pytest.raises(BudgetError, match="budget"):
         parse_size(size, total=1000)
@@ -33,7 +35,8 @@ def test_a_percentage_needs_a_total():
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "text"), [(0, "0 B"), (640, "640 B"), (1536, "1.50 KiB"), (3 << 29, "1.50 GiB"), (1 << 41, "2.00 TiB")]
+    ("nbytes", "text"),
+    [(0, "0 B"), (640, "640 B"), (1536, "1.50 KiB"), (3 << 29, "1.50 GiB"), (1 << 41, "2.00 TiB")],
 )
 def test_sizes_for_people(nbytes, text):
     assert format_size(nbytes) == text

@@ -1,0 +1,255 @@
+"""Artifacts that were harmed, reads that fail, and calls that cannot be right: each refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import penstock
+from penstock.runtime import direct_file
+from tests.runtime.conftest import Compiled
+
+
+@pytest.fixture
+def artifact(stack: Compiled, tmp_path: Path) -> Path:
+    """A copy of the artifact, for tests that harm it."""
+    return Path(shutil.copytree(stack.path, tmp_path / "copy.penstock"))
+
+
+def edit(artifact: Path, change) -> None:
+    payload = json.loads((artifact / "payload.json").read_text())
+    change(payload)
+    (artifact / "payload.json").write_text(json.dumps(payload))
+
+
+# Artifacts that are harmed.
+
+
+@pytest.mark.parametrize("name", ["payload.json", "program.zip", "weights.safetensors"])
+def test_a_missing_file_is_named(artifact, name):
+    (artifact / name).unlink()
+    with pytest.raises(penstock.SourceError, match=name):
+        penstock.open(artifact)
+
+
+@pytest.mark.parametrize("name", ["payload.json", "program.zip", "weights.safetensors"])
+def test_a_truncated_file_is_refused(artifact, name):
+    os.truncate(artifact / name, (artifact / name).stat().st_size - 100)
+    with pytest.raises((penstock.PayloadError, penstock.SourceError), match=name):
+        penstock.open(artifact)
+
+
+def test_an_unknown_version_is_refused(artifact):
+    edit(artifact, lambda payload: payload.update(version=99))
+    with pytest.raises(penstock.PayloadError, match="99"):
+        penstock.open(artifact)
+
+
+def test_an_unknown_field_is_refused(artifact):
+    edit(artifact, lambda payload: payload.update(colour="red"))
+    with pytest.raises(penstock.PayloadError, match="colour"):
+        penstock.open(artifact)
+
+
+def test_offsets_outside_the_file_are_refused(artifact):
+    edit(artifact, lambda payload: payload["storages"][0]["extents"][0].update(file_offset=1 << 40))
+    with pytest.raises(penstock.PayloadError):
+        penstock.open(artifact)
+
+
+def test_another_program_in_its_place_is_refused(artifact):
+    (artifact / "program.zip").write_bytes(b"PK")
+    with pytest.raises(penstock.PayloadError, match="sha256"):
+        penstock.open(artifact)
+
+
+def test_a_plan_for_another_program_is_refused(stack, artifact):
+    program = stack.open()
+    plan = program.plan("50%", arena="paged")
+    from dataclasses import replace
+
+    steps = plan.traces[0].steps
+    other = replace(plan, traces=(replace(plan.traces[0], steps=steps[:-1]),))
+    with pytest.raises(penstock.PlanError):
+        program.load(plan=other)
+
+
+def test_a_plan_that_never_transfers_what_a_step_reads_is_refused(stack):
+    from dataclasses import replace
+
+    program = stack.open()
+    plan = program.plan("50%", arena="paged")
+    schedule = plan.schedules[0]
+    broken = replace(plan, schedules=(replace(schedule, transfers=schedule.transfers[1:]),))
+    with pytest.raises(penstock.PlanError):
+        program.load(plan=broken)
+
+
+def test_weights_of_another_model_are_refused(artifact):
+    path = artifact / "weights.safetensors"
+    data = bytearray(path.read_bytes())
+    half = len(data) // 2
+    data[half:] = bytes(b ^ 1 for b in data[half:])
+    path.write_bytes(data)
+    with pytest.raises(penstock.SourceError, match="not the file that was compiled"):
+        penstock.open(artifact)
+
+
+def test_verify_finds_the_byte_that_a_stamp_does_not_sample(artifact):
+    program = penstock.open(artifact)
+    assert program.verify() == sum(s.nbytes for s in program.payload.storages)
+    path = artifact / "weights.safetensors"
+    weight = max(program.payload.storages, key=lambda s: s.nbytes).extents[0]
+    for offset in range(weight.file_offset, weight.file_offset + weight.nbytes, 4096):
+        flip(path, offset)
+        try:
+            survivor = penstock.open(artifact)
+        except penstock.SourceError:
+            flip(path, offset)
+            continue
+        with pytest.raises(penstock.SourceError, match="has changed since it was compiled"):
+            survivor.verify()
+        return
+    pytest.fail("every block of the largest weight is sampled: make the fixture larger")
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x40]))
+
+
+@pytest.mark.parametrize("arena", ["mapped", "paged"])
+def test_weights_truncated_while_they_are_in_use(artifact, stack, arena):
+    path = artifact / "weights.safetensors"
+    whole = path.read_bytes()
+    with penstock.open(artifact).load("70%", arena=arena) as module:
+        module(stack.tokens)
+        os.truncate(path, 8192)
+        with pytest.raises(penstock.SourceError, match="truncated"):
+            module(stack.tokens)
+        with path.open("r+b") as file:
+            file.write(whole)
+        assert torch.equal(module(stack.tokens), stack.expected)
+
+
+def test_a_read_error_in_the_middle_of_a_pass_raises_and_the_next_call_works(artifact, stack, monkeypatch):
+    with penstock.open(artifact).load("40%", arena="contiguous") as module:
+        module(stack.tokens)
+        real, failures = os.preadv, [True]
+
+        def fail_once(fd, buffers, offset, flags=0):
+            if failures:
+                failures.pop()
+                raise OSError(5, "Input/output error")
+            return real(fd, buffers, offset, flags)
+
+        monkeypatch.setattr(direct_file.os, "preadv", fail_once)
+        call_twice = [module, module]  # what was fetched ahead may serve one call still
+        with pytest.raises(penstock.SourceError, match="Input/output error"):
+            [call(stack.tokens) for call in call_twice]
+        assert torch.equal(module(stack.tokens), stack.expected)
+
+
+# Calls that cannot be right.
+
+
+def test_inputs_of_another_dtype_shape_or_tree_are_refused(stack):
+    with stack.open().load("50%") as module:
+        moved = module.stats.bytes_moved
+        for arguments in [
+            (stack.tokens.float(),),
+            (stack.tokens[:, :3],),
+            (stack.tokens[0],),
+            (),
+            ([stack.tokens],),
+        ]:
+            with pytest.raises(penstock.StreamError, match=r"expected .*got "):
+                module(*arguments)
+        assert module.stats.passes == 0
+        assert module.stats.bytes_moved >= moved
+        assert torch.equal(module(stack.tokens), stack.expected)
+
+
+def test_grad_mode_with_an_input_that_requires_grad_is_refused(tmp_path):
+    linear = torch.nn.Linear(64, 64)
+    x = torch.randn(2, 64)
+    program = penstock.compile(torch.export.export(linear, (x,)), tmp_path / "linear.penstock")
+    with program.load("100%") as module:
+        with pytest.raises(penstock.StreamError, match="requires grad"):
+            module(x.clone().requires_grad_())
+        with torch.no_grad():
+            assert torch.equal(module(x.clone().requires_grad_()), linear(x))
+        assert not module(x).requires_grad
+
+
+def test_a_second_thread_is_refused(stack):
+    with stack.open().load("50%", arena="paged") as module, ThreadPoolExecutor(1) as pool:
+        assert module._running.acquire(blocking=False)
+        with pytest.raises(penstock.StreamError, match="another thread"):
+            pool.submit(module, stack.tokens).result()
+        module._running.release()
+        assert torch.equal(module(stack.tokens), stack.expected)
+
+
+def test_a_call_after_close_is_refused(stack):
+    module = stack.open().load("50%")
+    module.close()
+    with pytest.raises(penstock.StreamError, match="closed"):
+        module(stack.tokens)
+
+
+def test_a_forked_child_may_only_close(stack):
+    with stack.open().load("50%", arena="mapped") as module:
+        module(stack.tokens)
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                module(stack.tokens)
+            except penstock.StreamError as error:
+                status = 0 if "forked child" in str(error) else 2
+            try:
+                module.close()
+            except BaseException:
+                status = 3
+            os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert torch.equal(module(stack.tokens), stack.expected)
+
+
+@pytest.mark.parametrize(
+    "misuse",
+    [
+        lambda m: m.to("meta"),
+        lambda m: m.to(torch.float64),
+        lambda m: m.half(),
+        lambda m: m.train(),
+        lambda m: m.requires_grad_(),
+        lambda m: m.load_state_dict({}),
+        lambda m: __import__("copy").deepcopy(m),
+        lambda m: __import__("pickle").dumps(m),
+    ],
+)
+def test_what_a_streamed_module_cannot_do_raises(stack, misuse):
+    with stack.open().load("50%") as module:
+        with pytest.raises(penstock.StreamError, match="not possible"):
+            misuse(module)
+        assert module.eval() is module
+
+
+def test_an_exception_in_the_model_leaves_a_module_that_works(stack):
+    outside = torch.full_like(stack.tokens, 10_000)
+    with stack.open().load("40%", arena="paged") as module:
+        for _ in range(2):
+            with pytest.raises(IndexError):
+                module(outside)
+            assert torch.equal(module(stack.tokens), stack.expected)
