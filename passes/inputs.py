@@ -6,8 +6,8 @@ breaks one would run, and be wrong: so all of them are checked before anything r
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import CodeType
@@ -133,17 +133,24 @@ def _sources(exported: ExportedProgram) -> list[tuple[str, int]]:
 
 
 def _paths(spec: pytree.TreeSpec) -> list[str]:
-    """Returns how each leaf of a tree is reached from its root; a class of its own has no path."""
+    """Returns how each leaf of a tree is reached from its root."""
     if spec.is_leaf():
         return [""]
-    keys: Sequence[object] = range(spec.num_children)
-    if spec.type in (dict, OrderedDict):
-        keys = [repr(key) for key in spec.context]
-    elif spec.type not in (list, tuple):
-        keys = ["?"] * spec.num_children
-    return [
-        f"[{key}]{path}" for key, child in zip(keys, spec.children(), strict=True) for path in _paths(child)
-    ]
+    children = zip(_keys(spec), spec.children(), strict=True)
+    return [key + path for key, child in children for path in _paths(child)]
+
+
+def _keys(spec: pytree.TreeSpec) -> list[str]:
+    """Returns how a node's children are reached from it; "?" in a class that does not say."""
+    if spec.type in (list, tuple):
+        return [f"[{position}]" for position in range(spec.num_children)]
+    names = spec.context
+    # Registered classes have the names of their fields first, and what else they need behind.
+    if isinstance(names, list) and names and isinstance(names[0], list):
+        names = names[0]
+    if not isinstance(names, list | tuple) or len(names) != spec.num_children:
+        return ["?"] * spec.num_children
+    return [f".{name}" if dataclasses.is_dataclass(spec.type) else f"[{name!r}]" for name in names]
 
 
 class _Expression:

@@ -1,6 +1,7 @@
 """Calls that the exported program would run wrongly, or not at all, are refused before they run."""
 
 import io
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -146,6 +147,31 @@ def test_guards_of_a_stored_program_hold_wherever_the_inputs_are(strict):
         args, kwargs = call(8)
         with pytest.raises(StreamError, match="which held at export"):
             convention.flatten(args, kwargs)
+
+
+@dataclass
+class Pair:
+    """An input of a class of its own."""
+
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+torch.export.register_dataclass(Pair, serialized_type_name="penstock.tests.Pair")
+
+
+def test_guards_reach_into_registered_classes():
+    class Model(nn.Module):
+        def forward(self, x, pair):
+            return x.sum() + pair.second.sum() if x.shape[0] > 2 * pair.second.shape[0] else x.sum()
+
+    one = {0: torch.export.Dim.AUTO}
+    args = (torch.randn(9), Pair(torch.randn(2), torch.randn(3)))
+    exported = torch.export.export(Model(), args, dynamic_shapes=(one, [{}, one]))
+    convention = convention_of(exported)
+    convention.flatten((torch.randn(11), Pair(torch.randn(2), torch.randn(5))), {})
+    with pytest.raises(StreamError, match="which held at export"):
+        convention.flatten((torch.randn(10), Pair(torch.randn(2), torch.randn(5))), {})
 
 
 def test_a_guard_on_an_input_nobody_can_find_is_refused():
