@@ -20,7 +20,7 @@ from penstock.runtime.arena_anonymous import AnonymousArena, ContiguousArena
 from penstock.runtime.arena_mapped import MappedArena
 from penstock.runtime.arena_pooled import PooledArena
 from penstock.runtime.memory import HUGE_PAGE, supports_move, supports_populate
-from penstock.schedule.model import Part, Plan, Storage
+from penstock.schedule.model import Arena, Part, Plan, Storage
 
 if TYPE_CHECKING:
     import torch
@@ -92,6 +92,17 @@ def open_arena(
         return ContiguousArena(plan, storages, source, poison=poison)
     if plan.arena.backing == "mapped" and (supports_populate() if populate is None else populate):
         return MappedArena(plan, storages, source, debug=debug)
-    if plan.arena.backing == "anonymous" and plan.arena.granule % HUGE_PAGE == 0 and supports_move():
+    if _has_whole_huge_granules(plan.arena) and supports_move():
         return PooledArena(plan, storages, source, debug=debug, poison=poison)
     return AnonymousArena(plan, storages, source, debug=debug)
+
+
+def _has_whole_huge_granules(arena: Arena) -> bool:
+    """Whether granules can move as they are: of private memory, of huge pages, none cut by a segment."""
+    edges = [edge for segment in arena.segments for edge in (segment.start, segment.stop)]
+    return (
+        arena.backing == "anonymous"
+        and arena.granule % HUGE_PAGE == 0
+        and bool(edges)
+        and not any(edge % arena.granule for edge in edges)
+    )

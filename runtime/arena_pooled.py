@@ -38,12 +38,15 @@ class PooledArena(BaseArena):
         self._granule = plan.arena.granule
         self._source, self._debug, self._poison = source, debug, poison
         layout_bytes = max((s.stop for s in plan.arena.segments), default=0)
-        if any(edge % self._granule for s in plan.arena.segments for edge in (s.start, s.stop)):
-            raise PlanError(
-                f"a pooled arena has segments of whole granules of {self._granule} bytes: plan again"
-            )
         places = [-1 if s in plan.outside else place for s, place in enumerate(plan.arena.layout)]
         super().__init__(storages, places, layout_bytes + plan.arena_bytes)
+        reach = max((p + s.nbytes for p, s in zip(places, storages, strict=True) if p >= 0), default=0)
+        if reach > layout_bytes or plan.arena_bytes % self._granule:
+            self.close()
+            raise PlanError(
+                f"storages reach to byte {reach} of a layout of {layout_bytes} bytes, in an arena of "
+                f"{plan.arena_bytes} bytes: expected whole granules of {self._granule} bytes; plan again"
+            )
         try:
             self._pieces = Pieces(pieces_of(plan, storages, self._places, self._memory), gap=PAGE)
             self._memory.map_anonymous(0, self._memory.nbytes)
@@ -71,14 +74,22 @@ class PooledArena(BaseArena):
             if address in self._free:
                 del self._free[address]
             elif self._free:
-                move(self._free.popitem()[0], address, self._granule)
+                self._move(next(reversed(self._free)), address)
             else:
-                raise StreamError(
-                    "the plan fills more than its arena holds: load a plan that verify_plan accepts"
-                )
+                raise StreamError("the plan fills more than its arena holds: plan again")
             self._filled.add(address)
         if self._debug:
             protect(address, self._granule, mmap.PROT_READ | mmap.PROT_WRITE)
+
+    def _move(self, free: int, address: int) -> None:
+        try:
+            move(free, address, self._granule)
+        except OSError as error:
+            raise StreamError(
+                f"the system did not move {self._granule} bytes of memory for weights ({error.strerror}): "
+                "raise its limit on mappings (vm.max_map_count) or lower the budget"
+            ) from error
+        del self._free[free]
 
     def _discard(self, start: int, stop: int) -> None:
         for address in self._granules(start, stop):

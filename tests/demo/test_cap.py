@@ -47,7 +47,7 @@ def test_under_a_real_cap_the_plain_model_is_killed_and_penstock_finishes(tmp_pa
     with cgroup.make_group(MIB) as group:
         if group is None:
             pytest.skip("no memory cgroup can be made here")
-    runs = cap.run_three(CONSOLE, tmp_path, 384 * MIB, cap=320 * MIB)
+    runs = cap.run_three(CONSOLE, tmp_path, 448 * MIB, cap=400 * MIB)
     assert runs.holds
     assert runs.cap_kind.startswith("memory cgroup")
     assert runs.plain.failure == "killed by the kernel"

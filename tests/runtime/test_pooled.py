@@ -113,13 +113,38 @@ def test_a_failed_read_gives_its_granules_back(arena, source, monkeypatch):
     assert arena.held_bytes == GRANULE
 
 
-def test_ranges_and_segments_are_whole_granules(stack, arena, plan, source):
+def test_ranges_are_whole_granules(arena):
     with pytest.raises(PlanError, match="whole granules"):
         arena.fill(4096, GRANULE)
+
+
+def test_segments_that_cut_a_granule_are_not_pooled(stack, plan, source):
     segment = plan.arena.segments[0]
-    odd = replace(plan.arena, segments=(replace(segment, stop=segment.stop - 4096),))
-    with pytest.raises(PlanError, match="whole granules"):
-        open_arena(replace(plan, arena=odd), stack.open().payload.storages, source)
+    cut = replace(plan.arena, segments=(replace(segment, stop=segment.stop - 4096),))
+    arena = open_arena(replace(plan, arena=cut), stack.open().payload.storages, source)
+    assert isinstance(arena, AnonymousArena)
+    arena.close()
+
+
+def test_a_layout_that_reaches_into_the_pool_is_refused(stack, plan, source):
+    layout = tuple(place + GRANULE if place >= 0 else place for place in plan.arena.layout)
+    beyond = replace(plan, arena=replace(plan.arena, layout=layout))
+    with pytest.raises(PlanError, match="reach to byte"):
+        open_arena(beyond, stack.open().payload.storages, source)
+
+
+def test_a_move_that_the_system_refuses_loses_nothing(arena, monkeypatch):
+    from penstock.runtime import arena_pooled
+
+    def refuse(*args):
+        raise OSError(12, "Cannot allocate memory")
+
+    with monkeypatch.context() as limited:
+        limited.setattr(arena_pooled, "move", refuse)
+        for _ in range(20):
+            with pytest.raises(StreamError, match="max_map_count"):
+                arena.fill(0, GRANULE)
+    arena.fill(0, GRANULE)
 
 
 def test_granules_move_under_several_threads(stack, arena, plan):

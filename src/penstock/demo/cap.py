@@ -90,7 +90,7 @@ def run_three(console: Console, folder: Path, weight_bytes: int, *, cap: int | N
     weights = Path(job.weights)
     nbytes = weights.stat().st_size
     cap = cap or nbytes // 4
-    job = replace(job, budget=cap * 3 // 8)
+    job = replace(job, budget=cap // 4)
     rates = [measure_read(weights)]
 
     reference = run_child(console, job, "the plain model, without a cap")

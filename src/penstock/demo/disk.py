@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import tempfile
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-BLOCK = 8 << 20
-THREADS = 4
+from penstock.runtime.rates import measure_read as measure_rate
+from penstock.runtime.source import Source
+from penstock.runtime.stamp import stamp_file
+
+_SECONDS = 5.0
 IN_MEMORY = {"tmpfs", "ramfs"}
 """File systems whose files are memory: a demo there would measure nothing and fill what it saves."""
 
@@ -34,32 +34,13 @@ def drop_cache(path: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def measure_read(path: Path) -> ReadRate:
-    """Read the whole file in aligned blocks from several threads, and time it."""
-    flags = os.O_RDONLY | getattr(os, "O_DIRECT", 0)
-    try:
-        fd = os.open(path, flags)
-    except OSError:
-        flags = os.O_RDONLY
-        fd = os.open(path, flags)
-        drop_cache(path)
-    blocks = range(0, os.fstat(fd).st_size, BLOCK)
-    buffers = [mmap.mmap(-1, BLOCK) for _ in range(THREADS)]
-
-    def read_share(thread: int) -> int:
-        # A read may be short at the end of the file only.
-        return sum(os.preadv(fd, [buffers[thread]], offset) for offset in blocks[thread::THREADS])
-
-    try:
-        with ThreadPoolExecutor(THREADS) as pool:
-            start = time.perf_counter()
-            nbytes = sum(pool.map(read_share, range(THREADS)))
-            seconds = time.perf_counter() - start
-    finally:
-        os.close(fd)
-        for buffer in buffers:
-            buffer.close()
-    return ReadRate(nbytes, nbytes / seconds, flags != os.O_RDONLY)
+def measure_read(weights: Path) -> ReadRate:
+    """Read a whole safetensors file as penstock does when it streams, with nothing else going on."""
+    drop_cache(weights)
+    with Source([stamp_file(weights, recorded_path=weights.name)], weights.parent) as source:
+        nbytes = weights.stat().st_size
+        rate = measure_rate(source, nbytes=nbytes, seconds=_SECONDS)
+        return ReadRate(nbytes, rate, source.mode == "direct")
 
 
 def find_folder(nbytes: int) -> Path | None:
