@@ -47,8 +47,9 @@ class MappedArena(PagedArena):
             raise
 
     def check(self) -> None:
-        # Truncating a file takes its pages from every mapping: the next read would be a SIGBUS.
-        self._source.check_sizes()
+        # Truncating a file takes its pages from every mapping: the next read would be a SIGBUS. What is
+        # written into it appears in every mapping.
+        self._source.check_all_unchanged()
 
     def _find_files(self) -> None:
         """The file behind each segment, and the layout offset at which that file begins."""
@@ -70,18 +71,23 @@ class MappedArena(PagedArena):
     def _map(self, segment: int) -> None:
         file, base = self._files[segment]
         start, nbytes = self._segment_pages(segment)
+        if start < base:
+            raise PlanError(
+                f"segment {segment} cannot be mapped: it begins at layout offset {start}, before its file "
+                f"{file}, whose first byte is at {base}; plan it again"
+            )
         self._memory.map_file(start, nbytes, self._source.fd(file), start - base)
 
     def _bring_pages(self, pages: Pages) -> int:
         if pages.segment not in self._files:
             return 0
         file, base = self._files[pages.segment]
-        self._source.check_size(file)
+        self._source.check_unchanged(file)
         try:
             advise(pages.address, pages.nbytes, MADV_POPULATE_READ)
         except OSError as error:
             # The file may have shrunk since, which explains more than the errno of populating.
-            self._source.check_size(file)
+            self._source.check_unchanged(file)
             raise SourceError(
                 f"bytes {pages.start - base} to {pages.stop - base} of {self._source.path(file)} could not "
                 f"be read into a mapping: {error.strerror}; check the disk, then try again"

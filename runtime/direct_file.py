@@ -27,7 +27,7 @@ _BUFFER_WRITE = 0x200  # PyBUF_WRITE
 
 @dataclass(frozen=True)
 class DirectFile:
-    """A file of `nbytes` and its descriptors.
+    """A file of `nbytes`, last modified at `mtime_ns` when it was opened, and its descriptors.
 
     `block` is the alignment of direct reads, 0 (and `direct_fd` -1) where only buffered reads work;
     `note` then says why, if direct ones were asked for.
@@ -35,6 +35,7 @@ class DirectFile:
 
     path: Path
     nbytes: int
+    mtime_ns: int
     fd: int
     direct_fd: int = -1
     block: int = 0
@@ -55,14 +56,21 @@ class DirectFile:
         self._read(self.fd, offset, address, head)
         self._read(self.direct_fd, offset + head, address + head, whole)
         self._read(self.fd, offset + done, address + done, nbytes - done)
+        # Only after the read does this say that all its bytes are those of the file that was opened.
+        self.check_unchanged()
 
-    def check_size(self) -> None:
-        """Raise SourceError if the file has become shorter than `nbytes` (one fstat)."""
-        found = os.fstat(self.fd).st_size
-        if found < self.nbytes:
+    def check_unchanged(self) -> None:
+        """Raise SourceError unless size and modification time are those at opening (one fstat)."""
+        found = os.fstat(self.fd)
+        if found.st_size < self.nbytes:
             raise SourceError(
-                f"{self.path} has been truncated while in use: expected {self.nbytes} bytes, got {found}; "
-                "restore the file and open the artifact again"
+                f"{self.path} has been truncated while in use: expected {self.nbytes} bytes, "
+                f"got {found.st_size}; restore the file and open the artifact again"
+            )
+        if (found.st_size, found.st_mtime_ns) != (self.nbytes, self.mtime_ns):
+            raise SourceError(
+                f"{self.path} has been changed while in use: expected {self.nbytes} bytes last modified at "
+                f"{self.mtime_ns} ns, got {found.st_size} at {found.st_mtime_ns} ns; open the artifact again"
             )
 
     def close(self) -> None:
@@ -79,13 +87,13 @@ class DirectFile:
                 got = os.preadv(fd, [part], offset)
             except OSError as error:
                 # Behind a new end in the middle of a block a direct read fails with EINVAL.
-                self.check_size()
+                self.check_unchanged()
                 raise SourceError(
                     f"reading bytes {offset} to {stop} of {self.path} failed ({error.strerror}); "
                     "check the disk, then try again"
                 ) from error
             if got == 0:
-                self.check_size()
+                self.check_unchanged()
                 raise SourceError(f"{self.path} ended at byte {offset} while it was read; try again")
             offset += got
             address += got
@@ -96,14 +104,15 @@ def open_direct_file(file: WeightFile, folder: Path, *, direct: bool, check: boo
     path = locate(file, folder)
     fd = open_descriptor(path)
     try:
+        status = os.fstat(fd)  # before the check, so that a change during it is noticed later
         if check:
             check_open_file(fd, path, file, in_place=Path(file.path).is_absolute())
-        direct_fd, block = _open_direct(path, os.fstat(fd)) if direct else (-1, 0)
+        direct_fd, block = _open_direct(path, status) if direct else (-1, 0)
     except BaseException:
         os.close(fd)
         raise
     note = "" if block or not direct else f"the file system of {path} lacks O_DIRECT: buffered reads"
-    return DirectFile(path, file.nbytes, fd, direct_fd, block, note)
+    return DirectFile(path, file.nbytes, status.st_mtime_ns, fd, direct_fd, block, note)
 
 
 def memory_view(address: int, nbytes: int) -> memoryview:

@@ -78,15 +78,15 @@ class Source:
         """The buffered descriptor of a file, for mapping it; it belongs to this Source."""
         return self._open(file).fd
 
-    def check_size(self, file: int) -> None:
-        """Raise SourceError if the file has become shorter than its stamp says (one fstat)."""
+    def check_unchanged(self, file: int) -> None:
+        """Raise SourceError if the file has been truncated or written to since it was opened (one fstat)."""
         with self._in_flight():
-            self._open(file).check_size()
+            self._open(file).check_unchanged()
 
-    def check_sizes(self) -> None:
-        """Raise SourceError if any file has become shorter than its stamp says (one fstat each)."""
+    def check_all_unchanged(self) -> None:
+        """As `check_unchanged`, of every file."""
         for file in self._files:
-            file.check_size()
+            file.check_unchanged()
 
     def read_into(self, file: int, offset: int, address: int, nbytes: int) -> None:
         """Fill `nbytes` of memory at `address` with the file's bytes from `offset` on.

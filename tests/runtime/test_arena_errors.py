@@ -13,6 +13,7 @@ import pytest
 from penstock.runtime.arena import open_arena
 from penstock.runtime.memory import HUGE_PAGE, PAGE
 from penstock.schedule.errors import PlanError, SourceError, StreamError
+from penstock.schedule.model import Range
 from tests.runtime.arena_weights import KINDS, LARGE, SMALL, Weights, content, weights_fixture  # noqa: F401
 
 
@@ -22,15 +23,17 @@ def test_a_file_that_shrinks_raises_and_holds_nothing(
     weights: Weights, kind: str, checked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arena = weights.open(kind)
+    before = weights.paths[0].stat()
     os.truncate(weights.paths[0], HUGE_PAGE + 5)
     if not checked:  # as when it shrinks between the check and the read
-        monkeypatch.setattr(weights.source, "check_size", lambda file: None)
+        monkeypatch.setattr(weights.source, "check_unchanged", lambda file: None)
     with pytest.raises(SourceError, match=r"truncated while in use|could not be read into a mapping"):
         arena.fill(0, LARGE)
     assert arena.held_bytes == 0
     if kind != "contiguous":
         assert arena.mapped_bytes() == 0
     weights.paths[0].write_bytes(weights.content[0])
+    os.utime(weights.paths[0], ns=(before.st_atime_ns, before.st_mtime_ns))
     arena.fill(0, LARGE)
     assert content(arena, weights, 2) == weights.bytes_of(2)
     arena.close()
@@ -49,13 +52,13 @@ def test_a_file_that_shrinks_while_it_is_populated_is_named_as_shrunk(
     weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arena = weights.open("mapped")
-    check_size = weights.source.check_size
+    check_unchanged = weights.source.check_unchanged
 
     def shrink_after_the_check(file: int) -> None:
-        check_size(file)
+        check_unchanged(file)
         os.truncate(weights.paths[file], PAGE)
 
-    monkeypatch.setattr(weights.source, "check_size", shrink_after_the_check)
+    monkeypatch.setattr(weights.source, "check_unchanged", shrink_after_the_check)
     with pytest.raises(SourceError, match="truncated while in use"):
         arena.fill(0, LARGE)
     arena.close()
@@ -97,6 +100,16 @@ def test_plans_that_do_not_fit_the_files_are_refused(weights: Weights) -> None:
         weights.open("mapped")
     with pytest.raises(PlanError, match="two storages lie at layout offset"):
         weights.open("anonymous")
+
+
+def test_a_segment_that_begins_before_its_file_is_refused(weights: Weights) -> None:
+    small = weights.segments[1]
+    weights.layout = (*weights.layout[:-1], weights.layout[-1] + PAGE)
+    weights.segments = (weights.segments[0], Range(small.start, small.stop + PAGE))
+    with pytest.raises(
+        PlanError, match=rf"segment 1 .* begins at layout offset {small.start}, before its file"
+    ):
+        weights.open("mapped")
 
 
 def test_ranges_inside_a_page_are_refused(weights: Weights) -> None:

@@ -119,6 +119,14 @@ def test_verify_finds_the_byte_that_a_stamp_does_not_sample(artifact):
     pytest.fail("every block of the largest weight is sampled: make the fixture larger")
 
 
+def test_verify_names_the_weight_that_cannot_be_verified(artifact):
+    edit(artifact, lambda payload: payload["storages"][1].update(sha256=None))
+    program = penstock.open(artifact)
+    name = program.payload.storage_names()[1]
+    with pytest.raises(penstock.SourceError, match=f"weight {name} cannot be verified: .*compile again"):
+        program.verify()
+
+
 def flip(path: Path, offset: int) -> None:
     with path.open("r+b") as file:
         file.seek(offset)
@@ -130,7 +138,7 @@ def flip(path: Path, offset: int) -> None:
 @pytest.mark.parametrize("arena", ["mapped", "paged"])
 def test_weights_truncated_while_they_are_in_use(artifact, stack, arena):
     path = artifact / "weights.safetensors"
-    whole = path.read_bytes()
+    whole, before = path.read_bytes(), path.stat()
     with penstock.open(artifact).load("70%", arena=arena) as module:
         module(stack.tokens)
         os.truncate(path, 8192)
@@ -138,7 +146,21 @@ def test_weights_truncated_while_they_are_in_use(artifact, stack, arena):
             module(stack.tokens)
         with path.open("r+b") as file:
             file.write(whole)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
         assert torch.equal(module(stack.tokens), stack.expected)
+
+
+@pytest.mark.parametrize("arena", ["mapped", "pooled", "contiguous", "paged"])
+def test_weights_overwritten_in_place_while_they_are_in_use(artifact, stack, arena):
+    path = artifact / "weights.safetensors"
+    weight = max(penstock.open(artifact).payload.storages, key=lambda s: s.nbytes).extents[0]
+    with penstock.open(artifact).load("40%", arena=arena) as module:
+        module(stack.tokens)
+        flip(path, weight.file_offset)
+        with pytest.raises(penstock.SourceError, match=r"changed while in use.*open the artifact again"):
+            [module(stack.tokens) for _ in range(2)]  # what was fetched ahead may serve one call still
+        with pytest.raises(penstock.SourceError, match="changed while in use"):
+            module(stack.tokens)
 
 
 def test_a_read_error_in_the_middle_of_a_pass_raises_and_the_next_call_works(artifact, stack, monkeypatch):

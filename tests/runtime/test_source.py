@@ -42,13 +42,56 @@ def test_truncated_while_open(own_file: tuple[Path, WeightFile], nbytes: int, mo
     folder, file = own_file
     memory = Memory(file.nbytes)
     with Source([file], folder, mode="direct" if mode == "direct" else "buffered") as source:
-        source.check_size(0)
+        source.check_unchanged(0)
         os.truncate(folder / file.path, nbytes)
         message = f"truncated while in use: expected {file.nbytes} bytes, got {nbytes}"
         with pytest.raises(SourceError, match=message):
             source.read_into(0, 0, memory.base, file.nbytes)
         with pytest.raises(SourceError, match=message):
-            source.check_size(0)
+            source.check_unchanged(0)
+
+
+@pytest.mark.parametrize("mode", ["direct", "buffered"])
+def test_written_in_place_while_open(own_file: tuple[Path, WeightFile], mode: str) -> None:
+    folder, file = own_file
+    memory = Memory(file.nbytes)
+    with Source([file], folder, mode="direct" if mode == "direct" else "buffered") as source:
+        before = (folder / file.path).stat()
+        with (folder / file.path).open("r+b") as opened:
+            opened.seek(NBYTES // 2)
+            opened.write(b"others")
+        # Clocks of file systems are coarse: the write may come within the tick in which it was made.
+        os.utime(folder / file.path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+        message = f"changed while in use: expected {file.nbytes} bytes .*; open the artifact again"
+        with pytest.raises(SourceError, match=message):
+            source.read_into(0, 0, memory.base, 100)
+        with pytest.raises(SourceError, match=message):
+            source.check_unchanged(0)
+        with pytest.raises(SourceError, match=message):
+            source.check_all_unchanged()
+        os.utime(folder / file.path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        with (folder / file.path).open("ab") as opened:
+            opened.write(b"more")
+        os.utime(folder / file.path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        with pytest.raises(SourceError, match=f"changed while in use: .* got {file.nbytes + 4} at"):
+            source.read_into(0, 0, memory.base, 100)
+
+
+def test_written_in_the_middle_of_a_read(
+    own_file: tuple[Path, WeightFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, file = own_file
+    real = os.preadv
+
+    def write_after(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        got = real(fd, buffers, offset)
+        os.utime(folder / file.path, ns=(0, 0))
+        return got
+
+    with Source([file], folder) as source:
+        monkeypatch.setattr(os, "preadv", write_after)
+        with pytest.raises(SourceError, match="changed while in use"):
+            source.read_into(0, 0, Memory(NBYTES).base, NBYTES)
 
 
 def test_truncation_that_shows_as_an_invalid_read(
@@ -106,7 +149,11 @@ def test_descriptors_are_closed(own_file: tuple[Path, WeightFile]) -> None:
         assert len(descriptors()) > len(before)
     source.close()
     assert descriptors() == before
-    for call in (lambda: source.read_into(0, 0, 0, 0), lambda: source.fd(0), lambda: source.check_size(0)):
+    for call in (
+        lambda: source.read_into(0, 0, 0, 0),
+        lambda: source.fd(0),
+        lambda: source.check_unchanged(0),
+    ):
         with pytest.raises(SourceError, match="closed"):
             call()
     missing = dataclasses.replace(file, path="gone.safetensors")
