@@ -117,6 +117,7 @@ class Program:
             if hardware != "auto":
                 raise PlanError(f"there is no hardware {hardware!r}: give 'auto' or a Hardware")
             hardware = choice.measure(payload.weights)
+        hardware.check()  # before times are modelled, which divides by its rates
         decided = make_plan(
             payload.storages,
             traces or [with_times(trace, hardware) for trace in payload.traces],
@@ -163,24 +164,27 @@ class Program:
     def verify(self, progress: Progress | None = None) -> int:
         """Hash every weight byte and prove every plan; returns the bytes hashed.
 
-        Raises SourceError naming the first weight whose bytes changed since it was compiled.
+        Raises SourceError naming the first weight whose bytes changed since it was compiled, or that
+        cannot be verified because the payload does not say what its bytes were.
         """
         verify_payload(self.payload)
         names = self.payload.storage_names()
-        hashed = [s for s in self.payload.storages if s.sha256 is not None]
-        report = count_bytes(progress, "verifying weights", sum(e.nbytes for s in hashed for e in s.extents))
-        done = 0
-        for index, storage in enumerate(self.payload.storages):
-            if storage.sha256 is None or not storage.extents:
-                continue
+        in_files = [(s, storage) for s, storage in enumerate(self.payload.storages) if storage.extents]
+        for index, storage in in_files:
+            if storage.sha256 is None:
+                raise SourceError(
+                    f"weight {names[index]} cannot be verified: the payload lacks its sha256; compile again"
+                )
+        total = sum(e.nbytes for _, storage in in_files for e in storage.extents)
+        report = count_bytes(progress, "verifying weights", total)
+        for index, storage in in_files:
             found = hash_storage(storage, self.payload.files, self.path, progress=report)
             if found != storage.sha256:
                 raise SourceError(
                     f"weight {names[index]} has changed since it was compiled: its sha256 was "
                     f"{storage.sha256} and is {found}; restore the file, or compile again"
                 )
-            done += sum(e.nbytes for e in storage.extents)
-        return done
+        return total
 
     def _floors(self, device: str, arena: str | None, keep: frozenset[int]) -> dict[str, Floor]:
         _check_device(device)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
+
+from penstock.schedule.errors import PlanError
 
 STRICT: dict[str, object] = {"extra": "forbid", "strict": True}
 """How pydantic treats the classes of a payload at the file boundary; inert elsewhere."""
@@ -26,6 +30,24 @@ class Hardware:
     link_latency_ns: int
     link_in_flight_bytes: int = 0
     note: str = ""
+
+    def problems(self) -> Iterator[str]:
+        """One sentence for each figure that no machine has: field, what is expected, what is there."""
+        for name in ("link_latency_ns", "link_in_flight_bytes"):
+            if getattr(self, name) < 0:
+                yield f"{name}: expected 0 or more, got {getattr(self, name)}"
+        for name in ("flops_per_s", "memory_bytes_per_s", "link_bytes_per_s"):
+            rate = getattr(self, name)
+            if not (rate > 0 and math.isfinite(rate)):
+                yield f"{name}: expected a rate above 0 and finite, got {rate}"
+
+    def check(self) -> None:
+        """Raise PlanError with the first of `problems`."""
+        for problem in self.problems():
+            raise PlanError(
+                f"nothing can be planned for the hardware {self.name!r}: {problem}; "
+                "give its figures, or measure it (hardware='auto')"
+            )
 
     def copy_ns(self, nbytes: int) -> int:
         """Nanoseconds that one transfer of `nbytes` takes, rounded up."""

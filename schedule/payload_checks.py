@@ -265,11 +265,8 @@ def _hardware(payload: Payload) -> Iterator[str]:
 
 
 def _machine(hardware: Hardware, path: str) -> Iterator[str]:
-    sizes = {name: getattr(hardware, name) for name in ("link_latency_ns", "link_in_flight_bytes")}
-    yield from _not_negative(path, **sizes)
-    for name in ("flops_per_s", "memory_bytes_per_s", "link_bytes_per_s"):
-        if getattr(hardware, name) <= 0:
-            yield f"{path}.{name}: expected a rate above 0, got {getattr(hardware, name)}"
+    for problem in hardware.problems():
+        yield f"{path}.{problem}"
 
 
 def _plans(payload: Payload) -> Iterator[str]:

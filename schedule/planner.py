@@ -78,7 +78,9 @@ def make_plan(
 
     Raises:
         BudgetError: the budget is below the floor, which the error names with its step and weights.
+        PlanError: `hardware` has a rate that is not above 0 and finite, or a negative size.
     """
+    hardware.check()
     outside = _outside(storages)
     streamed = first_uses(storages, traces)
     cap = budget - sum(storages[s].nbytes for s in outside)

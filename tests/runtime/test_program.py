@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import penstock
+from penstock.schedule.model import Hardware
 
 ARENAS = ("mapped", "pooled", "contiguous", "paged")
 
@@ -171,6 +172,12 @@ def test_keeping_more_than_the_budget_is_refused(stack):
     program = stack.open()
     with pytest.raises(penstock.BudgetError, match="keep"):
         program.plan(program.floor_bytes + 100_000, keep=["*"])
+
+
+def test_hardware_without_a_rate_is_refused(stack):
+    hardware = Hardware("none", 0.0, 1e10, 1e9, 0)
+    with pytest.raises(penstock.PlanError, match=r"'none': flops_per_s: expected a rate above 0"):
+        stack.open().plan("50%", hardware=hardware)
 
 
 def test_a_device_that_is_not_there_is_refused(stack):

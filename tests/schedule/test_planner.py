@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.schedule.errors import BudgetError
+from penstock.schedule.errors import BudgetError, PlanError
 from penstock.schedule.layout import first_uses, packed_arena
 from penstock.schedule.model import Plan, Step, Storage, Trace
 from penstock.schedule.planner import RUNGS, floor, make_plan
@@ -85,6 +88,21 @@ def test_a_refusal_says_what_is_kept() -> None:
             keep={3},
             names=("w0", "w1", "w2", "w3"),
         )
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, math.inf, math.nan])
+@pytest.mark.parametrize("name", ["flops_per_s", "memory_bytes_per_s", "link_bytes_per_s"])
+def test_a_rate_that_no_machine_has_is_refused(name: str, rate: float) -> None:
+    p = equal_problem(4, 1)
+    hardware = replace(p.hardware, **{name: rate})
+    with pytest.raises(PlanError, match=rf"'toy': {name}: expected a rate above 0 and finite, got {rate}; "):
+        make_plan(p.storages, p.traces, p.arena, budget=2 * UNIT, hardware=hardware)
+
+
+def test_a_negative_latency_is_refused() -> None:
+    p = equal_problem(4, 1)
+    with pytest.raises(PlanError, match="link_latency_ns: expected 0 or more, got -1"):
+        make_plan(p.storages, p.traces, p.arena, budget=2 * UNIT, hardware=machine(1e9, latency_ns=-1))
 
 
 def test_kept_storages_are_resident() -> None:
