@@ -6,12 +6,14 @@ The format forbids holes, so what alignment leaves over is filled by explicit U8
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,7 +74,11 @@ def pack(
     total = len(header) + data_nbytes
     check_space(path.parent, total)
     placed = []
-    with replace_file(path, force=force) as fd, ThreadPoolExecutor(1) as pool:
+    with (
+        replace_file(path, force=force) as fd,
+        ThreadPoolExecutor(1) as pool,
+        _filling_up(path.parent, total),
+    ):
         writer = _Writer(fd, pool, progress)
         writer.write(header)
         for entry, offset in zip(entries, offsets, strict=True):
@@ -109,10 +115,7 @@ def check_space(folder: Path, nbytes: int) -> None:
         ) from error
     available = status.f_bavail * status.f_frsize
     if nbytes > available:
-        raise SourceError(
-            f"the disk of {folder} is full: packing needs {nbytes} bytes and {available} are available; "
-            "free some, choose another output, or refer to the checkpoint in place (pack=False)"
-        )
+        raise _disk_full(folder, nbytes, f"{available} are available")
 
 
 def tensor_chunks(flat: torch.Tensor) -> Iterator[Chunk]:
@@ -170,6 +173,26 @@ class _Writer:
                 f"tensor {entry.name!r} should have {entry.nbytes} bytes and its source gave {written}"
             )
         return digest.hexdigest()
+
+
+@contextmanager
+def _filling_up(folder: Path, nbytes: int) -> Iterator[None]:
+    """Reports a disk, or a quota, that others filled while `nbytes` were being written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        status = os.statvfs(folder)
+        left = status.f_bavail * status.f_frsize
+        raise _disk_full(folder, nbytes, f"{left} were available when writing stopped") from error
+
+
+def _disk_full(folder: Path, nbytes: int, available: str) -> SourceError:
+    return SourceError(
+        f"the disk of {folder} is full: packing needs {nbytes} bytes and {available}; "
+        "free some, choose another output, or refer to the checkpoint in place (pack=False)"
+    )
 
 
 def _header(entries: Sequence[PackEntry], offsets: Sequence[int], pads: Sequence[tuple[int, int]]) -> bytes:

@@ -169,6 +169,31 @@ def test_disk_full_is_seen_beforehand(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("existing", [True, False])
+def test_disk_that_fills_up_while_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, *, existing: bool
+) -> None:
+    path, real, written = tmp_path / "w.safetensors", os.write, []
+    if existing:
+        pack(path, [bytes_entry("w", b"old")])
+    before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
+
+    def fill_up(fd: int, data: memoryview) -> int:
+        if sum(written) >= 100_000:
+            raise OSError(code, os.strerror(code))
+        written.append(real(fd, data[:50_000]))
+        return written[-1]
+
+    monkeypatch.setattr(os, "write", fill_up)
+    with pytest.raises(
+        SourceError, match=rf"is full: packing needs {204_800 + 4096} bytes and \d+ were avail"
+    ):
+        pack(path, [bytes_entry("w", bytes(204_800))], force=True)
+    assert sum(written) >= 100_000
+    assert {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)} == before
+
+
 def test_no_folder(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="choose another output"):
         pack(tmp_path / "gone" / "w.safetensors", [])
