@@ -1,0 +1,72 @@
+"""A compile that is killed at any time leaves the old artifact, or the new one whole."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.export import export
+
+import penstock
+
+# Once torch is imported, every line of input begins a new compiling process, which costs no import.
+COMPILER = """
+import os, sys
+import torch
+import penstock
+from tests.runtime.test_killed_compile import exported
+torch.set_num_threads(1)
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        while True:
+            for value in (1.0, 2.0):
+                penstock.compile(exported(value), sys.argv[1], force=True)
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+WIDTH = 256
+
+
+def exported(value: float) -> torch.export.ExportedProgram:
+    """A linear whose weights are all `value`: every output is `WIDTH * value` for an input of ones."""
+    linear = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+    torch.nn.init.constant_(linear.weight, value)
+    return export(linear.eval(), (torch.ones(1, WIDTH),))
+
+
+def test_a_compile_killed_at_any_time_leaves_a_whole_artifact(tmp_path: Path) -> None:
+    output, times = tmp_path / "model.penstock", random.Random(3)
+    penstock.compile(exported(0.0), output)
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
+    with subprocess.Popen(
+        [sys.executable, "-c", COMPILER, str(output)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    ) as compiler:
+        assert compiler.stdin is not None
+        assert compiler.stdout is not None
+        for _ in range(4):
+            compiler.stdin.write("go\n")
+            compiler.stdin.flush()
+            child = int(compiler.stdout.readline())
+            time.sleep(times.uniform(0, 1))
+            os.kill(child, signal.SIGKILL)
+            assert int(compiler.stdout.readline()) == -signal.SIGKILL
+            program = penstock.open(output)
+            assert program.verify() == program.weight_bytes
+            with program.load("100%") as module:
+                found = module(torch.ones(1, WIDTH))
+            assert found.unique().tolist() in ([0.0], [1.0 * WIDTH], [2.0 * WIDTH])
+        compiler.stdin.close()
+    assert compiler.returncode == 0
+    penstock.compile(exported(3.0), output, force=True)
+    assert os.listdir(tmp_path) == [output.name]
