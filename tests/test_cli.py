@@ -258,6 +258,16 @@ def test_what_cannot_be_compiled(penstock: Command, files: Files, tmp_path: Path
     assert sorted(p.name for p in tmp_path.iterdir()) == ["text.pt2"]
 
 
+def test_demo_hands_its_options_on(penstock: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*, part: str, size: str | None, json: bool) -> int:
+        print(f'{{"asked": ["{part}", "{size}", {str(json).lower()}]}}')
+        return 1
+
+    monkeypatch.setattr("penstock.demo.run", run)
+    done = penstock("demo", "--part", "cap", "--size", "1GiB", "--json")
+    assert (done.status, json.loads(done.out), done.err) == (1, {"asked": ["cap", "1GiB", True]}, "")
+
+
 def test_a_plan_is_not_overwritten(penstock: Command, files: Files, tmp_path: Path) -> None:
     taken = tmp_path / "plan.json"
     taken.write_text("mine")

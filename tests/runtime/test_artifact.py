@@ -206,12 +206,12 @@ def test_a_model_without_weights(tmp_path):
 class Zoo(torch.nn.Module):
     """Weights of unusual kinds, each read for itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, precision: torch.dtype = torch.complex64) -> None:
         super().__init__()
         filler = torch.arange(64 * 96, dtype=torch.float32).reshape(64, 96)
         self.transposed = torch.nn.Parameter((filler / 1000).t())
         self.register_buffer("empty", torch.zeros(0, 4))
-        self.register_buffer("complex", torch.complex(filler, -filler))
+        self.register_buffer("complex", torch.complex(filler, -filler).to(precision))
         self.register_buffer("float8", (filler / 6000).to(torch.float8_e4m3fn))
         self.register_buffer("integers", filler.to(torch.int32))
         self.register_buffer("flags", filler % 3 == 0)
@@ -224,14 +224,18 @@ class Zoo(torch.nn.Module):
     def forward(self, x):
         x = x @ self.transposed
         x = x * self.flags.sum(1)[:64] + self.integers.sum(1)
-        x = x + self.float8.to(torch.float32).sum(1) + self.complex.abs().sum(1)
+        x = x + self.float8.to(torch.float32).sum(1) + self.complex.abs().float().sum(1)
         return (x @ torch.cat([self.first, self.second])).sum(1), self.empty.sum(), self.fresh * 2
 
 
 @pytest.mark.parametrize("budget", ["floor", "70%", "100%"])
-def test_weights_of_every_kind(tmp_path, budget):
-    zoo, x = Zoo().eval(), torch.randn(3, 96)
+@pytest.mark.parametrize("precision", [torch.complex64, torch.complex128])
+def test_weights_of_every_kind(tmp_path, budget, precision):
+    zoo, x = Zoo(precision).eval(), torch.randn(3, 96)
     program = penstock.compile(export(zoo, (x,)), tmp_path / "zoo.penstock")
+    parts = {w.fqn: w.parts[0] for w in program.payload.weights}
+    assert parts["complex"].dtype == str(precision).removeprefix("torch.")
+    assert program.verify() > 0
     with torch.no_grad():
         expected = aligned(zoo)(x)
     amount = program.floor_bytes if budget == "floor" else budget
