@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
@@ -17,7 +16,7 @@ from penstock.runtime.memory import (
     PAGE,
     PROT_NONE,
     Reservation,
-    advise,
+    drop_pages,
     hint,
     protect,
     round_down,
@@ -209,7 +208,7 @@ class PagedArena(BaseArena):
 
     def _discard(self, start: int, stop: int) -> None:
         for pages in self._pages(start, stop):
-            advise(pages.address, pages.nbytes, mmap.MADV_DONTNEED)
+            drop_pages(pages.address, pages.nbytes)
             if self._debug:
                 protect(pages.address, pages.nbytes, PROT_NONE)
 

@@ -14,7 +14,15 @@ from penstock.passes.annotate import Annotated, annotate_with_values
 from penstock.passes.lowering import eager
 from penstock.runtime.atomic import write_artifact
 from penstock.runtime.binding import Checkpoint, Rename, bind, read_checkpoint
-from penstock.runtime.pack import Chunk, PackEntry, check_space, pack, storage_bytes, tensor_chunks
+from penstock.runtime.pack import (
+    BLOCK_ALIGNED_FROM,
+    Chunk,
+    PackEntry,
+    check_space,
+    pack,
+    storage_bytes,
+    tensor_chunks,
+)
 from penstock.runtime.program import PAYLOAD, Program
 from penstock.runtime.program import open as open_program
 from penstock.runtime.progress import Progress, count_bytes
@@ -49,7 +57,8 @@ def compile(
 
     Values come from the program itself, or from the safetensors files `weights` (a file, an index,
     a folder or a list of files), where `rename` maps an FQN to a tensor's name. They are packed in
-    the order of their first use, or, with `pack=False`, left where they are and referred to.
+    the order of their first use (small ones before large ones), or, with `pack=False`, left where they
+    are and referred to.
     `force` replaces an artifact that exists. Prints the bytes it is about to write.
 
     Raises PassError for a program that cannot be streamed, SourceError for weight files that are
@@ -104,7 +113,7 @@ class _Writer:
     def write_weights(self, folder: Path) -> Payload:
         """Write the packed file, if one is needed, and return the payload with files and extents."""
         in_place = [s for s, storage in enumerate(self._storages) if self._in_place and storage.extents]
-        packed = [s for s in _first_use_order(self._payload) if s not in set(in_place)]
+        packed = [s for s in _packing_order(self._payload) if s not in set(in_place)]
         packed = [s for s in packed if self._storages[s].nbytes]
         storages = list(self._storages)
         files: list[WeightFile] = []
@@ -166,10 +175,15 @@ class _Writer:
         return chunks
 
 
-def _first_use_order(payload: Payload) -> list[int]:
-    """Every storage once: those that steps read in that order, then the others."""
+def _packing_order(payload: Payload) -> list[int]:
+    """Every storage once: small ones first, then large ones, both in the order of their first use.
+
+    Norms and biases apart from the matrices between which they are used fill a few granules, which
+    many steps read and every plan therefore keeps: the steps that read nothing else need no probes.
+    """
     order = dict.fromkeys(s for trace in payload.traces for step in trace.steps for s in step.reads)
-    return list(order | dict.fromkeys(range(len(payload.storages))))
+    order |= dict.fromkeys(range(len(payload.storages)))
+    return sorted(order, key=lambda s: payload.storages[s].nbytes >= BLOCK_ALIGNED_FROM)
 
 
 def _named_by(weights: Sequence[Weight], storage: int) -> tuple[Weight, Part]:

@@ -51,16 +51,18 @@ _LIBC.mmap.argtypes = (
 _LIBC.mmap.restype = ctypes.c_void_p
 _LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_KEEPING = ctypes.PyDLL(None, use_errno=True)
+_KEEPING.madvise.argtypes = _LIBC.madvise.argtypes
 _LIBC.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 if hasattr(_LIBC, "mremap"):
-    _LIBC.mremap.argtypes = (
+    _KEEPING.mremap.argtypes = (
         ctypes.c_void_p,
         ctypes.c_size_t,
         ctypes.c_size_t,
         ctypes.c_int,
         ctypes.c_void_p,
     )
-    _LIBC.mremap.restype = ctypes.c_void_p
+    _KEEPING.mremap.restype = ctypes.c_void_p
 
 # MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP: what is left behind stays ours, and empty.
 _MOVE = 1 | 2 | 4
@@ -88,6 +90,15 @@ def hint(address: int, nbytes: int, advice: int) -> None:
     """Like `advise`, where a kernel that does not know the advice may go on without it."""
     with suppress(OSError):
         advise(address, nbytes, advice)
+
+
+def drop_pages(address: int, nbytes: int) -> None:
+    """MADV_DONTNEED on page-aligned memory; raises OSError.
+
+    Keeps the interpreter: unmapping takes microseconds, getting it back from a reader many more.
+    """
+    if _KEEPING.madvise(address, nbytes, mmap.MADV_DONTNEED):
+        raise _last_error()
 
 
 def protect(address: int, nbytes: int, protection: int) -> None:
@@ -118,7 +129,7 @@ def move(old: int, new: int, nbytes: int) -> None:
 
     mremap(2) moves a huge page, or a whole page table, by one entry: 6 us for 2 MiB.
     """
-    if _LIBC.mremap(old, nbytes, nbytes, _MOVE, new) != new:
+    if _KEEPING.mremap(old, nbytes, nbytes, _MOVE, new) != new:
         raise _last_error()
 
 

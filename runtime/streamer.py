@@ -16,11 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.runtime.arena import WeightArena
-from penstock.runtime.queue import MethodTable, Piece, Queue, first_pass, tabulate
+from penstock.runtime.queue import PIECE, MethodTable, Piece, Queue, first_pass, tabulate
 from penstock.runtime.ranges import merge, subtract
 from penstock.runtime.rates import READERS
 from penstock.schedule.errors import StreamError
 from penstock.schedule.model import Plan, Range, Storage
+
+_CHECK_EVERY_NS = 5_000_000
 
 
 @dataclass
@@ -65,7 +67,10 @@ class Streamer:
             s.graph: tabulate(plan, s, traces[s.graph], storages) for s in plan.schedules
         }
         self._plan, self._arena = plan, arena
-        self._changed = threading.Condition()
+        lock = threading.RLock()  # closing may run anywhere, as garbage is collected
+        self._work = threading.Condition(lock)  # readers wait for a piece that may start
+        self._arrived = threading.Condition(lock)  # the caller waits for what readers copy
+        self._checked_ns = 0
         self._in_flight = 0
         self._closed = False
         self._error: BaseException | None = None
@@ -95,14 +100,14 @@ class Streamer:
 
     def begin(self, graph: int) -> None:
         """Start a pass of method `graph`; returns once every resident range is loaded."""
-        self._arena.check()
+        self._check()
         method = self.methods[graph]
         # Paused or running: an interrupt has kept an abort from finishing.
         unclear = self._error is not None or self._running or self._paused
         if unclear or not self._can_follow(graph):
             self._drain()
             self._restart(graph)
-        with self._changed:
+        with self._work:
             now = self._position
             if now.queue.graph != graph:
                 now.queue, now.left_ahead = method.steady, list(method.steady.counts)
@@ -111,13 +116,14 @@ class Streamer:
             self._turn()
             self._expected = list(reversed(method.probed))
             self._running = True
-            self._changed.notify_all()
+            self._wake_reader()
         self._wait(method.steps)
         self._resident_loaded = True
 
     def acquire(self, graph: int, step: int) -> None:
         """Wait until everything that `step` reads is in the arena."""
-        self._arena.check()
+        if time.perf_counter_ns() - self._checked_ns > _CHECK_EVERY_NS:
+            self._check()
         if self._demand is None and self._expected and self._expected[-1] == step:
             self._wait(step)
         else:
@@ -132,9 +138,9 @@ class Streamer:
         self._expected.pop()
         for item in self.methods[graph].drops.get(step, ()):
             self._arena.drop(item.start, item.stop)
-        with self._changed:
+        with self._work:
             self._position.ended = step + 1
-            self._changed.notify_all()
+            self._wake_reader()
 
     def end(self, graph: int) -> None:
         """The pass is over; with `wrap="barrier"`, wait for what it has started for the next."""
@@ -142,10 +148,10 @@ class Streamer:
         if self._demand is not None or self._expected:
             self.abort()
             return
-        with self._changed:
+        with self._work:
             self._position.ended = self.methods[graph].steps
             self._running = False
-            self._changed.notify_all()
+            self._wake_reader()
         if self._plan.wrap == "barrier":
             self._wait_for(lambda: not self._startable() and not self._in_flight)
 
@@ -157,9 +163,10 @@ class Streamer:
 
     def close(self) -> None:
         """Stop the readers and wait for them. Idempotent."""
-        with self._changed:
+        with self._work:
             self._closed = True
-            self._changed.notify_all()
+            self._work.notify_all()
+            self._arrived.notify_all()
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
@@ -183,21 +190,21 @@ class Streamer:
 
     def _drain(self) -> None:
         """Stop issuing, wait for what is being copied, drop all but the resident ranges."""
-        with self._changed:
+        with self._work:
             self._paused = True
             while self._in_flight:
-                self._changed.wait()
+                self._arrived.wait()
         kept = merge(self._plan.resident) if self._resident_loaded else []
         for item in subtract(self._plan.arena.segments, kept):
             self._arena.drop(item.start, item.stop)
 
     def _restart(self, graph: int) -> None:
         position = self._first_position(graph)
-        with self._changed:
+        with self._work:
             self._position = position
             self._expected, self._demand, self._error = [], None, None
             self._running = self._paused = False
-            self._changed.notify_all()
+            self._wake_reader()
 
     def _first_position(self, graph: int) -> _Position:
         method = self.methods[graph]
@@ -208,36 +215,53 @@ class Streamer:
 
     def _read(self) -> None:
         while (taken := self._take()) is not None:
-            piece, left = taken
+            pieces, left = taken
             error: BaseException | None = None
             moved = 0
             try:
-                moved = self._arena.fill(piece.start, piece.stop)
+                for piece in pieces:
+                    moved += self._arena.fill(piece.start, piece.stop)
             except BaseException as raised:  # raised again on the caller's thread
                 error = raised
-            with self._changed:
+            with self._work:
                 self._in_flight -= 1
                 self.counters.bytes_moved += moved
                 if error is None:
-                    left[piece.step] -= 1
+                    for piece in pieces:
+                        left[piece.step] -= 1
                 else:
                     self._error = self._error or error
-                self._changed.notify_all()
+                self._arrived.notify_all()
 
-    def _take(self) -> tuple[Piece, list[int]] | None:
-        """The next piece, once it may start, and the counts it belongs to; None once closed."""
-        with self._changed:
+    def _take(self) -> tuple[list[Piece], list[int]] | None:
+        """The next pieces, once one may start, and the counts they belong to; None once closed.
+
+        Small pieces of one pass that may all start are taken together, up to the size of a large one.
+        """
+        with self._work:
             while not self._closed and not self._startable():
-                self._changed.wait()
+                self._work.wait()
             if self._closed:
                 return None
             now = self._position
-            piece = now.queue.pieces[now.index]
             left = now.left_ahead if now.ahead else now.left
+            pieces = [now.queue.pieces[now.index]]
             now.index += 1
+            while self._startable() and _nbytes(pieces) + _nbytes([now.queue.pieces[now.index]]) <= PIECE:
+                pieces.append(now.queue.pieces[now.index])
+                now.index += 1
             self._in_flight += 1
             self._turn()
-            return piece, left
+            self._wake_reader()
+            return pieces, left
+
+    def _wake_reader(self) -> None:
+        """Wake one reader if a piece may start; it wakes the next. With the lock held.
+
+        All at once would have every step's end hand the interpreter to each of them in turn.
+        """
+        if self._startable():
+            self._work.notify()
 
     def _startable(self) -> bool:
         now = self._position
@@ -256,6 +280,11 @@ class Streamer:
 
     # Waiting, on the caller's thread.
 
+    def _check(self) -> None:
+        """Whether what is held can still be read; a system call for each file, so not at every step."""
+        self._arena.check()
+        self._checked_ns = time.perf_counter_ns()
+
     def _wait(self, step: int) -> None:
         left = self._position.left
         if left[step] or self._error is not None:
@@ -263,9 +292,9 @@ class Streamer:
 
     def _wait_for(self, done: Callable[[], bool]) -> None:
         began = time.perf_counter_ns()
-        with self._changed:
+        with self._work:
             while not done() and self._error is None and not self._closed:
-                self._changed.wait()
+                self._arrived.wait()
         self.counters.stall_ns += time.perf_counter_ns() - began
         if self._error is not None:
             raise self._error
@@ -286,3 +315,7 @@ class Streamer:
             self.counters.bytes_moved += self._arena.fill(item.start, item.stop)
         self.counters.stall_ns += time.perf_counter_ns() - began
         self.counters.misses += 1
+
+
+def _nbytes(pieces: Sequence[Piece]) -> int:
+    return sum(piece.stop - piece.start for piece in pieces)

@@ -52,8 +52,15 @@ def test_a_packed_file_is_a_valid_safetensors_file_in_order_of_first_use(exporte
         if not name.startswith("__penstock_pad__"):
             assert torch.equal(value, model.state_dict()[name])
     used = [s for t in program.payload.traces for step in t.steps for s in step.reads]
-    offsets = [program.payload.storages[s].extents[0].file_offset for s in dict.fromkeys(used)]
-    assert offsets == sorted(offsets)
+    storages = [program.payload.storages[s] for s in dict.fromkeys(used)]
+    small, large = (
+        [s.extents[0].file_offset for s in storages if (s.nbytes >= 64 << 10) == is_large]
+        for is_large in (False, True)
+    )
+    offsets = small + large
+    assert len(small) > 1
+    assert len(large) > 1
+    assert offsets == sorted(offsets), "small ones first, both in order of first use"
     assert all(offset % 64 == 0 for offset in offsets)
 
 

@@ -246,7 +246,7 @@ def test_another_method_after_a_failure_gets_the_boundary_too(arena):
     streamer = Streamer(plan, STORAGES, arena)
     run_switching(streamer, arena, 0)
     for graph in (1, 0, 1):
-        with streamer._changed:  # as where the readers are slow to wake up: nothing is issued meanwhile
+        with streamer._work:  # as where the readers are slow to wake up: nothing is issued meanwhile
             streamer.abort()
             run_switching(streamer, arena, graph)
     streamer.close()
