@@ -181,9 +181,13 @@ def _release(weights: list[torch.Tensor], graph: int, step: int) -> None:
 def _bump(weights: list[torch.Tensor]) -> None:
     """Marks the weights as written, so that an autograd graph over one of them fails loudly.
 
-    A list at once: one call. Inference tensors have no version, and none in a list is allowed.
+    A list at once: one call. Inference tensors have no version, and none in a list is allowed; asking
+    each beforehand would give the interpreter away once a weight.
     """
-    torch.autograd.graph.increment_version([weight for weight in weights if not weight.is_inference()])
+    try:
+        torch.autograd.graph.increment_version(weights)
+    except RuntimeError:
+        torch.autograd.graph.increment_version([w for w in weights if not w.is_inference()])
 
 
 def _do_nothing(weights: list[torch.Tensor], graph: int, step: int) -> None:

@@ -32,7 +32,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")]
 Keep = Annotated[
     list[str] | None, typer.Option(help="Pattern of weights that stay in memory; may be given again.")
 ]
-ArenaName = Annotated[str | None, typer.Option(help="mapped, pooled, contiguous or paged instead of the fastest.")]
+ArenaName = Annotated[
+    str | None, typer.Option(help="mapped, pooled, contiguous or paged instead of the fastest.")
+]
 
 
 class DemoPart(StrEnum):
