@@ -256,10 +256,7 @@ class Streamer:
             return pieces, left
 
     def _wake_reader(self) -> None:
-        """Wake one reader if a piece may start; it wakes the next. With the lock held.
-
-        All at once would have every step's end hand the interpreter to each of them in turn.
-        """
+        """Wake one reader if a piece may start; it wakes the next: all would fight for the interpreter."""
         if self._startable():
             self._work.notify()
 
