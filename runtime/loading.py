@@ -22,8 +22,11 @@ from penstock.schedule.model import Extent, Method, Part, Plan, Storage
 from penstock.schedule.payload import Payload
 from penstock.schedule.sizes import format_size
 
-WARM_FRACTION = 0.5
-"""From this share of the files in the page cache on, reading through it beats reading past it."""
+WARM_FRACTION = 0.95
+"""From this share of the files in the page cache on, reading through it beats reading past it.
+
+Below it the rest would come into the cache in small folios, which a mapping pays for in every pass.
+"""
 
 _PIECE = 16 << 20
 
