@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -110,11 +110,11 @@ def _check_tie(weight: Weight, name: str, places: tuple[Extent, Extent], checkpo
         )
 
 
-def _disjoint(extents: object) -> tuple[Extent, ...]:
+def _disjoint(extents: Iterable[Extent]) -> tuple[Extent, ...]:
     """Extents by place in the storage, without the bytes that an earlier one holds as well."""
     result: list[Extent] = []
     end = 0
-    for extent in sorted(extents, key=lambda e: (e.storage_offset, -e.nbytes)):  # type: ignore[call-overload]
+    for extent in sorted(extents, key=lambda e: (e.storage_offset, -e.nbytes)):
         known = max(end - extent.storage_offset, 0)
         if known < extent.nbytes:
             start = extent.storage_offset + known

@@ -80,7 +80,11 @@ def round_up(value: int, unit: int) -> int:
 
 def advise(address: int, nbytes: int, advice: int) -> None:
     """madvise(2) on page-aligned memory, again after an interruption; raises OSError."""
-    while _LIBC.madvise(address, nbytes, advice):
+    _madvise(_LIBC, address, nbytes, advice)
+
+
+def _madvise(libc: ctypes.CDLL, address: int, nbytes: int, advice: int) -> None:
+    while libc.madvise(address, nbytes, advice):
         error = _last_error()
         if error.errno not in (errno.EAGAIN, errno.EINTR):
             raise error
@@ -97,8 +101,7 @@ def drop_pages(address: int, nbytes: int) -> None:
 
     Keeps the interpreter: unmapping takes microseconds, getting it back from a reader many more.
     """
-    if _KEEPING.madvise(address, nbytes, mmap.MADV_DONTNEED):
-        raise _last_error()
+    _madvise(_KEEPING, address, nbytes, mmap.MADV_DONTNEED)
 
 
 def protect(address: int, nbytes: int, protection: int) -> None:
