@@ -1,8 +1,9 @@
 """The memory that weights stream into, on a CPU.
 
-Four ways of holding a layout, one interface:
+Five ways of holding a layout, one interface:
 
   MappedArena      paged: the weight files themselves, mapped; filling populates, nothing is copied
+  AdaptiveArena    the same, but what the page cache does not keep is read past it, into private memory
   PooledArena      paged: private memory taken once, whose granules move to where they are filled
   AnonymousArena   paged: private memory that is taken and given back page by page, filled by reads
   ContiguousArena  one buffer of the plan's size, filled by reads; storages may overlap in it
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from penstock.runtime.arena_adaptive import AdaptiveArena
 from penstock.runtime.arena_anonymous import AnonymousArena, ContiguousArena
 from penstock.runtime.arena_mapped import MappedArena
 from penstock.runtime.arena_pooled import PooledArena
@@ -51,6 +53,9 @@ class WeightArena(Protocol):
         Blocks without the GIL; disjoint ranges may be filled from several threads at once. Raises
         SourceError when the bytes cannot be had: the range is then dropped.
         """
+
+    def fill_ready(self, start: int, stop: int) -> int | None:
+        """As `fill` where nothing would have to be waited for; None, and nothing filled, elsewhere."""
 
     def drop(self, start: int, stop: int) -> None:
         """The range leaves the device; nothing of it may be read until it is filled again."""
@@ -91,7 +96,9 @@ def open_arena(
     if plan.arena.kind == "contiguous":
         return ContiguousArena(plan, storages, source, poison=poison)
     if plan.arena.backing == "mapped" and (supports_populate() if populate is None else populate):
-        return MappedArena(plan, storages, source, debug=debug)
+        adapts = source.mode == "direct" and plan.arena.granule % HUGE_PAGE == 0 and supports_move()
+        kind = AdaptiveArena if adapts else MappedArena
+        return kind(plan, storages, source, debug=debug)
     if _has_whole_huge_granules(plan.arena) and supports_move():
         return PooledArena(plan, storages, source, debug=debug, poison=poison)
     return AnonymousArena(plan, storages, source, debug=debug)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_char
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -102,14 +102,20 @@ class BaseArena(ABC):
         self._require_open()
 
     def fill(self, start: int, stop: int) -> int:
+        return self._fill(start, stop, self._bring)
+
+    def _fill(self, start: int, stop: int, bring: Callable[[int, int], int]) -> int:
         self._require_open()
         # Counted before it arrives: memory is taken from the first byte on.
         self._held.add(start, stop)
         try:
-            return self._bring(start, stop)
+            return bring(start, stop)
         except BaseException:
             self.drop(start, stop)
             raise
+
+    def fill_ready(self, start: int, stop: int) -> int | None:
+        return None
 
     def drop(self, start: int, stop: int) -> None:
         self._require_open()

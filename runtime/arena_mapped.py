@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from penstock.runtime.arena_base import PagedArena, Pages
-from penstock.runtime.memory import MADV_POPULATE_READ, PAGE, advise
+from penstock.runtime.memory import MADV_POPULATE_READ, PAGE, Reservation, advise
 from penstock.schedule.errors import PlanError, SourceError
 from penstock.schedule.model import Plan, Storage
 
@@ -68,6 +68,11 @@ class MappedArena(PagedArena):
                         "plan it again"
                     )
 
+    def _map_file(self, memory: Reservation, segment: int, start: int, nbytes: int) -> None:
+        """Map layout bytes of a segment, whole pages, at the same offset of `memory`."""
+        file, base = self._files[segment]
+        memory.map_file(start, nbytes, self._source.fd(file), start - base)
+
     def _map(self, segment: int) -> None:
         file, base = self._files[segment]
         start, nbytes = self._segment_pages(segment)
@@ -76,7 +81,7 @@ class MappedArena(PagedArena):
                 f"segment {segment} cannot be mapped: it begins at layout offset {start}, before its file "
                 f"{file}, whose first byte is at {base}; plan it again"
             )
-        self._memory.map_file(start, nbytes, self._source.fd(file), start - base)
+        self._map_file(self._memory, segment, start, nbytes)
 
     def _bring_pages(self, pages: Pages) -> int:
         if pages.segment not in self._files:

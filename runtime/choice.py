@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.runtime.calibrate import measure_hardware
-from penstock.runtime.host_memory import available_bytes
 from penstock.runtime.memory import round_up, supports_move, supports_populate
 from penstock.runtime.rates import measure_populate, measure_read
 from penstock.runtime.source import Source
@@ -21,9 +20,6 @@ MAPPED_GRANULE = 2 << 20  # the largest folio of the page cache, which is mapped
 PAGE = mmap.PAGESIZE
 _SAMPLE = 128 << 20
 _SECONDS = 0.15
-_CLEARLY_FASTER = 1.5
-"""How much faster direct reads must be where the page cache can hold the weights: what a mapping
-brings once stays there and costs next to nothing in the passes after, what is read past it does not."""
 
 _MOST_GRANULES = 20_000
 _SMALL = 64 << 10  # below it a packed tensor is not aligned to whole blocks (runtime/pack.py)
@@ -86,7 +82,10 @@ def floors(payload: Payload, arenas: Mapping[str, Arena], keep: frozenset[int]) 
 def choose(
     arenas: Mapping[str, Arena], floors: Mapping[str, Floor], budget: int, source: Source
 ) -> ArenaChoice:
-    """Among the arenas whose floor the budget reaches, the one that fills fastest."""
+    """The first arena whose floor the budget reaches, and how fast it fills.
+
+    A mapping takes what the page cache holds, and direct reads bring the rest (runtime/arena_adaptive.py).
+    """
     usable = [name for name, found in floors.items() if found.upper_bytes <= budget]
     name = usable[0] if usable else min(floors, key=lambda n: floors[n].upper_bytes)
     if not source.files:
@@ -98,13 +97,9 @@ def choose(
         return ArenaChoice(arenas[name], read, f"{reading}; {why}")
     populated = measure_populate(source, nbytes=_SAMPLE, seconds=_SECONDS)
     rates = f"populating a mapping at {populated / 1e9:.2f} GB/s, {reading}"
-    room = available_bytes()
-    holds = room is None or sum(file.nbytes for file in source.files) <= room
-    cached = "can hold the weights" if holds else "cannot hold the weights"
-    reason = f"{rates}; the page cache {cached}"
-    if "pooled" in usable and read > populated * (_CLEARLY_FASTER if holds else 1.0):
-        return ArenaChoice(arenas["pooled"], read, reason)
-    return ArenaChoice(arenas["mapped"], populated, reason)
+    if source.mode == "direct" and supports_move():
+        return ArenaChoice(arenas["mapped"], max(read, populated), f"{rates}; the page cache is cold")
+    return ArenaChoice(arenas["mapped"], populated, rates)
 
 
 def _why_not_mapped(arenas: Mapping[str, Arena], floors: Mapping[str, Floor], budget: int) -> str:

@@ -60,7 +60,9 @@ def load_on_cpu(folder: Path, payload: Payload, plan: Plan, options: LoadOptions
         raise StreamError(f"expected one reader or more, got {options.readers}: somebody has to read weights")
     # Weights made in inference mode could not be written outside it, nor those of a default device read.
     with ExitStack() as opened, torch.inference_mode(False), torch.device("cpu"):
-        source = open_source(payload, folder)
+        # What the page cache holds is mapped; a mapped arena reads only what it does not, past it.
+        maps = plan.arena_bytes > 0 and plan.arena.backing == "mapped"
+        source = Source(payload.files, folder, mode="direct") if maps else open_source(payload, folder)
         opened.callback(source.close)
         outside = _load_outside(payload.storages, plan.outside, source, options.readers)
         arena, streamer = None, None

@@ -3,8 +3,8 @@
 A thin layer over mmap(2), madvise(2) and mprotect(2). Everything goes through `ctypes.CDLL`, which
 releases the GIL while a call runs: other threads compute while one waits here for a disk.
 
-Page tables are asked, never mincore(2), which answers for the page cache: a page that another
-process has read would count as ours.
+What is mapped the page tables tell, never mincore(2), which answers for the page cache: a page that
+another process has read would count as ours.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _KEEPING = ctypes.PyDLL(None, use_errno=True)
 _KEEPING.madvise.argtypes = _LIBC.madvise.argtypes
 _LIBC.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+if hasattr(_LIBC, "mincore"):
+    _KEEPING.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_ubyte))
 if hasattr(_LIBC, "mremap"):
     _KEEPING.mremap.argtypes = (
         ctypes.c_void_p,
@@ -134,6 +136,15 @@ def move(old: int, new: int, nbytes: int) -> None:
     """
     if _KEEPING.mremap(old, nbytes, nbytes, _MOVE, new) != new:
         raise _last_error()
+
+
+def is_cached(address: int) -> bool:
+    """Whether the page cache holds the page that a file's mapping has at `address`, mapped or not.
+
+    Asks mincore(2), which lies about a file that is neither ours nor writable to us.
+    """
+    answer = ctypes.c_ubyte()
+    return not _KEEPING.mincore(address, PAGE, ctypes.byref(answer)) and bool(answer.value & 1)
 
 
 def supports_move() -> bool:

@@ -21,13 +21,14 @@ def cached_fraction(fd: int, nbytes: int) -> float:
     count = min(_WINDOWS, -(-nbytes // _WINDOW))
     last = max(0, nbytes - _WINDOW)
     offsets = [last * i // max(1, count - 1) // mmap.PAGESIZE * mmap.PAGESIZE for i in range(count)]
-    probe = _mapped_pages if _may_ask_mincore(fd) else _readable_pages
+    probe = _mapped_pages if may_ask_mincore(fd) else _readable_pages
     pages = [probe(fd, offset, min(_WINDOW, nbytes - offset)) for offset in offsets]
     total = sum(asked for _, asked in pages)
     return sum(found for found, _ in pages) / total if total else 0.0
 
 
-def _may_ask_mincore(fd: int) -> bool:
+def may_ask_mincore(fd: int) -> bool:
+    """Whether mincore(2) tells the truth about a file."""
     # Of a file that one neither owns nor may write, Linux says that everything is cached.
     status = os.fstat(fd)
     return os.geteuid() in (0, status.st_uid)

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.runtime.arena import WeightArena
-from penstock.runtime.queue import PIECE, MethodTable, Piece, Queue, first_pass, tabulate
+from penstock.runtime.position import Position
+from penstock.runtime.queue import MethodTable, Piece, first_pass, tabulate
 from penstock.runtime.ranges import merge, subtract
 from penstock.runtime.rates import READERS
 from penstock.schedule.errors import StreamError
@@ -33,23 +34,6 @@ class Counters:
     misses: int = 0
     stall_ns: int = 0
     passes: int = 0
-
-
-@dataclass
-class _Position:
-    """Where issuing and the pass stand.
-
-    `queue.pieces[index]` is issued next. Readers are `ahead` when that piece is for the pass after
-    the one whose steps are counted by `ended`. `left` and `left_ahead` count, by step, the pieces
-    that are not copied yet.
-    """
-
-    queue: Queue
-    left: list[int]
-    left_ahead: list[int]
-    index: int = 0
-    ahead: bool = True
-    ended: int = 0
 
 
 class Streamer:
@@ -108,15 +92,10 @@ class Streamer:
             self._drain()
             self._restart(graph)
         with self._work:
-            now = self._position
-            if now.queue.graph != graph:
-                now.queue, now.left_ahead = method.steady, list(method.steady.counts)
-            now.left, now.left_ahead = now.left_ahead, list(method.steady.counts)
-            now.ahead, now.ended = False, 0
-            self._turn()
+            self._position.begin(method)
             self._expected = list(reversed(method.probed))
             self._running = True
-            self._wake_reader()
+            self._fill_ready()
         self._wait(method.steps)
         self._resident_loaded = True
 
@@ -140,7 +119,7 @@ class Streamer:
             self._arena.drop(item.start, item.stop)
         with self._work:
             self._position.ended = step + 1
-            self._wake_reader()
+            self._fill_ready()
 
     def end(self, graph: int) -> None:
         """The pass is over; with `wrap="barrier"`, wait for what it has started for the next."""
@@ -151,7 +130,7 @@ class Streamer:
         with self._work:
             self._position.ended = self.methods[graph].steps
             self._running = False
-            self._wake_reader()
+            self._fill_ready()
         if self._plan.wrap == "barrier":
             self._wait_for(lambda: not self._startable() and not self._in_flight)
 
@@ -159,7 +138,7 @@ class Streamer:
         """Forget everything but the resident ranges; the next pass starts from the boundary again."""
         if not self._closed:
             self._drain()
-            self._restart(self._position.queue.graph)
+            self._restart(self._position.method.graph)
 
     def close(self) -> None:
         """Stop the readers and wait for them. Idempotent."""
@@ -181,12 +160,11 @@ class Streamer:
     def _can_follow(self, graph: int) -> bool:
         """Whether what is on its way for the pass expected next serves a pass of `graph` as well."""
         now = self._position
-        if now.queue.graph == graph:
+        if now.method.graph == graph:
             return True
-        expected = self.methods[now.queue.graph]
-        crossing = self.methods[graph].crosses_calls or expected.crosses_calls
+        crossing = self.methods[graph].crosses_calls or now.method.crosses_calls
         # A first pass's queue brings the boundary, which the other method's steady one would not.
-        return not crossing and now.index == 0 and now.queue is expected.steady
+        return not crossing and now.index == 0 and now.queue is now.method.steady
 
     def _drain(self) -> None:
         """Stop issuing, wait for what is being copied, drop all but the resident ranges."""
@@ -206,10 +184,9 @@ class Streamer:
             self._running = self._paused = False
             self._wake_reader()
 
-    def _first_position(self, graph: int) -> _Position:
+    def _first_position(self, graph: int) -> Position:
         method = self.methods[graph]
-        queue = first_pass(self._plan, method, resident_loaded=self._resident_loaded)
-        return _Position(queue, [], list(queue.counts), ended=method.steps)
+        return Position.before(first_pass(self._plan, method, resident_loaded=self._resident_loaded), method)
 
     # The readers' threads.
 
@@ -233,7 +210,7 @@ class Streamer:
                     self._error = self._error or error
                 self._arrived.notify_all()
 
-    def _take(self) -> tuple[list[Piece], list[int]] | None:
+    def _take(self) -> tuple[Sequence[Piece], list[int]] | None:
         """The next pieces, once one may start, and the counts they belong to; None once closed.
 
         Small pieces of one pass that may all start are taken together, up to the size of a large one.
@@ -243,15 +220,9 @@ class Streamer:
                 self._work.wait()
             if self._closed:
                 return None
-            now = self._position
-            left = now.left_ahead if now.ahead else now.left
-            pieces = [now.queue.pieces[now.index]]
-            now.index += 1
-            while self._startable() and _nbytes(pieces) + _nbytes([now.queue.pieces[now.index]]) <= PIECE:
-                pieces.append(now.queue.pieces[now.index])
-                now.index += 1
+            pieces, left = self._position.small_pieces(), self._position.counts
             self._in_flight += 1
-            self._turn()
+            self._position.advance(len(pieces))
             self._wake_reader()
             return pieces, left
 
@@ -261,21 +232,23 @@ class Streamer:
             self._work.notify()
 
     def _startable(self) -> bool:
-        now = self._position
-        if self._paused or self._error is not None or now.index >= len(now.queue.pieces):
-            return False
-        after = now.queue.pieces[now.index].after
-        if now.ahead:
-            return after < 0 and after + self.methods[now.queue.graph].steps < now.ended
-        return after < now.ended
+        usable = not self._paused and self._error is None
+        return usable and self._position.may_start(self._position.index)
 
-    def _turn(self) -> None:
-        """Go on to the next pass's queue when this pass's is issued."""
-        now = self._position
-        if not now.ahead and now.index >= len(now.queue.pieces):
-            now.queue, now.index, now.ahead = self.methods[now.queue.graph].steady, 0, True
+    # On the caller's thread, beside the pass.
 
-    # Waiting, on the caller's thread.
+    def _fill_ready(self) -> None:
+        """Fill what needs no waiting, which costs less here than to wake a reader; leave the rest to one."""
+        while self._startable():
+            pieces = self._position.adjacent_pieces()
+            moved = self._arena.fill_ready(pieces[0].start, pieces[-1].stop)
+            if moved is None:
+                self._wake_reader()
+                return
+            for piece in pieces:
+                self._position.counts[piece.step] -= 1
+            self.counters.bytes_moved += moved
+            self._position.advance(len(pieces))
 
     def _check(self) -> None:
         """Whether what is held can still be read; a system call for each file, so not at every step."""
@@ -312,7 +285,3 @@ class Streamer:
             self.counters.bytes_moved += self._arena.fill(item.start, item.stop)
         self.counters.stall_ns += time.perf_counter_ns() - began
         self.counters.misses += 1
-
-
-def _nbytes(pieces: Sequence[Piece]) -> int:
-    return sum(piece.stop - piece.start for piece in pieces)

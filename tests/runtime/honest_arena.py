@@ -37,6 +37,9 @@ class HonestArena:
             assert len(self.held) <= self.capacity, "over budget"
         return stop - start
 
+    def fill_ready(self, start: int, stop: int) -> int | None:
+        return None
+
     def drop(self, start: int, stop: int) -> None:
         with self._lock:
             self.held -= set(range(start, stop))

@@ -214,7 +214,7 @@ def test_cached_fraction(own_file: tuple[Path, WeightFile], monkeypatch: pytest.
     with Source([file], folder) as source:
         (folder / file.path).read_bytes()
         assert source.cached_fraction() == 1
-        monkeypatch.setattr(page_cache, "_may_ask_mincore", lambda fd: False)
+        monkeypatch.setattr(page_cache, "may_ask_mincore", lambda fd: False)
         assert source.cached_fraction() == 1
         monkeypatch.undo()
         os.fsync(source.fd(0))

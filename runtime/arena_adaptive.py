@@ -1,0 +1,215 @@
+"""The mapped arena that reads past the page cache what the cache does not keep."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING
+
+from penstock.runtime.arena_anonymous import Pieces, pieces_of, read_pieces
+from penstock.runtime.arena_mapped import MappedArena
+from penstock.runtime.host_memory import available_bytes
+from penstock.runtime.memory import (
+    HUGE_PAGE,
+    MADV_HUGEPAGE,
+    PAGE,
+    PROT_NONE,
+    Reservation,
+    drop_pages,
+    hint,
+    is_cached,
+    move,
+    protect,
+    round_down,
+    round_up,
+)
+from penstock.runtime.page_cache import may_ask_mincore
+from penstock.schedule.errors import StreamError
+from penstock.schedule.model import Plan, Storage
+
+if TYPE_CHECKING:
+    from penstock.runtime.source import Source
+
+PATIENCE = 32
+"""Reads past the cache before a granule that was lost from it is brought into it again; then doubled."""
+
+
+class AdaptiveArena(MappedArena):
+    """Granules are mapped where the page cache has them and private memory, read directly, where not.
+
+    A granule that is not in the cache is brought into it the first time, if the cache has room for all
+    files: it then costs next to nothing in later passes. One that was lost from the cache is read
+    past it, `PATIENCE` times before it gets another chance: a cache that cannot keep the weights
+    only slows reading down (1.5 against 3.2 GB/s where each page of it had to be taken from the host
+    of a virtual machine).
+
+    Mapped granules, private ones and spare private ones together never exceed the plan's arena.
+    Granules cut by an end of their segment are always mapped.
+    """
+
+    def __init__(
+        self, plan: Plan, storages: Sequence[Storage], source: Source, *, debug: bool = False
+    ) -> None:
+        self._granule = plan.arena.granule
+        self._most = plan.arena_bytes
+        self._lock = threading.Lock()
+        self._private: set[int] = set()  # layout offsets of the granules that are filled private memory
+        self._moved: set[int] = set()  # those whose place is not the file's mapping at the moment
+        self._turns: dict[int, tuple[int, int]] = {}  # reads past the cache: still to come, and then
+        self._spares = _Spares(self._granule, plan.arena_bytes // self._granule)
+        self._cache: Reservation | None = None
+        room = available_bytes()
+        self._cache_holds_all = room is None or sum(f.nbytes for f in source.files) <= room
+        super().__init__(plan, storages, source, debug=debug)
+        try:
+            self._pieces = Pieces(pieces_of(plan, storages, self._places, self._memory), gap=PAGE)
+            if all(may_ask_mincore(file.fd) for file in source.files):
+                # Only ever asked about: mincore(2) tells nothing of places that are private.
+                self._cache = Reservation(self._memory.nbytes)
+                for segment in self._files:
+                    start, nbytes = self._segment_pages(segment)
+                    self._map_file(self._cache, segment, start, nbytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def fill_ready(self, start: int, stop: int) -> int | None:
+        granules = range(round_down(start, self._granule), stop, self._granule)
+        ends = dict.fromkeys((granules[0], granules[-1]))  # asking costs a third of what mapping does
+        if self._private.isdisjoint(granules) and all(self._is_cached(granule) for granule in ends):
+            return self._fill(start, stop, self._bring_mapped)
+        return None
+
+    def mapped_bytes(self) -> int:
+        return 0 if self._closed else super().mapped_bytes() + self._spares.resident_bytes()
+
+    def close(self) -> None:
+        super().close()
+        self._spares.close()
+        if self._cache is not None:
+            self._cache.close()
+
+    def _bring(self, start: int, stop: int) -> int:
+        return sum(
+            self._read(low, high) if past else self._bring_mapped(low, high)
+            for low, high, past in self._runs(start, stop)
+        )
+
+    def _discard(self, start: int, stop: int) -> None:
+        with self._lock:
+            for granule in range(round_down(start, self._granule), stop, self._granule):
+                if granule in self._private:
+                    self._spares.give(self._memory.address + granule)
+                    self._private.remove(granule)
+                    # What is left there would read as zeros, where a dropped mapping finds its bytes again.
+                    protect(self._memory.address + granule, self._granule, PROT_NONE)
+        super()._discard(start, stop)
+
+    def _bring_mapped(self, start: int, stop: int) -> int:
+        with self._lock:
+            self._make_room()
+            granules = range(round_down(start, self._granule), stop, self._granule)
+            for granule in [g for g in granules if g in self._moved]:
+                segment = bisect_right(self._starts, granule) - 1
+                self._map_file(self._memory, segment, granule, self._granule)
+                hint(self._memory.address + granule, self._granule, MADV_HUGEPAGE)
+                self._moved.remove(granule)
+        return super()._bring(start, stop)
+
+    def _read(self, start: int, stop: int) -> int:
+        address = self._memory.address
+        with self._lock:
+            self._make_room()
+            for granule in range(start, stop, self._granule):
+                if granule not in self._private:
+                    if not self._spares.take(address + granule):
+                        self._memory.map_anonymous(granule, self._granule)
+                        hint(address + granule, self._granule, MADV_HUGEPAGE)
+                    self._private.add(granule)
+                    self._moved.add(granule)
+        if self._debug:
+            protect(address + start, stop - start, mmap.PROT_READ | mmap.PROT_WRITE)
+        return read_pieces(self._source, self._pieces.within(start, stop))
+
+    def _make_room(self) -> None:
+        """Spare memory and what is held, which counts what is just coming, are within the budget."""
+        self._spares.keep(max(0, self._most - self._held.nbytes) // self._granule)
+
+    def _runs(self, start: int, stop: int) -> Iterator[tuple[int, int, bool]]:
+        """A range as runs of granules, and whether each is read past the cache."""
+        first = round_down(start, self._granule) + self._granule
+        cuts = [start, *range(first, stop, self._granule), stop] if start < stop else []
+        for past, run in groupby(pairwise(cuts), key=lambda cut: self._goes_past_cache(*cut)):
+            parts = list(run)
+            yield parts[0][0], parts[-1][1], past
+
+    def _goes_past_cache(self, start: int, stop: int) -> bool:
+        if start in self._private:
+            return True
+        segment = self._segments[max(0, bisect_right(self._starts, start) - 1)]
+        cut = start < segment.start or stop > segment.stop
+        if stop - start < self._granule or cut or self._is_cached(start):
+            return False
+        if self._cache is None:
+            return not self._cache_holds_all
+        left, following = self._turns.get(start, (0, PATIENCE))
+        if left or not self._cache_holds_all:
+            self._turns[start] = max(0, left - 1), following
+            return True
+        self._turns[start] = following, 2 * following
+        return False
+
+    def _is_cached(self, granule: int) -> bool:
+        """Whether the page cache holds a granule, judged by its first page; False where nobody tells."""
+        segment = self._segments[max(0, bisect_right(self._starts, granule) - 1)]
+        start = max(granule, segment.start)
+        return self._cache is not None and is_cached(self._cache.address + round_down(start, PAGE))
+
+
+class _Spares:
+    """Granules of private memory that nothing uses, each in a slot of address space of its own."""
+
+    def __init__(self, granule: int, slots: int) -> None:
+        self._granule = granule
+        self._memory = Reservation(round_up(granule * max(1, slots), HUGE_PAGE))
+        self._memory.map_anonymous(0, self._memory.nbytes)
+        hint(self._memory.address, self._memory.nbytes, MADV_HUGEPAGE)
+        self._free = [self._memory.address + slot * granule for slot in range(slots)]
+        self._taken: list[int] = []
+
+    def take(self, address: int) -> bool:
+        """Move a spare granule to `address`, where there is one."""
+        if not self._taken:
+            return False
+        self._move(self._taken[-1], address)
+        self._free.append(self._taken.pop())
+        return True
+
+    def give(self, address: int) -> None:
+        """Move the granule at `address` here."""
+        self._move(address, self._free[-1])
+        self._taken.append(self._free.pop())
+
+    def keep(self, most: int) -> None:
+        """Give memory back until `most` spare granules are left."""
+        while len(self._taken) > most:
+            drop_pages(self._taken[-1], self._granule)
+            self._free.append(self._taken.pop())
+
+    def resident_bytes(self) -> int:
+        return self._memory.resident_bytes()
+
+    def close(self) -> None:
+        self._memory.close()
+
+    def _move(self, old: int, new: int) -> None:
+        try:
+            move(old, new, self._granule)
+        except OSError as error:
+            raise StreamError(
+                f"the system did not move {self._granule} bytes of memory for weights ({error.strerror}): "
+                "raise its limit on mappings (vm.max_map_count) or lower the budget"
+            ) from error
