@@ -7,7 +7,8 @@ The method, so that it can be argued with:
   product that shows how fast the machine is at that moment. Ratios are taken within a round.
 - A train is one pass that does not count, then `--passes` that do, back to back: the first pays for
   whatever the idle time before it gave away (penstock fills its budget ahead between two calls).
-- Warm: the page cache holds every file that the competitor reads, before the train begins.
+- Warm: the page cache holds every file that the competitor reads, as its own first pass, which does not
+  count, has left it there; what that pass has not read is read before the clock starts.
 - Cold: before every pass the competitor's files leave the page cache; mincore says how much is left,
   the process's own I/O count says what the disk delivered. The peers' mappings are dropped too. What
   penstock's arena has mapped stays mapped, because it is held within the budget, as an anonymous copy

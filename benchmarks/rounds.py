@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.cases import make_meta_module, name_weights, write_weights
 from benchmarks.competitors import Job
-from benchmarks.machine import drop_cache, warm_cache
+from benchmarks.machine import drop_cache
 from benchmarks.process import Worker, WorkerError
 from benchmarks.reader import choose_fastest, measure_readers
 from penstock.demo.cgroup import make_group
@@ -154,11 +154,13 @@ class Bench:
                 reader = (best["way"], best["threads"], best["block"])
                 jobs[f"disk, {way}"] = dataclasses.replace(base, reader=reader)
         for budget in case.budgets:
-            # An artifact each: what one has mapped stays in the page cache, where another would find it.
+            # Cold, an artifact each: what one has mapped stays in the page cache, where another would
+            # find it. Warm, a second copy would only take the cache that the peers' files need.
+            number = len(jobs) if case.cold else 0
             jobs[f"penstock {budget}"] = dataclasses.replace(
                 base,
                 competitor="penstock",
-                folder=f"{stem}-{case.tokens}-{len(jobs)}.penstock",
+                folder=f"{stem}-{case.tokens}-{number}.penstock",
                 budget=parse_size(budget, total=weight_bytes),
             )
         return jobs
@@ -182,9 +184,9 @@ class Bench:
                 if result["cgroup_bytes"] and job.competitor not in ("memory", "raw"):
                     group = stack.enter_context(_require_group(result["cgroup_bytes"]))
                 worker = stack.enter_context(contextlib.closing(self._start(job, group)))
-                # Loading is to find the cache as the passes do: penstock chooses its way of reading by
-                # measuring it. And pages that others have cached are charged to them, not to a cgroup.
-                (drop_cache if case.cold else warm_cache)(self._list_files(job))
+                # What is warm later a competitor's own pass has read. And pages that others have cached are
+                # charged to them, not to a cgroup.
+                drop_cache(self._list_files(job))
                 with self._tolerate(name, result):
                     loaded = worker.ask("load")
                     result["competitors"][name] = {

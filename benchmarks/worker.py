@@ -74,9 +74,10 @@ class Session:
         calibration = self._calibration.seconds()
         if cold:
             machine.drop_cache(loaded.files, unmap=loaded.unmaps)
-        elif machine.measure_cached(loaded.files) < 1:
-            machine.warm_cache(loaded.files)
         output = loaded.call()
+        if not cold and machine.measure_cached(loaded.files) < 1:
+            machine.warm_cache(loaded.files)
+            output = loaded.call()
         samples = []
         for _ in range(passes):
             output = None

@@ -10,68 +10,16 @@ import pytest
 from penstock.runtime.streamer import Streamer
 from penstock.schedule.errors import SourceError, StreamError
 from penstock.schedule.model import (
-    Arena,
     Drop,
-    Hardware,
     Plan,
     Range,
     Schedule,
     Step,
-    Storage,
-    Trace,
     Transfer,
 )
 from penstock.schedule.verify import verify_plan
+from tests.runtime.four_steps import STORAGES, UNIT, make_plan, run_pass
 from tests.runtime.honest_arena import HonestArena
-
-UNIT = 4
-HARDWARE = Hardware("test", 1e9, 1e9, 1e9, 0)
-
-
-def make_plan(graphs: int = 1, *, wrap: str = "overlap") -> Plan:
-    """Four storages of four units, one read a step; storage 3 is resident, two others fit beside it."""
-    layout = tuple(UNIT * i for i in range(4))
-    arena = Arena("paged", "anonymous", 1, layout, (Range(0, 16),))
-    names = ("forward", "decode")
-    traces = tuple(
-        Trace(names[g], g, "", tuple(Step(f"s{k}", (k,), 1, 1) for k in range(4)), 0, 0, "modelled")
-        for g in range(graphs)
-    )
-    transfers = (Transfer(0, 4, 0, -3), Transfer(4, 8, 1, -2), Transfer(8, 12, 2, 0))
-    drops = tuple(Drop(UNIT * k, UNIT * (k + 1), k) for k in range(3))
-    boundary = (Range(12, 16), Range(0, 8))
-    if graphs > 1:  # what streams stays within its call: storage 2 only
-        transfers, drops = transfers[2:], drops[2:]
-    return Plan(
-        budget=12,
-        arena=arena,
-        arena_bytes=12,
-        outside=(),
-        addresses=(),
-        resident=(Range(12, 16),) if graphs == 1 else (Range(0, 8), Range(12, 16)),
-        boundary=boundary,
-        wrap=wrap,  # type: ignore[arg-type]
-        schedules=tuple(Schedule(g, transfers, drops, 1) for g in range(graphs)),
-        traces=traces,
-        hardware=HARDWARE,
-    )
-
-
-STORAGES = tuple(Storage(UNIT, "streamable") for _ in range(4))
-
-
-def run_pass(
-    streamer: Streamer, arena: HonestArena, graph: int = 0, order: tuple[int, ...] = (0, 1, 2, 3)
-) -> None:
-    streamer.begin(graph)
-    for step in order:
-        probed = step in streamer.methods[graph].probed
-        if probed:
-            streamer.acquire(graph, step)
-        arena.require(UNIT * step, UNIT * (step + 1))
-        if probed:
-            streamer.release(graph, step)
-    streamer.end(graph)
 
 
 @pytest.fixture
@@ -304,37 +252,3 @@ def wait_until(condition) -> None:
             return
         deadline.wait(0.005)
     raise AssertionError("did not happen within five seconds")
-
-
-def test_what_needs_no_waiting_is_filled_on_the_callers_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    arena = HonestArena(12)
-    fillers: list[threading.Thread] = []
-
-    def fill_ready(start: int, stop: int) -> int:
-        fillers.append(threading.current_thread())
-        return arena.fill(start, stop)
-
-    streamer = Streamer(make_plan(), STORAGES, arena)  # type: ignore[arg-type]
-    for _ in range(2):
-        run_pass(streamer, arena)  # the boundary is loaded by readers
-    monkeypatch.setattr(arena, "fill_ready", fill_ready)
-    moved = streamer.counters.bytes_moved
-    for _ in range(3):
-        run_pass(streamer, arena)
-    assert set(fillers) == {threading.current_thread()}
-    assert streamer.counters.bytes_moved - moved <= 3 * 12 + 12
-    assert streamer.counters.misses == 0
-    streamer.close()
-
-
-def test_a_fill_on_the_callers_thread_that_fails_is_raised_and_forgotten() -> None:
-    arena = HonestArena(12)
-    streamer = Streamer(make_plan(), STORAGES, arena)  # type: ignore[arg-type]
-    run_pass(streamer, arena)
-    arena.fill_ready = arena.fill  # type: ignore[method-assign]
-    arena.fail_at.add(8)
-    with pytest.raises(SourceError, match="disk error at 8"):
-        run_pass(streamer, arena)
-    streamer.abort()
-    run_pass(streamer, arena)
-    streamer.close()
