@@ -17,6 +17,7 @@ from torch._ops import HigherOrderOperator
 from penstock.passes.graphs import placeholders_of, size_hint, subgraphs_of, tensors_of
 from penstock.passes.propagation import FLOPS, fake_inputs, propagate
 from penstock.passes.usage import Usage, is_view
+from penstock.schedule.costs import with_times
 from penstock.schedule.errors import PassError
 from penstock.schedule.model import Hardware, Method, Step, Trace, Work
 
@@ -56,20 +57,6 @@ def observe(usage: Usage, *, method: Method, hardware: Hardware = PRESET_CPU) ->
     shape = ",".join(f"{symbol.name}={symbol.example}" for symbol in method.symbols)
     untimed = Trace(method.name, method.graph, shape, tuple(steps), 0, 0, "modelled", lead)
     return with_times(untimed, hardware)
-
-
-def with_times(trace: Trace, hardware: Hardware) -> Trace:
-    """Returns the trace with times modelled from its work for `hardware`; the gap is kept."""
-
-    def nanoseconds(work: Work) -> int:
-        seconds = max(work.flops / hardware.flops_per_s, work.nbytes / hardware.memory_bytes_per_s)
-        return round(seconds * 1e9)
-
-    steps = tuple(
-        replace(step, lead_ns=nanoseconds(step.lead_work), read_ns=nanoseconds(step.read_work))
-        for step in trace.steps
-    )
-    return replace(trace, steps=steps, tail_ns=nanoseconds(trace.tail_work), times="modelled")
 
 
 def with_measured(

@@ -9,7 +9,6 @@ from functools import cached_property
 from os import PathLike
 from pathlib import Path
 
-from penstock.passes.trace import with_times
 from penstock.runtime.choice import choose, cpu_arenas, floors
 from penstock.runtime.loading import LoadOptions, load_on_cpu, open_source
 from penstock.runtime.module import StreamedModule
@@ -17,6 +16,7 @@ from penstock.runtime.progress import Progress, count_bytes
 from penstock.runtime.rates import READERS
 from penstock.runtime.source import Source
 from penstock.runtime.stamp import hash_storage
+from penstock.schedule.costs import with_times
 from penstock.schedule.errors import BudgetError, PayloadError, PlanError, SourceError, StreamError
 from penstock.schedule.model import Hardware, Plan, Trace, Wrap
 from penstock.schedule.payload import Payload, verify_payload

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from penstock.schedule.addresses import ORDERS, Block, Placement, blocks_of, place, tight
+from penstock.schedule.bound import Relaxation
 from penstock.schedule.model import Arena, Drop, Hardware, Range, Schedule, Storage, Trace, Transfer, Wrap
 from penstock.schedule.spans import merged
 from penstock.schedule.timeline import steady_period_ns
@@ -47,6 +48,7 @@ def search(
     hardware: Hardware,
     keep: Collection[int],
     wrap: Wrap,
+    relaxed: Sequence[Relaxation | None],
 ) -> Decisions:
     """The best decisions found for `cap` bytes of arena, which are at least what is needed."""
     return _Search(storages, traces, arena, cap=cap, hardware=hardware, keep=keep, wrap=wrap).run()

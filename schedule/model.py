@@ -264,7 +264,8 @@ class Schedule:
     """What streams in one pass of one method: transfers in issue order, drops by step.
 
     A range that no transfer brings and no drop takes is resident. The transfers with a negative
-    `after` are on their way, or done, when a call begins.
+    `after` are on their way, or done, when a call begins. `lower_bound_ns` is what no plan can beat
+    (`bound.py`), None where the solver did not find it in time.
     """
 
     __pydantic_config__: ClassVar = _STRICT
@@ -272,6 +273,7 @@ class Schedule:
     transfers: tuple[Transfer, ...]
     drops: tuple[Drop, ...]
     predicted_ns: int
+    lower_bound_ns: int | None = None
 
 
 @dataclass(frozen=True)
@@ -308,6 +310,20 @@ class Plan:
     def predicted_seconds(self) -> float:
         """Seconds that one more pass of each method costs in the limit, summed."""
         return sum(s.predicted_ns for s in self.schedules) / 1e9
+
+    @property
+    def lower_bound_seconds(self) -> float | None:
+        """Seconds that no plan can beat, summed over the methods; None where one's bound is missing."""
+        bounds = [s.lower_bound_ns for s in self.schedules if s.lower_bound_ns is not None]
+        return sum(bounds) / 1e9 if len(bounds) == len(self.schedules) else None
+
+    @property
+    def ratio(self) -> float | None:
+        """Predicted time over the bound: at 1.02, no plan can be more than 2 % faster."""
+        bound = self.lower_bound_seconds
+        if bound is None:
+            return None
+        return self.predicted_seconds / bound if bound else 1.0
 
     def to_json(self) -> str:
         """The plan as JSON, as docs/payload.md specifies it."""

@@ -12,8 +12,9 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from penstock.schedule.bound import Relaxation
 from penstock.schedule.model import Arena, Hardware, Schedule, Storage, Trace, Wrap
-from penstock.schedule.residency import Residency, gaps_between_reads, needed_bytes
+from penstock.schedule.residency import Residency, gaps_between_reads, needed_bytes, rounded
 from penstock.schedule.spans import Group, merged, read_runs, span_groups
 from penstock.schedule.timeline import steady_period_ns
 from penstock.schedule.transfers import Decisions, Loads, Streaming
@@ -26,6 +27,9 @@ _PATIENCE = 3
 
 _SMALL = 300
 """Spans to copy, at most, in a problem whose levels are all tried."""
+
+_CLOSE = 1.002
+"""Times the bound, at which a plan is good enough."""
 
 _SHARES = 64
 """Resident shares that are tried for several methods in one arena."""
@@ -56,13 +60,17 @@ def search(
     hardware: Hardware,
     keep: Collection[int],
     wrap: Wrap,
+    relaxed: Sequence[Relaxation | None],
 ) -> Decisions:
-    """The best decisions found for `cap` bytes of arena, which are at least what is needed."""
+    """The best decisions found for `cap` bytes of arena, which are at least what is needed.
+
+    `relaxed` has the relaxation of each trace for that memory, where there is one.
+    """
     groups = _groups(storages, traces, arena, keep)
     breaks = frozenset(segment.start for segment in arena.segments)
     if len(traces) == 1:
         one = _OneTrace(groups, traces[0], hardware, wrap=wrap, cap=cap, breaks=breaks)
-        streaming, fixed = one.best()
+        streaming, fixed = one.best(relaxed[0])
         streams: tuple[Streaming, ...] = (streaming,)
     else:
         streams, fixed = _share_for_all(groups, traces, hardware, cap, breaks)
@@ -88,6 +96,7 @@ def _groups(
 @dataclass(frozen=True)
 class _Candidate:
     period_ns: int
+    copied: int
     level: int
     streaming: Streaming
     fixed: tuple[int, ...]
@@ -111,13 +120,50 @@ class _OneTrace:
         steps = len(trace.steps)
         self.residency = Residency(groups, self.gaps, needed_bytes(groups, steps))
         self.loads = Loads(groups, self.gaps, steps, breaks=breaks)
+        self.largest_span = max((s.nbytes for g in groups for s in g.spans), default=1)
         self.tried: set[tuple[int, ...]] = set()
         self.found: _Candidate | None = None
         # Residency may fill all but what keeps the link busy, or half of what can be spared.
-        spare = cap - int(max(self.residency.needed, default=0))
-        self.highest = cap - min(hardware.link_in_flight_bytes, spare // 2)
+        self.spare = cap - int(max(self.residency.needed, default=0))
+        self.highest = cap - min(hardware.link_in_flight_bytes, self.spare // 2)
 
-    def best(self) -> tuple[Streaming, tuple[int, ...]]:
+    def best(self, relaxed: Relaxation | None) -> tuple[Streaming, tuple[int, ...]]:
+        """The best of the relaxation's roundings; where they are few or there are none, of all levels too."""
+        if relaxed:
+            self._round(relaxed)
+        if self.found is None or len(self.loads.step) <= _SMALL:
+            self._try_levels()
+        assert self.found is not None
+        return self.found.streaming, self.found.fixed
+
+    def _round(self, relaxed: Relaxation) -> None:
+        """Rounds the relaxation, leaving more and more memory for rounding and for copies on their way.
+
+        First the best amount to leave is found, then the best way to round with it.
+        """
+        copy = int(relaxed.copy_bytes)
+        least = self.cap - self.highest
+        margins = {least + self.largest_span * count for count in (0, 1, 2, 4, 8)}
+        margins |= {least + int(copy * share) for share in (0.5, 1.0, 1.5, 2.0)}
+        best = least
+        for margin in sorted(margin for margin in margins if margin <= self.spare):
+            before = self._period()
+            self._time_rounded(relaxed.kept, margin, quantum=0, coalesce=copy)
+            best = margin if self._period() < before else best
+            if self._period() <= relaxed.bound_ns * _CLOSE:
+                return
+        for quantum, coalesce in ((0, 0), (copy // 2, copy), (copy, copy), (copy, 2 * copy)):
+            self._time_rounded(relaxed.kept, best, quantum=quantum, coalesce=coalesce)
+
+    def _time_rounded(self, kept: Sequence[float], margin: int, *, quantum: int, coalesce: int) -> None:
+        peak = int((self.residency.held_bytes(kept) - self.residency.needed).max())
+        share = max(0.0, 1.0 - margin / peak) if peak else 0.0
+        scaled = [nbytes * share for nbytes in kept]
+        counts = rounded(self.groups, self.gaps, scaled, len(self.trace.steps), quantum=quantum)
+        if (self.residency.held(counts) <= self.cap).all():
+            self._time(self.cap - margin, counts, coalesce=coalesce)
+
+    def _try_levels(self) -> None:
         """Coarse levels from the highest down, then fine ones on both sides of the best.
 
         A small problem has all its fine levels tried, where single spans count for much.
@@ -138,7 +184,6 @@ class _OneTrace:
                 break
             self._try(level)
         self._try(0)
-        return self.found.streaming, self.found.fixed
 
     def _period(self) -> float:
         return self.found.period_ns if self.found else math.inf
@@ -159,15 +204,17 @@ class _OneTrace:
                 self._time(level, counts)
         return max(min(copying), self.trace.compute_ns)
 
-    def _time(self, level: int, counts: Sequence[int]) -> None:
+    def _time(self, level: int, counts: Sequence[int], *, coalesce: int = 0) -> None:
         fixed = _always_kept(self.groups, [gap.group for gap in self.gaps], counts)
         last = len(self.trace.steps) - 1
         for early in (last,) if self.wrap == "overlap" else (last, 0):
-            streaming = self.loads.stream(counts, fixed, cap=self.cap, early=early)
+            streaming = self.loads.stream(counts, fixed, cap=self.cap, early=early, coalesce=coalesce)
             schedule = Schedule(self.trace.graph, streaming.transfers, streaming.drops, 0)
             period = steady_period_ns(self.trace, schedule, self.hardware, self.wrap)
-            if period < self._period():
-                self.found = _Candidate(period, level, streaming, fixed)
+            self.moved = sum(t.stop - t.start for t in streaming.transfers)
+            copied = sum(t.stop - t.start for t in streaming.transfers)
+            if self.found is None or (period, copied) < (self.found.period_ns, self.found.copied):
+                self.found = _Candidate(period, copied, level, streaming, fixed)
 
 
 def _levels(total: int, cap: int, ratio: float) -> Iterator[int]:

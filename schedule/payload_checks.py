@@ -306,6 +306,8 @@ def _ranges(plan: Plan, path: str) -> Iterator[str]:
     ]
     for i, schedule in enumerate(plan.schedules):
         yield from _not_negative(f"{path}.schedules[{i}]", predicted_ns=schedule.predicted_ns)
+        bound = schedule.lower_bound_ns or 0
+        yield from _outside(bound, 0, schedule.predicted_ns, f"{path}.schedules[{i}].lower_bound_ns")
         ranges += [
             (f"schedules[{i}].transfers", schedule.transfers),
             (f"schedules[{i}].drops", schedule.drops),

@@ -13,9 +13,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.schedule import addresses, contiguous, paged
+from penstock.schedule.bound import relax, tier_of
 from penstock.schedule.errors import BudgetError
 from penstock.schedule.layout import first_uses
 from penstock.schedule.model import Arena, Hardware, Plan, Schedule, Storage, Trace, Wrap
+from penstock.schedule.spans import read_runs, span_groups
 from penstock.schedule.timeline import steady_period_ns
 from penstock.schedule.transfers import Decisions
 
@@ -87,7 +89,10 @@ def make_plan(
     if sum(storages[s].nbytes for s in streamed) <= cap:
         found = _nothing_streamed(storages, traces, arena)
         outside = tuple(sorted((*outside, *streamed)))
-        schedules = _timed(traces, found, hardware, wrap)
+        schedules = tuple(
+            replace(one, lower_bound_ns=trace.compute_ns)
+            for one, trace in zip(_timed(traces, found, hardware, wrap), traces, strict=True)
+        )
     else:
         _check_floor(storages, traces, arena, budget=budget, keep=keep, names=names)
         found, schedules = _fastest(storages, traces, arena, cap=cap, hardware=hardware, keep=keep, wrap=wrap)
@@ -118,16 +123,25 @@ def _fastest(
 ) -> tuple[Decisions, tuple[Schedule, ...]]:
     """The fastest decisions for `cap` bytes of arena and for the rungs below that can still be faster."""
     search = contiguous.search if arena.kind == "contiguous" else paged.search
+    groups = span_groups(read_runs(storages, traces, arena, keep=keep), arena.granule)
     best: tuple[Decisions, tuple[Schedule, ...]] | None = None
+    bounds: tuple[int | None, ...] = ()
     for rung in (cap, *_rungs_below(cap, storages, traces, arena, keep)):
         if best and _least_ns(storages, traces, rung, hardware) >= _total_ns(best[1]):
             break
-        found = search(storages, traces, arena, cap=rung, hardware=hardware, keep=keep, wrap=wrap)
+        tiers = (tier_of(rung, hardware),)
+        relaxed = [relax(groups, trace, tiers, wrap, which=which) for which, trace in enumerate(traces)]
+        bounds = bounds or tuple(one.bound_ns if one else None for one in relaxed)
+        found = search(
+            storages, traces, arena, cap=rung, hardware=hardware, keep=keep, wrap=wrap, relaxed=relaxed
+        )
         schedules = _timed(traces, found, hardware, wrap)
         if best is None or _total_ns(schedules) < _total_ns(best[1]):
             best = found, schedules
     assert best is not None
-    return best
+    return best[0], tuple(
+        replace(schedule, lower_bound_ns=bound) for schedule, bound in zip(best[1], bounds, strict=True)
+    )
 
 
 def _rungs_below(

@@ -12,7 +12,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from penstock.schedule.model import Hardware, Trace
@@ -47,7 +47,7 @@ class Gap:
 def gaps_between_reads(
     groups: Sequence[Group], trace: Trace, hardware: Hardware, *, which: int = 0
 ) -> tuple[Gap, ...]:
-    """The gaps of every group that trace number `which` reads and that may be dropped at all."""
+    """As `gaps_of`, with the share that compute hides."""
     n = len(trace.steps)
     copied = needed_bytes(groups, n, which=which)
     idle_ns = [step.lead_ns + step.read_ns for step in trace.steps]
@@ -57,8 +57,15 @@ def gaps_between_reads(
         min(1.0, ns * hardware.link_bytes_per_s / 1e9 / max(1, nbytes))
         for ns, nbytes in zip(idle_ns, copied, strict=True)
     ]
+    gaps = gaps_of(groups, trace, which=which)
+    return tuple(replace(gap, hidden=hidden[gap.closes % n]) for gap in gaps)
+
+
+def gaps_of(groups: Sequence[Group], trace: Trace, *, which: int = 0) -> tuple[Gap, ...]:
+    """The gaps of every group that trace number `which` reads and that may be dropped at all."""
+    n = len(trace.steps)
     return tuple(
-        Gap(index, opens, closes, hidden[closes % n])
+        Gap(index, opens, closes)
         for index, group in enumerate(groups)
         if not group.kept and group.reads[which]
         for opens, closes in itertools.pairwise((*group.reads[which], group.reads[which][0] + n))
@@ -72,6 +79,35 @@ def needed_bytes(groups: Sequence[Group], steps: int, *, which: int = 0) -> list
         for k in () if group.kept else group.reads[which]:
             needed[k] += group.nbytes
     return needed
+
+
+def rounded(
+    groups: Sequence[Group], gaps: Sequence[Gap], kept: Sequence[float], steps: int, *, quantum: int = 0
+) -> list[int]:
+    """Leading spans to keep over each gap, near to `kept` bytes.
+
+    In the order of their closing steps each gap makes up for what was rounded before it, so that sums
+    over neighbours stay close. Gaps of less than `quantum` bytes are copied whole or not at all, in runs
+    of about that many bytes: one copy can then bring a run.
+    """
+    counts = [0] * len(gaps)
+    owed = 0.0  # bytes still to be copied
+    running = False
+    for index in sorted(range(len(gaps)), key=lambda i: (gaps[i].closes % steps, gaps[i].group)):
+        prefix = groups[gaps[index].group].bytes_of_first
+        owed += prefix[-1] - kept[index]
+        if not gaps[index].inside:
+            counts[index] = len(prefix) - 1
+        elif prefix[-1] < quantum:
+            running = owed > -quantum / 2 if running else owed >= quantum / 2
+            counts[index] = 0 if running else len(prefix) - 1
+        else:
+            wanted = prefix[-1] - (round(owed / quantum) * quantum if quantum else owed)
+            above = min(bisect_right(prefix, wanted), len(prefix) - 1)
+            below = max(0, above - 1)
+            counts[index] = above if prefix[above] - wanted < wanted - prefix[below] else below
+        owed -= prefix[-1] - prefix[counts[index]]
+    return counts
 
 
 class Residency:
@@ -108,6 +144,13 @@ class Residency:
     def held(self, counts: Sequence[int]) -> numpy.ndarray:
         """Bytes on the device at each step when transfers arrive just in time."""
         total: numpy.ndarray = self.needed + self._profile(range(len(self.gaps)), counts)
+        return total
+
+    def held_bytes(self, kept: Sequence[float]) -> numpy.ndarray:
+        """As `held`, of bytes kept over each gap."""
+        import numpy
+
+        total: numpy.ndarray = self.needed + self._over(numpy.arange(len(self.gaps)), numpy.array(kept))
         return total
 
     def _cost(self, gap: Gap, latency_bytes: float) -> float:
@@ -160,7 +203,6 @@ class Residency:
         """Bytes held at each step only because these gaps keep that many spans."""
         import numpy
 
-        steps = len(self.needed)
         which = numpy.fromiter(gaps, dtype=numpy.int64, count=len(gaps))
         nbytes = numpy.array(
             [
@@ -169,7 +211,13 @@ class Residency:
             ],
             dtype=numpy.int64,
         )
-        change = numpy.zeros(2 * steps + 1, dtype=numpy.int64)
+        return self._over(which, nbytes)
+
+    def _over(self, which: numpy.ndarray, nbytes: numpy.ndarray) -> numpy.ndarray:
+        import numpy
+
+        steps = len(self.needed)
+        change = numpy.zeros(2 * steps + 1, dtype=nbytes.dtype)
         numpy.add.at(change, self._opens[which] + 1, nbytes)
         numpy.add.at(change, self._closes[which], -nbytes)
         twice = change[:-1].cumsum()

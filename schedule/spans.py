@@ -16,7 +16,7 @@ from penstock.schedule.model import Arena, Range, Storage, Trace
 Reads = tuple[tuple[int, ...], ...]
 """For every trace the steps, ascending, that read something."""
 
-_CHUNKS = 2000
+_CHUNKS = 30_000
 """Spans that the layout would have if one storage filled it; boundaries of storages come on top."""
 
 

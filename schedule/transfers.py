@@ -78,7 +78,9 @@ class Loads:
         self.gaps = gaps
         self.breaks = breaks
 
-    def stream(self, counts: Sequence[int], fixed: Sequence[int], *, cap: int, early: int) -> Streaming:
+    def stream(
+        self, counts: Sequence[int], fixed: Sequence[int], *, cap: int, early: int, coalesce: int = 0
+    ) -> Streaming:
         """Transfers and drops when each gap keeps `counts` leading spans, in `cap` bytes.
 
         `fixed[g]` leading spans of group g are resident. Only transfers for steps up to `early` may
@@ -102,7 +104,8 @@ class Loads:
             after = numpy.maximum(after, after[-1] - self.steps)
         after = numpy.maximum(after, numpy.where(step > early, 0, -self.steps))
 
-        transfers = self._merged(row, after)
+        after = self._coalesced(row, after, coalesce) if coalesce else after
+        transfers = self._merged(row, after, across=bool(coalesce))
         in_flight = [(t.step, Range(t.start, t.stop)) for t in transfers if t.after < 0]
         boundary = [span for _, span in sorted(crossing + in_flight)]
         peak = self._peak(base, freed, after, nbytes)
@@ -117,12 +120,29 @@ class Loads:
             for span in self.groups[gap.group].spans[fixed[gap.group] : count]
         ]
 
-    def _merged(self, row: numpy.ndarray, after: numpy.ndarray) -> tuple[Transfer, ...]:
+    def _coalesced(self, row: numpy.ndarray, after: numpy.ndarray, most: int) -> numpy.ndarray:
+        """Starts put off so that neighbours of up to `most` bytes start together, in time for the first."""
+        starts = after.tolist()
+        columns = (self.start[row].tolist(), self.stop[row].tolist(), self.step[row].tolist())
+        first, nbytes, stop = 0, 0, -1
+        for index, (start, end, _) in enumerate(zip(*columns, strict=True)):
+            joins = start == stop and start not in self.breaks and nbytes + end - start <= most
+            if not joins or starts[index] >= columns[2][first]:
+                first, nbytes = index, 0
+            nbytes += end - start
+            stop = end
+            if starts[index] != starts[first]:
+                starts[first : index + 1] = [starts[index]] * (index + 1 - first)
+        result: numpy.ndarray = after.__class__(after.shape, dtype=after.dtype)
+        result[:] = starts
+        return result
+
+    def _merged(self, row: numpy.ndarray, after: numpy.ndarray, *, across: bool) -> tuple[Transfer, ...]:
         result: list[Transfer] = []
         columns = (self.start[row].tolist(), self.stop[row].tolist(), self.step[row].tolist(), after.tolist())
         start = stop = step = earliest = -1
         for next_start, next_stop, next_step, next_after in zip(*columns, strict=True):
-            same = next_start == stop and next_step == step and next_after == earliest
+            same = next_start == stop and next_after == earliest and (across or next_step == step)
             if same and next_start not in self.breaks and next_stop - start <= MERGED_BYTES:
                 stop = next_stop
                 continue

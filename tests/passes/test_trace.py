@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from penstock.passes.annotate import annotate
-from penstock.passes.trace import with_measured, with_times
+from penstock.passes.trace import with_measured
+from penstock.schedule.costs import with_times
 from penstock.schedule.errors import PassError
 from penstock.schedule.model import Hardware, Work
 

@@ -44,13 +44,13 @@ def test_neighbours_read_alike_are_one_run_unless_one_is_kept() -> None:
 
 
 def test_large_runs_are_cut_into_spans_of_whole_granules() -> None:
-    storages = (Storage(64 * 10_000, "streamable"), Storage(10, "streamable"))
+    storages = (Storage(64 * 100_000, "streamable"), Storage(10, "streamable"))
     trace = trace_of((0,), (1,))
     arena = packed_arena(storages, (trace,), kind="paged", granule=64, alignment=64)
     large, small = span_groups(read_runs(storages, (trace,), arena), 64)
-    assert len(large.spans) <= 2001
-    assert merged(large.spans) == (Range(0, 640_000),)
-    assert small.spans == (Range(640_000, 640_010),)
+    assert len(large.spans) <= 30_001
+    assert merged(large.spans) == (Range(0, 6_400_000),)
+    assert small.spans == (Range(6_400_000, 6_400_010),)
 
 
 def test_merging_stops_at_breaks() -> None:

@@ -1,0 +1,336 @@
+"""Traces of well-known models, from their configurations alone: what they read, in order, and its cost.
+
+Sizes are those of the published configurations. A step is one matrix product (or convolution) with
+its weight; norms and biases are read with the product that follows them. A token's context is
+`CONTEXT` long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from penstock.schedule.model import Step, Storage, Trace, Work
+
+CONTEXT = 2048
+PREFILL = 2048
+IMAGE_TOKENS = 4096
+TEXT_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model in one phase: its storages, their names, and a trace without times."""
+
+    name: str
+    storages: tuple[Storage, ...]
+    names: tuple[str, ...]
+    trace: Trace
+
+    @property
+    def nbytes(self) -> int:
+        return sum(storage.nbytes for storage in self.storages)
+
+
+@dataclass
+class _Builder:
+    """Collects weights and steps in the order in which they are read."""
+
+    tokens: int
+    bits: float = 16
+    names: dict[str, int] = field(default_factory=dict)
+    nbytes: list[int] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    waiting: Work = field(default_factory=Work)
+
+    def weight(self, name: str, elements: int, *, bits: float | None = None) -> int:
+        if name not in self.names:
+            self.names[name] = len(self.nbytes)
+            self.nbytes.append(int(elements * (bits or self.bits) / 8))
+        return self.names[name]
+
+    def compute(self, flops: float, nbytes: float) -> None:
+        """Work that reads no weight: the next step's lead."""
+        self.waiting = Work(self.waiting.flops + int(flops), self.waiting.nbytes + int(nbytes))
+
+    def linear(
+        self, name: str, inputs: int, outputs: int, *, tokens: int | None = None, norm: int = 0
+    ) -> None:
+        """One product of `tokens` rows with a weight, which may have a norm before it."""
+        rows = self.tokens if tokens is None else tokens
+        reads = [self.weight(f"{name}.weight", inputs * outputs)]
+        if norm:
+            reads.append(self.weight(f"{name}.norm", norm, bits=16))
+        self.step(name, reads, 2 * inputs * outputs * rows, 2 * rows * (inputs + outputs))
+
+    def experts(self, name: str, mixture: tuple[int, int, int, float], inputs: int, outputs: int) -> None:
+        """One grouped product over a three-dimensional weight of which each token uses `active` parts."""
+        count, active, _, bits = mixture
+        weight = self.weight(f"{name}.weight", count * inputs * outputs, bits=bits)
+        touched = min(count, active * self.tokens)
+        flops = 2 * inputs * outputs * self.tokens * active
+        moved = self.nbytes[weight] * touched // count + 2 * self.tokens * active * (inputs + outputs)
+        self._append(name, (weight,), Work(flops, moved))
+
+    def embed(self, name: str, vocabulary: int, width: int) -> None:
+        weight = self.weight(name, vocabulary * width, bits=16)
+        self._append(name, (weight,), Work(0, 4 * self.tokens * width))
+
+    def step(self, name: str, reads: Sequence[int], flops: float, activations: float) -> None:
+        moved = sum(self.nbytes[s] for s in reads) + int(activations)
+        self._append(name, reads, Work(int(flops), moved))
+
+    def attention(self, heads: int, width: int, *, keys: int, kv_width: int) -> None:
+        """Scores and values of `keys` positions, whose cache is read once."""
+        self.compute(4 * self.tokens * keys * heads * width, 2 * keys * 2 * kv_width)
+
+    def finish(self, name: str, phase: str) -> Program:
+        storages = tuple(Storage(n, "streamable") for n in self.nbytes)
+        trace = Trace(phase, 0, "", tuple(self.steps), 0, 0, "modelled", self.waiting)
+        return Program(f"{name}, {phase}", storages, tuple(self.names), trace)
+
+    def _append(self, name: str, reads: Sequence[int], work: Work) -> None:
+        self.steps.append(Step(name, tuple(sorted(reads)), 0, 0, self.waiting, work))
+        self.waiting = Work()
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A decoder of language: `experts` is (count, active, width, bits) where its layers are mixtures."""
+
+    layers: int
+    width: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head: int
+    vocabulary: int
+    tied: bool = False
+    experts: tuple[int, int, int, float] | None = None
+    matrices: int = 3
+
+
+DECODERS = {
+    "llama-3.1-8b": Decoder(32, 4096, 14336, 32, 8, 128, 128256),
+    "llama-3.1-70b": Decoder(80, 8192, 28672, 64, 8, 128, 128256),
+    "llama-3.1-405b": Decoder(126, 16384, 53248, 128, 8, 128, 128256),
+    "qwen3-235b-a22b": Decoder(94, 4096, 0, 64, 4, 128, 151936, experts=(128, 8, 1536, 16)),
+    "gpt-oss-120b": Decoder(36, 2880, 0, 64, 8, 64, 201088, experts=(128, 4, 2880, 4.25)),
+    "gemma-3-27b": Decoder(62, 5376, 21504, 32, 16, 128, 262208, tied=True),
+}
+
+
+def decoder(name: str, phase: str, *, bits: float = 16) -> Program:
+    """A decoder for one token (`decode`), a prompt (`prefill`) or a training step (`train`)."""
+    shape = DECODERS[name]
+    build = _Builder(1 if phase == "decode" else PREFILL, bits)
+    build.embed("embed_tokens", shape.vocabulary, shape.width)
+    for layer in range(shape.layers):
+        _decoder_layer(build, f"layers.{layer}", shape)
+    head = "embed_tokens" if shape.tied else "lm_head"
+    weight = build.weight(head, shape.vocabulary * shape.width, bits=16)
+    rows = 1 if phase == "prefill" else build.tokens
+    norm = build.weight("norm", shape.width, bits=16)
+    build.step(
+        "lm_head", (weight, norm), 2 * shape.vocabulary * shape.width * rows, 2 * shape.vocabulary * rows
+    )
+    return _trained(build, name, phase, bits)
+
+
+def _decoder_layer(build: _Builder, name: str, shape: Decoder) -> None:
+    inner, cache = shape.heads * shape.head, shape.kv_heads * shape.head
+    build.linear(f"{name}.q", shape.width, inner, norm=shape.width)
+    build.linear(f"{name}.k", shape.width, cache)
+    build.linear(f"{name}.v", shape.width, cache)
+    build.attention(shape.heads, shape.head, keys=CONTEXT, kv_width=cache)
+    build.linear(f"{name}.o", inner, shape.width)
+    if shape.experts:
+        count, _, width, _ = shape.experts
+        build.linear(f"{name}.router", shape.width, count, norm=shape.width)
+        build.experts(f"{name}.gate_up", shape.experts, shape.width, 2 * width)
+        build.experts(f"{name}.down", shape.experts, width, shape.width)
+        return
+    build.linear(f"{name}.gate", shape.width, shape.ffn, norm=shape.width)
+    build.linear(f"{name}.up", shape.width, shape.ffn)
+    build.linear(f"{name}.down", shape.ffn, shape.width)
+
+
+def _trained(build: _Builder, name: str, phase: str, bits: float) -> Program:
+    """The program; of a training step, with a backward pass that reads every weight in reverse."""
+    if phase == "train":
+        for step in reversed(tuple(build.steps)):
+            build.waiting = Work(2 * step.lead_work.flops, 2 * step.lead_work.nbytes)
+            work = Work(2 * step.read_work.flops, 2 * step.read_work.nbytes)
+            build._append(f"{step.name}.backward", step.reads, work)
+    return build.finish(name if bits == 16 else f"{name} {bits:g}-bit", phase)
+
+
+def _block(
+    build: _Builder, name: str, width: int, ffn: int, *, keys: int, cross: int = 0, inner: int = 0
+) -> None:
+    """A transformer block with biases left out: attention, attention to `cross` positions, two products."""
+    inner = inner or width
+    for part, positions in (("self", keys), ("cross", cross)):
+        if not positions:
+            continue
+        build.linear(f"{name}.{part}.q", width, inner, norm=width)
+        rows = positions if part == "cross" and build.tokens > 1 else build.tokens
+        if part == "self" or build.tokens > 1:  # one token finds the keys of the encoder in its cache
+            build.linear(f"{name}.{part}.k", width, inner, tokens=rows)
+            build.linear(f"{name}.{part}.v", width, inner, tokens=rows)
+        build.attention(1, inner, keys=positions, kv_width=inner)
+        build.linear(f"{name}.{part}.o", inner, width)
+    build.linear(f"{name}.up", width, ffn, norm=width)
+    build.linear(f"{name}.down", ffn, width)
+
+
+def whisper(phase: str) -> Program:
+    """Whisper large v3: the encoder and a prompt, or one token of the decoder."""
+    build = _Builder(1500 if phase == "prefill" else 1)
+    if phase == "prefill":
+        build.linear("conv1", 3 * 128, 1280)
+        build.linear("conv2", 3 * 1280, 1280)
+        for layer in range(32):
+            _block(build, f"encoder.{layer}", 1280, 5120, keys=1500)
+        build.tokens = 224
+    build.embed("embed_tokens", 51866, 1280)
+    for layer in range(32):
+        _block(build, f"decoder.{layer}", 1280, 5120, keys=448, cross=1500)
+    build.step("lm_head", (build.weight("embed_tokens", 0),), 2 * 51866 * 1280, 2 * 51866)
+    return build.finish("whisper-large-v3", phase)
+
+
+def t5(phase: str) -> Program:
+    """T5 3B, whose embedding is read by encoder, decoder and head."""
+    build = _Builder(512 if phase == "prefill" else 1)
+    if phase == "prefill":
+        build.embed("shared", 32128, 1024)
+        for layer in range(24):
+            _block(build, f"encoder.{layer}", 1024, 16384, keys=512, inner=4096)
+    build.embed("shared", 32128, 1024)
+    for layer in range(24):
+        _block(build, f"decoder.{layer}", 1024, 16384, keys=512, cross=512, inner=4096)
+    build.step("lm_head", (build.weight("shared", 0),), 2 * 32128 * 1024 * build.tokens, 2 * 32128)
+    return build.finish("t5-3b", phase)
+
+
+def vit(phase: str) -> Program:
+    """ViT-H/14: one image, or a training step over 32."""
+    build = _Builder(257 * (32 if phase == "train" else 1))
+    build.linear("patches", 3 * 14 * 14, 1280)
+    for layer in range(32):
+        _block(build, f"blocks.{layer}", 1280, 5120, keys=257)
+    build.linear("head", 1280, 1000, norm=1280)
+    return _trained(build, "vit-h-14", phase, 16)
+
+
+def flux(phase: str) -> Program:
+    """FLUX.1 dev, one step of denoising at 1024 x 1024: 19 double blocks and 38 single ones."""
+    build, width = _Builder(IMAGE_TOKENS + TEXT_TOKENS), 3072
+    build.linear("x_embedder", 64, width, tokens=IMAGE_TOKENS)
+    build.linear("context_embedder", 4096, width, tokens=TEXT_TOKENS)
+    for layer in range(19):
+        for stream, tokens in (("image", IMAGE_TOKENS), ("text", TEXT_TOKENS)):
+            name = f"double.{layer}.{stream}"
+            build.linear(f"{name}.modulation", width, 6 * width, tokens=1)
+            for part in "qkv":
+                build.linear(f"{name}.{part}", width, width, tokens=tokens)
+        build.attention(24, 128, keys=build.tokens, kv_width=width)
+        for stream, tokens in (("image", IMAGE_TOKENS), ("text", TEXT_TOKENS)):
+            name = f"double.{layer}.{stream}"
+            build.linear(f"{name}.o", width, width, tokens=tokens)
+            build.linear(f"{name}.up", width, 4 * width, tokens=tokens)
+            build.linear(f"{name}.down", 4 * width, width, tokens=tokens)
+    for layer in range(38):
+        name = f"single.{layer}"
+        build.linear(f"{name}.modulation", width, 3 * width, tokens=1)
+        build.linear(f"{name}.mlp", width, 4 * width)
+        for part in "qkv":
+            build.linear(f"{name}.{part}", width, width)
+        build.attention(24, 128, keys=build.tokens, kv_width=width)
+        build.linear(f"{name}.out", 5 * width, width)
+    build.linear("proj_out", width, 64, tokens=IMAGE_TOKENS)
+    return build.finish("flux.1-dev", phase)
+
+
+def unet(phase: str) -> Program:
+    """The U-Net of Stable Diffusion XL, one step of denoising at 1024 x 1024, guided (two samples)."""
+    build = _Builder(0)
+    down = ((320, 320, 128, 0), (320, 640, 64, 2), (640, 1280, 32, 10))
+    up = ((1280, 1280, 32, 10), (1280, 640, 64, 2), (640, 320, 128, 0))
+    _convolve(build, "conv_in", 4, 320, 128)
+    for level, (inputs, width, side, depth) in enumerate(down):
+        for number in range(2):
+            _residual(build, f"down.{level}.{number}", inputs if number == 0 else width, width, side)
+            _spatial(build, f"down.{level}.{number}", width, side, depth)
+        if level < 2:
+            _convolve(build, f"down.{level}.sample", width, width, side // 2)
+    _residual(build, "middle.0", 1280, 1280, 32)
+    _spatial(build, "middle", 1280, 32, 10)
+    _residual(build, "middle.1", 1280, 1280, 32)
+    skips = ((1280, 1280, 640), (640, 640, 320), (320, 320, 320))
+    for level, (inputs, width, side, depth) in enumerate(up):
+        for number, skip in enumerate(skips[level]):
+            _residual(build, f"up.{level}.{number}", (inputs if number == 0 else width) + skip, width, side)
+            _spatial(build, f"up.{level}.{number}", width, side, depth)
+        if level < 2:
+            _convolve(build, f"up.{level}.sample", width, width, side * 2)
+    _convolve(build, "conv_out", 320, 4, 128)
+    return build.finish("sdxl-unet", phase)
+
+
+def _convolve(build: _Builder, name: str, inputs: int, outputs: int, side: int, *, kernel: int = 3) -> None:
+    build.tokens = 2 * side * side
+    build.linear(name, inputs * kernel * kernel, outputs)
+
+
+def _residual(build: _Builder, name: str, inputs: int, outputs: int, side: int) -> None:
+    _convolve(build, f"{name}.conv1", inputs, outputs, side)
+    build.linear(f"{name}.time", 1280, outputs, tokens=2)
+    _convolve(build, f"{name}.conv2", outputs, outputs, side)
+    if inputs != outputs:
+        _convolve(build, f"{name}.skip", inputs, outputs, side, kernel=1)
+
+
+def _spatial(build: _Builder, name: str, width: int, side: int, depth: int) -> None:
+    if not depth:
+        return
+    build.tokens = 2 * side * side
+    build.linear(f"{name}.proj_in", width, width)
+    for layer in range(depth):
+        block = f"{name}.blocks.{layer}"
+        for part in "qkv":
+            build.linear(f"{block}.self.{part}", width, width)
+        build.attention(1, width, keys=side * side, kv_width=width)
+        build.linear(f"{block}.self.o", width, width)
+        build.linear(f"{block}.cross.q", width, width)
+        for part in "kv":
+            build.linear(f"{block}.cross.{part}", 2048, width, tokens=2 * 77)
+        build.attention(1, width, keys=77, kv_width=width)
+        build.linear(f"{block}.cross.o", width, width)
+        build.linear(f"{block}.up", width, 8 * width)
+        build.linear(f"{block}.down", 4 * width, width)
+    build.linear(f"{name}.proj_out", width, width)
+
+
+def list_programs() -> dict[str, Callable[[], Program]]:
+    """Every model and phase of the corpus, by name; each is built when it is called."""
+    found: dict[str, Callable[[], Program]] = {}
+
+    def add(name: str, phase: str, make: Callable[[], Program]) -> None:
+        found[f"{name}, {phase}"] = make
+
+    for name in DECODERS:
+        for phase in ("decode", "prefill"):
+            add(name, phase, lambda name=name, phase=phase: decoder(name, phase))  # type: ignore[misc]
+    for name in ("llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"):
+        add(f"{name} 4.5-bit", "decode", lambda name=name: decoder(name, "decode", bits=4.5))  # type: ignore[misc]
+    add("llama-3.1-8b", "train", lambda: decoder("llama-3.1-8b", "train"))
+    for other, make in (("whisper-large-v3", whisper), ("t5-3b", t5)):
+        for phase in ("decode", "prefill"):
+            add(other, phase, lambda make=make, phase=phase: make(phase))  # type: ignore[misc]
+    add("vit-h-14", "prefill", lambda: vit("prefill"))
+    add("vit-h-14", "train", lambda: vit("train"))
+    add("flux.1-dev", "denoise", lambda: flux("denoise"))
+    add("sdxl-unet", "denoise", lambda: unet("denoise"))
+    return found
