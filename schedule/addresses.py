@@ -105,7 +105,7 @@ def place(
         addresses[b] = base
         base += blocks[b].size
     rest = [b for b in range(len(blocks)) if addresses[b] < 0]
-    rest.sort(key=lambda b: -blocks[b].size if order == "by size" else _first_use(blocks[b]))
+    rest.sort(key=lambda b: -blocks[b].size if order == "by size" else first_use(blocks[b]))
     alive = _lifetimes(blocks, traces, rest, window)
     taken: list[tuple[int, int, int]] = []
     height = base
@@ -125,7 +125,7 @@ def place(
     return Placement(tuple(addresses), height)
 
 
-def _first_use(block: Block) -> tuple[int, int]:
+def first_use(block: Block) -> tuple[int, int]:
     return min((steps[0], which) for which, steps in enumerate(block.reads) if steps)
 
 

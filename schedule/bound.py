@@ -84,6 +84,7 @@ class Relaxation:
     bound_ns: int
     kept: tuple[float, ...]
     gaps: tuple[Gap, ...]
+    groups: tuple[Group, ...]
     copy_bytes: float
 
 
@@ -110,7 +111,7 @@ def relax(
 
     gaps = gaps_of(groups, trace, which=which)
     if not gaps:
-        return Relaxation(trace.compute_ns, (), (), 0.0)
+        return Relaxation(trace.compute_ns, (), (), tuple(groups), 0.0)
     sizes = numpy.array([groups[gap.group].nbytes for gap in gaps], dtype=float)
     phases = _phases(gaps, trace, wrap)
     needed = numpy.array(needed_bytes(groups, len(trace.steps), which=which), dtype=float)
@@ -135,7 +136,7 @@ def relax(
     wait_ns = max(0.0, dual * problem.unit_ns * (1 - _MARGIN) - trace.compute_ns * _MARGIN)
     kept = solution.x[problem.columns(0).kept] * problem.unit_bytes
     copy = float(solution.x[problem.columns(0).largest[0]]) * problem.unit_bytes
-    return Relaxation(trace.compute_ns + math.floor(wait_ns), tuple(kept.tolist()), gaps, copy)
+    return Relaxation(trace.compute_ns + math.floor(wait_ns), tuple(kept.tolist()), gaps, tuple(groups), copy)
 
 
 class _Rows:

@@ -7,27 +7,27 @@ time.
 
 from __future__ import annotations
 
-import itertools
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from penstock.schedule.addresses import ORDERS, Block, Placement, blocks_of, place, tight
+from penstock.schedule.addresses import ORDERS, Block, Placement, blocks_of, first_use, place, tight
 from penstock.schedule.bound import Relaxation
 from penstock.schedule.model import Arena, Drop, Hardware, Range, Schedule, Storage, Trace, Transfer, Wrap
 from penstock.schedule.spans import merged
 from penstock.schedule.timeline import steady_period_ns
 from penstock.schedule.transfers import MERGED_BYTES, Decisions
 
-_RATIO = 0.85
-"""Between the bytes that two neighbouring candidates leave to be streamed."""
+_SIZES = 8
+"""Largest sizes of what streams that are tried: small blocks take little memory on their way."""
+
+_ROOMS = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0)
+"""Memory left for what streams, in multiples of the most of it that one step reads."""
 
 _WINDOWS = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)
 """Lookahead, in multiples of the largest block."""
-
-_PATIENCE = 3
-"""Residencies in a row that may bring nothing before the search ends."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ def search(
     relaxed: Sequence[Relaxation | None],
 ) -> Decisions:
     """The best decisions found for `cap` bytes of arena, which are at least what is needed."""
-    return _Search(storages, traces, arena, cap=cap, hardware=hardware, keep=keep, wrap=wrap).run()
+    return _Search(storages, traces, arena, cap=cap, hardware=hardware, keep=keep, wrap=wrap).run(relaxed)
 
 
 class _Search:
@@ -78,22 +78,82 @@ class _Search:
         self.tried: set[tuple[int, ...]] = set()
         self.least = sum(trace.compute_ns for trace in traces)
 
-    def run(self) -> Decisions:
-        total = sum(block.size for block in self.blocks)
-        fruitless = 0
-        for streamed in _streamed_sizes(total):
-            resident = self._resident(total - streamed)
-            if sum(self.blocks[b].size for b in resident) > self.cap:
-                continue
-            before = self.period
-            fits = self._widest(resident)
-            fruitless = 0 if self.period < before or not fits else fruitless + 1
-            if self.period <= self.least or fruitless == _PATIENCE:
+    def run(self, relaxed: Sequence[Relaxation | None]) -> Decisions:
+        """Tries residencies from the one that streams least on, while that can still be faster."""
+        wanted = self._wanted(relaxed)
+        for streamed, resident in sorted(self._residencies(wanted), key=lambda one: one[0]):
+            if self.found and self._least_ns(streamed) >= self.period:
+                break
+            self._widest(resident)
+            if self.period <= self.least:
                 break
         # Last, because of two plans that take the same time the one that copies less is better.
         self._time(tight(self.blocks, self.traces))
         assert self.found is not None
         return self.found
+
+    def _least_ns(self, streamed: int) -> int:
+        """No less than this takes a pass that copies so many bytes."""
+        return max(self.least, self.hardware.copy_ns(streamed) - self.hardware.link_latency_ns)
+
+    def _wanted(self, relaxed: Sequence[Relaxation | None]) -> list[float]:
+        """Bytes of each block that the relaxation copies; all of them where there is none."""
+        wanted = [0.0] * len(self.blocks)
+        starts = [block.range.start for block in self.blocks]
+        for one in relaxed:
+            for gap, kept in zip(one.gaps, one.kept, strict=True) if one else ():
+                group = one.groups[gap.group]
+                b = bisect_right(starts, group.spans[0].start) - 1
+                wanted[b] = max(wanted[b], group.nbytes - kept)
+        return wanted if any(wanted) else [float(block.size) for block in self.blocks]
+
+    def _residencies(self, wanted: Sequence[float]) -> Iterator[tuple[int, frozenset[int]]]:
+        """What stays, with the bytes that do not: only blocks up to some size stream, through some window."""
+        sizes = sorted({block.size for block in self.blocks if not block.kept})
+        seen = set()
+        for largest in sizes[:: max(1, len(sizes) // _SIZES)] + sizes[-1:]:
+            able = {b for b, block in enumerate(self.blocks) if block.size <= largest and not block.kept}
+            read = max(self._most_read(able), 1)
+            for window in _ROOMS:
+                resident = self._spread(able, wanted, self.cap - int(window * read))
+                if resident is not None and resident not in seen:
+                    seen.add(resident)
+                    yield sum(b.size for n, b in enumerate(self.blocks) if n not in resident), resident
+
+    def _most_read(self, able: Collection[int]) -> int:
+        """The most bytes of these blocks that one step reads."""
+        reads: Counter[tuple[int, int]] = Counter()
+        for b in able:
+            for which, steps in enumerate(self.blocks[b].reads):
+                reads.update({(which, k): self.blocks[b].size for k in steps})
+        return max(reads.values(), default=0)
+
+    def _spread(self, able: Collection[int], wanted: Sequence[float], room: int) -> frozenset[int] | None:
+        """Residents of at most `room` bytes: all but some of `able`, spread as the relaxation copies.
+
+        None where the others alone take more.
+        """
+        streamed = sum(block.size for block in self.blocks) - room
+        if sum(self.blocks[b].size for b in able) < streamed:
+            return None
+        scale = streamed / max(1.0, sum(wanted[b] for b in able))
+        order = sorted(able, key=lambda b: first_use(self.blocks[b]))
+        chosen, free, owed = set(range(len(self.blocks))), -streamed, 0.0
+        for b in order:
+            owed += scale * wanted[b]
+            if owed >= self.blocks[b].size / 2:
+                chosen.remove(b)
+                owed -= self.blocks[b].size
+                free += self.blocks[b].size
+        for b in order:  # what was still owed at the end
+            if free < 0 and b in chosen:
+                chosen.remove(b)
+                free += self.blocks[b].size
+        for b in sorted(able - chosen, key=lambda b: -self.blocks[b].size):
+            if self.blocks[b].size <= free:
+                chosen.add(b)
+                free -= self.blocks[b].size
+        return frozenset(chosen)
 
     def _widest(self, resident: frozenset[int]) -> bool:
         """Tries every order at the two widest windows that fit; False where not even the least does."""
@@ -115,28 +175,6 @@ class _Search:
                 self._time(placements[middle])
                 fitting = True
         return fitting
-
-    def _resident(self, nbytes: int) -> frozenset[int]:
-        """Blocks of about `nbytes` that stay: those read several times first, then evenly in order of use."""
-        latency_bytes = self.hardware.link_latency_ns * self.hardware.link_bytes_per_s / 1e9
-        chosen = {b for b, block in enumerate(self.blocks) if block.kept}
-        left = nbytes - sum(self.blocks[b].size for b in chosen)
-        classes: dict[int, list[int]] = {}
-        for b, block in enumerate(self.blocks):
-            worth = sum(map(len, block.reads)) * (block.size + latency_bytes) / block.size
-            classes.setdefault(-round(math.log2(worth)), []).append(b)
-        for key in sorted(classes):
-            alike = [b for b in classes[key] if b not in chosen]
-            size = sum(self.blocks[b].size for b in alike)
-            share = min(1.0, max(0, left) / size) if size else 0.0
-            carry = 0.0
-            for b in alike:
-                carry += share * self.blocks[b].size
-                if carry + 1e-6 >= self.blocks[b].size:
-                    carry -= self.blocks[b].size
-                    chosen.add(b)
-                    left -= self.blocks[b].size
-        return frozenset(chosen)
 
     def _time(self, placement: Placement) -> None:
         """Keeps the placement when it takes less time than any before, or as much for fewer bytes copied."""
@@ -256,10 +294,3 @@ def _transfers(moves: _Moves, steps: int, early: int, begins: Collection[int]) -
 def _parts(one: Range) -> Iterator[Range]:
     for start in range(one.start, one.stop, MERGED_BYTES):
         yield Range(start, min(start + MERGED_BYTES, one.stop))
-
-
-def _streamed_sizes(total: int) -> Iterator[int]:
-    """Bytes that are not resident, from few to all; they do not depend on the cap."""
-    steps = math.ceil(math.log(1 / max(1, total)) / math.log(_RATIO))
-    for power in itertools.chain(range(steps, 0, -1), (0,)):
-        yield math.ceil(total * _RATIO**power)
