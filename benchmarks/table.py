@@ -27,12 +27,16 @@ _COLUMNS = (
 
 def write_tables(result: dict[str, Any], path: Path) -> None:
     """Replace what stands between the marks of the document; raises ValueError where they are missing."""
-    text = path.read_text(encoding="utf-8")
-    head, begin, rest = text.partition(BEGIN)
+    write_between(path, render(result), BEGIN)
+
+
+def write_between(path: Path, lines: str, begin: str) -> None:
+    """Put `lines` between the line `begin` of the document and the end mark that follows it."""
+    head, found, rest = path.read_text(encoding="utf-8").partition(begin)
     _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{path} has no line {BEGIN!r} followed by {END!r} to write the tables between")
-    path.write_text(f"{head}{BEGIN}\n\n{render(result)}\n{END}{tail}", encoding="utf-8")
+    if not found or not end:
+        raise ValueError(f"{path} has no line {begin!r} followed by {END!r} to write the tables between")
+    path.write_text(f"{head}{begin}\n\n{lines}\n{END}{tail}", encoding="utf-8")
 
 
 def render(result: dict[str, Any]) -> str:

@@ -101,7 +101,9 @@ class _Search:
         wanted = [0.0] * len(self.blocks)
         starts = [block.range.start for block in self.blocks]
         for one in relaxed:
-            for gap, kept in zip(one.gaps, one.kept, strict=True) if one else ():
+            if one is None:
+                continue
+            for gap, kept in zip(one.gaps, one.kept, strict=True):
                 group = one.groups[gap.group]
                 b = bisect_right(starts, group.spans[0].start) - 1
                 wanted[b] = max(wanted[b], group.nbytes - kept)
@@ -128,7 +130,7 @@ class _Search:
                 reads.update({(which, k): self.blocks[b].size for k in steps})
         return max(reads.values(), default=0)
 
-    def _spread(self, able: Collection[int], wanted: Sequence[float], room: int) -> frozenset[int] | None:
+    def _spread(self, able: set[int], wanted: Sequence[float], room: int) -> frozenset[int] | None:
         """Residents of at most `room` bytes: all but some of `able`, spread as the relaxation copies.
 
         None where the others alone take more.

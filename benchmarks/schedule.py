@@ -1,0 +1,197 @@
+"""Plans well-known models for machines that one does not have, and compares with bound and baselines.
+
+Every program of benchmarks/corpus.py, on every preset of hardware, in budgets from the floor to nearly
+all, for both kinds of arena. Of each case: the plan's predicted time over the bound for its own granule,
+the time of every policy of schedule/baselines.py in the same model over the plan's, and the
+seconds that planning took, bound included. Compute is a roofline at the vendors' peaks, so it is at its
+shortest and the link's share at its largest: the hardest case for the planner.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.corpus import list_programs
+from benchmarks.table import write_between
+from penstock.schedule.baselines import Problem, compare
+from penstock.schedule.costs import with_times
+from penstock.schedule.layout import packed_arena
+from penstock.schedule.planner import floor, make_plan
+from penstock.schedule.presets import PRESETS, find_hardware
+from penstock.schedule.verify import verify_plan
+
+SHARES = (0.0, 0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98)
+"""Budgets, as shares of the way from the floor to all weights."""
+
+BEGIN = "<!-- benchmarks/schedule.py writes from here -->"
+GRANULES = {"paged": 2 << 20, "contiguous": 4096}
+HOST = "server"
+"""The machine that computes what does not fit, for the policy that does so."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One plan to make."""
+
+    program: str
+    hardware: str
+    arena: str
+    share: float
+    check: bool = False
+
+
+def run(case: Case) -> dict[str, Any]:
+    """Plan a case; the figures, as JSON can carry them."""
+    program, hardware = list_programs()[case.program](), PRESETS[case.hardware]
+    trace = with_times(program.trace, hardware)
+    granule = GRANULES[case.arena]
+    kind: Any = case.arena
+    arena = packed_arena(program.storages, [trace], kind=kind, granule=granule, alignment=4096)
+    lowest = floor(program.storages, [trace], arena).upper_bytes
+    budget = lowest + int((program.nbytes - lowest) * case.share)
+    began = time.perf_counter()
+    plan = make_plan(program.storages, [trace], arena, budget=budget, hardware=hardware)
+    seconds = time.perf_counter() - began
+    if case.check:
+        verify_plan(program.storages, [trace], plan)
+    schedule = plan.schedules[0]
+    host = PRESETS[HOST] if case.hardware not in ("laptop", "server") else None
+    others = compare(Problem(program.storages, trace, budget, hardware), host)
+    return dataclasses.asdict(case) | {
+        "storages": len(program.storages),
+        "budget": budget,
+        "weight_bytes": program.nbytes,
+        "compute_ns": trace.compute_ns,
+        "predicted_ns": schedule.predicted_ns,
+        "lower_bound_ns": schedule.lower_bound_ns,
+        "ratio": plan.ratio,
+        "plan_seconds": seconds,
+        "policies": {name: ns for name, ns in others.items() if ns is not None},
+    }
+
+
+def render(results: Sequence[dict[str, Any]]) -> str:
+    """The tables of all results, as markdown."""
+    parts = [_reach(results), _worst(results), _policies(results), _seconds(results)]
+    return "\n\n".join("\n".join(lines) for lines in parts)
+
+
+def _reach(results: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield "| arena | cases | median | at most 1.02 | at most 1.05 | worst |"
+    yield "|---|---|---|---|---|---|"
+    for arena in GRANULES:
+        ratios = [one["ratio"] for one in results if one["arena"] == arena and one["ratio"] is not None]
+        if ratios:
+            near, close = (sum(r <= most for r in ratios) / len(ratios) for most in (1.02, 1.05))
+            yield (
+                f"| {arena} | {len(ratios)} | {median(ratios):.4f} | {near:.1%} | {close:.1%} "
+                f"| {max(ratios):.4f} |"
+            )
+
+
+def _worst(results: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield "The worst cases:"
+    yield ""
+    yield "| program | hardware | arena | budget | times the bound |"
+    yield "|---|---|---|---|---|"
+    known = [one for one in results if one["ratio"] is not None]
+    for one in sorted(known, key=lambda one: -one["ratio"])[:12]:
+        share = one["budget"] / one["weight_bytes"]
+        yield (
+            f"| {one['program']} | {one['hardware']} | {one['arena']} | {share:.1%} | {one['ratio']:.4f} |"
+        )
+
+
+def _policies(results: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield "| policy | cases | plan faster (by 1 %) | as fast | plan slower | median times | most times |"
+    yield "|---|---|---|---|---|---|---|"
+    names = dict.fromkeys(name for one in results for name in one["policies"])
+    for name in names:
+        gains = [one["policies"][name] / one["predicted_ns"] for one in results if name in one["policies"]]
+        faster, slower = sum(g > 1.01 for g in gains), sum(g < 0.99 for g in gains)
+        yield (
+            f"| {name} | {len(gains)} | {faster} | {len(gains) - faster - slower} | {slower} "
+            f"| {median(gains):.2f} | {max(gains):.1f} |"
+        )
+
+
+def _seconds(results: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield "| program | storages | paged, s (median, most) | contiguous, s (median, most) |"
+    yield "|---|---|---|---|"
+    for program in dict.fromkeys(one["program"] for one in results):
+        mine = [one for one in results if one["program"] == program]
+        cells = []
+        for arena in GRANULES:
+            seconds = [one["plan_seconds"] for one in mine if one["arena"] == arena]
+            cells.append(f"{median(seconds):.2f}, {max(seconds):.2f}" if seconds else "")
+        yield f"| {program} | {mine[0]['storages']} | {' | '.join(cells)} |"
+
+
+def _chosen(given: str, known: Sequence[str]) -> list[str]:
+    chosen = [name for name in known if not given or any(part.strip() in name for part in given.split(";"))]
+    if not chosen:
+        raise typer.BadParameter(f"{given!r} is in none of {'; '.join(known)}")
+    return chosen
+
+
+def main(
+    *,
+    programs: Annotated[str, typer.Option(help="Parts of names, separated by ';'.")] = "",
+    hardware: Annotated[str, typer.Option(help="Presets, separated by ','.")] = "",
+    arenas: Annotated[str, typer.Option(help="paged, contiguous, or both, separated by ','.")] = "",
+    check: Annotated[bool, typer.Option(help="Verify every plan, which takes longer.")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
+    docs: Annotated[Path | None, typer.Option(help="Write the tables into this document.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = os.cpu_count() or 1,
+) -> None:
+    """Score the planner on the corpus.
+
+    Examples:
+
+      python benchmarks/schedule.py --json schedule.json --docs docs/planning.md
+
+      python benchmarks/schedule.py --programs "llama-3.1-8b;flux" --hardware rtx4090
+    """
+    machines = (
+        [find_hardware(name.strip()).name for name in hardware.split(",")] if hardware else list(PRESETS)
+    )
+    cases = [
+        Case(program, machine, arena, share, check)
+        for program in _chosen(programs, list(list_programs()))
+        for machine in machines
+        for arena in (arenas.split(",") if arenas else GRANULES)
+        for share in SHARES
+    ]
+    began = time.perf_counter()
+    with ProcessPoolExecutor(jobs) as pool, typer.progressbar(length=len(cases), label="planning") as bar:
+        results = []
+        for one in pool.map(run, cases, chunksize=8):
+            results.append(one)
+            bar.update(1)
+    text = (
+        f"{len(cases)} plans in {time.perf_counter() - began:.0f} s on {jobs} cores "
+        f"({platform.machine()}, Python {platform.python_version()}).\n\n{render(results)}"
+    )
+    if json_path:
+        json_path.write_text(json.dumps(results, indent=1) + "\n")
+    if docs:
+        write_between(docs, text, BEGIN)
+    typer.echo(text)
+
+
+if __name__ == "__main__":
+    typer.run(main)
