@@ -5,14 +5,22 @@ Every measurement is bounded in time and bytes; together they take a fraction of
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
+from penstock.runtime.atomic import replace_file
 from penstock.runtime.queue import PIECE
 from penstock.runtime.rates import READERS
+from penstock.schedule.errors import PenstockError
 from penstock.schedule.model import Hardware, Weight
 
 _MATRIX = 512
@@ -23,16 +31,60 @@ _IN_FLIGHT = 2 * READERS * PIECE  # what every reader copies, and what it copies
 
 
 def measure_hardware(weights: Sequence[Weight], link_bytes_per_s: float, note: str) -> Hardware:
-    """The CPU this process runs on, with its matrix rate in the dtype most weight bytes have."""
+    """The CPU this process runs on, with its matrix rate in the dtype most weight bytes have.
+
+    The rates of products and of memory are measured once and remembered (see `_remembered`); how fast
+    weights arrive depends on files and page cache, so it is given.
+    """
+    dtype = _common_dtype(weights)
+    rates = _remembered(dtype, lambda: (_flops_per_s(dtype), _memory_bytes_per_s()))
     return Hardware(
         name="auto",
-        flops_per_s=_flops_per_s(_common_dtype(weights)),
-        memory_bytes_per_s=_memory_bytes_per_s(),
+        flops_per_s=rates[0],
+        memory_bytes_per_s=rates[1],
         link_bytes_per_s=link_bytes_per_s,
         link_latency_ns=_LATENCY_NS,
         link_in_flight_bytes=_IN_FLIGHT,
         note=f"measured on this machine with {torch.get_num_threads()} threads; {note}",
     )
+
+
+def _remembered(dtype: torch.dtype, measure: Callable[[], tuple[float, float]]) -> tuple[float, float]:
+    """What `measure` returns, from `hardware.json` in the user's cache folder if it was measured before.
+
+    The key is the processor, the number of threads, the dtype and torch. A file that cannot be read
+    counts as none, and one that cannot be written is not missed.
+    """
+    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / "hardware.json"
+    key = f"{_processor()}, {torch.get_num_threads()} threads, {dtype}, torch {torch.__version__}"
+    known: dict[str, list[float]] = {}
+    with suppress(OSError, ValueError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        known = {name: rates for name, rates in found.items() if _are_rates(rates)}
+    if key not in known:
+        known[key] = list(measure())
+        with suppress(OSError, PenstockError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replace_file(path, force=True) as fd:
+                os.write(fd, json.dumps(known, indent=1).encode())
+    return known[key][0], known[key][1]
+
+
+def _are_rates(rates: object) -> bool:
+    return (
+        isinstance(rates, list)
+        and len(rates) == 2
+        and all(isinstance(rate, float) and rate > 0 and math.isfinite(rate) for rate in rates)
+    )
+
+
+def _processor() -> str:
+    """The name of the processor, as the system tells it."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def _common_dtype(weights: Sequence[Weight]) -> torch.dtype:

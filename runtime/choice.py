@@ -79,6 +79,12 @@ def floors(payload: Payload, arenas: Mapping[str, Arena], keep: frozenset[int]) 
     return {name: floor(payload.storages, payload.traces, arena, keep=keep) for name, arena in arenas.items()}
 
 
+def preferred(floors: Mapping[str, Floor], budget: int) -> str:
+    """The first arena whose floor the budget reaches; where it reaches none, that of the lowest floor."""
+    usable = (name for name, found in floors.items() if found.upper_bytes <= budget)
+    return next(usable, min(floors, key=lambda name: floors[name].upper_bytes))
+
+
 def choose(
     arenas: Mapping[str, Arena], floors: Mapping[str, Floor], budget: int, source: Source
 ) -> ArenaChoice:
@@ -86,8 +92,7 @@ def choose(
 
     A mapping takes what the page cache holds, and direct reads bring the rest (runtime/arena_adaptive.py).
     """
-    usable = [name for name, found in floors.items() if found.upper_bytes <= budget]
-    name = usable[0] if usable else min(floors, key=lambda n: floors[n].upper_bytes)
+    name = preferred(floors, budget)
     if not source.files:
         return ArenaChoice(arenas[name], 1e9, "there is no weight file to read")
     read = measure_read(source, nbytes=_SAMPLE, seconds=_SECONDS)

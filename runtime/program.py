@@ -9,7 +9,7 @@ from functools import cached_property
 from os import PathLike
 from pathlib import Path
 
-from penstock.runtime.choice import choose, cpu_arenas, floors
+from penstock.runtime.choice import choose, cpu_arenas, floors, preferred
 from penstock.runtime.loading import LoadOptions, load_on_cpu, open_source
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.progress import Progress, count_bytes
@@ -21,6 +21,7 @@ from penstock.schedule.errors import BudgetError, PayloadError, PlanError, Sourc
 from penstock.schedule.model import Hardware, Plan, Trace, Wrap
 from penstock.schedule.payload import Payload, verify_payload
 from penstock.schedule.planner import Floor, make_plan
+from penstock.schedule.presets import find_hardware
 from penstock.schedule.sizes import parse_size
 from penstock.schedule.verify import verify_plan
 
@@ -102,7 +103,8 @@ class Program:
         """Decide what stays and what streams within `budget` (bytes, `32MiB`, or `50%` of the weights).
 
         `keep` holds patterns of FQNs that stay on the device. `arena` asks for a kind of arena
-        instead of the fastest. `traces` replaces the modelled times, by measured ones for example
+        instead of the fastest. `hardware` is measured (`auto`), a preset's name (`h200`) or a Hardware.
+        `traces` replaces the modelled times, by measured ones for example
         (`StreamedModule.measure`). Raises BudgetError below the floor, PlanError for a pattern that
         matches nothing.
         """
@@ -111,17 +113,23 @@ class Program:
         nbytes = parse_size(budget, total=self.weight_bytes or 100)
         kept = self._kept(keep)
         found = self._floors(device, arena, kept)
-        with open_source(payload, self.path) as source:
-            choice = choose(cpu_arenas(payload), found, nbytes, source)
-        if isinstance(hardware, str):
-            if hardware != "auto":
-                raise PlanError(f"there is no hardware {hardware!r}: give 'auto' or a Hardware")
-            hardware = choice.measure(payload.weights)
+        arenas = cpu_arenas(payload)
+        if hardware == "auto":
+            with open_source(payload, self.path) as source:
+                choice = choose(arenas, found, nbytes, source)
+            chosen, hardware = choice.arena, choice.measure(payload.weights)
+        else:
+            hardware = find_hardware(hardware) if isinstance(hardware, str) else hardware
+            # A device with a host before it has one buffer: nothing of a file is mapped there.
+            found = (
+                found if arena or hardware.disk_bytes_per_s is None else {"contiguous": found["contiguous"]}
+            )
+            chosen = arenas[preferred(found, nbytes)]
         hardware.check()  # before times are modelled, which divides by its rates
         decided = make_plan(
             payload.storages,
             traces or [with_times(trace, hardware) for trace in payload.traces],
-            choice.arena,
+            chosen,
             budget=nbytes,
             hardware=hardware,
             keep=kept,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from os import PathLike
 from typing import ClassVar, Literal
 
 from penstock.schedule.hardware import STRICT as _STRICT
@@ -285,7 +286,8 @@ class Plan:
     `addresses[s]` is where storage s begins in a contiguous arena (-1 outside; empty when paged).
     `resident` never leaves the device. `boundary`, which contains it, is on the device or on its
     way between calls, listed in the order in which a cold start loads it. `traces` are those that
-    the plan was made for.
+    the plan was made for. `names` and `sizes` (bytes) are those of the storages, for people who read
+    the plan without its catalog; empty where nobody gave them.
     """
 
     __pydantic_config__: ClassVar = _STRICT
@@ -300,6 +302,8 @@ class Plan:
     schedules: tuple[Schedule, ...]
     traces: tuple[Trace, ...]
     hardware: Hardware
+    names: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()
 
     @cached_property
     def streamed_bytes(self) -> int:
@@ -324,6 +328,18 @@ class Plan:
         if bound is None:
             return None
         return self.predicted_seconds / bound if bound else 1.0
+
+    def save_report(self, path: str | PathLike[str]) -> None:
+        """Write the plan as one page of HTML that needs nothing else; PlanError where `path` exists."""
+        from penstock.schedule.report import save_report
+
+        save_report(self, path)
+
+    def save_timeline(self, path: str | PathLike[str]) -> None:
+        """Write the first passes as a trace that ui.perfetto.dev opens; PlanError where `path` exists."""
+        from penstock.schedule.report import save_timeline
+
+        save_timeline(self, path)
 
     def to_json(self) -> str:
         """The plan as JSON, as docs/payload.md specifies it."""

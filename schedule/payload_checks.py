@@ -7,29 +7,30 @@ expected and what was got; `check_payload` raises the first.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING
 
 from penstock.schedule.errors import PayloadError
 from penstock.schedule.model import (
-    Drop,
-    Hardware,
     Method,
     Part,
     Plan,
-    Range,
     Storage,
-    Trace,
-    Transfer,
     WeightFile,
+)
+from penstock.schedule.plan_checks import (
+    machine_problems,
+    negative_problems,
+    plan_problems,
+    range_problems,
+    repeat_problems,
+    size_problems,
+    trace_problems,
 )
 
 if TYPE_CHECKING:
     from penstock.schedule.payload import Payload
-
-LARGEST_SIZE = 1 << 50
-"""Bytes that no file, storage or arena exceeds: far above any model, far below overflow."""
 
 ITEM_SIZES: dict[str, int] = {
     name: nbytes
@@ -64,31 +65,8 @@ def check_payload(payload: Payload, source: str) -> None:
 
 def check_plan(plan: Plan, source: str) -> None:
     """Raise PayloadError where a plan that stands alone contradicts itself."""
-    for problem in _plan(plan, "$", len(plan.arena.layout)):
+    for problem in plan_problems(plan, "$", len(plan.arena.layout)):
         raise PayloadError(f"{source}: {problem}")
-
-
-def _outside(value: int, least: int, most: int, path: str) -> Iterator[str]:
-    if not least <= value <= most:
-        yield f"{path}: expected {least} to {most}, got {value}"
-
-
-def _size(value: int, path: str, least: int = 0) -> Iterator[str]:
-    return _outside(value, least, LARGEST_SIZE, path)
-
-
-def _not_negative(path: str, **values: int) -> Iterator[str]:
-    for name, value in values.items():
-        if value < 0:
-            yield f"{path}.{name}: expected 0 or more, got {value}"
-
-
-def _repeated(values: Iterable[Hashable], path: str, what: str) -> Iterator[str]:
-    seen = set()
-    for i, value in enumerate(values):
-        if value in seen:
-            yield f"{path}[{i}]: expected {what} that no other has, got {value!r} again"
-        seen.add(value)
 
 
 def _sha256(value: str | None, path: str) -> Iterator[str]:
@@ -117,12 +95,12 @@ def _program(payload: Payload) -> Iterator[str]:
 
 
 def _files(payload: Payload) -> Iterator[str]:
-    yield from _repeated((f.path for f in payload.files), "$.files", "a path")
+    yield from repeat_problems((f.path for f in payload.files), "$.files", "a path")
     for i, file in enumerate(payload.files):
         path = f"$.files[{i}]"
         yield from _path(file.path, f"{path}.path", absolute=True)
-        yield from _size(file.nbytes, f"{path}.nbytes")
-        yield from _not_negative(path, inode=file.inode)
+        yield from size_problems(file.nbytes, f"{path}.nbytes")
+        yield from negative_problems(path, inode=file.inode)
         yield from _sha256(file.header_sha256, f"{path}.header_sha256")
         yield from _sha256(file.sampled_sha256, f"{path}.sampled_sha256")
 
@@ -130,7 +108,7 @@ def _files(payload: Payload) -> Iterator[str]:
 def _storages(payload: Payload) -> Iterator[str]:
     for i, storage in enumerate(payload.storages):
         path = f"$.storages[{i}]"
-        yield from _size(storage.nbytes, f"{path}.nbytes")
+        yield from size_problems(storage.nbytes, f"{path}.nbytes")
         yield from _sha256(storage.sha256, f"{path}.sha256")
         yield from _extents(storage, payload.files, path)
 
@@ -143,21 +121,21 @@ def _extents(storage: Storage, files: tuple[WeightFile, ...], path: str) -> Iter
             yield f"{here}.file: expected the index of one of {len(files)} files, got {extent.file}"
             return
         most = files[extent.file].nbytes - extent.nbytes
-        yield from _size(extent.nbytes, f"{here}.nbytes", 1)
-        yield from _outside(extent.file_offset, 0, most, f"{here}.file_offset")
-        yield from _outside(
+        yield from size_problems(extent.nbytes, f"{here}.nbytes", 1)
+        yield from range_problems(extent.file_offset, 0, most, f"{here}.file_offset")
+        yield from range_problems(
             extent.storage_offset, reached, storage.nbytes - extent.nbytes, f"{here}.storage_offset"
         )
         reached = extent.storage_offset + extent.nbytes
 
 
 def _weights(payload: Payload) -> Iterator[str]:
-    yield from _repeated((w.fqn for w in payload.weights), "$.weights", "an FQN")
+    yield from repeat_problems((w.fqn for w in payload.weights), "$.weights", "an FQN")
     for i, weight in enumerate(payload.weights):
         path = f"$.weights[{i}]"
         if not weight.parts:
             yield f"{path}.parts: expected one part or more of {weight.fqn!r}, got none"
-        yield from _repeated((p.name for p in weight.parts), f"{path}.parts", "a name")
+        yield from repeat_problems((p.name for p in weight.parts), f"{path}.parts", "a name")
         for j, part in enumerate(weight.parts):
             yield from _part(part, payload.storages, f"{path}.parts[{j}]")
 
@@ -169,7 +147,7 @@ def _part(part: Part, storages: tuple[Storage, ...], path: str) -> Iterator[str]
         yield f"{path}.stride: expected {len(part.shape)} strides, one a size, got {len(part.stride)}"
     for name, values in (("shape", part.shape), ("stride", part.stride)):
         for i, value in enumerate(values):
-            yield from _size(value, f"{path}.{name}[{i}]")
+            yield from size_problems(value, f"{path}.{name}[{i}]")
     if not 0 <= part.storage < len(storages):
         yield f"{path}.storage: expected the index of one of {len(storages)} storages, got {part.storage}"
     item = ITEM_SIZES[part.dtype]
@@ -199,26 +177,26 @@ def _coverage(payload: Payload) -> Iterator[str]:
 
 
 def _methods(payload: Payload) -> Iterator[str]:
-    yield from _repeated((m.name for m in payload.methods), "$.methods", "a name")
-    yield from _repeated((m.graph for m in payload.methods), "$.methods", "a graph number")
+    yield from repeat_problems((m.name for m in payload.methods), "$.methods", "a name")
+    yield from repeat_problems((m.graph for m in payload.methods), "$.methods", "a graph number")
     for i, method in enumerate(payload.methods):
         yield from _method(method, f"$.methods[{i}]")
 
 
 def _method(method: Method, path: str) -> Iterator[str]:
-    yield from _not_negative(path, graph=method.graph)
-    yield from _repeated((s.name for s in method.symbols), f"{path}.symbols", "a name")
+    yield from negative_problems(path, graph=method.graph)
+    yield from repeat_problems((s.name for s in method.symbols), f"{path}.symbols", "a name")
     for i, symbol in enumerate(method.symbols):
         here = f"{path}.symbols[{i}]"
-        yield from _not_negative(here, lower=symbol.lower)
+        yield from negative_problems(here, lower=symbol.lower)
         most = _MOST if symbol.upper is None else symbol.upper
-        yield from _outside(symbol.example, symbol.lower, most, f"{here}.example")
+        yield from range_problems(symbol.example, symbol.lower, most, f"{here}.example")
     names = {s.name for s in method.symbols}
     for i, leaf in enumerate(method.inputs):
         for j, size in enumerate(leaf.shape):
             here = f"{path}.inputs[{i}].shape[{j}]"
             if isinstance(size, int):
-                yield from _size(size, here)
+                yield from size_problems(size, here)
             elif size not in names:
                 yield f"{here}: expected a size or one of the symbols {sorted(names)}, got {size!r}"
 
@@ -227,14 +205,14 @@ _MOST = (1 << 64) - 1
 
 
 def _traces(payload: Payload) -> Iterator[str]:
-    yield from _repeated((t.graph for t in payload.traces), "$.traces", "a graph number")
+    yield from repeat_problems((t.graph for t in payload.traces), "$.traces", "a graph number")
     traced = {(t.method, t.graph) for t in payload.traces}
     named = {(m.name, m.graph) for m in payload.methods}
     for method, graph in sorted(named ^ traced):
         has, lacks = ("method", "trace") if (method, graph) in named else ("trace", "method")
         yield f"$.{lacks}s: expected one of {method!r}, graph {graph}, which is in $.{has}s, got none"
     for i, trace in enumerate(payload.traces):
-        yield from _trace(trace, f"$.traces[{i}]", len(payload.storages))
+        yield from trace_problems(trace, f"$.traces[{i}]", len(payload.storages))
         for j, step in enumerate(trace.steps):
             for s in step.reads:
                 if payload.storages[s].kind != "streamable":
@@ -244,75 +222,13 @@ def _traces(payload: Payload) -> Iterator[str]:
                     )
 
 
-def _trace(trace: Trace, path: str, storages: int) -> Iterator[str]:
-    work = trace.tail_work
-    yield from _not_negative(path, graph=trace.graph, tail_ns=trace.tail_ns, gap_ns=trace.gap_ns)
-    yield from _not_negative(f"{path}.tail_work", flops=work.flops, nbytes=work.nbytes)
-    for i, step in enumerate(trace.steps):
-        here = f"{path}.steps[{i}]"
-        yield from _not_negative(here, lead_ns=step.lead_ns, read_ns=step.read_ns)
-        for name, spent in (("lead_work", step.lead_work), ("read_work", step.read_work)):
-            yield from _not_negative(f"{here}.{name}", flops=spent.flops, nbytes=spent.nbytes)
-        if not step.reads or list(step.reads) != sorted(set(step.reads)):
-            yield f"{here}.reads: expected one storage or more, ascending, got {list(step.reads)[:8]}"
-        elif step.reads[0] < 0 or step.reads[-1] >= storages:
-            yield f"{here}.reads: expected indices of {storages} storages, got {list(step.reads)[:8]}"
-
-
 def _hardware(payload: Payload) -> Iterator[str]:
     if payload.hardware is not None:
-        yield from _machine(payload.hardware, "$.hardware")
-
-
-def _machine(hardware: Hardware, path: str) -> Iterator[str]:
-    for problem in hardware.problems():
-        yield f"{path}.{problem}"
+        yield from machine_problems(payload.hardware, "$.hardware")
 
 
 def _plans(payload: Payload) -> Iterator[str]:
     for i, plan in enumerate(payload.plans):
-        yield from _plan(plan, f"$.plans[{i}]", len(payload.storages))
-
-
-def _plan(plan: Plan, path: str, storages: int) -> Iterator[str]:
-    """The shape of a plan; that it is safe is for `verify.py` to say."""
-    yield from _size(plan.budget, f"{path}.budget")
-    yield from _size(plan.arena_bytes, f"{path}.arena_bytes")
-    yield from _size(plan.arena.granule, f"{path}.arena.granule", 1)
-    yield from _machine(plan.hardware, f"{path}.hardware")
-    addresses = storages if plan.arena.kind == "contiguous" else 0
-    for name, values, expected in (
-        ("arena.layout", plan.arena.layout, storages),
-        ("addresses", plan.addresses, addresses),
-    ):
-        if len(values) != expected:
-            yield f"{path}.{name}: expected {expected} offsets, got {len(values)}"
-        for i, value in enumerate(values):
-            yield from _size(value, f"{path}.{name}[{i}]", -1)
-    for i, s in enumerate(plan.outside):
-        yield from _outside(s, 0, storages - 1, f"{path}.outside[{i}]")
-    for i, trace in enumerate(plan.traces):
-        yield from _trace(trace, f"{path}.traces[{i}]", storages)
-    yield from _repeated((t.graph for t in plan.traces), f"{path}.traces", "a graph number")
-    yield from _repeated((s.graph for s in plan.schedules), f"{path}.schedules", "a graph number")
-    yield from _ranges(plan, path)
-
-
-def _ranges(plan: Plan, path: str) -> Iterator[str]:
-    ranges: list[tuple[str, Sequence[Range | Transfer | Drop]]] = [
-        ("arena.segments", plan.arena.segments),
-        ("resident", plan.resident),
-        ("boundary", plan.boundary),
-    ]
-    for i, schedule in enumerate(plan.schedules):
-        yield from _not_negative(f"{path}.schedules[{i}]", predicted_ns=schedule.predicted_ns)
-        bound = schedule.lower_bound_ns or 0
-        yield from _outside(bound, 0, schedule.predicted_ns, f"{path}.schedules[{i}].lower_bound_ns")
-        ranges += [
-            (f"schedules[{i}].transfers", schedule.transfers),
-            (f"schedules[{i}].drops", schedule.drops),
-        ]
-    for name, items in ranges:
-        for i, item in enumerate(items):
-            yield from _size(item.start, f"{path}.{name}[{i}].start")
-            yield from _outside(item.stop, item.start + 1, LARGEST_SIZE, f"{path}.{name}[{i}].stop")
+        yield from plan_problems(plan, f"$.plans[{i}]", len(payload.storages))
+        if plan.sizes not in ((), tuple(storage.nbytes for storage in payload.storages)):
+            yield f"$.plans[{i}].sizes: expected those of the payload's storages"

@@ -108,6 +108,8 @@ def make_plan(
         schedules=schedules,
         traces=tuple(traces),
         hardware=hardware,
+        names=tuple(names or ()),
+        sizes=tuple(storage.nbytes for storage in storages),
     )
 
 
