@@ -123,8 +123,8 @@ def _best_other(plan: Plan, policies: Mapping[str, int]) -> list[str]:
 
 def _more_sentence(plan: Plan, more: Plan) -> str:
     gained = plan.predicted_seconds - more.predicted_seconds
-    if gained <= plan.predicted_seconds * 0.001:
-        return "One more gigabyte buys nothing."
+    if gained <= plan.predicted_seconds * 0.005:
+        return "One more gigabyte buys next to nothing."
     return f"One more gigabyte saves {_time(gained)} a pass ({gained / plan.predicted_seconds:.1%})."
 
 

@@ -1,4 +1,4 @@
-"""The command line: `penstock compile | plan | inspect | verify | run | demo`.
+"""The command line: `penstock compile | plan | simulate | inspect | verify | run | demo`.
 
 Exit status: 0 when done, 2 with one sentence on stderr for bad input, 130 after Ctrl-C.
 """
@@ -34,6 +34,10 @@ Keep = Annotated[
 ]
 ArenaName = Annotated[
     str | None, typer.Option(help="mapped, pooled, contiguous or paged instead of the fastest.")
+]
+
+HardwareName = Annotated[
+    str, typer.Option(help="A preset (rtx4090, h200, laptop, ...) instead of this machine, measured.")
 ]
 
 
@@ -101,38 +105,68 @@ def compile(
         )
 
 
-@app.command(epilog="Example: `penstock plan model.penstock --budget 25% --keep 'lm_head.*'`")
+@app.command(
+    epilog="Examples: `penstock plan model.penstock --budget 25% --keep 'lm_head.*'` or "
+    "`penstock plan model.penstock --budget 8GB --hardware rtx4090 --sweep --report plan.html`"
+)
 def plan(
     artifact: Artifact,
     *,
     budget: Budget,
     keep: Keep = None,
     arena: ArenaName = None,
+    hardware: HardwareName = "auto",
+    compare: Annotated[bool, typer.Option("--compare", help="Beside what other policies take.")] = False,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Time against budget, with all policies.")] = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the plan as JSON here.")
     ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Write one page of HTML here, with pictures of it all.")
+    ] = None,
+    timeline: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev here.")] = None,
     json: Json = False,
 ) -> None:
-    """Show what would stay in memory and what would stream within a budget."""
+    """Show what would stay in memory and what would stream within a budget, and whether that pays."""
+    from penstock import plan_command
     from penstock.runtime.program import open as open_program
-    from penstock.schedule.payload import plan_to_json
 
-    if output is not None and output.exists():
-        _fail(f"{output} exists: choose another output")
+    for path in (output, report, timeline):
+        if path is not None and path.exists():
+            _fail(f"{path} exists: choose another output")
+    with console.spinner("planning") as say:
+        program = open_program(artifact)
+        asked = plan_command.Asked(program, budget, keep or (), arena, hardware)
+        facts = plan_command.answer(asked, say, compare=compare, sweep=sweep)
+    plan_command.write(facts, output=output, report=report, timeline=timeline)
+    if json:
+        plan_command.print_json(facts)
+    else:
+        plan_command.print_facts(artifact, program, facts)
+
+
+@app.command(epilog="Example: `penstock simulate model.penstock --budget 8GB --hardware rtx4090`")
+def simulate(
+    artifact: Artifact,
+    *,
+    budget: Budget,
+    keep: Keep = None,
+    arena: ArenaName = None,
+    hardware: HardwareName = "auto",
+    json: Json = False,
+) -> None:
+    """Execute a plan on a virtual clock and show where it waits."""
+    from penstock import plan_command
+    from penstock.runtime.program import open as open_program
+
     with console.spinner("planning"):
         program = open_program(artifact)
-        decided = program.plan(budget, keep=keep or (), arena=arena)
-    if output is not None:
-        from penstock.runtime.atomic import replace_file
-
-        with replace_file(output, force=False) as fd:
-            _write_all(fd, plan_to_json(decided).encode())
+        decided = plan_command.Asked(program, budget, keep or (), arena, hardware).plan()
+    facts = plan_command.simulated(decided)
     if json:
-        typer.echo(plan_to_json(decided))
-        return
-    from penstock.report import plan_facts
-
-    console.print_facts(f"{artifact} within {format_size(decided.budget)}", plan_facts(program, decided))
+        console.print_json(facts)
+    else:
+        plan_command.print_simulated(artifact, facts)
 
 
 @app.command(epilog="Example: `penstock inspect model.penstock --json`")
@@ -263,11 +297,6 @@ def _integer(value: str, name: str) -> int:
     if not value.isdecimal():
         _fail(f"--size {name}={value} is not a whole number")
     return int(value)
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    with open(fd, "wb", closefd=False) as file:
-        file.write(data)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,16 @@ def spinner(what: str) -> Iterator[Callable[[str], None]]:
         yield status.update
 
 
+def print_text(text: str) -> None:
+    """Lines on stdout, as they are."""
+    sys.stdout.write(text + "\n")
+
+
+def width() -> int:
+    """Columns of the terminal."""
+    return Console().width
+
+
 def print_json(facts: Any) -> None:
     """Facts as indented JSON on stdout."""
     json.dump(facts, sys.stdout, indent=2)

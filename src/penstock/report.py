@@ -31,8 +31,15 @@ def plan_facts(program: Program, plan: Plan) -> list[tuple[str, str]]:
         ("always in memory", f"{format_size(resident)} in the arena, {format_size(outside)} outside"),
         ("streamed each pass", f"{format_size(plan.streamed_bytes)} in {_count_transfers(plan)} transfers"),
         ("predicted", f"{plan.predicted_seconds:.4f} s a pass, {compute / 1e9:.4f} s of it compute"),
+        ("no plan is faster than", _bound(plan)),
         ("assumed", f"{plan.hardware.name}: {plan.hardware.note}"),
     ]
+
+
+def _bound(plan: Plan) -> str:
+    if plan.lower_bound_seconds is None or plan.ratio is None:
+        return "not found: the solver gave up"
+    return f"{plan.lower_bound_seconds:.4f} s; this one takes {plan.ratio:.3f} times as long"
 
 
 def _count_transfers(plan: Plan) -> int:
