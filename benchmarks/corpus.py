@@ -122,7 +122,11 @@ DECODERS = {
 
 def decoder(name: str, phase: str, *, bits: float = 16) -> Program:
     """A decoder for one token (`decode`), a prompt (`prefill`) or a training step (`train`)."""
-    shape = DECODERS[name]
+    return decoder_of(DECODERS[name], phase, name=name, bits=bits)
+
+
+def decoder_of(shape: Decoder, phase: str, *, name: str = "decoder", bits: float = 16) -> Program:
+    """As `decoder`, of any shape."""
     build = _Builder(1 if phase == "decode" else PREFILL, bits)
     build.embed("embed_tokens", shape.vocabulary, shape.width)
     for layer in range(shape.layers):

@@ -60,7 +60,8 @@ def _remembered(dtype: torch.dtype, measure: Callable[[], tuple[float, float]]) 
     known: dict[str, list[float]] = {}
     with suppress(OSError, ValueError):
         found = json.loads(path.read_text(encoding="utf-8"))
-        known = {name: rates for name, rates in found.items() if _are_rates(rates)}
+        if isinstance(found, dict):
+            known = {name: rates for name, rates in found.items() if _are_rates(rates)}
     if key not in known:
         known[key] = list(measure())
         with suppress(OSError, PenstockError):
