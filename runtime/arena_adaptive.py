@@ -99,20 +99,25 @@ class AdaptiveArena(MappedArena):
         )
 
     def _discard(self, start: int, stop: int) -> None:
+        private: list[int] = []
         with self._lock:
             for granule in range(round_down(start, self._granule), stop, self._granule):
                 if granule in self._private:
-                    self._spares.give(self._memory.address + granule)
                     self._private.remove(granule)
-                    # What is left there would read as zeros, where a dropped mapping finds its bytes again.
-                    protect(self._memory.address + granule, self._granule, PROT_NONE)
-        super()._discard(start, stop)
+                    self._spares.give(self._memory.address + granule)
+                    if self._debug:
+                        protect(self._memory.address + granule, self._granule, PROT_NONE)
+                    private.append(granule)
+        # Of private granules the memory is kept, for the next fill.
+        for low, high in _without(start, stop, private, self._granule):
+            super()._discard(low, high)
 
     def _bring_mapped(self, start: int, stop: int) -> int:
         with self._lock:
             self._make_room()
             granules = range(round_down(start, self._granule), stop, self._granule)
             for granule in [g for g in granules if g in self._moved]:
+                self._spares.vacate(self._memory.address + granule)
                 segment = bisect_right(self._starts, granule) - 1
                 self._map_file(self._memory, segment, granule, self._granule)
                 hint(self._memory.address + granule, self._granule, MADV_HUGEPAGE)
@@ -169,41 +174,72 @@ class AdaptiveArena(MappedArena):
         return self._cache is not None and is_cached(self._cache.address + round_down(start, PAGE))
 
 
+def _without(start: int, stop: int, granules: Sequence[int], granule: int) -> Iterator[tuple[int, int]]:
+    """What is left of a range without some of its granules, ascending."""
+    for one in granules:
+        if start < one:
+            yield start, one
+        start = one + granule
+    if start < stop:
+        yield start, stop
+
+
 class _Spares:
-    """Granules of private memory that nothing uses, each in a slot of address space of its own."""
+    """Granules of private memory that nothing uses, each where it was used last, or in a slot of its own."""
 
     def __init__(self, granule: int, slots: int) -> None:
         self._granule = granule
         self._memory = Reservation(round_up(granule * max(1, slots), HUGE_PAGE))
         self._memory.map_anonymous(0, self._memory.nbytes)
         hint(self._memory.address, self._memory.nbytes, MADV_HUGEPAGE)
-        self._free = [self._memory.address + slot * granule for slot in range(slots)]
-        self._taken: list[int] = []
+        self._slots = [self._memory.address + slot * granule for slot in range(slots)]
+        self._spare: dict[int, None] = {}  # by address, the one given last at the end
+
+    def __len__(self) -> int:
+        return len(self._spare)
 
     def take(self, address: int) -> bool:
-        """Move a spare granule to `address`, where there is one."""
-        if not self._taken:
-            return False
-        self._move(self._taken[-1], address)
-        self._free.append(self._taken.pop())
+        """Have a spare granule at `address`, where there is one: without a move if it is there already."""
+        if address not in self._spare:
+            if not self._spare:
+                return False
+            last = next(reversed(self._spare))
+            self._move(last, address)
+            self._forget(last)
+            return True
+        del self._spare[address]
         return True
 
     def give(self, address: int) -> None:
-        """Move the granule at `address` here."""
-        self._move(address, self._free[-1])
-        self._taken.append(self._free.pop())
+        """The granule at `address` is not used any more, and stays there until it is taken."""
+        self._spare[address] = None
+
+    def vacate(self, address: int) -> None:
+        """Nothing spare is left at `address`."""
+        if address in self._spare:
+            slot = self._slots[-1]
+            self._move(address, slot)
+            self._slots.pop()
+            del self._spare[address]
+            self._spare = {slot: None, **self._spare}
 
     def keep(self, most: int) -> None:
         """Give memory back until `most` spare granules are left."""
-        while len(self._taken) > most:
-            drop_pages(self._taken[-1], self._granule)
-            self._free.append(self._taken.pop())
+        while len(self._spare) > most:
+            last = next(reversed(self._spare))
+            drop_pages(last, self._granule)
+            self._forget(last)
 
     def resident_bytes(self) -> int:
         return self._memory.resident_bytes()
 
     def close(self) -> None:
         self._memory.close()
+
+    def _forget(self, address: int) -> None:
+        del self._spare[address]
+        if self._memory.address <= address < self._memory.address + self._memory.nbytes:
+            self._slots.append(address)
 
     def _move(self, old: int, new: int) -> None:
         try:
