@@ -28,7 +28,10 @@ _PATIENCE = 3
 _SMALL = 300
 """Spans to copy, at most, in a problem whose levels are all tried."""
 
-_CLOSE = 1.002
+_LARGE = 8_000
+"""Spans to copy, at most, in a problem for which every amount of memory to leave is tried."""
+
+_CLOSE = 1.0001
 """Times the bound, at which a plan is good enough."""
 
 _SHARES = 64
@@ -75,9 +78,11 @@ def search(
     else:
         streams, fixed = _share_for_all(groups, traces, hardware, cap, breaks)
     resident = merged((s for g, count in zip(groups, fixed, strict=True) for s in g.spans[:count]), breaks)
-    peak = max((one.peak_bytes for one in streams), default=sum(r.nbytes for r in resident))
-    boundary = (*resident, *(r for one in streams for r in one.boundary))
-    return Decisions(peak, (), resident, boundary, tuple((one.transfers, one.drops) for one in streams))
+    peak = max((one.memory.peak_bytes for one in streams), default=sum(r.nbytes for r in resident))
+    boundary = (*resident, *(r for one in streams for r in one.memory.boundary))
+    return Decisions(
+        peak, (), resident, boundary, tuple((one.transfers, one.memory.drops) for one in streams)
+    )
 
 
 def _groups(
@@ -145,8 +150,10 @@ class _OneTrace:
         least = self.cap - self.highest
         margins = {least + self.largest_span * count for count in (0, 1, 2, 4, 8)}
         margins |= {least + int(copy * share) for share in (0.5, 1.0, 1.5, 2.0)}
+        margins |= {least + int(self.spare * share) for share in (0.01, 0.04, 0.16)}
         best = least
-        for margin in sorted(margin for margin in margins if margin <= self.spare):
+        tried = sorted(margin for margin in margins if margin <= self.spare)
+        for margin in tried if len(self.loads.step) <= _LARGE else tried[1::3]:
             before = self._period()
             self._time_rounded(relaxed.kept, margin, quantum=0, coalesce=copy)
             best = margin if self._period() < before else best
@@ -209,7 +216,7 @@ class _OneTrace:
         last = len(self.trace.steps) - 1
         for early in (last,) if self.wrap == "overlap" else (last, 0):
             streaming = self.loads.stream(counts, fixed, cap=self.cap, early=early, coalesce=coalesce)
-            schedule = Schedule(self.trace.graph, streaming.transfers, streaming.drops, 0)
+            schedule = Schedule(self.trace.graph, streaming.transfers, (), 0)
             period = steady_period_ns(self.trace, schedule, self.hardware, self.wrap)
             self.moved = sum(t.stop - t.start for t in streaming.transfers)
             copied = sum(t.stop - t.start for t in streaming.transfers)
@@ -275,7 +282,7 @@ def _share_for_all(
                 break
             one = loads.stream(counts, fixed, cap=cap, early=-1)
             streams.append(one)
-            schedule = Schedule(trace.graph, one.transfers, one.drops, 0)
+            schedule = Schedule(trace.graph, one.transfers, (), 0)
             period += steady_period_ns(trace, schedule, hardware, "overlap")
         if len(streams) == len(plans) and (best is None or period < best[0]):
             best = (period, tuple(streams), fixed)

@@ -7,8 +7,9 @@ has been dropped for it and for everything before it on the link.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from penstock.schedule.model import Drop, Range, Transfer
@@ -26,13 +27,27 @@ The model gains nothing from larger ones, and a reader needs several transfers t
 
 
 @dataclass(frozen=True)
-class Streaming:
-    """What moves in one pass, before its times are known; `peak_bytes` is the most ever held."""
+class Memory:
+    """What leaves when, what is there between passes, and the most ever held."""
 
-    transfers: tuple[Transfer, ...]
     drops: tuple[Drop, ...]
     boundary: tuple[Range, ...]
     peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """What moves in one pass, before its times are known.
+
+    The transfers alone say how long that takes; the rest is worked out when it is asked for.
+    """
+
+    transfers: tuple[Transfer, ...]
+    follow: Callable[[], Memory]
+
+    @cached_property
+    def memory(self) -> Memory:
+        return self.follow()
 
 
 @dataclass(frozen=True)
@@ -90,9 +105,13 @@ class Loads:
 
         row = self.number >= numpy.array(counts, dtype=numpy.int64)[self.gap]
         step, nbytes, dropped = self.step[row], self.nbytes[row], self.dropped[row]
-        resident = sum(g.bytes_of_first[count] for g, count in zip(self.groups, fixed, strict=True))
-        crossing = list(self._crossing(counts, fixed))
-        base = resident + sum(span.nbytes for _, span in crossing)
+        base = sum(g.bytes_of_first[count] for g, count in zip(self.groups, fixed, strict=True))
+        base += sum(
+            self.groups[gap.group].bytes_of_first[count]
+            - self.groups[gap.group].bytes_of_first[min(count, fixed[gap.group])]
+            for gap, count in zip(self.gaps, counts, strict=True)
+            if gap.closes >= self.steps
+        )
 
         freed = numpy.zeros(self.steps, dtype=numpy.int64)
         numpy.add.at(freed, dropped % self.steps, nbytes)
@@ -106,10 +125,13 @@ class Loads:
 
         after = self._coalesced(row, after, coalesce) if coalesce else after
         transfers = self._merged(row, after, across=bool(coalesce))
-        in_flight = [(t.step, Range(t.start, t.stop)) for t in transfers if t.after < 0]
-        boundary = [span for _, span in sorted(crossing + in_flight)]
-        peak = self._peak(base, freed, after, nbytes)
-        return Streaming(transfers, self._drops(row), tuple(boundary), peak)
+
+        def follow() -> Memory:
+            in_flight = [(t.step, Range(t.start, t.stop)) for t in transfers if t.after < 0]
+            boundary = [span for _, span in sorted(self._crossing(counts, fixed) + in_flight)]
+            return Memory(self._drops(row), tuple(boundary), self._peak(base, freed, after, nbytes))
+
+        return Streaming(transfers, follow)
 
     def _crossing(self, counts: Sequence[int], fixed: Sequence[int]) -> list[tuple[int, Range]]:
         """Spans that are kept over the end of the pass without being resident, with their first step."""
