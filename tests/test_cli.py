@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,32 +15,7 @@ from torch import nn
 from torch.export import Dim, export
 from torch.export import save as save_exported
 
-from penstock import cli
-
-
-@dataclass(frozen=True)
-class Result:
-    status: int
-    out: str
-    err: str
-
-
-Command = Callable[..., Result]
-
-
-@pytest.fixture
-def penstock(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs `penstock ARGUMENTS...` and returns what came of it."""
-
-    def run(*arguments: object) -> Result:
-        monkeypatch.setattr(sys, "argv", ["penstock", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        code = caught.value.code
-        return Result(0 if code is None else int(code), *capsys.readouterr())
-
-    return run
+from tests.command_line import Command, Result, penstock_fixture  # noqa: F401
 
 
 class Model(nn.Module):
