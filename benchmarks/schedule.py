@@ -67,7 +67,7 @@ def run(case: Case) -> dict[str, Any]:
     plan = make_plan(program.storages, [trace], arena, budget=budget, hardware=hardware)
     seconds = time.perf_counter() - began
     if case.check:
-        verify_plan(program.storages, [trace], plan)
+        verify_plan(program.storages, (trace,), plan)
     schedule = plan.schedules[0]
     host = PRESETS[HOST] if case.hardware not in ("laptop", "server") else None
     others = compare(Problem(program.storages, trace, budget, hardware), host)

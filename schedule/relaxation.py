@@ -1,0 +1,280 @@
+"""The linear program of `bound.py`: its variables, its constraints, and the value of its dual."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy
+    import scipy.sparse
+
+_TIE = 1e-6
+"""Price of copying a byte, as a share of its copying time, so that of equal solutions one copies least."""
+
+_TANGENTS = 24
+_SMALLEST_COPY = 1e-5
+"""Tangents of the number of copies, and the smallest largest copy, as a share of memory, that has one."""
+
+
+@dataclass(frozen=True)
+class Tier:
+    """Memory that holds weights, and the link that fills it: bytes, and nanoseconds a byte.
+
+    `nbytes` is what there is for them in this tier and in all before it.
+    """
+
+    nbytes: int
+    ns_per_byte: float
+    latency_ns: int = 0
+
+
+@dataclass(frozen=True)
+class Phases:
+    """The trace at its checkpoints; a gap is open over those from `first` up to, not with, `last`.
+
+    `first` and `last` count through two passes. Times are those in which copies may go on, in ns:
+    before the read of each checkpoint, since the read of the one before, and during it.
+    """
+
+    checkpoints: numpy.ndarray
+    first: numpy.ndarray
+    last: numpy.ndarray
+    lead_ns: numpy.ndarray
+    read_ns: numpy.ndarray
+
+    @property
+    def count(self) -> int:
+        return len(self.checkpoints)
+
+    def covered(self, sizes: numpy.ndarray) -> numpy.ndarray:
+        """Bytes of all gaps that are open over each checkpoint."""
+        import numpy
+
+        change = numpy.zeros(2 * self.count + 1)
+        numpy.add.at(change, self.first, sizes)
+        numpy.add.at(change, self.last, -sizes)
+        twice = change[:-1].cumsum()
+        covered: numpy.ndarray = twice[: self.count] + twice[self.count :]
+        return covered
+
+
+class _Rows:
+    """Constraints in the making: a sparse matrix and its right-hand side."""
+
+    def __init__(self, columns: int) -> None:
+        self.columns = columns
+        self.count = 0
+        self._entries: list[tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]] = []
+        self._limits: list[numpy.ndarray] = []
+
+    def add(self, limits: numpy.ndarray) -> numpy.ndarray:
+        """New rows with these right-hand sides."""
+        import numpy
+
+        rows = numpy.arange(self.count, self.count + len(limits))
+        self.count += len(limits)
+        self._limits.append(limits)
+        return rows
+
+    def put(self, rows: numpy.ndarray, columns: numpy.ndarray, value: float | numpy.ndarray) -> None:
+        """Add `value`, or one value each, at each (row, column)."""
+        import numpy
+
+        self._entries.append((rows, columns, numpy.broadcast_to(value, len(columns)).astype(float)))
+
+    def limits(self) -> numpy.ndarray:
+        import numpy
+
+        return numpy.concatenate(self._limits)
+
+    def matrix(self) -> scipy.sparse.csr_matrix:
+        import numpy
+        import scipy.sparse
+
+        rows, columns, values = (numpy.concatenate(part) for part in zip(*self._entries, strict=True))
+        return scipy.sparse.csr_matrix((values, (rows, columns)), shape=(self.count, self.columns))
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """The variables of a tier: by gap, by group, by checkpoint, and two single ones."""
+
+    kept: numpy.ndarray
+    resident: numpy.ndarray
+    over: numpy.ndarray
+    early: numpy.ndarray
+    lead: numpy.ndarray
+    read: numpy.ndarray
+    lead_pause: numpy.ndarray
+    read_pause: numpy.ndarray
+    pause: numpy.ndarray
+    largest: numpy.ndarray
+
+
+class Problem:
+    """The linear program in units near 1, and the value of its dual."""
+
+    def __init__(
+        self, sizes: numpy.ndarray, needed: numpy.ndarray, phases: Phases, tiers: Sequence[Tier]
+    ) -> None:
+        import numpy
+
+        self.unit_bytes = float(sizes.mean())
+        self.unit_ns = self.unit_bytes * max(tier.ns_per_byte for tier in tiers)
+        self._sizes, self._phases, self._tiers = sizes / self.unit_bytes, phases, tiers
+        self._room = [
+            numpy.minimum(tier.nbytes - needed, phases.covered(sizes)) / self.unit_bytes for tier in tiers
+        ]
+        self._copy = [tier.ns_per_byte * self.unit_bytes / self.unit_ns for tier in tiers]
+        m = phases.count
+        self._tier_columns = 2 * len(sizes) + 6 * m + 2
+        columns = self._tier_columns * len(tiers) + m
+        self._wait = numpy.arange(columns - m, columns)
+        self._equal, self._upper = _Rows(columns), _Rows(columns)
+        self.cost = numpy.zeros(columns)
+        self.cost[self._wait] = 1.0
+        self.tie = _TIE * sum(self._copy) * float(self._sizes.sum())  # the most that all copies cost
+        self._longest_pause = [0.0] * len(tiers)
+        for tier in range(len(tiers)):
+            self._add_tier(tier)
+
+    def close(self) -> None:
+        """All constraints are there."""
+        self.equal, self.equal_values = self._equal.matrix(), self._equal.limits()
+        self.upper, self.upper_limits = self._upper.matrix(), self._upper.limits()
+        self.bounds = self._bounds()
+
+    def columns(self, tier: int) -> _Columns:
+        import numpy
+
+        g, m = len(self._sizes), self._phases.count
+        edges = itertools.accumulate((g, g, m, m, m, m, m, m, 1, 1), initial=tier * self._tier_columns)
+        return _Columns(*(numpy.arange(a, b) for a, b in itertools.pairwise(edges)))
+
+    def dual_value(self, inequalities: numpy.ndarray, equalities: numpy.ndarray) -> float:
+        """The least of the Lagrangian within the variables' bounds, for these multipliers."""
+        import numpy
+
+        multipliers = numpy.minimum(inequalities, 0.0)
+        reduced = self.cost - self.upper.T @ multipliers - self.equal.T @ equalities
+        low, high = self.bounds.T
+        least = numpy.where(reduced > 0, reduced * low, reduced * high).sum()
+        return float(self.upper_limits @ multipliers + self.equal_values @ equalities + least)
+
+    def _add_tier(self, tier: int) -> None:
+        self._add_flow(tier)
+        self._add_limits(tier)
+
+    def _add_flow(self, tier: int) -> None:
+        """What is kept over each checkpoint, and what has arrived early."""
+        import numpy
+
+        its, equal, phases, m = self.columns(tier), self._equal, self._phases, self._phases.count
+        begins, ends = phases.first % m, phases.last % m
+
+        rows = equal.add(numpy.zeros(m))
+        spans_first = (phases.first <= m) & (phases.last > m)  # the first checkpoint, in the second pass
+        equal.put(rows, its.over, 1.0)
+        equal.put(rows[1:], its.over[:-1], -1.0)
+        equal.put(rows[begins[begins > 0]], its.kept[begins > 0], -1.0)
+        equal.put(rows[ends[ends > 0]], its.kept[ends > 0], 1.0)
+        equal.put(numpy.full(spans_first.sum(), rows[0]), its.kept[spans_first], -1.0)
+
+        rows = equal.add(-numpy.bincount(ends, weights=self._sizes, minlength=m))
+        equal.put(rows, its.early, 1.0)
+        equal.put(rows, numpy.roll(its.early, 1), -1.0)
+        equal.put(rows, its.lead, -1.0)
+        equal.put(rows, its.read, -1.0)
+        equal.put(rows[ends], its.kept, -1.0)
+
+    def _add_limits(self, tier: int) -> None:
+        """What memory and link allow."""
+        import numpy
+
+        its, upper, phases = self.columns(tier), self._upper, self._phases
+        rows = upper.add(numpy.zeros(phases.count))
+        upper.put(rows, its.read, 1.0)
+        upper.put(rows, its.early, -1.0)
+        rows = upper.add(self._room[tier])
+        upper.put(rows, its.over, 1.0)
+        upper.put(rows, its.early, 1.0)
+        rows = upper.add(phases.lead_ns / self.unit_ns)
+        upper.put(rows, its.lead, self._copy[tier])
+        upper.put(rows, its.lead_pause, 1.0)
+        upper.put(rows, self._wait, -1.0)
+        rows = upper.add(phases.read_ns / self.unit_ns)
+        upper.put(rows, its.read, self._copy[tier])
+        upper.put(rows, its.read_pause, 1.0)
+        self.cost[its.lead] = self.cost[its.read] = _TIE * self._copy[tier]
+        if tier:
+            rows = upper.add(numpy.zeros(len(its.kept)))
+            upper.put(rows, self.columns(tier - 1).kept, 1.0)
+            upper.put(rows, its.kept, -1.0)
+
+    def add_latency(self, groups: numpy.ndarray, always: int) -> None:
+        """Pauses for copies; `groups` has the group of each gap, `always` the bytes that never leave."""
+        import numpy
+
+        _, first, group = numpy.unique(groups, return_index=True, return_inverse=True)
+        sizes = self._sizes[first]
+        gaps = numpy.bincount(group)
+        for tier, (its, shape) in enumerate(
+            (self.columns(tier), shape) for tier, shape in enumerate(self._tiers)
+        ):
+            room = (shape.nbytes - always) / self.unit_bytes
+            excess = float(sizes.sum()) - room
+            resident = its.resident[: len(sizes)]
+            rows = self._upper.add((gaps - 1) * sizes)  # never dropped: all but what some gap copies again
+            self._upper.put(rows[group], its.kept, 1.0)
+            self._upper.put(rows, resident, -1.0)
+            rows = self._equal.add(numpy.array([room]))
+            self._equal.put(rows, its.largest, 1.0)
+            self._equal.put(numpy.zeros(len(sizes), dtype=int) + rows, resident, 1.0)
+            self._add_copies(tier, room, excess)
+
+    def _add_copies(self, tier: int, room: float, excess: float) -> None:
+        """The pauses sum up to a latency for each of at least as many copies as there must be."""
+        import numpy
+
+        its, upper = self.columns(tier), self._upper
+        latency = self._tiers[tier].latency_ns / self.unit_ns
+        m = self._phases.count
+        rows = upper.add(numpy.zeros(2))
+        upper.put(rows[:1], its.pause, 1.0)
+        for pauses in (its.lead_pause, its.read_pause):
+            upper.put(numpy.zeros(m, dtype=int) + rows[0], pauses, -1.0)
+        upper.put(rows[1:], its.pause, -1.0)
+        for copied in (its.lead, its.read):
+            upper.put(numpy.zeros(m, dtype=int) + rows[1], copied, latency / max(room, 1e-9))
+        if excess <= 0 or not latency:
+            self._longest_pause[tier] = latency * (1 + float(self._sizes.sum()) / max(room, 1e-9))
+            return
+        at = numpy.geomspace(room * _SMALLEST_COPY, room, _TANGENTS)
+        slope = latency * excess / at
+        rows = upper.add(-(at / excess + 2.0))
+        upper.put(rows, numpy.repeat(its.largest, _TANGENTS), -1.0 / at)
+        upper.put(rows, numpy.repeat(its.pause, _TANGENTS), -1.0 / slope)
+        self._longest_pause[tier] = float(latency * (1 + 2 * excess / at[0]) * 1.01)
+
+    def _bounds(self) -> numpy.ndarray:
+        """Bounds of all variables that leave an optimum: no step waits longer than for all copies."""
+        import numpy
+
+        total = float(self._sizes.sum())
+        bounds = numpy.zeros((self._upper.columns, 2))
+        bounds[:, 1] = total
+        waits = 0.0
+        for tier, copy in enumerate(self._copy):
+            its = self.columns(tier)
+            longest = self._longest_pause[tier]
+            bounds[its.kept, 1] = self._sizes
+            bounds[its.read, 1] = self._phases.read_ns / self.unit_ns / copy
+            bounds[its.largest, 1] = self._tiers[tier].nbytes / self.unit_bytes
+            for pauses in (its.lead_pause, its.read_pause, its.pause):
+                bounds[pauses, 1] = longest
+            waits += total * copy + longest
+        bounds[self._wait, 1] = waits
+        return bounds
