@@ -10,6 +10,7 @@ run: $(STAMP) ## make the environment, then run the demo
 	@$(VENV)/bin/penstock demo
 
 test: $(STAMP) ## make the environment, then run every check and test
+	@scripts/install-browser
 	@scripts/check
 	@$(VENV)/bin/python -m pytest
 

@@ -1,0 +1,100 @@
+"""Reports in headless Chromium, through Debian's own driver: nothing is downloaded."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from selenium.webdriver import Chrome
+from selenium.webdriver.chrome.options import Options
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.actions.action_builder import ActionBuilder
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1280,1000")
+"""Without a sandbox, because root, who runs the tests in a container, cannot have one."""
+
+GUTTER = 86  # pixels before the time axis, as schedule/report_page/figure.js has them
+
+
+def find(name: str) -> str:
+    path = shutil.which(name)
+    assert path, f"{name} is missing: scripts/install-browser installs Debian's chromium and chromium-driver"
+    return path
+
+
+def open_browser() -> Chrome:
+    options = Options()
+    options.binary_location = find("chromium")
+    for flag in FLAGS:
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    return Chrome(options=options, service=Service(find("chromedriver")))
+
+
+class Page:
+    """A report that is open in the browser."""
+
+    def __init__(self, browser: Chrome, path: Path, *, scheme: str = "light", width: int = 1280) -> None:
+        self.browser = browser
+        size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
+        media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+        browser.get(path.as_uri())
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until what was asked for is drawn."""
+        twice = "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => done()))"
+        self.browser.execute_async_script(twice)
+
+    def complaints(self) -> list[dict[str, Any]]:
+        return list(self.browser.get_log("browser"))
+
+    def text(self, selector: str) -> str:
+        return str(
+            self.browser.execute_script("return document.querySelector(arguments[0]).innerText", selector)
+        )
+
+    def click(self, selector: str) -> None:
+        self.browser.find_element(By.CSS_SELECTOR, selector).click()
+        self.settle()
+
+    def hover(self, time: float, y: int) -> str:
+        """What the picture says at a share of the pass that is looked at, `y` pixels below its top."""
+        script = """const canvas = document.getElementById("figure");
+            canvas.scrollIntoView({block: "center", behavior: "instant"});
+            const {left, top, width} = canvas.getBoundingClientRect();
+            return [left, top, width - arguments[0] - 1]"""
+        left, top, width = self.browser.execute_script(script, GUTTER)
+        margin = 0.05 / 1.1  # of the passes before and after, which show at the sides
+        x = left + GUTTER + width * (margin + time * (1 - 2 * margin))
+        actions = ActionBuilder(self.browser, duration=0)
+        actions.pointer_action.move_to_location(round(x), round(top + y))
+        actions.perform()
+        self.settle()
+        hidden = self.browser.execute_script("return document.getElementById('tip').hidden")
+        return "" if hidden else self.text("#tip")
+
+    def rows(self) -> list[str]:
+        """The names of the weights that the table shows."""
+        script = """return [...document.querySelectorAll("#weights tbody tr")]
+            .filter((row) => !row.hidden).map((row) => row.cells[0].innerText)"""
+        return list(self.browser.execute_script(script))
+
+    def search(self, words: str) -> list[str]:
+        field = self.browser.find_element(By.ID, "search")
+        field.clear()
+        field.send_keys(words or " ", *([] if words else [Keys.BACKSPACE]))
+        return self.rows()
+
+    def picture(self) -> str:
+        """The pixels of the picture."""
+        return str(self.browser.execute_script("return document.getElementById('figure').toDataURL()"))
+
+    def keys(self, *keys: str) -> None:
+        self.browser.find_element(By.ID, "figure").send_keys(*keys)
+        self.settle()
