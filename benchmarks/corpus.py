@@ -7,91 +7,16 @@ its weight; norms and biases are read with the product that follows them. A toke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from penstock.schedule.model import Step, Storage, Trace, Work
+from benchmarks.tracing import Builder, Program
+from penstock.schedule.model import Work
 
 CONTEXT = 2048
 PREFILL = 2048
 IMAGE_TOKENS = 4096
 TEXT_TOKENS = 512
-
-
-@dataclass(frozen=True)
-class Program:
-    """A model in one phase: its storages, their names, and a trace without times."""
-
-    name: str
-    storages: tuple[Storage, ...]
-    names: tuple[str, ...]
-    trace: Trace
-
-    @property
-    def nbytes(self) -> int:
-        return sum(storage.nbytes for storage in self.storages)
-
-
-@dataclass
-class _Builder:
-    """Collects weights and steps in the order in which they are read."""
-
-    tokens: int
-    bits: float = 16
-    names: dict[str, int] = field(default_factory=dict)
-    nbytes: list[int] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
-    waiting: Work = field(default_factory=Work)
-
-    def weight(self, name: str, elements: int, *, bits: float | None = None) -> int:
-        if name not in self.names:
-            self.names[name] = len(self.nbytes)
-            self.nbytes.append(int(elements * (bits or self.bits) / 8))
-        return self.names[name]
-
-    def compute(self, flops: float, nbytes: float) -> None:
-        """Work that reads no weight: the next step's lead."""
-        self.waiting = Work(self.waiting.flops + int(flops), self.waiting.nbytes + int(nbytes))
-
-    def linear(
-        self, name: str, inputs: int, outputs: int, *, tokens: int | None = None, norm: int = 0
-    ) -> None:
-        """One product of `tokens` rows with a weight, which may have a norm before it."""
-        rows = self.tokens if tokens is None else tokens
-        reads = [self.weight(f"{name}.weight", inputs * outputs)]
-        if norm:
-            reads.append(self.weight(f"{name}.norm", norm, bits=16))
-        self.step(name, reads, 2 * inputs * outputs * rows, 2 * rows * (inputs + outputs))
-
-    def experts(self, name: str, mixture: tuple[int, int, int, float], inputs: int, outputs: int) -> None:
-        """One grouped product over a three-dimensional weight of which each token uses `active` parts."""
-        count, active, _, bits = mixture
-        weight = self.weight(f"{name}.weight", count * inputs * outputs, bits=bits)
-        touched = min(count, active * self.tokens)
-        flops = 2 * inputs * outputs * self.tokens * active
-        moved = self.nbytes[weight] * touched // count + 2 * self.tokens * active * (inputs + outputs)
-        self._append(name, (weight,), Work(flops, moved))
-
-    def embed(self, name: str, vocabulary: int, width: int) -> None:
-        weight = self.weight(name, vocabulary * width, bits=16)
-        self._append(name, (weight,), Work(0, 4 * self.tokens * width))
-
-    def step(self, name: str, reads: Sequence[int], flops: float, activations: float) -> None:
-        moved = sum(self.nbytes[s] for s in reads) + int(activations)
-        self._append(name, reads, Work(int(flops), moved))
-
-    def attention(self, heads: int, width: int, *, keys: int, kv_width: int) -> None:
-        """Scores and values of `keys` positions, whose cache is read once."""
-        self.compute(4 * self.tokens * keys * heads * width, 2 * keys * 2 * kv_width)
-
-    def finish(self, name: str, phase: str) -> Program:
-        storages = tuple(Storage(n, "streamable") for n in self.nbytes)
-        trace = Trace(phase, 0, "", tuple(self.steps), 0, 0, "modelled", self.waiting)
-        return Program(f"{name}, {phase}", storages, tuple(self.names), trace)
-
-    def _append(self, name: str, reads: Sequence[int], work: Work) -> None:
-        self.steps.append(Step(name, tuple(sorted(reads)), 0, 0, self.waiting, work))
-        self.waiting = Work()
 
 
 @dataclass(frozen=True)
@@ -127,7 +52,7 @@ def decoder(name: str, phase: str, *, bits: float = 16) -> Program:
 
 def decoder_of(shape: Decoder, phase: str, *, name: str = "decoder", bits: float = 16) -> Program:
     """As `decoder`, of any shape."""
-    build = _Builder(1 if phase == "decode" else PREFILL, bits)
+    build = Builder(1 if phase == "decode" else PREFILL, bits)
     build.embed("embed_tokens", shape.vocabulary, shape.width)
     for layer in range(shape.layers):
         _decoder_layer(build, f"layers.{layer}", shape)
@@ -141,7 +66,7 @@ def decoder_of(shape: Decoder, phase: str, *, name: str = "decoder", bits: float
     return _trained(build, name, phase, bits)
 
 
-def _decoder_layer(build: _Builder, name: str, shape: Decoder) -> None:
+def _decoder_layer(build: Builder, name: str, shape: Decoder) -> None:
     inner, cache = shape.heads * shape.head, shape.kv_heads * shape.head
     build.linear(f"{name}.q", shape.width, inner, norm=shape.width)
     build.linear(f"{name}.k", shape.width, cache)
@@ -159,18 +84,18 @@ def _decoder_layer(build: _Builder, name: str, shape: Decoder) -> None:
     build.linear(f"{name}.down", shape.ffn, shape.width)
 
 
-def _trained(build: _Builder, name: str, phase: str, bits: float) -> Program:
+def _trained(build: Builder, name: str, phase: str, bits: float) -> Program:
     """The program; of a training step, with a backward pass that reads every weight in reverse."""
     if phase == "train":
         for step in reversed(tuple(build.steps)):
             build.waiting = Work(2 * step.lead_work.flops, 2 * step.lead_work.nbytes)
             work = Work(2 * step.read_work.flops, 2 * step.read_work.nbytes)
-            build._append(f"{step.name}.backward", step.reads, work)
+            build.append(f"{step.name}.backward", step.reads, work)
     return build.finish(name if bits == 16 else f"{name} {bits:g}-bit", phase)
 
 
 def _block(
-    build: _Builder, name: str, width: int, ffn: int, *, keys: int, cross: int = 0, inner: int = 0
+    build: Builder, name: str, width: int, ffn: int, *, keys: int, cross: int = 0, inner: int = 0
 ) -> None:
     """A transformer block with biases left out: attention, attention to `cross` positions, two products."""
     inner = inner or width
@@ -190,7 +115,7 @@ def _block(
 
 def whisper(phase: str) -> Program:
     """Whisper large v3: the encoder and a prompt, or one token of the decoder."""
-    build = _Builder(1500 if phase == "prefill" else 1)
+    build = Builder(1500 if phase == "prefill" else 1)
     if phase == "prefill":
         build.linear("conv1", 3 * 128, 1280)
         build.linear("conv2", 3 * 1280, 1280)
@@ -206,7 +131,7 @@ def whisper(phase: str) -> Program:
 
 def t5(phase: str) -> Program:
     """T5 3B, whose embedding is read by encoder, decoder and head."""
-    build = _Builder(512 if phase == "prefill" else 1)
+    build = Builder(512 if phase == "prefill" else 1)
     if phase == "prefill":
         build.embed("shared", 32128, 1024)
         for layer in range(24):
@@ -220,7 +145,7 @@ def t5(phase: str) -> Program:
 
 def vit(phase: str) -> Program:
     """ViT-H/14: one image, or a training step over 32."""
-    build = _Builder(257 * (32 if phase == "train" else 1))
+    build = Builder(257 * (32 if phase == "train" else 1))
     build.linear("patches", 3 * 14 * 14, 1280)
     for layer in range(32):
         _block(build, f"blocks.{layer}", 1280, 5120, keys=257)
@@ -230,7 +155,7 @@ def vit(phase: str) -> Program:
 
 def flux(phase: str) -> Program:
     """FLUX.1 dev, one step of denoising at 1024 x 1024: 19 double blocks and 38 single ones."""
-    build, width = _Builder(IMAGE_TOKENS + TEXT_TOKENS), 3072
+    build, width = Builder(IMAGE_TOKENS + TEXT_TOKENS), 3072
     build.linear("x_embedder", 64, width, tokens=IMAGE_TOKENS)
     build.linear("context_embedder", 4096, width, tokens=TEXT_TOKENS)
     for layer in range(19):
@@ -259,7 +184,7 @@ def flux(phase: str) -> Program:
 
 def unet(phase: str) -> Program:
     """The U-Net of Stable Diffusion XL, one step of denoising at 1024 x 1024, guided (two samples)."""
-    build = _Builder(0)
+    build = Builder(0)
     down = ((320, 320, 128, 0), (320, 640, 64, 2), (640, 1280, 32, 10))
     up = ((1280, 1280, 32, 10), (1280, 640, 64, 2), (640, 320, 128, 0))
     _convolve(build, "conv_in", 4, 320, 128)
@@ -283,12 +208,12 @@ def unet(phase: str) -> Program:
     return build.finish("sdxl-unet", phase)
 
 
-def _convolve(build: _Builder, name: str, inputs: int, outputs: int, side: int, *, kernel: int = 3) -> None:
+def _convolve(build: Builder, name: str, inputs: int, outputs: int, side: int, *, kernel: int = 3) -> None:
     build.tokens = 2 * side * side
     build.linear(name, inputs * kernel * kernel, outputs)
 
 
-def _residual(build: _Builder, name: str, inputs: int, outputs: int, side: int) -> None:
+def _residual(build: Builder, name: str, inputs: int, outputs: int, side: int) -> None:
     _convolve(build, f"{name}.conv1", inputs, outputs, side)
     build.linear(f"{name}.time", 1280, outputs, tokens=2)
     _convolve(build, f"{name}.conv2", outputs, outputs, side)
@@ -296,7 +221,7 @@ def _residual(build: _Builder, name: str, inputs: int, outputs: int, side: int) 
         _convolve(build, f"{name}.skip", inputs, outputs, side, kernel=1)
 
 
-def _spatial(build: _Builder, name: str, width: int, side: int, depth: int) -> None:
+def _spatial(build: Builder, name: str, width: int, side: int, depth: int) -> None:
     if not depth:
         return
     build.tokens = 2 * side * side

@@ -19,7 +19,7 @@ from penstock.schedule.spans import Group, merged, read_runs, span_groups
 from penstock.schedule.timeline import steady_period_ns
 from penstock.schedule.transfers import Decisions, Loads, Streaming
 
-_COARSE, _FINE = 0.9, 0.99
+_COARSE, _FINE = 0.9, 0.97
 """Ratios between the bytes that two neighbouring levels leave to be copied."""
 
 _PATIENCE = 3
@@ -33,6 +33,9 @@ _LARGE = 8_000
 
 _CLOSE = 1.0001
 """Times the bound, at which a plan is good enough."""
+
+_NEAR = 1.01
+"""Times the bound, within which a small problem's levels are not searched as well."""
 
 _SHARES = 64
 """Resident shares that are tried for several methods in one arena."""
@@ -136,7 +139,8 @@ class _OneTrace:
         """The best of the relaxation's roundings; where they are few or there are none, of all levels too."""
         if relaxed:
             self._round(relaxed)
-        if self.found is None or len(self.loads.step) <= _SMALL:
+        near = relaxed is not None and self._period() <= relaxed.bound_ns * _NEAR
+        if self.found is None or (len(self.loads.step) <= _SMALL and not near):
             self._try_levels()
         assert self.found is not None
         return self.found.streaming, self.found.fixed

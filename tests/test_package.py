@@ -83,13 +83,19 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+KINDS = ("py", "html", "css", "js")
+"""Kinds of files in the linked folders: code, and the page of a plan's report."""
+
+
 def list_sources() -> set[str]:
     """What an installed package must hold, by its path in site-packages."""
-    found = {f"penstock/{path.relative_to(ROOT)}" for link in LINKS for path in (ROOT / link).rglob("*.py")}
+    linked = (ROOT / link for link in LINKS)
+    files = (path for folder in linked for kind in KINDS for path in folder.rglob(f"*.{kind}"))
+    found = {f"penstock/{path.relative_to(ROOT)}" for path in files}
     own = ROOT / "src/penstock"
-    linked = tuple(own / link for link in LINKS)
+    links = tuple(own / link for link in LINKS)
     for path in (*own.rglob("*.py"), *own.rglob("*.txt"), own / "py.typed"):
-        if not any(path.is_relative_to(link) for link in linked):
+        if not any(path.is_relative_to(link) for link in links):
             found.add(f"penstock/{path.relative_to(own)}")
     return found
 
