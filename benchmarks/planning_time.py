@@ -18,7 +18,8 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.corpus import DECODERS, Program, decoder_of
+from benchmarks.corpus import DECODERS, decoder_of
+from benchmarks.tracing import Program
 from penstock.schedule.costs import with_times
 from penstock.schedule.layout import packed_arena
 from penstock.schedule.planner import make_plan
