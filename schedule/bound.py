@@ -28,7 +28,9 @@ split at will, take no order and arrive in parts here, so the solution can be be
 Latency adds a pause for each copy, which takes time of the link in some phase. A pass copies at least what
 does not fit and the largest copy besides, since that needs room beside what never leaves: with D the
 bytes that do not fit and z those of the largest copy, there are at least (D + z) / z copies, a
-convex function of z, which tangents replace. Neither are there fewer than the bytes copied over the memory.
+convex function of z, which tangents replace. Neither are there fewer than the bytes copied over the
+memory. That much only holds for what repeats every pass, as a schedule does: over several passes nothing
+has to stay for good, and larger copies can take turns.
 
 What is reported is a dual objective, computed here from the solver's multipliers with every variable
 bounded: by weak duality it is a bound whatever the solver did. (The fluid relaxation of integrated

@@ -19,7 +19,7 @@ from penstock.schedule.spans import Group, merged, read_runs, span_groups
 from penstock.schedule.timeline import steady_period_ns
 from penstock.schedule.transfers import Decisions, Loads, Streaming
 
-_COARSE, _FINE = 0.9, 0.97
+_COARSE, _FINE = 0.9, 0.99
 """Ratios between the bytes that two neighbouring levels leave to be copied."""
 
 _PATIENCE = 3

@@ -17,7 +17,7 @@ from penstock.schedule.bound import relax, tier_of
 from penstock.schedule.errors import BudgetError
 from penstock.schedule.layout import first_uses
 from penstock.schedule.model import Arena, Hardware, Plan, Schedule, Storage, Trace, Wrap
-from penstock.schedule.spans import read_runs, span_groups
+from penstock.schedule.spans import Group, read_runs, span_groups
 from penstock.schedule.timeline import steady_period_ns
 from penstock.schedule.transfers import Decisions
 
@@ -125,7 +125,7 @@ def _fastest(
 ) -> tuple[Decisions, tuple[Schedule, ...]]:
     """The fastest decisions for `cap` bytes of arena and for the rungs below that can still be faster."""
     search = contiguous.search if arena.kind == "contiguous" else paged.search
-    groups = span_groups(read_runs(storages, traces, arena, keep=keep), arena.granule)
+    groups = _relaxed_groups(storages, traces, arena, keep)
     best: tuple[Decisions, tuple[Schedule, ...]] | None = None
     bounds: tuple[int | None, ...] = ()
     for rung in (cap, *_rungs_below(cap, storages, traces, arena, keep)):
@@ -144,6 +144,15 @@ def _fastest(
     return best[0], tuple(
         replace(schedule, lower_bound_ns=bound) for schedule, bound in zip(best[1], bounds, strict=True)
     )
+
+
+def _relaxed_groups(
+    storages: Sequence[Storage], traces: Sequence[Trace], arena: Arena, keep: Collection[int]
+) -> tuple[Group, ...]:
+    """What is copied together: in a contiguous arena bytes of storages, in a paged one whole granules."""
+    if arena.kind == "contiguous":
+        arena = replace(arena, granule=1)
+    return span_groups(read_runs(storages, traces, arena, keep=keep), arena.granule)
 
 
 def _rungs_below(

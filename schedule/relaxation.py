@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 _TIE = 1e-6
 """Price of copying a byte, as a share of its copying time, so that of equal solutions one copies least."""
 
+_DUST = 1e-9
 _TANGENTS = 24
 _SMALLEST_COPY = 1e-5
 """Tangents of the number of copies, and the smallest largest copy, as a share of memory, that has one."""
@@ -249,7 +250,8 @@ class Problem:
         upper.put(rows[1:], its.pause, -1.0)
         for copied in (its.lead, its.read):
             upper.put(numpy.zeros(m, dtype=int) + rows[1], copied, latency / max(room, 1e-9))
-        if excess <= 0 or not latency:
+        # Of sums that should be equal, floating point leaves a difference.
+        if room <= 0 or excess <= _DUST * room or not latency:
             self._longest_pause[tier] = latency * (1 + float(self._sizes.sum()) / max(room, 1e-9))
             return
         at = numpy.geomspace(room * _SMALLEST_COPY, room, _TANGENTS)

@@ -18,7 +18,7 @@ from benchmarks.disk import application
 from benchmarks.reader import Reader, choose_fastest, list_ways, measure_readers
 from benchmarks.rounds import list_cases
 from benchmarks.summary import judge, summarise
-from benchmarks.table import BEGIN, END, render, write_tables
+from benchmarks.table import BEGIN, END, render, write_between
 
 DISK = Path(__file__).resolve().parents[2] / "benchmarks" / "disk.py"
 
@@ -260,5 +260,5 @@ def test_a_document_without_marks_is_refused(tmp_path: Path) -> None:
     document = tmp_path / "benchmarks.md"
     document.write_text("no marks")
     with pytest.raises(ValueError, match="has no line"):
-        write_tables({"hardware": {}, "cases": []}, document)
+        write_between(document, "a table", "<!-- begin -->")
     assert document.read_text() == "no marks"
