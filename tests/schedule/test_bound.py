@@ -176,7 +176,7 @@ def test_no_plan_beats_its_bound(kind: ArenaKind, examples: int) -> None:
                 near.append(ratio < 1.05)
 
     check()
-    assert len(near) > 25
+    assert len(near) > 10
     assert sum(near) > len(near) / 10  # tiny problems, where one span is much
 
 
