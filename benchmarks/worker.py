@@ -23,8 +23,8 @@ from benchmarks.competitors import Job, Loaded, load, prepare
 _LIBRARIES = {
     "accelerate": ("accelerate",),
     "diffusers": ("diffusers.hooks",),
-    # torch imports what reads an exported program when the first one is read.
-    "penstock": ("penstock.runtime.program", "torch.export.pt2_archive._package"),
+    # torch imports what reads an exported program when the first one is read, penstock its solver.
+    "penstock": ("penstock.runtime.program", "torch.export.pt2_archive._package", "scipy.optimize"),
 }
 
 
