@@ -45,7 +45,10 @@ class WeightArena(Protocol):
         """The most `held_bytes` has been."""
 
     def check(self) -> None:
-        """Raise SourceError when bytes that are held can no longer be read; called before every read."""
+        """Raise SourceError when bytes that are held can no longer be read, or may not be the file's.
+
+        Called every few milliseconds, and when a pass ends.
+        """
 
     def fill(self, start: int, stop: int) -> int:
         """Make a range hold its bytes, and return how many were brought.

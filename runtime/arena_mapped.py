@@ -87,7 +87,6 @@ class MappedArena(PagedArena):
         if pages.segment not in self._files:
             return 0
         file, base = self._files[pages.segment]
-        self._source.check_unchanged(file)
         try:
             advise(pages.address, pages.nbytes, MADV_POPULATE_READ)
         except OSError as error:

@@ -69,7 +69,10 @@ def load_on_cpu(folder: Path, payload: Payload, plan: Plan, options: LoadOptions
         if plan.arena_bytes:
             arena = open_arena(plan, payload.storages, source, debug=options.debug, poison=options.poison)
             opened.callback(arena.close)
-            streamer = Streamer(plan, payload.storages, arena, readers=options.readers)
+            at_once = options.debug or options.poison
+            streamer = Streamer(
+                plan, payload.storages, arena, readers=options.readers, drop_at_once=at_once
+            )
             opened.callback(streamer.close)
         tensors = {weight.fqn: _tensor(weight.parts[0], plan, outside, arena) for weight in payload.weights}
         lowered = eager.load(folder, payload)

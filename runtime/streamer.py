@@ -39,18 +39,25 @@ class Counters:
 class Streamer:
     """Streams the weights of one plan, which has at least one schedule, into one arena.
 
-    Raises from `begin` or `acquire` whatever the arena raised while it was filled.
+    Raises from `begin` or `acquire` whatever the arena raised while it was filled. With `drop_at_once`
+    bytes are dropped when their step ends, not when their room is needed.
     """
 
     def __init__(
-        self, plan: Plan, storages: Sequence[Storage], arena: WeightArena, *, readers: int = READERS
+        self,
+        plan: Plan,
+        storages: Sequence[Storage],
+        arena: WeightArena,
+        *,
+        readers: int = READERS,
+        drop_at_once: bool = False,
     ) -> None:
         self.counters = Counters()
         traces = {trace.graph: trace for trace in plan.traces}
         self.methods: dict[int, MethodTable] = {
             s.graph: tabulate(plan, s, traces[s.graph], storages) for s in plan.schedules
         }
-        self._plan, self._arena = plan, arena
+        self._plan, self._arena, self._drop_at_once = plan, arena, drop_at_once
         lock = threading.RLock()  # closing may run anywhere, as garbage is collected
         self._work = threading.Condition(lock)  # readers wait for a piece that may start
         self._arrived = threading.Condition(lock)  # the caller waits for what readers copy
@@ -60,6 +67,7 @@ class Streamer:
         self._error: BaseException | None = None
         self._resident_loaded = False
         self._expected: list[int] = []  # the probed steps still to come in this pass, the next one last
+        self._dropping: list[Range] = []  # what ended steps have dropped while nothing needs its room
         self._demand: list[Range] | None = None  # what is loaded, once this pass left the planned order
         self._running = False
         self._paused = False
@@ -109,27 +117,37 @@ class Streamer:
             self._load_on_demand(self.methods[graph].needs[step])
 
     def release(self, graph: int, step: int) -> None:
-        """Step `step` has ended: drop what the plan drops there, let the transfers that wait for it start."""
+        """Step `step` has ended: let the transfers that wait for it start, and drop what the plan drops first.
+
+        Until one starts, nothing needs the room: neighbours dropped by several steps then go in one
+        system call, which interrupts every core.
+        """
         if self._demand is not None:
             return
         if not self._expected or self._expected[-1] != step:
             raise StreamError(f"step {step} of graph {graph} was released without being acquired")
         self._expected.pop()
-        for item in self.methods[graph].drops.get(step, ()):
-            self._arena.drop(item.start, item.stop)
+        self._dropping += self.methods[graph].drops.get(step, ())
         with self._work:
             self._position.ended = step + 1
+            if self._drop_at_once or self._startable():
+                self._drop()
             self._fill_ready()
 
     def end(self, graph: int) -> None:
-        """The pass is over; with `wrap="barrier"`, wait for what it has started for the next."""
+        """The pass is over; with `wrap="barrier"`, wait for what it has started for the next.
+
+        Raises SourceError where a file changed under the pass, whose output is then worth nothing.
+        """
         self.counters.passes += 1
+        self._check()  # what was mapped in this pass is what the files still hold
         if self._demand is not None or self._expected:
             self.abort()
             return
         with self._work:
             self._position.ended = self.methods[graph].steps
             self._running = False
+            self._drop()
             self._fill_ready()
         if self._plan.wrap == "barrier":
             self._wait_for(lambda: not self._startable() and not self._in_flight)
@@ -173,6 +191,7 @@ class Streamer:
             while self._in_flight:
                 self._arrived.wait()
         kept = merge(self._plan.resident) if self._resident_loaded else []
+        self._dropping.clear()
         for item in subtract(self._plan.arena.segments, kept):
             self._arena.drop(item.start, item.stop)
 
@@ -236,6 +255,11 @@ class Streamer:
         return usable and self._position.may_start(self._position.index)
 
     # On the caller's thread, beside the pass.
+
+    def _drop(self) -> None:
+        for item in merge(self._dropping):
+            self._arena.drop(item.start, item.stop)
+        self._dropping.clear()
 
     def _fill_ready(self) -> None:
         """Fill what needs no waiting, which costs less here than to wake a reader; leave the rest to one."""
