@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.schedule.addresses import Placement, blocks_of, first_use, tight
+from penstock.schedule.addresses import Block, Placement, blocks_of, first_use, tight
 from penstock.schedule.bound import Relaxation
 from penstock.schedule.model import Arena, Hardware, Schedule, Storage, Trace, Wrap
 from penstock.schedule.occupancy import decide
@@ -78,7 +78,22 @@ def search(
     relaxed: Sequence[Relaxation | None],
 ) -> Decisions:
     """The best decisions found for `cap` bytes of arena, which are at least what is needed."""
-    return _Search(storages, traces, arena, cap=cap, hardware=hardware, keep=keep, wrap=wrap).run(relaxed)
+    blocks = blocks_of(storages, traces, arena, keep)
+    return search_blocks(blocks, traces, arena, cap=cap, hardware=hardware, wrap=wrap, relaxed=relaxed)
+
+
+def search_blocks(
+    blocks: Sequence[Block],
+    traces: Sequence[Trace],
+    arena: Arena,
+    *,
+    cap: int,
+    hardware: Hardware,
+    wrap: Wrap,
+    relaxed: Sequence[Relaxation | None],
+) -> Decisions:
+    """As `search`, of any blocks: in a paged arena addresses only say what takes whose room."""
+    return _Search(blocks, traces, arena, cap=cap, hardware=hardware, wrap=wrap).run(relaxed)
 
 
 class _Search:
@@ -86,19 +101,17 @@ class _Search:
 
     def __init__(
         self,
-        storages: Sequence[Storage],
+        blocks: Sequence[Block],
         traces: Sequence[Trace],
         arena: Arena,
         *,
         cap: int,
         hardware: Hardware,
-        keep: Collection[int],
         wrap: Wrap,
     ) -> None:
-        self.traces, self.arena = traces, arena
+        self.blocks, self.traces, self.arena = blocks, traces, arena
         self.cap = cap // arena.granule * arena.granule
         self.hardware, self.wrap = hardware, wrap
-        self.blocks = blocks_of(storages, traces, arena, keep)
         self.period: float = math.inf
         self.copied = 0
         self.found: Decisions | None = None
@@ -138,12 +151,13 @@ class _Search:
         wanted = [0.0] * len(self.blocks)
         starts = [block.range.start for block in self.blocks]
         for one in relaxed:
-            if one is None:
-                continue
-            for gap, kept in zip(one.gaps, one.kept, strict=True):
+            for gap, kept in zip(one.gaps, one.kept, strict=True) if one else ():
                 group = one.groups[gap.group]
-                b = bisect_right(starts, group.spans[0].start) - 1
-                wanted[b] = max(wanted[b], group.nbytes - kept)
+                mine: Counter[int] = Counter()
+                for span in group.spans:
+                    mine[bisect_right(starts, span.start) - 1] += span.nbytes
+                for b, nbytes in mine.items():
+                    wanted[b] = max(wanted[b], (group.nbytes - kept) * nbytes / group.nbytes)
         return wanted if any(wanted) else [float(block.size) for block in self.blocks]
 
     def _families(self) -> Iterator[_Family]:

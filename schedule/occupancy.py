@@ -52,8 +52,8 @@ def decide(
             reads = sorted((k, b) for b in users for k in blocks[b].reads[which])
             ranges = {b: pieces[b][cell] for b in users}
             _move(reads, ranges, len(trace.steps) if len(traces) == 1 else 0, moves[which])
-    addresses = [-1] * len(arena.layout)
-    for b, block in enumerate(blocks):
+    addresses = [-1] * len(arena.layout) if arena.kind == "contiguous" else []
+    for b, block in enumerate(blocks if addresses else ()):
         addresses[block.storage] = placement.addresses[b]
     begins = frozenset(block.range.start for block in blocks)
     lasting = merged(resident, begins)

@@ -12,7 +12,9 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from penstock.schedule.addresses import Block
 from penstock.schedule.bound import Relaxation
+from penstock.schedule.contiguous import search_blocks
 from penstock.schedule.model import Arena, Hardware, Schedule, Storage, Trace, Wrap
 from penstock.schedule.residency import Residency, gaps_between_reads, needed_bytes, rounded
 from penstock.schedule.spans import Group, merged, read_runs, span_groups
@@ -78,6 +80,22 @@ def search(
         one = _OneTrace(groups, traces[0], hardware, wrap=wrap, cap=cap, breaks=breaks)
         streaming, fixed = one.best(relaxed[0])
         streams: tuple[Streaming, ...] = (streaming,)
+        if one.found and (relaxed[0] is None or one.found.period_ns > relaxed[0].bound_ns * _NEAR):
+            blocks = [
+                Block(
+                    n, run.range, -(-run.range.nbytes // arena.granule) * arena.granule, run.reads, run.kept
+                )
+                for n, run in enumerate(read_runs(storages, traces, arena, keep=keep))
+            ]
+            other = search_blocks(
+                blocks, traces, arena, cap=cap, hardware=hardware, wrap=wrap, relaxed=relaxed
+            )
+            if other is not None:
+                period = steady_period_ns(
+                    traces[0], Schedule(traces[0].graph, *other.streams[0], 0), hardware, wrap
+                )
+                if period < one.found.period_ns:
+                    return other
     else:
         streams, fixed = _share_for_all(groups, traces, hardware, cap, breaks)
     resident = merged((s for g, count in zip(groups, fixed, strict=True) for s in g.spans[:count]), breaks)
@@ -165,12 +183,16 @@ class _OneTrace:
                 return
         for quantum, coalesce in ((0, 0), (copy // 2, copy), (copy, copy), (copy, 2 * copy)):
             self._time_rounded(relaxed.kept, best, quantum=quantum, coalesce=coalesce)
+        for quantum in (copy // 4, copy // 2, copy, 2 * copy):
+            for margin in (0, least, quantum // 2, quantum, 2 * quantum):
+                self._time_rounded(relaxed.kept, margin, quantum=quantum, coalesce=copy)
 
     def _time_rounded(self, kept: Sequence[float], margin: int, *, quantum: int, coalesce: int) -> None:
         peak = int((self.residency.held_bytes(kept) - self.residency.needed).max())
         share = max(0.0, 1.0 - margin / peak) if peak else 0.0
         scaled = [nbytes * share for nbytes in kept]
         counts = rounded(self.groups, self.gaps, scaled, len(self.trace.steps), quantum=quantum)
+        counts = self.residency.trim(counts, scaled, self.cap - margin)
         if (self.residency.held(counts) <= self.cap).all():
             self._time(self.cap - margin, counts, coalesce=coalesce)
 

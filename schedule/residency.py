@@ -153,6 +153,36 @@ class Residency:
         total: numpy.ndarray = self.needed + self._over(numpy.arange(len(self.gaps)), numpy.array(kept))
         return total
 
+    def trim(self, counts: Sequence[int], kept: Sequence[float], limit: int) -> list[int]:
+        """Fewer spans over some gaps, so that no step holds more than `limit` bytes, or what it needs itself.
+
+        Where a step holds too much, gaps give up first that have more than their `kept` bytes.
+        """
+        import numpy
+
+        counts = list(counts)
+        held, steps = self.held(counts), len(self.needed)
+        most = numpy.maximum(self.needed, limit)
+        for step in numpy.nonzero(held > most)[0].tolist():
+            if held[step] <= most[step]:
+                continue
+            inside = (self._opens < step) & (step < self._closes) | (self._opens < step + steps) & (
+                step + steps < self._closes
+            )
+            for gap in sorted(numpy.nonzero(inside)[0].tolist(), key=lambda g: self._short(g, counts, kept)):
+                excess = int(held[step] - most[step])
+                if excess <= 0:
+                    break
+                prefix = self.groups[self.gaps[gap].group].bytes_of_first
+                count = max(0, bisect_right(prefix, prefix[counts[gap]] - excess) - 1)
+                freed = numpy.array([prefix[counts[gap]] - prefix[count]])
+                held -= self._over(numpy.array([gap]), freed)
+                counts[gap] = count
+        return counts
+
+    def _short(self, gap: int, counts: Sequence[int], kept: Sequence[float]) -> float:
+        return kept[gap] - self.groups[self.gaps[gap].group].bytes_of_first[counts[gap]]
+
     def _cost(self, gap: Gap, latency_bytes: float) -> float:
         """Steps of memory for each byte of copying saved; a copy's latency counts as bytes."""
         nbytes = self.groups[gap.group].nbytes
