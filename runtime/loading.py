@@ -70,9 +70,7 @@ def load_on_cpu(folder: Path, payload: Payload, plan: Plan, options: LoadOptions
             arena = open_arena(plan, payload.storages, source, debug=options.debug, poison=options.poison)
             opened.callback(arena.close)
             at_once = options.debug or options.poison
-            streamer = Streamer(
-                plan, payload.storages, arena, readers=options.readers, drop_at_once=at_once
-            )
+            streamer = Streamer(plan, payload.storages, arena, readers=options.readers, drop_at_once=at_once)
             opened.callback(streamer.close)
         tensors = {weight.fqn: _tensor(weight.parts[0], plan, outside, arena) for weight in payload.weights}
         lowered = eager.load(folder, payload)

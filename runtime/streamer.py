@@ -117,7 +117,7 @@ class Streamer:
             self._load_on_demand(self.methods[graph].needs[step])
 
     def release(self, graph: int, step: int) -> None:
-        """Step `step` has ended: let the transfers that wait for it start, and drop what the plan drops first.
+        """Step `step` has ended: let the transfers that wait for it start; drop what the plan drops first.
 
         Until one starts, nothing needs the room: neighbours dropped by several steps then go in one
         system call, which interrupts every core.

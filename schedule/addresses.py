@@ -1,22 +1,17 @@
-"""Static addresses in a contiguous arena: storages that are never needed together may share bytes.
+"""Storages as blocks of a contiguous arena, and the least memory that holds what each step reads.
 
-This is offline dynamic storage allocation with lifetimes that wrap around, as compilers place
-buffers: a block is alive from some lookahead before each of its reads until that read ends, blocks
-that are alive at one step may not overlap, and each is placed at the first address that fits.
+Storages that no step reads together may share bytes. Placing them in little memory is offline dynamic
+storage allocation (`packing.py`); placing them well, so that copies may start early, is `oldest.py`.
 """
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from penstock.schedule.model import Arena, Range, Storage, Trace
+from penstock.schedule.packing import pack
 from penstock.schedule.spans import Reads, reads_of
-
-Order = Literal["by use", "by size", "from both ends"]
-ORDERS: tuple[Order, ...] = ("by use", "by size", "from both ends")
 
 
 @dataclass(frozen=True)
@@ -60,7 +55,7 @@ def need(
     """Bytes of the arena that a plan needs: a lower and an upper bound, and who sets the lower.
 
     The last two are the trace and the step (None without any). Below the most that one step reads
-    there is no plan; the upper bound is the smallest placement that first fit finds.
+    there is no plan; the upper bound is the smallest placement that is found.
     """
     blocks = blocks_of(storages, traces, arena, keep)
     largest: tuple[int, int, int | None] = (0, 0, None)
@@ -73,116 +68,50 @@ def need(
         for k, nbytes in enumerate(read):
             if largest[2] is None or nbytes > largest[0]:
                 largest = (nbytes, which, k)
-    tightest = tight(blocks, traces)
+    tightest = tight(blocks)
     return largest[0], max(largest[0], tightest.nbytes), largest[1], largest[2]
 
 
-def tight(blocks: Sequence[Block], traces: Sequence[Trace]) -> Placement:
-    """The smallest placement found: only what is always kept is apart from everything."""
-    kept = {b for b, block in enumerate(blocks) if block.kept}
-    found = (place(blocks, traces, kept, window=0, order=order) for order in ORDERS[:2])
-    return min((one for one in found if one is not None), key=lambda one: one.nbytes)
-
-
-def place(
-    blocks: Sequence[Block],
-    traces: Sequence[Trace],
-    resident: Collection[int],
-    *,
-    window: int,
-    order: Order,
-    cap: int | None = None,
-) -> Placement | None:
-    """Addresses such that the steps before a read that read `window` bytes leave its bytes alone.
-
-    The resident blocks come first and are apart from all others. With the order "from both ends"
-    every other block is placed as high below `cap` as fits, so that neighbours in time overlap in
-    part only. None where something does not fit below `cap`.
-    """
-    addresses = [-1] * len(blocks)
+def tight(blocks: Sequence[Block]) -> Placement:
+    """The smallest placement found: what is always kept is apart from everything."""
+    addresses = [0] * len(blocks)
     base = 0
-    for b in sorted(resident):
-        addresses[b] = base
-        base += blocks[b].size
-    rest = [b for b in range(len(blocks)) if addresses[b] < 0]
-    rest.sort(key=lambda b: -blocks[b].size if order == "by size" else first_use(blocks[b]))
-    alive = _lifetimes(blocks, traces, rest, window)
-    taken: list[tuple[int, int, int]] = []
-    height = base
-    for turn, b in enumerate(rest):
-        conflicts = [(start, stop) for start, stop, steps in taken if steps & alive[b]]
-        high = order == "from both ends" and turn % 2 == 1
-        if high:
-            address = _highest(conflicts, blocks[b].size, cap or 0)
-        else:
-            address = _lowest(conflicts, blocks[b].size, base)
-        stop = address + blocks[b].size
-        if address < base or (cap is not None and stop > cap):
-            return None
-        addresses[b] = address
-        insort(taken, (address, stop, alive[b]))
-        height = max(height, stop)
-    return Placement(tuple(addresses), height)
+    for b, block in enumerate(blocks):
+        if block.kept:
+            addresses[b] = base
+            base += block.size
+    free = [b for b, block in enumerate(blocks) if not block.kept]
+    packing = pack([blocks[b].size for b in free], [_alive(blocks[b]) for b in free])
+    for b, address in zip(free, packing.addresses, strict=True):
+        addresses[b] = base + address
+    return Placement(tuple(addresses), base + packing.nbytes)
+
+
+def least_copied(blocks: Sequence[Block], cap: int) -> int:
+    """Bytes that every pass of one trace copies at least, whatever the addresses in `cap` bytes are.
+
+    An address with m > 1 blocks has each of them copied every pass, one with a single block none. So with
+    W bytes of addresses shared, and D bytes of blocks more than fit, D + W are copied. Shared addresses
+    form intervals. At most two blocks stick out of each, since beside it they would share as well; all
+    others there are no larger than W. So D <= W + S(W), with S(W) the bytes of all blocks of at most W,
+    and the least such W is part of what is copied.
+    """
+    excess = sum(block.range.nbytes for block in blocks) - cap
+    if excess <= 0:
+        return 0
+    shared, smaller = excess, 0
+    for size in sorted(block.range.nbytes for block in blocks if not block.kept):
+        if shared < size:
+            break
+        smaller += size
+        shared = max(size, excess - smaller)
+    return excess + shared
 
 
 def first_use(block: Block) -> tuple[int, int]:
     return min((steps[0], which) for which, steps in enumerate(block.reads) if steps)
 
 
-def _lowest(conflicts: Sequence[tuple[int, int]], size: int, base: int) -> int:
-    """The lowest address from `base` on; conflicts are sorted by start."""
-    address = base
-    for start, stop in conflicts:
-        if start >= address + size:
-            break
-        address = max(address, stop)
-    return address
-
-
-def _highest(conflicts: Sequence[tuple[int, int]], size: int, cap: int) -> int:
-    """The highest address that ends within `cap`; negative where there is none."""
-    address = cap - size
-    for start, stop in sorted(conflicts, key=lambda one: -one[1]):
-        if stop <= address:
-            break
-        address = min(address, start - size)
-    return address
-
-
-def _lifetimes(
-    blocks: Sequence[Block], traces: Sequence[Trace], streamed: Sequence[int], window: int
-) -> dict[int, int]:
-    """The steps of all traces at which each block is alive, as the bits of an integer."""
-    result = dict.fromkeys(streamed, 0)
-    shift = 0
-    for which, trace in enumerate(traces):
-        n = len(trace.steps)
-        read = [0] * n
-        for b in streamed:
-            for k in blocks[b].reads[which]:
-                read[k] += blocks[b].size
-        begins = list(_lookahead(read, window, cyclic=len(traces) == 1))
-        for b in streamed:
-            for k in blocks[b].reads[which]:
-                result[b] |= _bits(begins[k], k, n) << shift
-        shift += n
-    return result
-
-
-def _lookahead(read: Sequence[int], window: int, *, cyclic: bool) -> Iterator[int]:
-    """For each step the first of those before it that read at most `window` bytes together."""
-    n = len(read)
-    first, total = (1 - n if cyclic else 0), 0
-    total = sum(read[j % n] for j in range(first, 0))
-    for k in range(n):
-        while first < k and (total > window or first <= k - n):
-            total -= read[first % n]
-            first += 1
-        yield first
-        total += read[k]
-
-
-def _bits(first: int, last: int, n: int) -> int:
-    """Steps `first` to `last`; negative ones are those of the pass before."""
-    ones = (1 << (last - max(first, 0) + 1)) - 1 << max(first, 0)
-    return ones if first >= 0 else ones | ((1 << -first) - 1) << (n + first)
+def _alive(block: Block) -> list[int]:
+    """The steps that read a block, those of all traces numbered apart."""
+    return [which << 32 | k for which, steps in enumerate(block.reads) for k in steps]

@@ -30,8 +30,8 @@ _SMALLEST = (0.0, 0.1, 0.5)
 _ROOMS = (1.0, 1.06, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0)
 """Memory in which what streams takes turns, in multiples of the most of it that one step reads."""
 
-_FINER = (0.9, 0.95, 0.98, 1.02, 1.05, 1.1)
-"""Multiples of the best of these rooms, tried after them."""
+_FINER = ((0.8, 0.87, 0.93, 0.97, 1.03, 1.07, 1.15, 1.25), (0.98, 0.99, 1.01, 1.02))
+"""Multiples of the best of these rooms that are tried next, and then of the best of those."""
 
 _PARTS = (0, 4, 64, 1 << 20)
 """Parts of a block that are copied by themselves, at least, in multiples of what a latency would copy."""
@@ -47,17 +47,19 @@ _CLOSE = 1.0001
 class _Family:
     """Blocks of which some stream, and the most of their bytes that one step reads.
 
-    The blocks `ends` stream besides, at the two ends of the memory, and stick out of what is shared.
+    They are chosen so that bytes stream in proportion to `wanted`, which has a number for every block. The
+    blocks `ends` stream besides, at the two ends of the memory, and stick out of what is shared.
     """
 
     able: frozenset[int]
     read: int
+    wanted: Sequence[float]
     ends: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """What stays, in how many bytes the rest takes turns (None: in all that are left), and the least time."""
+    """What stays, the bytes in which the rest takes turns (None: all that are left), the least time."""
 
     family: _Family
     room: float
@@ -79,7 +81,9 @@ def search(
 ) -> Decisions:
     """The best decisions found for `cap` bytes of arena, which are at least what is needed."""
     blocks = blocks_of(storages, traces, arena, keep)
-    return search_blocks(blocks, traces, arena, cap=cap, hardware=hardware, wrap=wrap, relaxed=relaxed)
+    found = search_blocks(blocks, traces, arena, cap=cap, hardware=hardware, wrap=wrap, relaxed=relaxed)
+    assert found is not None  # the floor is that of a placement which is tried as well
+    return found
 
 
 def search_blocks(
@@ -91,8 +95,11 @@ def search_blocks(
     hardware: Hardware,
     wrap: Wrap,
     relaxed: Sequence[Relaxation | None],
-) -> Decisions:
-    """As `search`, of any blocks: in a paged arena addresses only say what takes whose room."""
+) -> Decisions | None:
+    """As `search`, of any blocks: in a paged arena addresses only say what takes whose room.
+
+    None where no placement of the blocks is found.
+    """
     return _Search(blocks, traces, arena, cap=cap, hardware=hardware, wrap=wrap).run(relaxed)
 
 
@@ -120,25 +127,29 @@ class _Search:
         self.tried: set[tuple[int, tuple[int, ...]]] = set()
         self.compute_ns = sum(trace.compute_ns for trace in traces)
 
-    def run(self, relaxed: Sequence[Relaxation | None]) -> Decisions:
-        """Tries rooms roughly first, then more finely about the best, and how far blocks are copied in parts."""
+    def run(self, relaxed: Sequence[Relaxation | None]) -> Decisions | None:
+        """Tries rooms roughly, then more finely about the best, and how far blocks are copied in parts."""
         enough = sum(one.bound_ns if one else 0 for one in relaxed) * _CLOSE
-        wanted = self._wanted(relaxed)
-        self._try([(family, room) for family in self._families() for room in _ROOMS], wanted, enough)
-        if self.best:
-            family, room = self.best.family, self.best.room
-            self._try([(family, room * finer) for finer in _FINER], wanted, enough)
+        shares = [[float(block.size) for block in self.blocks]]
+        known = [one for one in relaxed if one]
+        if len(known) == len(self.traces):
+            shares.append(self._copied(known))
+        families = [family for wanted in shares for family in self._families(wanted)]
+        self._try([(family, room) for family in families for room in _ROOMS], enough)
+        for multiples in _FINER:
+            if self.best:
+                family, room = self.best.family, self.best.room
+                self._try([(family, room * finer) for finer in multiples], enough)
         # Last, because of two plans that take the same time the one that copies less is better.
-        self._time(tight(self.blocks, self.traces), _USUAL)
+        self._time(tight(self.blocks), _USUAL)
         for parts in _PARTS:
-            assert self.placement is not None
-            self._time(self.placement, parts)
-        assert self.found is not None
+            if self.placement:
+                self._time(self.placement, parts)
         return self.found
 
-    def _try(self, rooms: Sequence[tuple[_Family, float]], wanted: Sequence[float], enough: float) -> None:
+    def _try(self, rooms: Sequence[tuple[_Family, float]], enough: float) -> None:
         """From the candidate that could be fastest on, while one can still be faster."""
-        candidates = [self._candidate(family, room, wanted) for family, room in rooms]
+        candidates = [self._candidate(family, room) for family, room in rooms]
         for one in sorted((one for one in candidates if one), key=lambda one: one.least_ns):
             if self.found and (one.least_ns >= self.period or self.period <= enough):
                 break
@@ -146,21 +157,21 @@ class _Search:
             if placement and self._time(placement, _USUAL):
                 self.best = one
 
-    def _wanted(self, relaxed: Sequence[Relaxation | None]) -> list[float]:
-        """Bytes of each block that the relaxation copies; all of them where there is none."""
+    def _copied(self, relaxed: Sequence[Relaxation]) -> list[float]:
+        """Bytes of each block that the relaxation copies."""
         wanted = [0.0] * len(self.blocks)
         starts = [block.range.start for block in self.blocks]
         for one in relaxed:
-            for gap, kept in zip(one.gaps, one.kept, strict=True) if one else ():
+            for gap, kept in zip(one.gaps, one.kept, strict=True):
                 group = one.groups[gap.group]
                 mine: Counter[int] = Counter()
                 for span in group.spans:
                     mine[bisect_right(starts, span.start) - 1] += span.nbytes
                 for b, nbytes in mine.items():
                     wanted[b] = max(wanted[b], (group.nbytes - kept) * nbytes / group.nbytes)
-        return wanted if any(wanted) else [float(block.size) for block in self.blocks]
+        return wanted
 
-    def _families(self) -> Iterator[_Family]:
+    def _families(self, wanted: Sequence[float]) -> Iterator[_Family]:
         """The blocks of some range of sizes; and all but the two largest, where those are much larger."""
         free = sorted(
             (b for b, block in enumerate(self.blocks) if not block.kept), key=lambda b: self.blocks[b].size
@@ -172,12 +183,12 @@ class _Search:
                 able = frozenset(b for b in free if share * largest <= self.blocks[b].size <= largest)
                 if able not in known:
                     known.add(able)
-                    yield _Family(able, self._most_read(able))
+                    yield _Family(able, self._most_read(able), wanted)
         if len(free) > 2 and self.blocks[free[-2]].size >= 2 * self.blocks[free[-3]].size:
             able = frozenset(free[:-2]) - self._read_with(free[-2:])
-            yield _Family(able, self._most_read(able), tuple(free[-2:]))
+            yield _Family(able, self._most_read(able), wanted, tuple(free[-2:]))
 
-    def _candidate(self, family: _Family, room: float, wanted: Sequence[float]) -> _Candidate | None:
+    def _candidate(self, family: _Family, room: float) -> _Candidate | None:
         """What stays of a family when the rest takes turns in `room` times what a step reads of it."""
         granule = self.arena.granule
         ring = math.ceil(room * family.read / granule) * granule
@@ -186,7 +197,7 @@ class _Search:
         ring = max(ring, ends - self.cap + others)
         beside = max(0, ends - ring)  # the bytes at the ends, those of the ring with them
         left = self.cap - beside + ends if ends else self.cap - ring
-        resident = self._spread(family.able, wanted, left)
+        resident = self._spread(family.able, family.wanted, left)
         if resident is None:
             return None
         resident -= set(family.ends)

@@ -138,7 +138,7 @@ def _transfers(
 def _joined(
     pieces: Sequence[tuple[Range, int]], least: int, begins: Collection[int]
 ) -> Iterator[tuple[Range, int]]:
-    """Pieces with the steps that they wait for; neighbours joined while one of them is under `least` bytes."""
+    """Pieces and the steps that they wait for; neighbours joined while one of them is under `least` bytes."""
     last, waits = pieces[0]
     for one, after in pieces[1:]:
         touches = one.start == last.stop and one.start not in begins

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 _EXACT = 10
 """Blocks, at most, that are searched through."""
 
-_WORK = 3_000_000
-"""Pairs of conflicting blocks that are looked at, at most, by one search: about a second."""
+_WORK = 400_000
+"""Pairs of conflicting blocks that one search looks at, at most, unless it is told otherwise."""
 
 _NODES = 30_000
 """Partial placements that branch and bound looks at, at most."""
@@ -39,14 +39,17 @@ class Packing:
     bound: int
 
 
-def pack(sizes: Sequence[int], alive: Sequence[Collection[int]], *, seed: int = 0) -> Packing:
+def pack(
+    sizes: Sequence[int], alive: Sequence[Collection[int]], *, work: int = _WORK, seed: int = 0
+) -> Packing:
     """The smallest packing found of blocks of these sizes in bytes, each alive at some steps.
 
     `bound` is the most bytes alive at one step, and `nbytes` itself where the search was complete.
+    `work` limits the search, in pairs of conflicting blocks.
     """
     conflicts = conflicts_of(alive)
     load = _load(sizes, alive)
-    best = _improved(sizes, alive, conflicts, load=load, seed=seed)
+    best = _improved(sizes, alive, conflicts, load=load, tries=_tries(conflicts, work), seed=seed)
     top = height(sizes, best)
     if top > load and len(sizes) <= _EXACT:
         found, complete = _BranchAndBound(sizes, alive, conflicts, top).run()
@@ -103,6 +106,10 @@ def _load(sizes: Sequence[int], alive: Sequence[Collection[int]]) -> int:
     return max(at.values(), default=0)
 
 
+def _tries(conflicts: Sequence[Sequence[int]], work: int) -> int:
+    return 1 + work // (1 + len(conflicts) + sum(len(others) for others in conflicts))
+
+
 def _orders(sizes: Sequence[int], alive: Sequence[Collection[int]]) -> Iterator[list[int]]:
     """Orders that do well: large first, long-lived first, both, and by first use."""
     blocks = range(len(sizes))
@@ -118,11 +125,11 @@ def _improved(
     conflicts: Sequence[Sequence[int]],
     *,
     load: int,
+    tries: int,
     seed: int,
 ) -> list[int]:
     """The best of some orders and of what squeaky wheels make of the best of them."""
     draw = random.Random(seed)
-    tries = 1 + _WORK // (len(sizes) + sum(len(others) for others in conflicts) + 1)
     placed = [(first_fit(sizes, conflicts, order), order) for order in _orders(sizes, alive)]
     best, order = min(placed, key=lambda one: height(sizes, one[0]))
     top = height(sizes, best)
@@ -159,7 +166,7 @@ class _BranchAndBound:
         top: int,
     ) -> None:
         self.sizes, self.conflicts, self.top = sizes, conflicts, top
-        steps = sorted(set(itertools.chain.from_iterable(alive)))
+        steps = dict.fromkeys(itertools.chain.from_iterable(alive))
         self.together = [[b for b, lives in enumerate(alive) if step in lives] for step in steps]
         self.addresses = [-1] * len(sizes)
         self.best: list[int] | None = None

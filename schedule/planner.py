@@ -131,7 +131,7 @@ def _fastest(
     for rung in (cap, *_rungs_below(cap, storages, traces, arena, keep)):
         if best and _least_ns(storages, traces, rung, hardware) >= _total_ns(best[1]):
             break
-        tiers = (tier_of(rung, hardware),)
+        tiers = (tier_of(rung, hardware, least_copied=_least_copied(storages, traces, arena, rung, keep)),)
         relaxed = [relax(groups, trace, tiers, wrap, which=which) for which, trace in enumerate(traces)]
         bounds = bounds or tuple(one.bound_ns if one else None for one in relaxed)
         found = search(
@@ -153,6 +153,15 @@ def _relaxed_groups(
     if arena.kind == "contiguous":
         arena = replace(arena, granule=1)
     return span_groups(read_runs(storages, traces, arena, keep=keep), arena.granule)
+
+
+def _least_copied(
+    storages: Sequence[Storage], traces: Sequence[Trace], arena: Arena, cap: int, keep: Collection[int]
+) -> int:
+    """What fixed addresses copy besides what does not fit; known for a single trace."""
+    if arena.kind == "paged" or len(traces) > 1:
+        return 0
+    return addresses.least_copied(addresses.blocks_of(storages, traces, arena, keep), cap)
 
 
 def _rungs_below(

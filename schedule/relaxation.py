@@ -24,12 +24,14 @@ _SMALLEST_COPY = 1e-5
 class Tier:
     """Memory that holds weights, and the link that fills it: bytes, and nanoseconds a byte.
 
-    `nbytes` is what there is for them in this tier and in all before it.
+    `nbytes` is what there is for them in this tier and in all before it; `least_copied` bytes at least
+    are copied in a pass, for reasons that the amount of memory does not tell (fixed addresses).
     """
 
     nbytes: int
     ns_per_byte: float
     latency_ns: int = 0
+    least_copied: int = 0
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,10 @@ class Problem:
         upper.put(rows, its.read, self._copy[tier])
         upper.put(rows, its.read_pause, 1.0)
         self.cost[its.lead] = self.cost[its.read] = _TIE * self._copy[tier]
+        least = self._tiers[tier].least_copied / self.unit_bytes
+        if least:
+            rows = upper.add(numpy.array([float(self._sizes.sum()) - least]))
+            upper.put(numpy.zeros(len(its.kept), dtype=int) + rows, its.kept, 1.0)
         if tier:
             rows = upper.add(numpy.zeros(len(its.kept)))
             upper.put(rows, self.columns(tier - 1).kept, 1.0)

@@ -19,10 +19,10 @@ from penstock.schedule.spans import Group, merged
 if TYPE_CHECKING:
     import numpy
 
-MERGED_BYTES = 64 << 20
+MERGED_BYTES = 1 << 30
 """Neighbouring spans with the same deadline and start are copied together up to this size.
 
-The model gains nothing from larger ones, and a reader needs several transfers to overlap.
+Each copy pays a latency. Readers share one in pieces of their own.
 """
 
 
