@@ -99,14 +99,16 @@ class Program:
         device: str = "cpu",
         arena: str | None = None,
         traces: Sequence[Trace] | None = None,
+        host_memory: int | str | None = None,
     ) -> Plan:
         """Decide what stays and what streams within `budget` (bytes, `32MiB`, or `50%` of the weights).
 
         `keep` holds patterns of FQNs that stay on the device. `arena` asks for a kind of arena
         instead of the fastest. `hardware` is measured (`auto`), a preset's name (`h200`) or a Hardware.
         `traces` replaces the modelled times, by measured ones for example
-        (`StreamedModule.measure`). Raises BudgetError below the floor, PlanError for a pattern that
-        matches nothing.
+        (`StreamedModule.measure`). `host_memory` limits what the host of that hardware holds of the
+        weights: the rest comes from its disk. Raises BudgetError below the floor, PlanError for a
+        pattern that matches nothing.
         """
         payload = self.payload
         # Where there are no weights, any share of them is enough.
@@ -135,6 +137,9 @@ class Program:
             keep=kept,
             wrap=wrap,
             names=payload.storage_names(),
+            host_memory=None
+            if host_memory is None
+            else parse_size(host_memory, total=self.weight_bytes or 100, name="host_memory"),
         )
         verify_plan(payload.storages, payload.traces, decided)
         return decided
@@ -166,6 +171,10 @@ class Program:
         elif keep or arena:
             raise PlanError("keep= and arena= are decided by the plan: give them to plan()")
         assert plan is not None
+        if plan.host is not None:
+            raise PlanError(
+                "the plan has a host behind the device, and a CPU has none: plan without host_memory"
+            )
         verify_plan(self.payload.storages, self.payload.traces, plan)
         return load_on_cpu(self.path, self.payload, plan, LoadOptions(readers, debug, poison))
 

@@ -59,3 +59,8 @@ class Hardware:
     def copy_ns(self, nbytes: int) -> int:
         """Nanoseconds that one transfer of `nbytes` takes, rounded up."""
         return self.link_latency_ns + -int(-nbytes * 1e9 // self.link_bytes_per_s)
+
+    def disk_ns(self, nbytes: int) -> int:
+        """Nanoseconds that the disk behind the host takes to read `nbytes`, rounded up; it must be known."""
+        assert self.disk_bytes_per_s is not None
+        return self.disk_latency_ns + -int(-nbytes * 1e9 // self.disk_bytes_per_s)

@@ -193,6 +193,10 @@ class Schedule:
     A range that no transfer brings and no drop takes is resident. The transfers with a negative
     `after` are on their way, or done, when a call begins. `lower_bound_ns` is what no plan can beat
     (`bound.py`), None where the solver did not find it in time.
+
+    `staged[i]` are the bytes of transfer i that the host does not hold: the disk brings them into a
+    ring of `staging_bytes` first, in issue order, once transfers before have left room for them.
+    Empty where the source of every transfer is all there.
     """
 
     __pydantic_config__: ClassVar = _STRICT
@@ -201,6 +205,20 @@ class Schedule:
     drops: tuple[Drop, ...]
     predicted_ns: int
     lower_bound_ns: int | None = None
+    staged: tuple[int, ...] = ()
+    staging_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class HostTier:
+    """What a host between disk and device holds: `resident` ranges of the layout, in `nbytes` of memory.
+
+    The staging ring of the schedules is part of these bytes.
+    """
+
+    __pydantic_config__: ClassVar = _STRICT
+    nbytes: int
+    resident: tuple[Range, ...]
 
 
 @dataclass(frozen=True)
@@ -213,7 +231,8 @@ class Plan:
     `resident` never leaves the device. `boundary`, which contains it, is on the device or on its
     way between calls, listed in the order in which a cold start loads it. `traces` are those that
     the plan was made for. `names` and `sizes` (bytes) are those of the storages, for people who read
-    the plan without its catalog; empty where nobody gave them.
+    the plan without its catalog; empty where nobody gave them. `host` is what the host holds where it
+    does not hold everything, None where the source of transfers needs no plan.
     """
 
     __pydantic_config__: ClassVar = _STRICT
@@ -230,6 +249,7 @@ class Plan:
     hardware: Hardware
     names: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
+    host: HostTier | None = None
 
     @cached_property
     def streamed_bytes(self) -> int:

@@ -89,13 +89,22 @@ def _ranges(plan: Plan, path: str) -> Iterator[str]:
         ("boundary", plan.boundary),
     ]
     for i, schedule in enumerate(plan.schedules):
-        yield from negative_problems(f"{path}.schedules[{i}]", predicted_ns=schedule.predicted_ns)
+        here = f"{path}.schedules[{i}]"
+        yield from negative_problems(here, predicted_ns=schedule.predicted_ns)
+        yield from size_problems(schedule.staging_bytes, f"{here}.staging_bytes")
+        for j, nbytes in enumerate(schedule.staged):
+            yield from size_problems(nbytes, f"{here}.staged[{j}]")
         bound = schedule.lower_bound_ns or 0
         yield from range_problems(bound, 0, schedule.predicted_ns, f"{path}.schedules[{i}].lower_bound_ns")
         ranges += [
             (f"schedules[{i}].transfers", schedule.transfers),
             (f"schedules[{i}].drops", schedule.drops),
         ]
+    if plan.host is not None:
+        yield from size_problems(plan.host.nbytes, f"{path}.host.nbytes")
+        ranges.append(("host.resident", plan.host.resident))
+        if plan.hardware.disk_bytes_per_s is None:
+            yield f"{path}.hardware.disk_bytes_per_s: expected the rate of the disk behind the host"
     for name, items in ranges:
         for i, item in enumerate(items):
             yield from size_problems(item.start, f"{path}.{name}[{i}].start")

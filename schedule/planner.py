@@ -15,8 +15,10 @@ from dataclasses import dataclass, replace
 from penstock.schedule import addresses, contiguous, paged
 from penstock.schedule.bound import relax, tier_of
 from penstock.schedule.errors import BudgetError
+from penstock.schedule.host import with_host
 from penstock.schedule.layout import first_uses
 from penstock.schedule.model import Arena, Hardware, Plan, Schedule, Storage, Trace, Wrap
+from penstock.schedule.relaxation import Tier
 from penstock.schedule.spans import Group, read_runs, span_groups
 from penstock.schedule.timeline import steady_period_ns
 from penstock.schedule.transfers import Decisions
@@ -72,15 +74,16 @@ def make_plan(
     keep: Collection[int] = frozenset(),
     wrap: Wrap = "overlap",
     names: Sequence[str] | None = None,
+    host_memory: int | None = None,
 ) -> Plan:
     """The fastest plan found within `budget` bytes; `keep` lists storages that never leave.
 
-    When all that is read fits, everything is held outside the arena and nothing moves. `names[s]`
-    is what messages call storage s.
+    When all that is read fits, everything is held outside the arena and nothing moves. `names[s]` is what
+    messages call storage s. What `host_memory` bytes of a host cannot hold of the rest comes from its disk.
 
     Raises:
         BudgetError: the budget is below the floor, which the error names with its step and weights.
-        PlanError: `hardware` has a rate that is not above 0 and finite, or a negative size.
+        PlanError: `hardware` has a rate that is not above 0 and finite, a negative size, or no disk.
     """
     hardware.check()
     outside = _outside(storages)
@@ -95,8 +98,9 @@ def make_plan(
         )
     else:
         _check_floor(storages, traces, arena, budget=budget, keep=keep, names=names)
-        found, schedules = _fastest(storages, traces, arena, cap=cap, hardware=hardware, keep=keep, wrap=wrap)
-    return Plan(
+        tiers = _Tiers(hardware, host_memory)
+        found, schedules = _fastest(storages, traces, arena, cap=cap, tiers=tiers, keep=keep, wrap=wrap)
+    plan = Plan(
         budget=budget,
         arena=arena,
         arena_bytes=found.arena_bytes,
@@ -111,6 +115,23 @@ def make_plan(
         names=tuple(names or ()),
         sizes=tuple(storage.nbytes for storage in storages),
     )
+    return plan if host_memory is None else with_host(plan, host_memory)
+
+
+@dataclass(frozen=True)
+class _Tiers:
+    """The machine, and what its host may hold of the weights (None: all)."""
+
+    hardware: Hardware
+    host_memory: int | None
+
+    def of(self, cap: int, least_copied: int) -> tuple[Tier, ...]:
+        """The device's tier with `cap` bytes, and the host's where it is limited."""
+        device = tier_of(cap, self.hardware, least_copied=least_copied)
+        rate = self.hardware.disk_bytes_per_s
+        if self.host_memory is None or rate is None:
+            return (device,)
+        return device, Tier(cap + self.host_memory, 1e9 / rate, self.hardware.disk_latency_ns)
 
 
 def _fastest(
@@ -119,11 +140,12 @@ def _fastest(
     arena: Arena,
     *,
     cap: int,
-    hardware: Hardware,
+    tiers: _Tiers,
     keep: Collection[int],
     wrap: Wrap,
 ) -> tuple[Decisions, tuple[Schedule, ...]]:
     """The fastest decisions for `cap` bytes of arena and for the rungs below that can still be faster."""
+    hardware = tiers.hardware
     search = contiguous.search if arena.kind == "contiguous" else paged.search
     groups = _relaxed_groups(storages, traces, arena, keep)
     best: tuple[Decisions, tuple[Schedule, ...]] | None = None
@@ -131,8 +153,8 @@ def _fastest(
     for rung in (cap, *_rungs_below(cap, storages, traces, arena, keep)):
         if best and _least_ns(storages, traces, rung, hardware) >= _total_ns(best[1]):
             break
-        tiers = (tier_of(rung, hardware, least_copied=_least_copied(storages, traces, arena, rung, keep)),)
-        relaxed = [relax(groups, trace, tiers, wrap, which=which) for which, trace in enumerate(traces)]
+        shapes = tiers.of(rung, _least_copied(storages, traces, arena, rung, keep))
+        relaxed = [relax(groups, trace, shapes, wrap, which=which) for which, trace in enumerate(traces)]
         bounds = bounds or tuple(one.bound_ns if one else None for one in relaxed)
         found = search(
             storages, traces, arena, cap=rung, hardware=hardware, keep=keep, wrap=wrap, relaxed=relaxed

@@ -28,7 +28,8 @@ from penstock.schedule.timeline import PassTimes, simulate
 Event = dict[str, Any]
 
 _COMPUTE = "compute"
-_LINKS = {0: "link", 1: "disk"}
+_DISK = "disk"
+_LINKS = {0: "link", 1: _DISK}
 _BLOCKS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 """Eighths of a cell, from none to all."""
 
@@ -100,7 +101,7 @@ def _terminal_lines(plan: Plan, which: int, width: int) -> list[str]:
     view = views_of(plan, which).steady
     trace, schedule = plan.traces[which], plan.schedules[which]
     links = sorted({t.link for t in schedule.transfers})
-    label = max(len(name) for name in (_COMPUTE, *map(lane_name, links))) + 1
+    label = max(len(name) for name in (_COMPUTE, _DISK, *map(lane_name, links))) + 1
     columns = width - label - 5
     lanes = {_COMPUTE: list(_computing(plan, which, view))}
     for link in links:
@@ -111,6 +112,8 @@ def _terminal_lines(plan: Plan, which: int, width: int) -> list[str]:
             if t.link == link
         )
         lanes[lane_name(link)] = list(copies)
+    if any(one.stages for one in view.passes):
+        lanes[_DISK] = [times for one in view.passes for times in one.stages]
     lines = [f"{name:<{label}}{_cells(busy, view, columns)}" for name, busy in lanes.items()]
     middle, end = format_time(view.period_ns / 2), format_time(view.period_ns)
     left = (columns - len(middle)) // 2 - 1
@@ -150,7 +153,8 @@ def _events(plan: Plan, which: int, names: Sequence[str], passes: int) -> Iterat
     trace, schedule = plan.traces[which], plan.schedules[which]
     links = sorted({t.link for t in schedule.transfers} | {0})
     yield _named("process_name", f"{trace.method} on {plan.hardware.name}", which + 1, 0)
-    for tid, name in enumerate((_COMPUTE, *map(lane_name, links)), 1):
+    disk = (_DISK,) if any(schedule.staged) else ()
+    for tid, name in enumerate((_COMPUTE, *map(lane_name, links), *disk), 1):
         yield _named("thread_name", name, which + 1, tid)
     copied = list(_copied(plan, which, names))
     times = simulate(trace, schedule, plan.hardware, plan.wrap, passes + 1)
@@ -162,6 +166,10 @@ def _events(plan: Plan, which: int, names: Sequence[str], passes: int) -> Iterat
         for t, args, (start, end) in zip(schedule.transfers, copied, now.transfers, strict=True):
             event = _complete(_title(args["weights"]), "transfer", start, end)
             yield event | {"pid": which + 1, "tid": 2 + links.index(t.link), "args": {"pass": number} | args}
+        staged = [args for args, nbytes in zip(copied, schedule.staged, strict=False) if nbytes]
+        for args, (start, end) in zip(staged, now.stages, strict=True):
+            event = _complete(_title(args["weights"]), "stage", start, end)
+            yield event | {"pid": which + 1, "tid": 2 + len(links), "args": {"pass": number} | args}
 
 
 def _copied(plan: Plan, which: int, names: Sequence[str]) -> Iterator[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """The event graph of a schedule, its steady period, and when everything happens from a cold start.
 
-Events are the end of each step's read, the end of each transfer and the start of the call. An
+Events are the end of each step's read, the end of each transfer, the end of what the disk reads for
+it, and the start of the call. An
 event happens at the maximum over its incoming edges of (source's time + weight), where an edge of
 height 1 refers to the pass before: a linear system over the (max, +) semiring. Its period, what
 one more pass costs in the limit, is the maximum over all cycles of weight over height. (Baccelli,
@@ -28,25 +29,27 @@ class PassTimes:
     """Nanoseconds since the first call began, of one pass: (start, end) of reads and of transfers.
 
     A read starts when its lead has ended and its spans are there. `transfers` are those issued
-    for this pass, some of them during the pass before.
+    for this pass, some of them during the pass before; `stages` what the disk reads for them, in order.
     """
 
     call_start: int
     reads: tuple[tuple[int, int], ...]
     transfers: tuple[tuple[int, int], ...]
+    stages: tuple[tuple[int, int], ...] = ()
 
 
 def build_graph(trace: Trace, schedule: Schedule, hardware: Hardware, wrap: Wrap) -> networkx.DiGraph:
     """The event graph with attributes `weight` (ns) and `height` (passes, 0 or 1) on its edges.
 
-    Nodes are ("step", k), the end of its read; ("transfer", i), its end; and ("call", 0), the
-    moment at which a pass begins.
+    Nodes are ("step", k), the end of its read; ("transfer", i), its end; ("call", 0), the moment at
+    which a pass begins; and ("stage", q), the end of the disk's q-th read.
     """
     import networkx
 
     steps, transfers = len(trace.steps), len(schedule.transfers)
     names = [("step", k) for k in range(steps)] + [("transfer", i) for i in range(transfers)]
     names.append(("call", 0))
+    names += [("stage", q) for q in range(len(_staged(schedule)))]
     graph = networkx.DiGraph()
     graph.add_nodes_from(names)
     for source, target, weight, height in _edges(trace, schedule, hardware, wrap):
@@ -68,12 +71,13 @@ def steady_period_ns(trace: Trace, schedule: Schedule, hardware: Hardware, wrap:
         PlanError: transfers and steps wait for each other within one pass.
     """
     edges = list(_edges(trace, schedule, hardware, wrap))
-    count = len(trace.steps) + len(schedule.transfers) + 1
+    count = _count(trace, schedule)
     order = _topological_order(edges, count, schedule.graph)
     rank = {node: position for position, node in enumerate(order)}
     edges.sort(key=lambda edge: rank[edge[1]])
     copying = sum(hardware.copy_ns(t.stop - t.start) for t in schedule.transfers)
-    weight, height = max(trace.compute_ns, copying), 1
+    staging = sum(hardware.disk_ns(schedule.staged[i]) for i in _staged(schedule))
+    weight, height = max(trace.compute_ns, copying, staging), 1
     while True:
         cycle = _heavier_cycle(edges, count, weight, height)
         if cycle is None:
@@ -91,19 +95,20 @@ def simulate(
     """
     edges = list(_edges(trace, schedule, hardware, wrap))
     steps, transfers = trace.steps, schedule.transfers
-    count = len(steps) + len(transfers) + 1
+    call, count = len(steps) + len(transfers), _count(trace, schedule)
     order = _topological_order(edges, count, schedule.graph)
     incoming: list[list[tuple[int, int, int]]] = [[] for _ in range(count)]
     for source, target, weight, height in edges:
         incoming[target].append((source, weight, height))
     copy_ns = [hardware.copy_ns(t.stop - t.start) for t in transfers]
+    disk_ns = [hardware.disk_ns(schedule.staged[i]) for i in _staged(schedule)]
+    least = [0] * len(steps) + copy_ns + [0] + disk_ns
     before: list[int] | None = None
     result = []
     for _ in range(passes):
         now = [0] * count
         for node in order:
-            own = copy_ns[node - len(steps)] if len(steps) <= node < count - 1 else 0
-            times = [own] if before is None else []
+            times = [least[node]] if before is None else []
             for source, weight, height in incoming[node]:
                 if height == 0:
                     times.append(now[source] + weight)
@@ -111,16 +116,16 @@ def simulate(
                     times.append(before[source] + weight)
             now[node] = max(times)
         reads = tuple((now[k] - step.read_ns, now[k]) for k, step in enumerate(steps))
-        ends = now[len(steps) : -1]
-        result.append(
-            PassTimes(now[-1], reads, tuple((end - ns, end) for end, ns in zip(ends, copy_ns, strict=True)))
-        )
+        copies = zip(now[len(steps) : call], copy_ns, strict=True)
+        stages = zip(now[call + 1 :], disk_ns, strict=True)
+        spans = [tuple((end - ns, end) for end, ns in some) for some in (copies, stages)]
+        result.append(PassTimes(now[call], reads, *spans))
         before = now
     return tuple(result)
 
 
 def _edges(trace: Trace, schedule: Schedule, hardware: Hardware, wrap: Wrap) -> Iterator[Edge]:
-    """Steps are numbered from 0, then the transfers, then the start of the call.
+    """Steps are numbered from 0, then the transfers, the start of the call, and the disk's reads.
 
     Transfers run in issue order, so a step waits for the last of its own only.
     """
@@ -142,6 +147,36 @@ def _edges(trace: Trace, schedule: Schedule, hardware: Hardware, wrap: Wrap) -> 
         in_flight = node if early else in_flight
     if wrap == "barrier" and in_flight is not None:
         yield in_flight, call, trace.gap_ns, 0
+    yield from _stage_edges(schedule, hardware, n)
+
+
+def _stage_edges(schedule: Schedule, hardware: Hardware, n: int) -> Iterator[Edge]:
+    """The disk reads in order, each once what was read too long before it to fit beside it is copied."""
+    staged = _staged(schedule)
+    sizes, first, count = [schedule.staged[i] for i in staged], n + len(schedule.transfers) + 1, len(staged)
+    back, held = 0, 0  # reads `back` to q, counted on from the pass before, are in the ring together
+    for q in range(-count, count):
+        held += sizes[q]
+        while held > schedule.staging_bytes or q - (back - count) >= count:
+            held -= sizes[back % count]
+            back += 1
+        if q < 0:
+            continue
+        transfer, node, disk_ns = schedule.transfers[staged[q]], first + q, hardware.disk_ns(sizes[q])
+        copied = back - count - 1
+        yield first + (q - 1) % count, node, disk_ns, int(q == 0)
+        yield n + staged[copied % count], node, disk_ns, int(copied < 0)
+        yield node, n + staged[q], hardware.copy_ns(transfer.stop - transfer.start), 0
+
+
+def _staged(schedule: Schedule) -> list[int]:
+    """The transfers for which the disk reads something."""
+    return [i for i, nbytes in enumerate(schedule.staged) if nbytes]
+
+
+def _count(trace: Trace, schedule: Schedule) -> int:
+    """Events of a pass."""
+    return len(trace.steps) + len(schedule.transfers) + 1 + len(_staged(schedule))
 
 
 def _topological_order(edges: list[Edge], count: int, graph: int) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from penstock.schedule.errors import PlanError
 from penstock.schedule.model import Plan, Schedule, Storage, Trace
+from penstock.schedule.verify_host import check_host
 from penstock.schedule.verify_memory import ABSENT, Memory
 from penstock.schedule.verify_walk import Walk, dropped_or_written, lay
 
@@ -22,6 +23,7 @@ def verify_plan(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: 
     _check_budget(storages, plan)
     for schedule, trace in _paired(plan):
         _check_schedule(schedule, trace)
+    check_host(plan)
     memory = Memory(storages, plan)
     _check_resident(memory, plan)
     for schedule, trace in _paired(plan):

@@ -39,6 +39,10 @@ ArenaName = Annotated[
 HardwareName = Annotated[
     str, typer.Option(help="A preset (rtx4090, h200, laptop, ...) instead of this machine, measured.")
 ]
+HostMemory = Annotated[
+    str | None,
+    typer.Option(help="What that hardware's host may hold of the weights; the rest from its disk."),
+]
 
 
 class DemoPart(StrEnum):
@@ -116,6 +120,7 @@ def plan(
     keep: Keep = None,
     arena: ArenaName = None,
     hardware: HardwareName = "auto",
+    host_memory: HostMemory = None,
     compare: Annotated[bool, typer.Option("--compare", help="Beside what other policies take.")] = False,
     sweep: Annotated[bool, typer.Option("--sweep", help="Time against budget, with all policies.")] = False,
     output: Annotated[
@@ -136,7 +141,7 @@ def plan(
             _fail(f"{path} exists: choose another output")
     with console.spinner("planning") as say:
         program = open_program(artifact)
-        asked = plan_command.Asked(program, budget, keep or (), arena, hardware)
+        asked = plan_command.Asked(program, budget, keep or (), arena, hardware, host_memory)
         facts = plan_command.answer(asked, say, compare=compare, sweep=sweep)
     plan_command.write(facts, output=output, report=report, timeline=timeline)
     if json:
@@ -153,6 +158,7 @@ def simulate(
     keep: Keep = None,
     arena: ArenaName = None,
     hardware: HardwareName = "auto",
+    host_memory: HostMemory = None,
     json: Json = False,
 ) -> None:
     """Execute a plan on a virtual clock and show where it waits."""
@@ -161,7 +167,7 @@ def simulate(
 
     with console.spinner("planning"):
         program = open_program(artifact)
-        decided = plan_command.Asked(program, budget, keep or (), arena, hardware).plan()
+        decided = plan_command.Asked(program, budget, keep or (), arena, hardware, host_memory).plan()
     facts = plan_command.simulated(decided)
     if json:
         console.print_json(facts)

@@ -39,9 +39,16 @@ class Asked:
     keep: Sequence[str]
     arena: str | None
     hardware: str
+    host_memory: str | None = None
 
-    def plan(self) -> Plan:
-        return self.program.plan(self.budget, keep=self.keep, arena=self.arena, hardware=self.hardware)
+    def plan(self, budget: int | str | None = None, hardware: Hardware | None = None) -> Plan:
+        return self.program.plan(
+            budget or self.budget,
+            keep=self.keep,
+            arena=self.arena,
+            hardware=hardware or self.hardware,
+            host_memory=self.host_memory,
+        )
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ def answer(asked: Asked, say: Callable[[str], None], *, compare: bool, sweep: bo
 
     def make(budget: int) -> Plan:
         say(f"planning for {format_size(budget)}")
-        return program.plan(budget, keep=asked.keep, arena=asked.arena, hardware=decided.hardware)
+        return asked.plan(budget, decided.hardware)
 
     more = make(decided.budget + whatif.GIGABYTE) if decided.streamed_bytes else None
     point = whatif.point_of(decided, storages, host)

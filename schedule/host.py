@@ -1,0 +1,117 @@
+"""What a host between disk and device holds of the bytes that stream, and how the rest passes through it.
+
+The device's decisions stand; what they copy comes from the host's memory or, through a ring of staging
+memory, from the disk. Bytes that are copied more often in a pass are held first. Among others the
+same share is held all along the trace, so that the disk reads while the link copies what is held. How
+large the ring should be is tried out on the exact event graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from penstock.schedule.errors import BudgetError, PlanError
+from penstock.schedule.model import HostTier, Plan, Range, Schedule, Transfer
+from penstock.schedule.spans import merged
+from penstock.schedule.timeline import steady_period_ns
+
+_RINGS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+"""Staging memory that is tried, as parts of all that the host has."""
+
+_TURNS = 4
+"""Pieces that fit into the ring: one is read while others wait or are copied."""
+
+
+def with_host(plan: Plan, nbytes: int) -> Plan:
+    """The plan with `nbytes` of host memory for weights, in the fastest way found.
+
+    Transfers are cut to fit into the ring. Raises PlanError where the disk's rate is not known,
+    BudgetError where not even a ring of one granule fits.
+    """
+    granule, hardware = plan.arena.granule, plan.hardware
+    if hardware.disk_bytes_per_s is None:
+        raise PlanError(
+            f"the rate of the disk behind the host of {hardware.name!r} is not known: give hardware with "
+            "disk_bytes_per_s, or no host memory"
+        )
+    copied = merged(r for schedule in plan.schedules for r in _ranges(schedule))
+    if sum(r.nbytes for r in copied) <= nbytes:
+        return replace(plan, host=HostTier(nbytes, copied))
+    rings = {nbytes // part // granule * granule for part in _RINGS} - {0}
+    if not rings:
+        raise BudgetError(
+            f"the host memory of {nbytes} bytes is below the floor of {granule}: weights pass through it in "
+            f"pieces of {granule} bytes; give at least that much",
+            floor_bytes=granule,
+        )
+    found = (_timed(_with_ring(plan, nbytes, ring)) for ring in sorted(rings))
+    return min(found, key=lambda one: one.predicted_seconds)
+
+
+def _timed(plan: Plan) -> Plan:
+    """The plan with its schedules' periods."""
+    timed = []
+    for schedule, trace in zip(plan.schedules, plan.traces, strict=True):
+        period = steady_period_ns(trace, schedule, plan.hardware, plan.wrap)
+        timed.append(replace(schedule, predicted_ns=period))
+    return replace(plan, schedules=tuple(timed))
+
+
+def staged_bytes(transfer: Transfer, resident: Sequence[Range]) -> int:
+    """Bytes of a transfer that are in none of the resident ranges, which are sorted and disjoint."""
+    held = 0
+    first = bisect_right(resident, transfer.start, key=lambda r: r.stop)
+    for one in resident[first : bisect_left(resident, transfer.stop, key=lambda r: r.start)]:
+        held += min(one.stop, transfer.stop) - max(one.start, transfer.start)
+    return transfer.stop - transfer.start - held
+
+
+def _with_ring(plan: Plan, nbytes: int, ring: int) -> Plan:
+    """The plan with transfers in pieces that fit into the ring, and what the host holds beside it."""
+    granule = plan.arena.granule
+    piece = max(granule, ring // _TURNS // granule * granule)
+    cut = [
+        replace(s, transfers=tuple(part for t in s.transfers for part in _parts(t, piece)))
+        for s in plan.schedules
+    ]
+    resident = _held(cut, nbytes - ring)
+    schedules = tuple(
+        replace(s, staged=tuple(staged_bytes(t, resident) for t in s.transfers), staging_bytes=ring)
+        for s in cut
+    )
+    return replace(plan, schedules=schedules, host=HostTier(nbytes, resident))
+
+
+def _held(schedules: Sequence[Schedule], room: int) -> tuple[Range, ...]:
+    """Ranges of at most `room` bytes: those copied most often, and of others the same share all along."""
+    counts: Counter[Range] = Counter()
+    edges = sorted({edge for s in schedules for t in s.transfers for edge in (t.start, t.stop)})
+    for schedule in schedules:
+        for t in schedule.transfers:
+            inside = edges[bisect_left(edges, t.start) : bisect_right(edges, t.stop)]
+            counts.update(Range(a, b) for a, b in itertools.pairwise(inside))
+    held: list[Range] = []
+    for often in sorted(set(counts.values()), reverse=True):
+        cells = [cell for cell, count in counts.items() if count == often]
+        share = min(1.0, room / sum(cell.nbytes for cell in cells))
+        owed = 0.0
+        for cell in cells:
+            owed += cell.nbytes * share
+            if cell.nbytes <= room and owed >= cell.nbytes / 2:
+                held.append(cell)
+                room -= cell.nbytes
+                owed -= cell.nbytes
+    return merged(held)
+
+
+def _parts(transfer: Transfer, piece: int) -> Iterator[Transfer]:
+    for start in range(transfer.start, transfer.stop, piece):
+        yield replace(transfer, start=start, stop=min(start + piece, transfer.stop))
+
+
+def _ranges(schedule: Schedule) -> Iterator[Range]:
+    return (Range(t.start, t.stop) for t in schedule.transfers)
