@@ -23,7 +23,7 @@ from penstock.schedule.verify import verify_plan
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
 
-VERSIONS = (2,)
+VERSIONS = (3,)
 Lowering = Literal["none", "eager"]
 
 _LEAST_INT, _MOST_INT = -(1 << 63), (1 << 64) - 1
