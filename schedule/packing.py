@@ -133,24 +133,25 @@ def _improved(
     placed = [(first_fit(sizes, conflicts, order), order) for order in _orders(sizes, alive)]
     best, order = min(placed, key=lambda one: height(sizes, one[0]))
     top = height(sizes, best)
+    current = best
     for _ in range(tries):
         if top <= load:
             break
-        changed = _squeaked(sizes, best, order, load, draw)
-        current = first_fit(sizes, conflicts, changed)
+        order = _squeaked(sizes, current, order, load, draw)
+        current = first_fit(sizes, conflicts, order)
         if height(sizes, current) <= top:
-            best, order, top = current, changed, height(sizes, current)
+            best, top = current, height(sizes, current)
     return best
 
 
 def _squeaked(
     sizes: Sequence[int], addresses: Sequence[int], order: Sequence[int], load: int, draw: random.Random
 ) -> list[int]:
-    """The order with some of the blocks that end above the bound moved forward, at random."""
-    places = {block: float(place) for place, block in enumerate(order)}
-    above = [block for block in order if addresses[block] + sizes[block] > load]
-    for block in draw.sample(above, max(1, int(len(above) * draw.random()))):
-        places[block] -= draw.random() ** 2 * len(order)
+    """The order with every block that ends above the bound moved forward, by a drawn number of places."""
+    places = {
+        block: place - (draw.random() * len(order) / 2 if addresses[block] + sizes[block] > load else 0)
+        for place, block in enumerate(order)
+    }
     return sorted(order, key=lambda block: places[block])
 
 
