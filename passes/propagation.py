@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
@@ -112,7 +113,18 @@ class _CountingProp(FakeTensorProp):
     def run_node(self, n: fx.Node) -> Any:
         if n.op != "call_function" or isinstance(n.target, HigherOrderOperator):
             return super().run_node(n)
-        with FlopCounterMode(display=False, custom_mapping=_FORMULAS) as counter:
-            result = super().run_node(n)
+        try:
+            counter, result = self._count(n)
+        except RuntimeError as error:
+            if "symbolic sizes" not in str(error):
+                raise
+            # torch 2.11 decomposes `linear` in C++, which does not know them. Only here: some views become
+            # copies when Python decomposes.
+            with enable_python_dispatcher():
+                counter, result = self._count(n)
         n.meta[FLOPS] = size_hint(counter.get_total_flops())
         return result
+
+    def _count(self, n: fx.Node) -> tuple[FlopCounterMode, Any]:
+        with FlopCounterMode(display=False, custom_mapping=_FORMULAS) as counter:
+            return counter, super().run_node(n)

@@ -107,6 +107,7 @@ def test_methods_share_a_state_when_they_run():
             assert same_bits(bound["look"](x), look(x))
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch 2.11 says so of its own
 def test_methods_that_were_saved_apart_share_equal_weights():
     shared = nn.Linear(8, 8)
     exported = torch.export.export(Look(shared, torch.ones(8)), (torch.randn(2, 8),))
