@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
-from penstock.schedule.model import Drop, Hardware, Plan, Range, Trace, Transfer
+from penstock.schedule.model import Drop, Hardware, Plan, Range, Storage, Trace, Transfer
 
 LARGEST_SIZE = 1 << 50
 """Bytes that no file, storage or arena exceeds: far above any model, far below overflow."""
@@ -19,9 +19,11 @@ def size_problems(value: int, path: str, least: int = 0) -> Iterator[str]:
     return range_problems(value, least, LARGEST_SIZE, path)
 
 
-def negative_problems(path: str, **values: int) -> Iterator[str]:
+def negative_problems(path: str, **values: float) -> Iterator[str]:
     for name, value in values.items():
-        if value < 0:
+        if not isinstance(value, int):
+            yield f"{path}.{name}: expected a whole number, got {value!r}"
+        elif value < 0:
             yield f"{path}.{name}: expected 0 or more, got {value}"
 
 
@@ -46,6 +48,14 @@ def trace_problems(trace: Trace, path: str, storages: int) -> Iterator[str]:
             yield f"{here}.reads: expected one storage or more, ascending, got {list(step.reads)[:8]}"
         elif step.reads[0] < 0 or step.reads[-1] >= storages:
             yield f"{here}.reads: expected indices of {storages} storages, got {list(step.reads)[:8]}"
+
+
+def facts_problems(storages: Sequence[Storage], traces: Sequence[Trace]) -> Iterator[str]:
+    """What is wrong with sizes, times and reads that are to be planned."""
+    for i, storage in enumerate(storages):
+        yield from negative_problems(f"storages[{i}]", nbytes=storage.nbytes)
+    for i, trace in enumerate(traces):
+        yield from trace_problems(trace, f"traces[{i}]", len(storages))
 
 
 def machine_problems(hardware: Hardware, path: str) -> Iterator[str]:

@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 
 from penstock.schedule import addresses, contiguous, paged
 from penstock.schedule.bound import relax, tier_of
-from penstock.schedule.errors import BudgetError
+from penstock.schedule.errors import BudgetError, PlanError
 from penstock.schedule.host import with_host
 from penstock.schedule.layout import first_uses
 from penstock.schedule.model import Arena, Hardware, Plan, Schedule, Storage, Trace, Wrap
+from penstock.schedule.plan_checks import facts_problems
 from penstock.schedule.relaxation import Tier
 from penstock.schedule.spans import Group, read_runs, span_groups
 from penstock.schedule.timeline import steady_period_ns
@@ -83,9 +84,12 @@ def make_plan(
 
     Raises:
         BudgetError: the budget is below the floor, which the error names with its step and weights.
-        PlanError: `hardware` has a rate that is not above 0 and finite, a negative size, or no disk.
+        PlanError: `hardware` has a rate that is not above 0 and finite, a negative size, or no disk; a
+            time, size or read of the facts cannot be.
     """
     hardware.check()
+    for problem in facts_problems(storages, traces):
+        raise PlanError(f"nothing can be planned: {problem}")
     outside = _outside(storages)
     streamed = first_uses(storages, traces)
     cap = budget - sum(storages[s].nbytes for s in outside)

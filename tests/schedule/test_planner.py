@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.schedule.errors import BudgetError, PlanError
 from penstock.schedule.layout import first_uses, packed_arena
-from penstock.schedule.model import Plan, Step, Storage, Trace
+from penstock.schedule.model import Arena, Hardware, Plan, Range, Step, Storage, Trace
 from penstock.schedule.planner import RUNGS, floor, make_plan
 from penstock.schedule.timeline import steady_period_ns
 from penstock.schedule.verify import verify_plan
@@ -187,3 +187,21 @@ def test_a_larger_budget_keeps_the_plan_of_a_smaller_one() -> None:
     hardware = machine(1e9, latency_ns=2000)
     problem = Problem(storages, traces, arena, hardware, frozenset(), "overlap", 0.0)
     assert periods_on_the_ladder(problem, 0, RUNGS // 6) == [20_152, 20_152]
+
+
+@pytest.mark.parametrize(
+    ("step", "nbytes", "message"),
+    [
+        (Step("a", (0,), float("nan"), 1), 64, r"steps\[0\].lead_ns: expected a whole number, got nan"),  # type: ignore[arg-type]
+        (Step("a", (0,), 0, -1), 64, r"steps\[0\].read_ns: expected 0 or more, got -1"),
+        (Step("a", (7,), 0, 1), 64, r"steps\[0\].reads: expected indices of 2 storages, got \[7\]"),
+        (Step("a", (), 0, 1), 64, r"steps\[0\].reads: expected one storage or more"),
+        (Step("a", (0,), 0, 1), -1, r"storages\[0\].nbytes: expected 0 or more, got -1"),
+    ],
+)
+def test_facts_that_cannot_be_are_refused(step: Step, nbytes: int, message: str) -> None:
+    storages = (Storage(nbytes, "streamable"), Storage(64, "streamable"))
+    arena = Arena("paged", "anonymous", 64, (0, 64), (Range(0, 128),))
+    trace = Trace("forward", 0, "", (step, Step("b", (1,), 0, 1)), 0, 0, "modelled")
+    with pytest.raises(PlanError, match=message):
+        make_plan(storages, (trace,), arena, budget=64, hardware=Hardware("test", 1e12, 1e12, 1e9, 0))
