@@ -68,13 +68,17 @@ def sweep(
 
 
 def limit_of(plan: Plan) -> str:
-    """What sets the plan's time: `compute`, `link`, or `memory` where neither is busy all the time."""
+    """What sets the plan's time: `compute`, `link`, `disk`, or `memory` where none is busy all the time."""
     predicted = sum(schedule.predicted_ns for schedule in plan.schedules)
     compute = sum(trace.compute_ns for trace in plan.traces)
     copying = sum(plan.hardware.copy_ns(t.stop - t.start) for s in plan.schedules for t in s.transfers)
     if predicted <= compute * _ALIKE:
         return "compute"
-    return "link" if predicted <= copying * 1.05 else "memory"
+    reading = sum(plan.hardware.disk_ns(nbytes) for s in plan.schedules for nbytes in s.staged if nbytes)
+    busiest = max(copying, reading)
+    if predicted > busiest * 1.05:
+        return "memory"
+    return "link" if busiest == copying else "disk"
 
 
 def verdict(plan: Plan, policies: Mapping[str, int], more: Plan | None = None) -> tuple[str, ...]:
@@ -101,6 +105,13 @@ def _limit_sentence(plan: Plan) -> str:
             return (
                 f"The link limits it: {moved} a pass at {rate:.3g} GB/s take {_time(predicted)}, compute "
                 f"{_time(compute)}."
+            )
+        case "disk":
+            read = format_size(sum(nbytes for s in plan.schedules for nbytes in s.staged))
+            held = format_size(plan.host.nbytes if plan.host else 0)
+            return (
+                f"The disk limits it: of {moved} a pass, {read} are more than a host of {held} holds, and "
+                f"reading them takes {_time(predicted)}, compute {_time(compute)}."
             )
     return (
         f"Memory limits it: within {format_size(plan.budget)} there is too little room to copy ahead, so "

@@ -161,6 +161,7 @@ def _method(plan: Plan, which: int, kept: Sequence[tuple[int, Any]]) -> dict[str
             "count": [c.last - c.first for c in copies],
             "ns": [sum(copy_ns[c.first : c.last]) for c in copies],
         },
+        "stages": _stages(plan, schedule, copies),
         "stays": {
             **_ranges(plan, [(s.storage, s.range.start, s.range.nbytes) for s in stays]),
             "copy": _deltas([s.copy for s in stays]),
@@ -168,6 +169,16 @@ def _method(plan: Plan, which: int, kept: Sequence[tuple[int, Any]]) -> dict[str
         },
         "rows": _rows(plan, drawn, kept),
         "views": {"first": _view(views.first, copies), "steady": _view(views.steady, copies)},
+    }
+
+
+def _stages(plan: Plan, schedule: Schedule, copies: Sequence[Copy]) -> dict[str, list[int]]:
+    """What the disk reads for the host: for each read the copy that it is part of, and its time."""
+    staged = [i for i, nbytes in enumerate(schedule.staged) if nbytes]
+    lasts = [c.last for c in copies]
+    return {
+        "copy": [bisect_right(lasts, i) for i in staged],
+        "ns": [plan.hardware.disk_ns(schedule.staged[i]) for i in staged],
     }
 
 
@@ -188,6 +199,7 @@ def _view(view: View, copies: Sequence[Copy]) -> dict[str, Any]:
         "begins": [begin - zero for begin in view.begins],
         "reads": [_deltas([start - zero for start, _ in one.reads]) for one in view.passes],
         "copies": [_deltas([one.transfers[c.first][0] - zero for c in copies]) for one in view.passes],
+        "stages": [_deltas([start - zero for start, _ in one.stages]) for one in view.passes],
     }
 
 

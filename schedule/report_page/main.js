@@ -49,6 +49,7 @@ function budgetLine(budget, total) {
 const LIMITS = {
   compute: ["Compute", () => "copies hide behind it"],
   link: ["The link", (copying, plan) => `busy ${formatShare(copying / Math.max(1, plan.predicted_ns))} of the time`],
+  disk: ["The disk", () => "the host does not hold all that streams"],
   memory: ["Memory", () => "too little room to copy ahead"],
 };
 

@@ -40,6 +40,9 @@ function buildMethod(raw) {
   return { ...raw, steps, copies, stays, built: {} };
 }
 
+/** The lane of what the disk reads for a host that does not hold it. */
+const DISK = 1;
+
 /** Everything that happens in the passes of one view, in time order. */
 function buildView(method, key) {
   if (method.built[key]) return method.built[key];
@@ -47,6 +50,7 @@ function buildView(method, key) {
   const passes = raw.reads.length;
   const reads = raw.reads.map(sums);
   const starts = raw.copies.map(sums);
+  const reading = raw.stages.map(sums);
   const view = {
     key, method, focus: raw.focus, begins: raw.begins, reads,
     limits: [raw.begins[0], raw.begins[passes]],
@@ -60,6 +64,11 @@ function buildView(method, key) {
       if (!view.links.has(copy.link)) view.links.set(copy.link, []);
       view.links.get(copy.link).push({ start, end: start + copy.ns, copy, pass });
     }
+    method.stages.copy.forEach((index, read) => {
+      const start = reading[pass][read];
+      if (!view.links.has(DISK)) view.links.set(DISK, []);
+      view.links.get(DISK).push({ start, end: start + method.stages.ns[read], copy: method.copies[index], pass });
+    });
   }
   view.stall = view.compute
     .filter((one) => one.kind === "stall" && one.pass === view.focus)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from benchmarks.corpus import list_programs
 from penstock.schedule.costs import with_times
+from penstock.schedule.host import with_host
 from penstock.schedule.layout import packed_arena
 from penstock.schedule.model import ArenaKind, Plan
 from penstock.schedule.planner import floor, make_plan
@@ -32,6 +33,13 @@ def two_links(plan: Plan) -> Plan:
     (schedule,) = plan.schedules
     transfers = tuple(replace(t, link=i % 2) for i, t in enumerate(schedule.transfers))
     return replace(plan, schedules=(replace(schedule, transfers=transfers),))
+
+
+def plan_behind_a_disk(n: int = 16) -> Plan:
+    """A plan whose host holds a third of the weights, with a disk a third as fast as the link."""
+    plan = equal_plan(n)
+    rate = plan.hardware.link_bytes_per_s / 3
+    return with_host(replace(plan, hardware=replace(plan.hardware, disk_bytes_per_s=rate)), n * UNIT // 3)
 
 
 def corpus_plan(name: str, hardware: str, kind: ArenaKind, share: float) -> Plan:

@@ -18,7 +18,7 @@ from penstock.schedule.planner import make_plan
 from penstock.schedule.report import save_report
 from penstock.schedule.report_data import views_of
 from tests.schedule.report_browser import Page, open_browser
-from tests.schedule.report_plans import UNIT, corpus_plan, equal_plan, two_links
+from tests.schedule.report_plans import UNIT, corpus_plan, equal_plan, plan_behind_a_disk, two_links
 from tests.schedule.traces import equal_problem
 
 MOST_BYTES = 3_000_000
@@ -202,6 +202,18 @@ def test_a_sweep_draws_a_line_for_each_policy(browser: Chrome, tmp_path: Path) -
     assert page.complaints() == []
 
 
+def test_what_the_disk_reads_for_the_host_has_a_lane(browser: Chrome, tmp_path: Path) -> None:
+    plan = plan_behind_a_disk()
+    page = Page(browser, save(tmp_path, plan, names=names(16)))
+    steady = views_of(plan, 0).steady
+    times = steady.passes[steady.focus]
+    staged = [i for i, nbytes in enumerate(plan.schedules[0].staged) if nbytes]
+    start, end = times.stages[3]
+    shown = page.hover(((start + end) / 2 - times.call_start) / steady.period_ns, LANES["link"] + 44)
+    assert shown.startswith(f"block.{plan.schedules[0].transfers[staged[3]].step}.weight\n")
+    assert page.complaints() == []
+
+
 def odd_plans() -> Sequence[tuple[str, Plan]]:
     p = equal_problem(6, 0.5)
     traces = (p.traces[0], replace(p.traces[0], method="decode", graph=1, steps=p.traces[0].steps[::-1]))
@@ -217,6 +229,7 @@ def odd_plans() -> Sequence[tuple[str, Plan]]:
     return (
         ("two methods", two),
         ("two links", two_links(equal_plan())),
+        ("a host with a disk", plan_behind_a_disk()),
         ("no bound", without),
         ("nothing to read", none),
         ("everything fits", fits),

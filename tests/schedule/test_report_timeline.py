@@ -17,7 +17,7 @@ from penstock.schedule.model import ArenaKind, Step, Storage, Trace
 from penstock.schedule.planner import make_plan
 from penstock.schedule.report import save_report, save_timeline, terminal_timeline
 from penstock.schedule.report_page import page_data
-from tests.schedule.report_plans import UNIT, corpus_plan, equal_plan, two_links
+from tests.schedule.report_plans import UNIT, corpus_plan, equal_plan, plan_behind_a_disk, two_links
 from tests.schedule.traces import equal_problem, machine
 
 
@@ -62,6 +62,15 @@ def test_a_second_link_is_the_disk(tmp_path: Path) -> None:
     save_timeline(plan, tmp_path / "plan.json", passes=1)
     lanes = threads(json.loads((tmp_path / "plan.json").read_text())["traceEvents"])
     assert (len(lanes["link"]), len(lanes["disk"])) == (8, 8)
+    named = [line.split()[0] for line in terminal_timeline(plan).splitlines()]
+    assert named[:3] == ["compute", "link", "disk"]
+
+
+def test_what_the_disk_reads_for_a_host_is_a_lane(tmp_path: Path) -> None:
+    plan = plan_behind_a_disk()
+    save_timeline(plan, tmp_path / "plan.json", passes=1)
+    lanes = threads(json.loads((tmp_path / "plan.json").read_text())["traceEvents"])
+    assert len(lanes["disk"]) == sum(nbytes > 0 for nbytes in plan.schedules[0].staged) > 0
     named = [line.split()[0] for line in terminal_timeline(plan).splitlines()]
     assert named[:3] == ["compute", "link", "disk"]
 

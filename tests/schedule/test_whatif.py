@@ -11,6 +11,7 @@ from penstock.schedule.layout import packed_arena
 from penstock.schedule.model import Hardware, Plan, Step, Storage, Trace, Work
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.presets import PRESETS, find_hardware
+from tests.schedule.report_plans import plan_behind_a_disk
 
 GB = 10**9
 STORAGES = tuple(Storage(GB // 10, "streamable") for _ in range(40))
@@ -109,3 +110,9 @@ def test_presets_are_machines(name: str) -> None:
     hardware.check()
     assert hardware.name == name
     assert hardware.memory_nbytes
+
+
+def test_a_disk_behind_a_small_host_limits() -> None:
+    plan = plan_behind_a_disk()
+    assert whatif.limit_of(plan) == "disk"
+    assert whatif.verdict(plan, {})[0].startswith("The disk limits it: of ")
