@@ -66,9 +66,9 @@ class Relaxation:
     copy_bytes: float
 
 
-def tier_of(nbytes: int, hardware: Hardware, *, least_copied: int = 0) -> Tier:
+def tier_of(nbytes: int, hardware: Hardware) -> Tier:
     """The device's tier with `nbytes` of memory."""
-    return Tier(nbytes, 1e9 / hardware.link_bytes_per_s, hardware.link_latency_ns, least_copied)
+    return Tier(nbytes, 1e9 / hardware.link_bytes_per_s, hardware.link_latency_ns)
 
 
 def relax(

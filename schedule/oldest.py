@@ -7,7 +7,6 @@ ring whose blocks may have any sizes, and whose turning points (a backward pass)
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -49,29 +48,39 @@ def place_oldest(
         )
         if middle.nbytes < ring:
             return None
+    read_with = _read_together(blocks)
     pieces = [_Piece(base, cap, -1)]
     now, used = -1, None
     for b in rest:
         now += used != first_use(blocks[b])
         used = first_use(blocks[b])
-        address = fixed.get(b, _oldest(pieces, blocks[b].size, now=now, within=middle))
+        apart = [
+            Range(addresses[o], addresses[o] + blocks[o].size) for o in read_with[b] if addresses[o] >= 0
+        ]
+        address = fixed.get(b, _oldest(pieces, blocks[b].size, now=now, within=middle, apart=apart))
         if address is None:
             return None
         addresses[b] = address
         pieces = _replaced(pieces, _Piece(address, address + blocks[b].size, now))
-    return None if _overlap(blocks, addresses) else Placement(tuple(addresses), cap)
+    return None if _overlap(blocks, addresses, read_with) else Placement(tuple(addresses), cap)
 
 
-def _oldest(pieces: Sequence[_Piece], size: int, *, now: int, within: Range) -> int | None:
+def _oldest(
+    pieces: Sequence[_Piece], size: int, *, now: int, within: Range, apart: Sequence[Range]
+) -> int | None:
     """The address whose youngest bytes are oldest, beginning or ending where another piece does.
 
-    Of equal places the one with the fewest youngest bytes wins. None where all have bytes of this step.
+    Of equal places the one with the fewest youngest bytes wins. None where all have bytes of this step,
+    or of what must stay apart.
     """
     starts = {within.start, within.stop - size}
     starts |= {piece.start for piece in pieces} | {piece.stop - size for piece in pieces}
+    starts |= {one.stop for one in apart} | {one.start - size for one in apart}
     best: tuple[int, int, int] | None = None
     for address in starts:
         if address < within.start or address + size > within.stop:
+            continue
+        if any(address < one.stop and one.start < address + size for one in apart):
             continue
         youngest = nbytes = -1
         for piece in pieces:
@@ -92,15 +101,24 @@ def _replaced(pieces: Sequence[_Piece], new: _Piece) -> list[_Piece]:
     return [*below, new, *above]
 
 
-def _overlap(blocks: Sequence[Block], addresses: Sequence[int]) -> bool:
-    """Whether two blocks that one step reads share bytes."""
-    together: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for block, address in zip(blocks, addresses, strict=True):
+def _read_together(blocks: Sequence[Block]) -> list[set[int]]:
+    """For each block those that a step reads with it."""
+    together: dict[tuple[int, int], list[int]] = {}
+    for b, block in enumerate(blocks):
         for which, steps in enumerate(block.reads):
             for k in steps:
-                together.setdefault((which, k), []).append((address, address + block.size))
+                together.setdefault((which, k), []).append(b)
+    result: list[set[int]] = [set() for _ in blocks]
+    for some in together.values():
+        for b in some if len(some) > 1 else ():
+            result[b] |= {o for o in some if o != b}
+    return result
+
+
+def _overlap(blocks: Sequence[Block], addresses: Sequence[int], read_with: Sequence[Collection[int]]) -> bool:
+    """Whether two blocks that one step reads share bytes."""
     return any(
-        before[1] > after[0]
-        for places in together.values()
-        for before, after in itertools.pairwise(sorted(places))
+        addresses[b] < addresses[o] + blocks[o].size and addresses[o] < addresses[b] + blocks[b].size
+        for b, others in enumerate(read_with)
+        for o in others
     )

@@ -20,7 +20,7 @@ from penstock.schedule.layout import first_uses
 from penstock.schedule.model import Arena, Hardware, Plan, Schedule, Storage, Trace, Wrap
 from penstock.schedule.plan_checks import facts_problems
 from penstock.schedule.relaxation import Tier
-from penstock.schedule.spans import Group, read_runs, span_groups
+from penstock.schedule.spans import Group, Reads, read_runs, span_groups
 from penstock.schedule.timeline import steady_period_ns
 from penstock.schedule.transfers import Decisions
 
@@ -129,9 +129,8 @@ class _Tiers:
     hardware: Hardware
     host_memory: int | None
 
-    def of(self, cap: int, least_copied: int) -> tuple[Tier, ...]:
-        """The device's tier with `cap` bytes, and the host's where it is limited."""
-        device = tier_of(cap, self.hardware, least_copied=least_copied)
+    def behind(self, device: Tier, cap: int) -> tuple[Tier, ...]:
+        """The device's tier, and the host's where it is limited."""
         rate = self.hardware.disk_bytes_per_s
         if self.host_memory is None or rate is None:
             return (device,)
@@ -157,7 +156,9 @@ def _fastest(
     for rung in (cap, *_rungs_below(cap, storages, traces, arena, keep)):
         if best and _least_ns(storages, traces, rung, hardware) >= _total_ns(best[1]):
             break
-        shapes = tiers.of(rung, _least_copied(storages, traces, arena, rung, keep))
+        shapes = tiers.behind(
+            _device(storages, traces, arena, keep=keep, groups=groups, tier=tier_of(rung, hardware)), rung
+        )
         relaxed = [relax(groups, trace, shapes, wrap, which=which) for which, trace in enumerate(traces)]
         bounds = bounds or tuple(one.bound_ns if one else None for one in relaxed)
         found = search(
@@ -181,13 +182,24 @@ def _relaxed_groups(
     return span_groups(read_runs(storages, traces, arena, keep=keep), arena.granule)
 
 
-def _least_copied(
-    storages: Sequence[Storage], traces: Sequence[Trace], arena: Arena, cap: int, keep: Collection[int]
-) -> int:
-    """What fixed addresses copy besides what does not fit; known for a single trace."""
+def _device(
+    storages: Sequence[Storage],
+    traces: Sequence[Trace],
+    arena: Arena,
+    *,
+    keep: Collection[int],
+    groups: Sequence[Group],
+    tier: Tier,
+) -> Tier:
+    """The device's tier with what fixed addresses mean for one trace: more copies, of a storage each."""
     if arena.kind == "paged" or len(traces) > 1:
-        return 0
-    return addresses.least_copied(addresses.blocks_of(storages, traces, arena, keep), cap)
+        return tier
+    blocks = addresses.blocks_of(storages, traces, arena, keep)
+    largest: dict[Reads, int] = {}
+    for block in blocks:
+        largest[block.reads] = max(largest.get(block.reads, 1), block.range.nbytes)
+    most = {g: largest[group.reads] for g, group in enumerate(groups)}
+    return replace(tier, least_copied=addresses.least_copied(blocks, tier.nbytes), most_at_once=most)
 
 
 def _rungs_below(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,12 +26,14 @@ class Tier:
 
     `nbytes` is what there is for them in this tier and in all before it; `least_copied` bytes at least
     are copied in a pass, for reasons that the amount of memory does not tell (fixed addresses).
+    `most_at_once` has for each group the bytes that one copy brings at most, where that is known.
     """
 
     nbytes: int
     ns_per_byte: float
     latency_ns: int = 0
     least_copied: int = 0
+    most_at_once: Mapping[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -241,6 +243,13 @@ class Problem:
             self._equal.put(rows, its.largest, 1.0)
             self._equal.put(numpy.zeros(len(sizes), dtype=int) + rows, resident, 1.0)
             self._add_copies(tier, room, excess)
+            if shape.most_at_once:
+                most = numpy.array([shape.most_at_once[g] for g in groups.tolist()]) / self.unit_bytes
+                each = shape.latency_ns / self.unit_ns / most
+                rows = self._upper.add(numpy.array([-float(each @ self._sizes)]))
+                self._upper.put(rows, its.pause, -1.0)
+                self._upper.put(numpy.zeros(len(most), dtype=int) + rows, its.kept, -each)
+                self._longest_pause[tier] = max(self._longest_pause[tier], 1.01 * float(each @ self._sizes))
 
     def _add_copies(self, tier: int, room: float, excess: float) -> None:
         """The pauses sum up to a latency for each of at least as many copies as there must be."""
