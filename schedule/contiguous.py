@@ -39,6 +39,9 @@ _PARTS = (0, 4, 64, 1 << 20)
 _USUAL = 16
 """The same, while residencies are compared."""
 
+_EFFORT = 40_000
+"""Addresses, at most, that are chosen in one search."""
+
 _CLOSE = 1.0001
 """Times the bound, at which a plan is good enough."""
 
@@ -125,6 +128,7 @@ class _Search:
         self.placement: Placement | None = None
         self.best: _Candidate | None = None
         self.tried: set[tuple[int, tuple[int, ...]]] = set()
+        self.effort = _EFFORT
         self.compute_ns = sum(trace.compute_ns for trace in traces)
 
     def run(self, relaxed: Sequence[Relaxation | None]) -> Decisions | None:
@@ -151,8 +155,10 @@ class _Search:
         """From the candidate that could be fastest on, while one can still be faster."""
         candidates = [self._candidate(family, room) for family, room in rooms]
         for one in sorted((one for one in candidates if one), key=lambda one: one.least_ns):
-            if self.found and (one.least_ns >= self.period or self.period <= enough):
+            hopeless = one.least_ns >= self.period or self.period <= enough or self.effort <= 0
+            if self.found and hopeless:
                 break
+            self.effort -= len(self.blocks)
             placement = place_oldest(self.blocks, one.resident, cap=self.cap, ring=one.ring)
             if placement and self._time(placement, _USUAL):
                 self.best = one

@@ -7,20 +7,81 @@ ring whose blocks may have any sizes, and whose turning points (a backward pass)
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from penstock.schedule.addresses import Block, Placement, first_use
 from penstock.schedule.model import Range
 
+if TYPE_CHECKING:
+    import numpy
 
-@dataclass(frozen=True)
-class _Piece:
-    """Bytes of the arena, and the position in the order of first uses of what was placed there last."""
 
-    start: int
-    stop: int
-    age: int
+class _Room:
+    """Memory as pieces, each with the position in the order of first uses of what was placed there last."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        self.edges = [start, stop]
+        self.ages = [-1]
+
+    def take(self, start: int, stop: int, age: int) -> None:
+        """What is placed at these bytes is the youngest there."""
+        low, high = bisect_right(self.edges, start) - 1, bisect_left(self.edges, stop) - 1
+        before = [self.edges[low]] * (self.edges[low] < start)
+        after = [self.edges[high + 1]] * (stop < self.edges[high + 1])
+        ages = [self.ages[low]] * len(before) + [age] + [self.ages[high]] * len(after)
+        self.edges[low : high + 2] = [*before, start, stop, *after]
+        self.ages[low : high + 1] = ages
+
+    def oldest(self, size: int, within: Range, apart: Sequence[Range], now: int) -> int | None:
+        """The address whose youngest bytes are oldest, beginning or ending where another piece does.
+
+        Of equal places the one with the fewest youngest bytes wins. None where all have bytes of
+        position `now`, or of what must stay apart.
+        """
+        import numpy
+
+        edges, ages = numpy.array(self.edges), numpy.array(self.ages)
+        more = [within.start, within.stop - size, *(r.stop for r in apart), *(r.start - size for r in apart)]
+        starts = numpy.unique(numpy.concatenate((edges[:-1], edges[1:] - size, numpy.array(more))))
+        starts = starts[(starts >= within.start) & (starts + size <= within.stop)]
+        for one in apart:
+            starts = starts[(starts >= one.stop) | (starts + size <= one.start)]
+        if not len(starts):
+            return None
+        first = numpy.searchsorted(edges, starts, side="right") - 1
+        last = numpy.searchsorted(edges, starts + size, side="left") - 1
+        youngest = _largest(ages, first, last)
+        least = int(youngest.min())
+        if least >= now:
+            return None
+        alike: list[int] = starts[youngest == least].tolist()
+        return min(alike, key=lambda start: (self._bytes_of(least, start, start + size), start))
+
+    def _bytes_of(self, age: int, start: int, stop: int) -> int:
+        """Bytes of that age in a range."""
+        low, high = bisect_right(self.edges, start) - 1, bisect_left(self.edges, stop)
+        return sum(
+            min(stop, self.edges[i + 1]) - max(start, self.edges[i])
+            for i in range(low, high)
+            if self.ages[i] == age
+        )
+
+
+def _largest(values: numpy.ndarray, first: numpy.ndarray, last: numpy.ndarray) -> numpy.ndarray:
+    """The largest of each run of values, `last` with it, from maxima over runs of every power of two."""
+    import numpy
+
+    powers = [values]
+    while 2 ** len(powers) <= len(values):
+        half = 2 ** (len(powers) - 1)
+        before = powers[-1]
+        powers.append(numpy.maximum(before, numpy.append(before[half:], before[-half:])))
+    table = numpy.array(powers)
+    level = numpy.log2(last - first + 1).astype(int)
+    result: numpy.ndarray = numpy.maximum(table[level, first], table[level, last + 1 - 2**level])
+    return result
 
 
 def place_oldest(
@@ -49,7 +110,7 @@ def place_oldest(
         if middle.nbytes < ring:
             return None
     read_with = _read_together(blocks)
-    pieces = [_Piece(base, cap, -1)]
+    left = _Room(base, cap)
     now, used = -1, None
     for b in rest:
         now += used != first_use(blocks[b])
@@ -57,48 +118,12 @@ def place_oldest(
         apart = [
             Range(addresses[o], addresses[o] + blocks[o].size) for o in read_with[b] if addresses[o] >= 0
         ]
-        address = fixed.get(b, _oldest(pieces, blocks[b].size, now=now, within=middle, apart=apart))
+        address = fixed.get(b, left.oldest(blocks[b].size, middle, apart, now))
         if address is None:
             return None
         addresses[b] = address
-        pieces = _replaced(pieces, _Piece(address, address + blocks[b].size, now))
+        left.take(address, address + blocks[b].size, now)
     return None if _overlap(blocks, addresses, read_with) else Placement(tuple(addresses), cap)
-
-
-def _oldest(
-    pieces: Sequence[_Piece], size: int, *, now: int, within: Range, apart: Sequence[Range]
-) -> int | None:
-    """The address whose youngest bytes are oldest, beginning or ending where another piece does.
-
-    Of equal places the one with the fewest youngest bytes wins. None where all have bytes of this step,
-    or of what must stay apart.
-    """
-    starts = {within.start, within.stop - size}
-    starts |= {piece.start for piece in pieces} | {piece.stop - size for piece in pieces}
-    starts |= {one.stop for one in apart} | {one.start - size for one in apart}
-    best: tuple[int, int, int] | None = None
-    for address in starts:
-        if address < within.start or address + size > within.stop:
-            continue
-        if any(address < one.stop and one.start < address + size for one in apart):
-            continue
-        youngest = nbytes = -1
-        for piece in pieces:
-            shared = min(piece.stop, address + size) - max(piece.start, address)
-            if shared > 0 and piece.age >= youngest:
-                nbytes = shared + (nbytes if piece.age == youngest else 0)
-                youngest = piece.age
-        rank = (youngest, nbytes, address)
-        if youngest < now and (best is None or rank < best):
-            best = rank
-    return best[2] if best else None
-
-
-def _replaced(pieces: Sequence[_Piece], new: _Piece) -> list[_Piece]:
-    """The pieces, ascending, with the new one in place of what it covers."""
-    below = [_Piece(p.start, min(p.stop, new.start), p.age) for p in pieces if p.start < new.start]
-    above = [_Piece(max(p.start, new.stop), p.stop, p.age) for p in pieces if p.stop > new.stop]
-    return [*below, new, *above]
 
 
 def _read_together(blocks: Sequence[Block]) -> list[set[int]]:
