@@ -12,10 +12,9 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.schedule.addresses import Block
 from penstock.schedule.bound import Relaxation
-from penstock.schedule.contiguous import search_blocks
 from penstock.schedule.model import Arena, Hardware, Schedule, Storage, Trace, Wrap
+from penstock.schedule.paged_by_age import search_runs
 from penstock.schedule.residency import Residency, gaps_between_reads, needed_bytes, rounded
 from penstock.schedule.spans import Group, merged, read_runs, span_groups
 from penstock.schedule.timeline import steady_period_ns
@@ -80,22 +79,11 @@ def search(
         one = _OneTrace(groups, traces[0], hardware, wrap=wrap, cap=cap, breaks=breaks)
         streaming, fixed = one.best(relaxed[0])
         streams: tuple[Streaming, ...] = (streaming,)
-        if one.found and (relaxed[0] is None or one.found.period_ns > relaxed[0].bound_ns * _NEAR):
-            blocks = [
-                Block(
-                    n, run.range, -(-run.range.nbytes // arena.granule) * arena.granule, run.reads, run.kept
-                )
-                for n, run in enumerate(read_runs(storages, traces, arena, keep=keep))
-            ]
-            other = search_blocks(
-                blocks, traces, arena, cap=cap, hardware=hardware, wrap=wrap, relaxed=relaxed
-            )
-            if other is not None:
-                period = steady_period_ns(
-                    traces[0], Schedule(traces[0].graph, *other.streams[0], 0), hardware, wrap
-                )
-                if period < one.found.period_ns:
-                    return other
+        if relaxed[0] is None or one.period_ns > relaxed[0].bound_ns * _NEAR:
+            runs = read_runs(storages, traces, arena, keep=keep)
+            other = search_runs(runs, traces, arena, cap=cap, hardware=hardware, wrap=wrap, relaxed=relaxed)
+            if other and _period_ns(traces[0], other, hardware, wrap) < one.period_ns:
+                return other
     else:
         streams, fixed = _share_for_all(groups, traces, hardware, cap, breaks)
     resident = merged((s for g, count in zip(groups, fixed, strict=True) for s in g.spans[:count]), breaks)
@@ -104,6 +92,10 @@ def search(
     return Decisions(
         peak, (), resident, boundary, tuple((one.transfers, one.memory.drops) for one in streams)
     )
+
+
+def _period_ns(trace: Trace, found: Decisions, hardware: Hardware, wrap: Wrap) -> int:
+    return steady_period_ns(trace, Schedule(trace.graph, *found.streams[0], 0), hardware, wrap)
 
 
 def _groups(
@@ -157,7 +149,7 @@ class _OneTrace:
         """The best of the relaxation's roundings; where they are few or there are none, of all levels too."""
         if relaxed:
             self._round(relaxed)
-        near = relaxed is not None and self._period() <= relaxed.bound_ns * _NEAR
+        near = relaxed is not None and self.period_ns <= relaxed.bound_ns * _NEAR
         if self.found is None or (len(self.loads.step) <= _SMALL and not near):
             self._try_levels()
         assert self.found is not None
@@ -176,10 +168,10 @@ class _OneTrace:
         best = least
         tried = sorted(margin for margin in margins if margin <= self.spare)
         for margin in tried if len(self.loads.step) <= _LARGE else tried[1::3]:
-            before = self._period()
+            before = self.period_ns
             self._time_rounded(relaxed.kept, margin, quantum=0, coalesce=copy)
-            best = margin if self._period() < before else best
-            if self._period() <= relaxed.bound_ns * _CLOSE:
+            best = margin if self.period_ns < before else best
+            if self.period_ns <= relaxed.bound_ns * _CLOSE:
                 return
         for quantum, coalesce in ((0, 0), (copy // 2, copy), (copy, copy), (copy, 2 * copy)):
             self._time_rounded(relaxed.kept, best, quantum=quantum, coalesce=coalesce)
@@ -205,7 +197,7 @@ class _OneTrace:
         fruitless = 0
         first = _FINE if len(self.loads.step) <= _SMALL else _COARSE
         for level in _levels(total, self.highest, first):
-            fruitless = fruitless + 1 if self._try(level) >= self._period() else 0
+            fruitless = fruitless + 1 if self._try(level) >= self.period_ns else 0
             if fruitless == (_PATIENCE if first == _COARSE else 10 * _PATIENCE):
                 break
         assert self.found is not None
@@ -218,7 +210,9 @@ class _OneTrace:
             self._try(level)
         self._try(0)
 
-    def _period(self) -> float:
+    @property
+    def period_ns(self) -> float:
+        """That of the best so far."""
         return self.found.period_ns if self.found else math.inf
 
     def _try(self, level: int) -> int:
@@ -232,7 +226,7 @@ class _OneTrace:
                 for gap, count in zip(self.gaps, counts, strict=True)
             )
             copying.append(self.hardware.copy_ns(nbytes) - self.hardware.link_latency_ns)
-            if tuple(counts) not in self.tried and max(copying[-1], self.trace.compute_ns) < self._period():
+            if tuple(counts) not in self.tried and max(copying[-1], self.trace.compute_ns) < self.period_ns:
                 self.tried.add(tuple(counts))
                 self._time(level, counts)
         return max(min(copying), self.trace.compute_ns)

@@ -205,3 +205,18 @@ def test_facts_that_cannot_be_are_refused(step: Step, nbytes: int, message: str)
     trace = Trace("forward", 0, "", (step, Step("b", (1,), 0, 1)), 0, 0, "modelled")
     with pytest.raises(PlanError, match=message):
         make_plan(storages, (trace,), arena, budget=64, hardware=Hardware("test", 1e12, 1e12, 1e9, 0))
+
+
+@pytest.mark.parametrize("latency_ns", [0, 40])
+def test_a_segment_may_begin_inside_a_granule(latency_ns: int) -> None:
+    """As a weight file's does, whose header comes first."""
+    storages = tuple(Storage(64 * (1 + k % 5), "streamable") for k in range(24))
+    steps = tuple(Step(f"s{k}", (k,), 0, 30) for k in range(24))
+    traces = (Trace("forward", 0, "", steps, 0, 0, "modelled"),)
+    packed = packed_arena(storages, traces, kind="paged", granule=64, alignment=64)
+    layout = tuple(place + 24 for place in packed.layout)
+    arena = replace(packed, layout=layout, segments=(Range(24, packed.segments[0].stop + 24),))
+    hardware = Hardware("test", 1e12, 1e12, 1e9, latency_ns)
+    lowest, total = floor(storages, traces, arena).upper_bytes, sum(s.nbytes for s in storages)
+    for budget in range(lowest, total, (total - lowest) // 12):
+        verify_plan(storages, traces, make_plan(storages, traces, arena, budget=budget, hardware=hardware))
