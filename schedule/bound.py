@@ -25,12 +25,9 @@ of the disk, and keeps at least what the device keeps.
 Any plan, of any number of passes, gives a solution: take the mean over its passes. Copies may be
 split at will, take no order and arrive in parts here, so the solution can be better than every plan.
 
-Latency adds a pause for each copy, which takes time of the link in some phase. A pass copies at least what
-does not fit and the largest copy besides, since that needs room beside what never leaves: with D the
-bytes that do not fit and z those of the largest copy, there are at least (D + z) / z copies, a
-convex function of z, which tangents replace. Neither are there fewer than the bytes copied over the
-memory. That much only holds for what repeats every pass, as a schedule does: over several passes nothing
-has to stay for good, and larger copies can take turns.
+Latency adds a pause for each copy, which takes time of the link in some phase. How many there are at least
+(`latency.py`, `pauses.py`) only holds for what repeats every pass, as a schedule does: over several passes
+nothing has to stay for good, and larger copies can take turns.
 
 What is reported is a dual objective, computed here from the solver's multipliers with every variable
 bounded: by weak duality it is a bound whatever the solver did. (The fluid relaxation of integrated
@@ -39,10 +36,13 @@ prefetching and caching: Albers, Garg and Leonardi, J. ACM 47(6), 2000.)
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from penstock.schedule.latency import add_latency
 from penstock.schedule.model import Hardware, Trace, Wrap
 from penstock.schedule.relaxation import Phases, Problem, Tier
 from penstock.schedule.residency import Gap, gaps_of, needed_bytes
@@ -51,24 +51,45 @@ from penstock.schedule.spans import Group
 MOST_STEPS = 4000
 """Longer traces are cut to this many steps whose constraints count; to drop some only lowers the bound."""
 
+if TYPE_CHECKING:
+    import numpy
+
+_CUT = 8
+"""Spans that are no whole granules, at most, of which all sums are looked at."""
+
+_FEW_GRANULES, _NEARLY_WHOLE = 12, 0.01
+"""Granules of refilled memory, at most, that are made a whole number; and how near to one it is whole."""
+
 _MARGIN = 1e-9
 """Share by which the reported value stays below the computed one: what floating point may have lost."""
 
 
 @dataclass(frozen=True)
 class Relaxation:
-    """The solution: a bound in ns, of each gap the bytes that the device keeps in it, and those of a copy."""
+    """The solution: a bound in ns, and of each gap the bytes that the device keeps in it.
+
+    `shared_bytes` is the memory that is refilled, which no copy exceeds.
+    """
 
     bound_ns: int
     kept: tuple[float, ...]
     gaps: tuple[Gap, ...]
     groups: tuple[Group, ...]
-    copy_bytes: float
+    shared_bytes: float
 
 
-def tier_of(nbytes: int, hardware: Hardware) -> Tier:
-    """The device's tier with `nbytes` of memory."""
-    return Tier(nbytes, 1e9 / hardware.link_bytes_per_s, hardware.link_latency_ns)
+def tier_of(nbytes: int, hardware: Hardware, granule: int = 1) -> Tier:
+    """The device's tier with `nbytes` of memory, into which whole granules are copied."""
+    return Tier(nbytes, 1e9 / hardware.link_bytes_per_s, hardware.link_latency_ns, granule)
+
+
+def usable_bytes(groups: Sequence[Group], granule: int, nbytes: int) -> int:
+    """The most of `nbytes` that spans can fill: whole granules, and the few spans that segments cut short."""
+    cut = [span.nbytes % granule for group in groups for span in group.spans if span.nbytes % granule]
+    if len(cut) > _CUT:
+        return nbytes
+    sums = {sum(some) for count in range(len(cut) + 1) for some in itertools.combinations(cut, count)}
+    return max(one + (nbytes - one) // granule * granule for one in sums if one <= nbytes)
 
 
 def relax(
@@ -85,7 +106,6 @@ def relax(
     The first tier is the device's. `seconds` limits the solver's time.
     """
     import numpy
-    from scipy.optimize import linprog
 
     gaps = gaps_of(groups, trace, which=which)
     if not gaps:
@@ -96,8 +116,43 @@ def relax(
     shares = numpy.array([gap.group for gap in gaps])
     always = sum(group.nbytes for group in groups if group.kept)
     problem = Problem(sizes, needed[phases.checkpoints], phases, tiers)
-    problem.add_latency(shares, always)
+    add_latency(problem, shares, always)
     problem.close()
+    solved = _solve_in_granules(problem, tiers[0].granule, seconds)
+    if solved is None:
+        return None
+    dual, solution = solved
+    wait_ns = max(0.0, dual * problem.unit_ns * (1 - _MARGIN) - trace.compute_ns * _MARGIN)
+    kept = solution[problem.columns(0).kept] * problem.unit_bytes
+    shared = float(solution[problem.columns(0).largest[0]]) * problem.unit_bytes
+    return Relaxation(
+        trace.compute_ns + math.floor(wait_ns), tuple(kept.tolist()), gaps, tuple(groups), shared
+    )
+
+
+def _solve_in_granules(problem: Problem, granule: int, seconds: float) -> tuple[float, numpy.ndarray] | None:
+    """The value of the dual, and the variables; None where the solver fails.
+
+    The memory that is refilled is a number of granules: where that is small, and the solution's lies
+    between two, the better of both sides counts.
+    """
+    column, whole = problem.columns(0).largest[0], granule / problem.unit_bytes
+    solved = _solve(problem, seconds)
+    count = solved[1][column] / whole if solved else 0.0
+    if count > _FEW_GRANULES or abs(count - round(count)) < _NEARLY_WHOLE:
+        return solved
+    least, most = problem.bounds[column]
+    sides = []
+    for bounds in ((least, math.floor(count) * whole), (math.ceil(count) * whole, most)):
+        problem.bounds[column] = bounds
+        sides.append(_solve(problem, seconds) if bounds[0] <= bounds[1] else (math.inf, problem.cost))
+    found = [side for side in sides if side]
+    return min(found, key=lambda side: side[0]) if len(found) == len(sides) else solved
+
+
+def _solve(problem: Problem, seconds: float) -> tuple[float, numpy.ndarray] | None:
+    from scipy.optimize import linprog
+
     solution = linprog(
         problem.cost,
         A_ub=problem.upper,
@@ -111,10 +166,7 @@ def relax(
     if solution.status != 0:
         return None
     dual = problem.dual_value(solution.ineqlin.marginals, solution.eqlin.marginals) - problem.tie
-    wait_ns = max(0.0, dual * problem.unit_ns * (1 - _MARGIN) - trace.compute_ns * _MARGIN)
-    kept = solution.x[problem.columns(0).kept] * problem.unit_bytes
-    copy = float(solution.x[problem.columns(0).largest[0]]) * problem.unit_bytes
-    return Relaxation(trace.compute_ns + math.floor(wait_ns), tuple(kept.tolist()), gaps, tuple(groups), copy)
+    return dual, solution.x
 
 
 def _phases(gaps: Sequence[Gap], trace: Trace, wrap: Wrap) -> Phases:

@@ -12,9 +12,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from penstock.schedule.addresses import Block, Placement
+from penstock.schedule.joining import MERGED_BYTES
 from penstock.schedule.model import Arena, Drop, Range, Trace, Transfer
 from penstock.schedule.spans import merged
-from penstock.schedule.transfers import MERGED_BYTES, Decisions
+from penstock.schedule.transfers import Decisions
 
 
 @dataclass

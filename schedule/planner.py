@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.schedule import addresses, contiguous, paged
-from penstock.schedule.bound import relax, tier_of
+from penstock.schedule.bound import relax, tier_of, usable_bytes
 from penstock.schedule.errors import BudgetError, PlanError
 from penstock.schedule.host import with_host
 from penstock.schedule.layout import first_uses
@@ -151,14 +151,15 @@ def _fastest(
     hardware = tiers.hardware
     search = contiguous.search if arena.kind == "contiguous" else paged.search
     groups = _relaxed_groups(storages, traces, arena, keep)
+    granule = arena.granule if arena.kind == "paged" else 1
     best: tuple[Decisions, tuple[Schedule, ...]] | None = None
     bounds: tuple[int | None, ...] = ()
     for rung in (cap, *_rungs_below(cap, storages, traces, arena, keep)):
         if best and _least_ns(storages, traces, rung, hardware) >= _total_ns(best[1]):
             break
-        shapes = tiers.behind(
-            _device(storages, traces, arena, keep=keep, groups=groups, tier=tier_of(rung, hardware)), rung
-        )
+        device = tier_of(usable_bytes(groups, granule, rung), hardware, granule)
+        device = _device(storages, traces, arena, keep=keep, groups=groups, tier=device)
+        shapes = tiers.behind(device, rung)
         relaxed = [relax(groups, trace, shapes, wrap, which=which) for which, trace in enumerate(traces)]
         bounds = bounds or tuple(one.bound_ns if one else None for one in relaxed)
         found = search(

@@ -11,20 +11,19 @@ if TYPE_CHECKING:
     import numpy
     import scipy.sparse
 
+APART = 4
+"""Sets of long reads whose pauses are counted apart: none, the longest, the two longest, and so on."""
+
 _TIE = 1e-6
 """Price of copying a byte, as a share of its copying time, so that of equal solutions one copies least."""
-
-_DUST = 1e-9
-_TANGENTS = 24
-_SMALLEST_COPY = 1e-5
-"""Tangents of the number of copies, and the smallest largest copy, as a share of memory, that has one."""
 
 
 @dataclass(frozen=True)
 class Tier:
     """Memory that holds weights, and the link that fills it: bytes, and nanoseconds a byte.
 
-    `nbytes` is what there is for them in this tier and in all before it; `least_copied` bytes at least
+    `nbytes` is what there is for them in this tier and in all before it, `granule` the least that is
+    copied at once; `least_copied` bytes at least
     are copied in a pass, for reasons that the amount of memory does not tell (fixed addresses).
     `most_at_once` has for each group the bytes that one copy brings at most, where that is known.
     """
@@ -32,6 +31,7 @@ class Tier:
     nbytes: int
     ns_per_byte: float
     latency_ns: int = 0
+    granule: int = 1
     least_copied: int = 0
     most_at_once: Mapping[int, int] | None = None
 
@@ -53,6 +53,11 @@ class Phases:
     @property
     def count(self) -> int:
         return len(self.checkpoints)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every step is a checkpoint."""
+        return int(self.checkpoints[-1]) + 1 == self.count
 
     def covered(self, sizes: numpy.ndarray) -> numpy.ndarray:
         """Bytes of all gaps that are open over each checkpoint."""
@@ -115,7 +120,9 @@ class _Columns:
     read: numpy.ndarray
     lead_pause: numpy.ndarray
     read_pause: numpy.ndarray
+    idle: numpy.ndarray
     pause: numpy.ndarray
+    spent: numpy.ndarray
     largest: numpy.ndarray
 
 
@@ -129,34 +136,38 @@ class Problem:
 
         self.unit_bytes = float(sizes.mean())
         self.unit_ns = self.unit_bytes * max(tier.ns_per_byte for tier in tiers)
-        self._sizes, self._phases, self._tiers = sizes / self.unit_bytes, phases, tiers
+        self.needed = needed
+        self.sizes, self.phases, self.tiers = sizes / self.unit_bytes, phases, tiers
         self._room = [
             numpy.minimum(tier.nbytes - needed, phases.covered(sizes)) / self.unit_bytes for tier in tiers
         ]
         self._copy = [tier.ns_per_byte * self.unit_bytes / self.unit_ns for tier in tiers]
         m = phases.count
-        self._tier_columns = 2 * len(sizes) + 6 * m + 2
+        self._tier_columns = 2 * len(sizes) + 7 * m + 2 + APART
         columns = self._tier_columns * len(tiers) + m
         self._wait = numpy.arange(columns - m, columns)
-        self._equal, self._upper = _Rows(columns), _Rows(columns)
+        self.equals, self.at_most = _Rows(columns), _Rows(columns)
         self.cost = numpy.zeros(columns)
         self.cost[self._wait] = 1.0
-        self.tie = _TIE * sum(self._copy) * float(self._sizes.sum())  # the most that all copies cost
-        self._longest_pause = [0.0] * len(tiers)
+        self.tie = _TIE * sum(self._copy) * float(self.sizes.sum())  # the most that all copies cost
+        self.longest_pause = [0.0] * len(tiers)
+        self.least_shared = [0.0] * len(tiers)
         for tier in range(len(tiers)):
             self._add_tier(tier)
 
     def close(self) -> None:
         """All constraints are there."""
-        self.equal, self.equal_values = self._equal.matrix(), self._equal.limits()
-        self.upper, self.upper_limits = self._upper.matrix(), self._upper.limits()
+        self.equal, self.equal_values = self.equals.matrix(), self.equals.limits()
+        self.upper, self.upper_limits = self.at_most.matrix(), self.at_most.limits()
         self.bounds = self._bounds()
 
     def columns(self, tier: int) -> _Columns:
         import numpy
 
-        g, m = len(self._sizes), self._phases.count
-        edges = itertools.accumulate((g, g, m, m, m, m, m, m, 1, 1), initial=tier * self._tier_columns)
+        g, m = len(self.sizes), self.phases.count
+        edges = itertools.accumulate(
+            (g, g, m, m, m, m, m, m, m, 1, APART, 1), initial=tier * self._tier_columns
+        )
         return _Columns(*(numpy.arange(a, b) for a, b in itertools.pairwise(edges)))
 
     def dual_value(self, inequalities: numpy.ndarray, equalities: numpy.ndarray) -> float:
@@ -177,7 +188,7 @@ class Problem:
         """What is kept over each checkpoint, and what has arrived early."""
         import numpy
 
-        its, equal, phases, m = self.columns(tier), self._equal, self._phases, self._phases.count
+        its, equal, phases, m = self.columns(tier), self.equals, self.phases, self.phases.count
         begins, ends = phases.first % m, phases.last % m
 
         rows = equal.add(numpy.zeros(m))
@@ -188,7 +199,7 @@ class Problem:
         equal.put(rows[ends[ends > 0]], its.kept[ends > 0], 1.0)
         equal.put(numpy.full(spans_first.sum(), rows[0]), its.kept[spans_first], -1.0)
 
-        rows = equal.add(-numpy.bincount(ends, weights=self._sizes, minlength=m))
+        rows = equal.add(-numpy.bincount(ends, weights=self.sizes, minlength=m))
         equal.put(rows, its.early, 1.0)
         equal.put(rows, numpy.roll(its.early, 1), -1.0)
         equal.put(rows, its.lead, -1.0)
@@ -199,7 +210,7 @@ class Problem:
         """What memory and link allow."""
         import numpy
 
-        its, upper, phases = self.columns(tier), self._upper, self._phases
+        its, upper, phases = self.columns(tier), self.at_most, self.phases
         rows = upper.add(numpy.zeros(phases.count))
         upper.put(rows, its.read, 1.0)
         upper.put(rows, its.early, -1.0)
@@ -213,85 +224,35 @@ class Problem:
         rows = upper.add(phases.read_ns / self.unit_ns)
         upper.put(rows, its.read, self._copy[tier])
         upper.put(rows, its.read_pause, 1.0)
+        upper.put(rows, its.idle, 1.0)
         self.cost[its.lead] = self.cost[its.read] = _TIE * self._copy[tier]
-        least = self._tiers[tier].least_copied / self.unit_bytes
+        least = self.tiers[tier].least_copied / self.unit_bytes
         if least:
-            rows = upper.add(numpy.array([float(self._sizes.sum()) - least]))
+            rows = upper.add(numpy.array([float(self.sizes.sum()) - least]))
             upper.put(numpy.zeros(len(its.kept), dtype=int) + rows, its.kept, 1.0)
         if tier:
             rows = upper.add(numpy.zeros(len(its.kept)))
             upper.put(rows, self.columns(tier - 1).kept, 1.0)
             upper.put(rows, its.kept, -1.0)
 
-    def add_latency(self, groups: numpy.ndarray, always: int) -> None:
-        """Pauses for copies; `groups` has the group of each gap, `always` the bytes that never leave."""
-        import numpy
-
-        _, first, group = numpy.unique(groups, return_index=True, return_inverse=True)
-        sizes = self._sizes[first]
-        gaps = numpy.bincount(group)
-        for tier, (its, shape) in enumerate(
-            (self.columns(tier), shape) for tier, shape in enumerate(self._tiers)
-        ):
-            room = (shape.nbytes - always) / self.unit_bytes
-            excess = float(sizes.sum()) - room
-            resident = its.resident[: len(sizes)]
-            rows = self._upper.add((gaps - 1) * sizes)  # never dropped: all but what some gap copies again
-            self._upper.put(rows[group], its.kept, 1.0)
-            self._upper.put(rows, resident, -1.0)
-            rows = self._equal.add(numpy.array([room]))
-            self._equal.put(rows, its.largest, 1.0)
-            self._equal.put(numpy.zeros(len(sizes), dtype=int) + rows, resident, 1.0)
-            self._add_copies(tier, room, excess)
-            if shape.most_at_once:
-                most = numpy.array([shape.most_at_once[g] for g in groups.tolist()]) / self.unit_bytes
-                each = shape.latency_ns / self.unit_ns / most
-                rows = self._upper.add(numpy.array([-float(each @ self._sizes)]))
-                self._upper.put(rows, its.pause, -1.0)
-                self._upper.put(numpy.zeros(len(most), dtype=int) + rows, its.kept, -each)
-                self._longest_pause[tier] = max(self._longest_pause[tier], 1.01 * float(each @ self._sizes))
-
-    def _add_copies(self, tier: int, room: float, excess: float) -> None:
-        """The pauses sum up to a latency for each of at least as many copies as there must be."""
-        import numpy
-
-        its, upper = self.columns(tier), self._upper
-        latency = self._tiers[tier].latency_ns / self.unit_ns
-        m = self._phases.count
-        rows = upper.add(numpy.zeros(2))
-        upper.put(rows[:1], its.pause, 1.0)
-        for pauses in (its.lead_pause, its.read_pause):
-            upper.put(numpy.zeros(m, dtype=int) + rows[0], pauses, -1.0)
-        upper.put(rows[1:], its.pause, -1.0)
-        for copied in (its.lead, its.read):
-            upper.put(numpy.zeros(m, dtype=int) + rows[1], copied, latency / max(room, 1e-9))
-        # Of sums that should be equal, floating point leaves a difference.
-        if room <= 0 or excess <= _DUST * room or not latency:
-            self._longest_pause[tier] = latency * (1 + float(self._sizes.sum()) / max(room, 1e-9))
-            return
-        at = numpy.geomspace(room * _SMALLEST_COPY, room, _TANGENTS)
-        slope = latency * excess / at
-        rows = upper.add(-(at / excess + 2.0))
-        upper.put(rows, numpy.repeat(its.largest, _TANGENTS), -1.0 / at)
-        upper.put(rows, numpy.repeat(its.pause, _TANGENTS), -1.0 / slope)
-        self._longest_pause[tier] = float(latency * (1 + 2 * excess / at[0]) * 1.01)
-
     def _bounds(self) -> numpy.ndarray:
         """Bounds of all variables that leave an optimum: no step waits longer than for all copies."""
         import numpy
 
-        total = float(self._sizes.sum())
-        bounds = numpy.zeros((self._upper.columns, 2))
+        total = float(self.sizes.sum())
+        bounds = numpy.zeros((self.at_most.columns, 2))
         bounds[:, 1] = total
         waits = 0.0
         for tier, copy in enumerate(self._copy):
             its = self.columns(tier)
-            longest = self._longest_pause[tier]
-            bounds[its.kept, 1] = self._sizes
-            bounds[its.read, 1] = self._phases.read_ns / self.unit_ns / copy
-            bounds[its.largest, 1] = self._tiers[tier].nbytes / self.unit_bytes
+            longest = self.longest_pause[tier]
+            bounds[its.kept, 1] = self.sizes
+            bounds[its.read, 1] = self.phases.read_ns / self.unit_ns / copy
+            bounds[its.idle, 1] = self.phases.read_ns / self.unit_ns
+            bounds[its.largest] = self.least_shared[tier], self.tiers[tier].nbytes / self.unit_bytes
             for pauses in (its.lead_pause, its.read_pause, its.pause):
                 bounds[pauses, 1] = longest
+            bounds[its.spent, 1] = longest + float(self.phases.read_ns.sum()) / self.unit_ns
             waits += total * copy + longest
         bounds[self._wait, 1] = waits
         return bounds

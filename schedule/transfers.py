@@ -7,11 +7,13 @@ has been dropped for it and for everything before it on the link.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from penstock.schedule.joining import MERGED_BYTES
 from penstock.schedule.model import Drop, Range, Transfer
 from penstock.schedule.residency import Gap
 from penstock.schedule.spans import Group, merged
@@ -19,11 +21,8 @@ from penstock.schedule.spans import Group, merged
 if TYPE_CHECKING:
     import numpy
 
-MERGED_BYTES = 1 << 30
-"""Neighbouring spans with the same deadline and start are copied together up to this size.
-
-Each copy pays a latency. Readers share one in pieces of their own.
-"""
+Join = Callable[[Sequence[Transfer]], Iterable[Transfer]]
+"""Puts neighbours among the transfers of a pass together."""
 
 
 @dataclass(frozen=True)
@@ -88,30 +87,45 @@ class Loads:
         table = numpy.array(sorted(rows), dtype=numpy.int64).reshape(len(rows), 6)
         self.step, self.dropped, self.start, self.stop, self.number, self.gap = table.T
         self.nbytes = self.stop - self.start
+        self.spans = [span for group in groups for span in group.spans]
+        self.span_bytes = numpy.array([span.nbytes for span in self.spans], dtype=numpy.int64)
+        counts = [len(group.spans) for group in groups]
+        first = numpy.array([0, *itertools.accumulate(counts)], dtype=numpy.int64)
+        of_gap = numpy.array([first[gap.group] for gap in gaps], dtype=numpy.int64)
+        self.span = of_gap[self.gap] + self.number
         self.steps = steps
-        self.groups = groups
         self.gaps = gaps
         self.breaks = breaks
 
-    def stream(
-        self, counts: Sequence[int], fixed: Sequence[int], *, cap: int, early: int, coalesce: int = 0
-    ) -> Streaming:
-        """Transfers and drops when each gap keeps `counts` leading spans, in `cap` bytes.
+    def after_first(self, counts: Sequence[int]) -> numpy.ndarray:
+        """The rows of all spans but the leading `counts[g]` of each gap g."""
+        import numpy
 
-        `fixed[g]` leading spans of group g are resident. Only transfers for steps up to `early` may
-        start before the pass does. The memory that each step needs by itself must be within `cap`.
+        rows: numpy.ndarray = self.number >= numpy.array(counts, dtype=numpy.int64)[self.gap]
+        return rows
+
+    def never_in(self, rows: numpy.ndarray) -> numpy.ndarray:
+        """For each span whether none of these rows copies it."""
+        import numpy
+
+        never = numpy.ones(len(self.spans), dtype=bool)
+        never[self.span[rows]] = False
+        return never
+
+    def stream(
+        self, rows: numpy.ndarray, resident: numpy.ndarray, *, cap: int, early: int, join: Join | None = None
+    ) -> Streaming:
+        """Transfers and drops when the chosen `rows` are copied, in `cap` bytes.
+
+        `resident` says of each span whether it never leaves. Only transfers for steps up to `early` may
+        start before the pass does. The memory that each step needs by itself must be within `cap`. `join`
+        puts neighbours together.
         """
         import numpy
 
-        row = self.number >= numpy.array(counts, dtype=numpy.int64)[self.gap]
-        step, nbytes, dropped = self.step[row], self.nbytes[row], self.dropped[row]
-        base = sum(g.bytes_of_first[count] for g, count in zip(self.groups, fixed, strict=True))
-        base += sum(
-            self.groups[gap.group].bytes_of_first[count]
-            - self.groups[gap.group].bytes_of_first[min(count, fixed[gap.group])]
-            for gap, count in zip(self.gaps, counts, strict=True)
-            if gap.closes >= self.steps
-        )
+        nbytes, dropped = self.nbytes[rows], self.dropped[rows]
+        crossing = ~rows & (self.dropped < 0) & ~resident[self.span]
+        base = int(self.span_bytes[resident].sum() + self.nbytes[crossing].sum())
 
         freed = numpy.zeros(self.steps, dtype=numpy.int64)
         numpy.add.at(freed, dropped % self.steps, nbytes)
@@ -121,50 +135,26 @@ class Loads:
         after = numpy.maximum.accumulate(numpy.maximum(after, dropped))
         if len(after):
             after = numpy.maximum(after, after[-1] - self.steps)
-        after = numpy.maximum(after, numpy.where(step > early, 0, -self.steps))
+        after = numpy.maximum(after, numpy.where(self.step[rows] > early, 0, -self.steps))
 
-        after = self._coalesced(row, after, coalesce) if coalesce else after
-        transfers = self._merged(row, after, across=bool(coalesce))
+        pieces = self._merged(rows, after)
+        transfers = tuple(join(pieces)) if join else pieces
 
         def follow() -> Memory:
             in_flight = [(t.step, Range(t.start, t.stop)) for t in transfers if t.after < 0]
-            boundary = [span for _, span in sorted(self._crossing(counts, fixed) + in_flight)]
-            return Memory(self._drops(row), tuple(boundary), self._peak(base, freed, after, nbytes))
+            kept = [(int(self.step[i]), self.spans[self.span[i]]) for i in numpy.nonzero(crossing)[0]]
+            boundary = tuple(span for _, span in sorted(kept + in_flight))
+            return Memory(self._drops(rows), boundary, self._peak(base, freed, transfers))
 
         return Streaming(transfers, follow)
 
-    def _crossing(self, counts: Sequence[int], fixed: Sequence[int]) -> list[tuple[int, Range]]:
-        """Spans that are kept over the end of the pass without being resident, with their first step."""
-        return [
-            (gap.closes % self.steps, span)
-            for gap, count in zip(self.gaps, counts, strict=True)
-            if gap.closes >= self.steps
-            for span in self.groups[gap.group].spans[fixed[gap.group] : count]
-        ]
-
-    def _coalesced(self, row: numpy.ndarray, after: numpy.ndarray, most: int) -> numpy.ndarray:
-        """Starts put off so that neighbours of up to `most` bytes start together, in time for the first."""
-        starts = after.tolist()
-        columns = (self.start[row].tolist(), self.stop[row].tolist(), self.step[row].tolist())
-        first, nbytes, stop = 0, 0, -1
-        for index, (start, end, _) in enumerate(zip(*columns, strict=True)):
-            joins = start == stop and start not in self.breaks and nbytes + end - start <= most
-            if not joins or starts[index] >= columns[2][first]:
-                first, nbytes = index, 0
-            nbytes += end - start
-            stop = end
-            if starts[index] != starts[first]:
-                starts[first : index + 1] = [starts[index]] * (index + 1 - first)
-        result: numpy.ndarray = after.__class__(after.shape, dtype=after.dtype)
-        result[:] = starts
-        return result
-
-    def _merged(self, row: numpy.ndarray, after: numpy.ndarray, *, across: bool) -> tuple[Transfer, ...]:
+    def _merged(self, rows: numpy.ndarray, after: numpy.ndarray) -> tuple[Transfer, ...]:
+        """One transfer for neighbours with one step that may start at one time."""
         result: list[Transfer] = []
-        columns = (self.start[row].tolist(), self.stop[row].tolist(), self.step[row].tolist(), after.tolist())
+        columns = (self.start[rows], self.stop[rows], self.step[rows], after)
         start = stop = step = earliest = -1
-        for next_start, next_stop, next_step, next_after in zip(*columns, strict=True):
-            same = next_start == stop and next_after == earliest and (across or next_step == step)
+        for next_start, next_stop, next_step, next_after in zip(*(c.tolist() for c in columns), strict=True):
+            same = next_start == stop and next_after == earliest and next_step == step
             if same and next_start not in self.breaks and next_stop - start <= MERGED_BYTES:
                 stop = next_stop
                 continue
@@ -184,11 +174,13 @@ class Loads:
             Drop(r.start, r.stop, step) for step in sorted(spans) for r in merged(spans[step], self.breaks)
         )
 
-    def _peak(self, base: int, freed: numpy.ndarray, after: numpy.ndarray, nbytes: numpy.ndarray) -> int:
+    def _peak(self, base: int, freed: numpy.ndarray, transfers: Sequence[Transfer]) -> int:
         """The most bytes that any step finds on the device or on their way to it."""
         import numpy
 
-        copied = numpy.concatenate(([0], nbytes.cumsum()))
+        after = numpy.array([t.after for t in transfers], dtype=numpy.int64)
+        copied = numpy.array([t.stop - t.start for t in transfers], dtype=numpy.int64)
+        copied = numpy.concatenate(([0], copied.cumsum()))
         steps = numpy.arange(self.steps)
         arrived = copied[numpy.searchsorted(after, steps)]
         arrived += copied[numpy.searchsorted(after, steps - self.steps)]

@@ -63,7 +63,7 @@ class Case:
     def relax(self) -> Relaxation:
         chunks = itertools.accumulate(memory.chunks for memory in self.memories)
         tiers = [
-            Tier(n * GRANULE, one.chunk_ticks * TICK_NS / GRANULE, one.latency_ticks * TICK_NS)
+            Tier(n * GRANULE, one.chunk_ticks * TICK_NS / GRANULE, one.latency_ticks * TICK_NS, GRANULE)
             for n, one in zip(chunks, self.memories, strict=True)
         ]
         relaxed = relax(groups_of(self.problem), self.problem.traces[0], tiers, self.problem.wrap)

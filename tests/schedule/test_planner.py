@@ -178,15 +178,15 @@ def test_a_larger_budget_is_not_predicted_slower(problem: Problem) -> None:
 
 
 def test_a_larger_budget_keeps_the_plan_of_a_smaller_one() -> None:
-    """With room for more the planner moves copies, and here that takes 21 us instead of 20."""
-    storages = tuple(Storage(nbytes, "streamable") for nbytes in (640, 128, 320, 128))
-    reads = (((2, 3), 3000), ((0,), 3000), ((3,), 3000), ((3,), 1000), ((0,), 1000), ((0,), 0))
-    steps = tuple(Step(f"s{k}", some, 0, ns) for k, (some, ns) in enumerate(reads))
+    """With room for more the planner moves copies, and here that takes 16.3 us instead of 15.3."""
+    storages = tuple(Storage(nbytes, "streamable") for nbytes in (256, 256, 256, 64, 256))
+    reads = (((2,), 2), ((3,), 3), ((4,), 0), ((3,), 1), ((0,), 3), ((2, 3), 0), ((1,), 2), ((1,), 2))
+    steps = tuple(Step(f"s{k}", some, 0, 1000 * us) for k, (some, us) in enumerate(reads))
     traces = (Trace("forward", 0, "", steps, 0, 0, "modelled"),)
     arena = packed_arena(storages, traces, kind="paged", granule=64, alignment=64)
     hardware = machine(1e9, latency_ns=2000)
     problem = Problem(storages, traces, arena, hardware, frozenset(), "overlap", 0.0)
-    assert periods_on_the_ladder(problem, 0, RUNGS // 6) == [20_152, 20_152]
+    assert periods_on_the_ladder(problem, 4, 5) == [15_256, 15_256]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from penstock.schedule.model import Drop, Hardware, Range, Step, Storage, Trace,
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.residency import gaps_between_reads
 from penstock.schedule.spans import read_runs, span_groups
-from penstock.schedule.transfers import Loads
+from penstock.schedule.transfers import Join, Loads, Streaming
 from tests.schedule.traces import Problem, machine, problems
 
 HARDWARE: Hardware = machine(1e9)
@@ -24,9 +24,15 @@ def loads_of(sizes: tuple[int, ...], *reads: tuple[int, ...]) -> Loads:
     return Loads(groups, gaps_between_reads(groups, trace, HARDWARE), len(steps), breaks={0})
 
 
+def streamed(loads: Loads, counts: list[int], *, cap: int, early: int, join: Join | None = None) -> Streaming:
+    """What follows when all but the leading `counts` spans of each gap are copied."""
+    rows = loads.after_first(counts)
+    return loads.stream(rows, loads.never_in(rows), cap=cap, early=early, join=join)
+
+
 def test_one_slot_copies_after_the_step_before() -> None:
     loads = loads_of((64, 64, 64), (0,), (1,), (2,))
-    one = loads.stream([0] * 3, [0] * 3, cap=64, early=2)
+    one = streamed(loads, [0] * 3, cap=64, early=2)
     assert one.transfers == (Transfer(0, 64, 0, -1), Transfer(64, 128, 1, 0), Transfer(128, 192, 2, 1))
     assert one.memory.drops == (Drop(0, 64, 0), Drop(64, 128, 1), Drop(128, 192, 2))
     assert one.memory.boundary == (Range(0, 64),)
@@ -35,7 +41,7 @@ def test_one_slot_copies_after_the_step_before() -> None:
 
 def test_two_slots_copy_one_step_ahead_and_across_the_end() -> None:
     loads = loads_of((64, 64, 64), (0,), (1,), (2,))
-    one = loads.stream([0] * 3, [0] * 3, cap=128, early=2)
+    one = streamed(loads, [0] * 3, cap=128, early=2)
     assert [t.after for t in one.transfers] == [-2, -1, 0]
     assert one.memory.boundary == (Range(0, 64), Range(64, 128))
     assert one.memory.peak_bytes == 128
@@ -43,19 +49,19 @@ def test_two_slots_copy_one_step_ahead_and_across_the_end() -> None:
 
 def test_nothing_starts_early_that_may_not() -> None:
     loads = loads_of((64, 64, 64), (0,), (1,), (2,))
-    one = loads.stream([0] * 3, [0] * 3, cap=128, early=0)
+    one = streamed(loads, [0] * 3, cap=128, early=0)
     assert [t.after for t in one.transfers] == [-2, 0, 0]
 
 
 def test_neighbours_with_one_deadline_and_start_are_one_transfer() -> None:
     loads = loads_of((640, 640), (0,), (1,))
-    one = loads.stream([0, 0], [0, 0], cap=640, early=1)
+    one = streamed(loads, [0, 0], cap=640, early=1)
     assert [t.stop - t.start for t in one.transfers] == [640, 640]
 
 
 def test_a_resident_part_is_neither_copied_nor_dropped() -> None:
     loads = loads_of((640, 640), (0,), (1,))
-    one = loads.stream([3, 0], [3, 0], cap=3 * 64 + 640, early=1)
+    one = streamed(loads, [3, 0], cap=3 * 64 + 640, early=1)
     assert one.transfers[0] == Transfer(192, 640, 0, -1)
     assert one.memory.drops[0] == Drop(192, 640, 0)
 
@@ -64,7 +70,7 @@ def test_what_is_kept_across_the_end_is_in_the_boundary_without_a_transfer() -> 
     """Storage 0 is read last and first: copied once a pass, early enough for the last step."""
     loads = loads_of((64, 64, 64), (0,), (1,), (2,), (0,))
     kept = [gap.closes - gap.opens == 1 and gap.closes == 4 for gap in loads.gaps]
-    one = loads.stream([int(k) for k in kept], [0] * 3, cap=64, early=3)
+    one = streamed(loads, [int(k) for k in kept], cap=64, early=3)
     assert [(t.start, t.step, t.after) for t in one.transfers] == [(64, 1, 0), (128, 2, 1), (0, 3, 2)]
     assert one.memory.boundary == (Range(0, 64),)
 
