@@ -88,6 +88,10 @@ class CallingConvention:
                 tensors[self._to_weight[position]].copy_(value)
             else:
                 results.append(value)
+        return self.unflatten_results(results)
+
+    def unflatten_results(self, results: list[Any]) -> Any:
+        """Returns the caller's tree of results."""
         return pytree.tree_unflatten(results, self._out_spec)
 
 

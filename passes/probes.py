@@ -211,3 +211,5 @@ def _register() -> Any:
 
 # Kept alive: the operators exist as long as their library does. A second import must not drop it.
 _LIBRARY = _register() or globals().get("_LIBRARY")
+
+ACQUIRE, RELEASE = torch.ops.penstock.acquire.default, torch.ops.penstock.release.default

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.passes.annotate import Annotated, annotate_with_values
-from penstock.passes.lowering import eager
+from penstock.passes.lowering import eager, inductor
 from penstock.runtime.atomic import write_artifact
 from penstock.runtime.binding import Checkpoint, Rename, bind, read_checkpoint
 from penstock.runtime.pack import (
@@ -30,8 +30,9 @@ from penstock.runtime.safetensors_file import index_files
 from penstock.runtime.stamp import file_chunks, hash_storage, stamp_file
 from penstock.schedule.errors import PassError
 from penstock.schedule.model import Extent, Part, Storage, Weight, WeightFile
-from penstock.schedule.payload import Payload, ProgramFile
+from penstock.schedule.payload import Lowering, Payload, ProgramFile
 from penstock.schedule.payload_checks import part_nbytes
+from penstock.schedule.sizes import parse_size
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +51,8 @@ def compile(
     weights: str | PathLike[str] | Sequence[str | PathLike[str]] | None = None,
     rename: Rename = None,
     pack: bool = True,
+    options: Mapping[str, Any] | None = None,
+    resident_below: int | str = "64KiB",
     force: bool = False,
     progress: Progress | None = None,
 ) -> Program:
@@ -59,25 +62,42 @@ def compile(
     a folder or a list of files), where `rename` maps an FQN to a tensor's name. They are packed in
     the order of their first use (small ones before large ones), or, with `pack=False`, left where they
     are and referred to.
+
+    `lowering="inductor"` compiles with AOTInductor, whose `options` are those of `torch.compile`. Weights of
+    less than `resident_below` bytes then stay in memory and cost no probes. Such an artifact runs with the
+    version of torch, and on the kind of processor, that compiled it.
     `force` replaces an artifact that exists. Prints the bytes it is about to write.
 
     Raises PassError for a program that cannot be streamed, SourceError for weight files that are
     not the program's and for an output that cannot be written.
     """
-    if lowering != "eager":
-        raise PassError(f"there is no lowering {lowering!r}: choose 'eager'")
+    if lowering not in ("eager", "inductor"):
+        raise PassError(f"there is no lowering {lowering!r}: choose 'eager' or 'inductor'")
+    if lowering == "eager" and options is not None:
+        raise PassError("options= are Inductor's: give them with lowering='inductor'")
     if not pack and weights is None:
         raise PassError("pack=False refers to weight files in place: name them with weights=")
     annotated = annotate_with_values(exported)
+    compiled = None
+    if lowering == "inductor":
+        smallest = parse_size(resident_below, total=None, name="resident_below")
+        compiled = inductor.lower(
+            annotated.payload, annotated.programs, options=options, resident_below=smallest
+        )
+        annotated = replace(annotated, payload=compiled.payload)
     checkpoint = None if weights is None else read_checkpoint(_files(weights))
     writer = _Writer(annotated, checkpoint, rename, in_place=not pack, progress=progress)
     folder = Path(path)
+    kind: Lowering = "inductor" if compiled else "eager"
 
     def build(temporary: Path) -> None:
         catalog = writer.write_weights(temporary)
-        programs = eager.save(annotated.programs, temporary)
+        if compiled is None:
+            programs, machine = eager.save(annotated.programs, temporary), ""
+        else:
+            programs, machine = inductor.save(compiled, annotated.programs, temporary), compiled.machine
         digest = hashlib.sha256((temporary / programs).read_bytes()).hexdigest()
-        payload = replace(catalog, lowering="eager", program=ProgramFile(programs, digest))
+        payload = replace(catalog, lowering=kind, program=ProgramFile(programs, digest, machine))
         (temporary / PAYLOAD).write_bytes(payload.to_bytes())
 
     write_artifact(folder, force=force, build=build)

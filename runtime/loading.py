@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from penstock.passes.lowering import eager
+from penstock.passes.lowering import compiled, eager
 from penstock.runtime.arena import WeightArena, open_arena
 from penstock.runtime.module import BoundMethod, Resources, Stats, StreamedModule
 from penstock.runtime.rates import READERS
@@ -73,9 +74,9 @@ def load_on_cpu(folder: Path, payload: Payload, plan: Plan, options: LoadOptions
             streamer = Streamer(plan, payload.storages, arena, readers=options.readers, drop_at_once=at_once)
             opened.callback(streamer.close)
         tensors = {weight.fqn: _tensor(weight.parts[0], plan, outside, arena) for weight in payload.weights}
-        lowered = eager.load(folder, payload)
-        methods = {m.name: _bind(lowered, tensors, m, streamer) for m in payload.methods}
-        closers = [source.close] if arena is None else [arena.close, source.close]
+        bind = _bind_compiled if payload.lowering == "inductor" else _bind_eager
+        methods, closers = bind(folder, payload, tensors, streamer)
+        closers += [source.close] if arena is None else [arena.close, source.close]
         resources = Resources(streamer, tuple(closers), os.getpid())
         held = sum(buffer.nbytes for buffer in outside.values())
         meter = _Meter(plan, arena, streamer, options.readers, held)
@@ -84,15 +85,43 @@ def load_on_cpu(folder: Path, payload: Payload, plan: Plan, options: LoadOptions
     return module
 
 
-def _bind(
-    lowered: eager.LoweredProgram, tensors: dict[str, torch.Tensor], method: Method, streamer: Streamer | None
-) -> BoundMethod:
-    trace = lowered.payload.trace_for(method.graph)
-    probed = streamer.methods[method.graph].probed if streamer else ()
-    program = eager.bind(lowered, tensors, method, probed)
-    return BoundMethod(
-        trace, probed, program, lambda: eager.bind(lowered, tensors, method, range(len(trace.steps)))
-    )
+def _bind_eager(
+    folder: Path, payload: Payload, tensors: dict[str, torch.Tensor], streamer: Streamer | None
+) -> tuple[dict[str, BoundMethod], list[Callable[[], None]]]:
+    """The methods as graph modules with the probes that the plan asks for; nothing to close."""
+    lowered = eager.load(folder, payload)
+
+    def bind(method: Method) -> BoundMethod:
+        trace = payload.trace_for(method.graph)
+        probed = streamer.methods[method.graph].probed if streamer else ()
+        program = eager.bind(lowered, tensors, method, probed)
+        everywhere = range(len(trace.steps))
+        return BoundMethod(trace, probed, program, lambda: eager.bind(lowered, tensors, method, everywhere))
+
+    return {method.name: bind(method) for method in payload.methods}, []
+
+
+def _bind_compiled(
+    folder: Path, payload: Payload, tensors: dict[str, torch.Tensor], streamer: Streamer | None
+) -> tuple[dict[str, BoundMethod], list[Callable[[], None]]]:
+    """The methods as compiled, and what destroys their runners, which must come before their memory goes."""
+    package = compiled.load(folder, payload)
+    orders = {order.graph: order for order in payload.probes}
+    methods: dict[str, BoundMethod] = {}
+    closers: list[Callable[[], None]] = []
+    for method in payload.methods:
+        program = compiled.CompiledMethod(package, tensors, method)
+        probed = streamer.methods[method.graph].probed if streamer else ()
+        methods[method.name] = BoundMethod(
+            payload.trace_for(method.graph), probed, program, partial(_itself, program), orders[method.graph]
+        )
+        closers.append(program.close)
+    return methods, closers
+
+
+def _itself(program: compiled.CompiledMethod) -> compiled.CompiledMethod:
+    """Compiled code calls every probe whatever the plan."""
+    return program
 
 
 @dataclass(frozen=True)

@@ -10,18 +10,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
 
-from penstock.passes.lowering.eager import BoundProgram
+from penstock.passes.calling import CallingConvention
 from penstock.passes.probes import STREAMER
 from penstock.passes.probes import Streamer as Probes
+from penstock.runtime.probe_calls import ProbeCalls
 from penstock.runtime.stopwatch import Stopwatch
 from penstock.runtime.streamer import Streamer
 from penstock.schedule.errors import StreamError
 from penstock.schedule.model import Plan, Trace
+from penstock.schedule.payload import ProbeOrder
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,30 @@ class Stats:
     readers: int
 
 
+class Bound(Protocol):
+    """A method with its weights, in any lowering."""
+
+    @property
+    def convention(self) -> CallingConvention:
+        """How it is called."""
+
+    def run(self, leaves: list[Any]) -> Any:
+        """Run on leaves that `convention.flatten` has checked, and return the caller's tree."""
+
+
 @dataclass(frozen=True)
 class BoundMethod:
-    """A method of a loaded program: probed where its plan asks, or (`probe_all`) at every step."""
+    """A method of a loaded program: probed where its plan asks, or (`probe_all`) at every step.
+
+    `order` says which of a compiled program's probe calls enclose which step; None where they are
+    the steps' own.
+    """
 
     trace: Trace
     probed: tuple[int, ...]
-    program: BoundProgram
-    probe_all: Callable[[], BoundProgram]
+    program: Bound
+    probe_all: Callable[[], Bound]
+    order: ProbeOrder | None = None
 
 
 @dataclass
@@ -100,6 +118,11 @@ class StreamedModule(torch.nn.Module):
         self.plan = plan
         self._methods = dict(methods)
         self._resources = resources
+        self._calls = {
+            name: ProbeCalls(method.order, method.probed, resources.streamer)
+            for name, method in methods.items()
+            if method.order
+        }
         self._describe = describe
         self._running = threading.Lock()
         self._finalizer = weakref.finalize(self, resources.close)
@@ -155,7 +178,11 @@ class StreamedModule(torch.nn.Module):
             timed = method.probe_all()
             leaves = _checked(timed, args, kwargs)
             stopwatch = Stopwatch(self._resources.streamer, method.probed, len(method.trace.steps))
-            self._stream(method.trace.graph, stopwatch, lambda: stopwatch.time(lambda: timed.run(leaves)))
+            calls = (
+                ProbeCalls(method.order, range(len(method.trace.steps)), stopwatch) if method.order else None
+            )
+            probes, run = calls or stopwatch, _running(timed, leaves, calls)
+            self._stream(method.trace.graph, probes, lambda: stopwatch.time(run))
             return stopwatch.trace(method.trace)
 
     def arguments(self, leaves: Sequence[Any], method: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -177,12 +204,10 @@ class StreamedModule(torch.nn.Module):
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         method = self._method(name)
         with self._exclusive():
-            leaves = _checked(method.program, args, kwargs)
-            if self._resources.streamer is None:
-                return method.program.run(leaves)
-            return self._stream(
-                method.trace.graph, self._resources.streamer, lambda: method.program.run(leaves)
-            )
+            calls = self._calls.get(name)
+            run = _running(method.program, _checked(method.program, args, kwargs), calls)
+            probes = calls or self._resources.streamer
+            return run() if probes is None else self._stream(method.trace.graph, probes, run)
 
     def _stream(self, graph: int, probes: Probes, run: Callable[[], Any]) -> Any:
         streamer = self._resources.streamer
@@ -243,7 +268,13 @@ def _refuse(what: str, instead: str) -> NoReturn:
     raise StreamError(f"{what} is not possible on a streamed module: {instead}")
 
 
-def _checked(program: BoundProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def _running(program: Bound, leaves: list[Any], calls: ProbeCalls | None) -> Callable[[], Any]:
+    """The pass itself, where compiled with what its probe calls do not enclose."""
+    run = partial(program.run, leaves)
+    return run if calls is None else partial(calls.enclose, run)
+
+
+def _checked(program: Bound, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The call's leaves; what is wrong with them is said before anything streams."""
     _refuse_grad(args, kwargs)
     return program.convention.flatten(args, kwargs)

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from penstock.schedule.hardware import STRICT as _STRICT
 
-Kind = Literal["streamable", "mutable", "returned", "inlined"]
+Kind = Literal["streamable", "mutable", "returned", "inlined", "small"]
 
 
 @dataclass(frozen=True)

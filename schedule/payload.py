@@ -23,8 +23,8 @@ from penstock.schedule.verify import verify_plan
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
 
-VERSIONS = (3,)
-Lowering = Literal["none", "eager"]
+VERSIONS = (4,)
+Lowering = Literal["none", "eager", "inductor"]
 
 _LEAST_INT, _MOST_INT = -(1 << 63), (1 << 64) - 1
 _WIDTH = 100
@@ -33,18 +33,37 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class ProgramFile:
-    """The lowered program: its path inside the artifact's folder, and the sha256 of the file."""
+    """The lowered program: its path inside the artifact's folder, and the sha256 of the file.
+
+    `machine` names the processor or device that it was compiled for, empty where any will do.
+    """
 
     __pydantic_config__: ClassVar = STRICT
     path: str
     sha256: str
+    machine: str = ""
+
+
+@dataclass(frozen=True)
+class ProbeOrder:
+    """Which probe calls enclose the steps of the trace of method number `graph`, as a compiler left them.
+
+    Step k runs between the calls `opens[k]` and `closes[k]`: 2 p is the acquire of probe p, 2 p + 1 its
+    release, -1 the beginning or the end of the pass.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    graph: int
+    opens: tuple[int, ...]
+    closes: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Payload:
     """Catalog, traces and plans of one compiled program.
 
-    `lowering` is `none` for a program annotated in memory. `hardware` measured the traces.
+    `lowering` is `none` for a program annotated in memory. `hardware` measured the traces. Where `probes`
+    has no entry for a method, step k lies between acquire and release of probe k.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -58,6 +77,7 @@ class Payload:
     weights: tuple[Weight, ...]
     methods: tuple[Method, ...]
     traces: tuple[Trace, ...]
+    probes: tuple[ProbeOrder, ...] = ()
     hardware: Hardware | None = None
     plans: tuple[Plan, ...] = ()
 

@@ -58,7 +58,18 @@ def part_nbytes(part: Part) -> int:
 
 def check_payload(payload: Payload, source: str) -> None:
     """Raise PayloadError with the first sentence of `payload` that docs/payload.md forbids."""
-    for check in (_program, _files, _storages, _weights, _coverage, _methods, _traces, _hardware, _plans):
+    for check in (
+        _program,
+        _files,
+        _storages,
+        _weights,
+        _coverage,
+        _methods,
+        _traces,
+        _probes,
+        _hardware,
+        _plans,
+    ):
         for problem in check(payload):
             raise PayloadError(f"{source}: {problem}")
 
@@ -92,6 +103,24 @@ def _program(payload: Payload) -> Iterator[str]:
         yield from _sha256(program.sha256, "$.program.sha256")
         if payload.lowering == "none":
             yield f"$.program: expected null, as $.lowering is 'none', got {program.path!r}"
+
+
+def _probes(payload: Payload) -> Iterator[str]:
+    """A call encloses at most one step from each side, and every step is enclosed by two calls or ends."""
+    yield from repeat_problems((p.graph for p in payload.probes), "$.probes", "a graph")
+    steps = {trace.graph: len(trace.steps) for trace in payload.traces}
+    for i, order in enumerate(payload.probes):
+        path = f"$.probes[{i}]"
+        if order.graph not in steps:
+            yield f"{path}.graph: expected the graph of a trace, one of {sorted(steps)}, got {order.graph}"
+            continue
+        for name, calls in (("opens", order.opens), ("closes", order.closes)):
+            if len(calls) != steps[order.graph]:
+                yield (
+                    f"{path}.{name}: expected a call for each of {steps[order.graph]} steps, got {len(calls)}"
+                )
+            elif any(call < -1 for call in calls) or len(set(calls)) < len(calls):
+                yield f"{path}.{name}: expected different calls, each -1 or more, got {list(calls)}"
 
 
 def _files(payload: Payload) -> Iterator[str]:

@@ -136,7 +136,7 @@ def bind(
     graph_module = insert_sites(retarget(program.graph_module, target), method.graph, sites)
     weights = {weight.fqn: weight for weight in payload.weights}
     lifted = tuple(
-        _checked(weights, str(spec.target), tensors)
+        checked_weight(weights, str(spec.target), tensors)
         for spec in program.graph_signature.input_specs
         if spec.kind is not InputKind.USER_INPUT
     )
@@ -166,7 +166,10 @@ def _sites(program: ExportedProgram, payload: Payload, trace: Trace, probed: Ite
     return sites
 
 
-def _checked(weights: Mapping[str, Weight], fqn: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def checked_weight(
+    weights: Mapping[str, Weight], fqn: str, tensors: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """The tensor bound to a weight. Raises StreamError where there is none, or it is not the weight's."""
     if fqn not in weights or fqn not in tensors:
         raise StreamError(f"weight {fqn!r} is not bound: give a tensor for every weight of the payload")
     part, tensor = weights[fqn].parts[0], tensors[fqn]

@@ -1,0 +1,130 @@
+"""Methods that Inductor compiled: loaded from an artifact, bound to weights in memory, and called."""
+
+from __future__ import annotations
+
+import io
+import platform
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, OutputKind
+
+from penstock.passes.calling import CallingConvention
+from penstock.passes.lowering.eager import checked_weight
+from penstock.passes.lowering.inductor import PACKAGE, PROGRAM
+from penstock.schedule.errors import PayloadError, SourceError, StreamError
+from penstock.schedule.model import Method
+from penstock.schedule.payload import Payload
+
+_INSTRUCTIONS = {
+    "AVX512_VNNI": "_is_vnni_supported",
+    "AMX_TILE": "_is_amx_tile_supported",
+}
+_LEVELS = {"DEFAULT": 0, "AVX2": 1, "AVX512": 2}
+
+
+@dataclass(frozen=True)
+class LoadedPackage:
+    """What an artifact holds as code: the runner of each method, and the program it was compiled from."""
+
+    payload: Payload
+    runners: Mapping[str, Any]
+    programs: Mapping[str, ExportedProgram]
+
+
+def load(folder: Path, payload: Payload) -> LoadedPackage:
+    """Reads what `inductor.save` wrote. The file is code: trust it first.
+
+    Raises SourceError when it cannot be read, PayloadError when it is not the payload's, or was compiled by
+    another version of torch or for a processor that can more than this one.
+    """
+    _check_machine(payload)
+    path = folder / (payload.program.path if payload.program else PROGRAM)
+    programs, runners = {}, {}
+    try:
+        with zipfile.ZipFile(path) as archive, tempfile.TemporaryDirectory() as temporary:
+            package = archive.extract(PACKAGE, temporary)
+            for method in payload.methods:
+                programs[method.name] = torch.export.load(io.BytesIO(archive.read(f"{method.name}.pt2")))
+                runners[method.name] = torch._C._aoti.AOTIModelPackageLoader(
+                    package, method.name, False, 1, -1
+                )
+    except OSError as error:
+        raise SourceError(f"the lowered program {path} cannot be read: {error.strerror or error}") from error
+    except Exception as error:
+        raise PayloadError(
+            f"the lowered program {path} cannot be loaded ({type(error).__name__}: {error}): import what "
+            "registers its operators and types first, or compile it again"
+        ) from error
+    return LoadedPackage(payload, runners, programs)
+
+
+class CompiledMethod:
+    """A compiled method with its weights, called on leaves that `convention.flatten` has checked.
+
+    It holds the weights' tensors, and the runner that reads them, until `close`.
+    """
+
+    def __init__(self, package: LoadedPackage, tensors: Mapping[str, torch.Tensor], method: Method) -> None:
+        program = package.programs[method.name]
+        device = torch.device("cpu")
+        self.convention = CallingConvention(program, device, device)
+        self._results = [
+            spec.arg for spec in program.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT
+        ]
+        self._runner = package.runners[method.name]
+        weights = {weight.fqn: weight for weight in package.payload.weights}
+        names = self._runner.get_constant_fqns()
+        self._tensors = {name: checked_weight(weights, name, tensors) for name in names}
+        # No copies: the runner reads these tensors where they are, and takes no reference to them.
+        self._runner.load_constants(self._tensors, False, True, True, False)
+
+    def run(self, leaves: list[Any]) -> Any:
+        """Runs on checked leaves, and returns the caller's tree."""
+        if self._runner is None:
+            raise StreamError("the module is closed: load the program again")
+        values = iter(self._runner.boxed_run([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]))
+        results = [arg.value if isinstance(arg, ConstantArgument) else next(values) for arg in self._results]
+        return self.convention.unflatten_results(results)
+
+    def close(self) -> None:
+        """Destroys the runner, before the memory that it reads."""
+        self._runner = None
+        self._tensors = {}
+
+
+def _check_machine(payload: Payload) -> None:
+    here = torch.__version__.split("+", maxsplit=1)[0]
+    if payload.torch != here:
+        raise PayloadError(
+            f"the program was compiled by torch {payload.torch}, and this is torch {here}: compile it again, "
+            "or install that version"
+        )
+    machine = payload.program.machine if payload.program else ""
+    if not machine:
+        return
+    device, system, processor, *instructions = machine.split(" ")
+    found = f"{platform.system().lower()} {platform.machine()}"
+    if f"{system} {processor}" != found:
+        raise PayloadError(
+            f"the program was compiled for {system} {processor}, and this is {found}: compile it here"
+        )
+    missing = [name for name in instructions if not _has(name)]
+    if device == "cpu" and missing:
+        raise PayloadError(
+            f"the program was compiled for a processor with {' '.join(missing)}, which this one lacks: "
+            "compile it here, or there for less (ATEN_CPU_CAPABILITY=avx2)"
+        )
+
+
+def _has(instructions: str) -> bool:
+    if instructions in _LEVELS:
+        return _LEVELS.get(torch.backends.cpu.get_cpu_capability(), 0) >= _LEVELS[instructions]
+    test = getattr(torch.cpu, _INSTRUCTIONS.get(instructions, ""), None)
+    return test is None or bool(test())

@@ -1,0 +1,176 @@
+"""The order in which a lowered program reads its weights, taken from the wrapper that Inductor emitted.
+
+The calls of acquire and release divide the wrapper into stretches. What a stretch reads is whatever weight,
+or alias of one, occurs in it otherwise than in a definition: so a read that the compiler moved, repeated or
+fused into another kernel is seen where it happens, wherever its own probes went. A line of which it is
+not certain that it reads nothing counts as a read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from penstock.schedule.errors import PassError
+
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
+_CONSTANT = re.compile(r"auto& (\w+) = constants_->at\((\d+)\);")
+_FQN = re.compile(r'constants_info_\[(\d+)\]\.original_fqn = "(.*)";')
+_PROXY = re.compile(r"aoti_torch_proxy_executor_call_function\(proxy_executor, (\d+),")
+_VIEWS = r"(?:std::move|(?:wrap_with_raii_handle_if_needed\()?reinterpret_tensor_wrapper)\("
+_ALIAS = re.compile(rf"^(?:auto |RAIIAtenTensorHandle )?(\w+) = {_VIEWS}")
+_WRAPPED = re.compile(r"^RAIIAtenTensorHandle (\w+)\((\w+_handle)\);$")
+_ASSIGNED = re.compile(r"aoti_torch_assign_tensors_out\((\w+), &(\w+)\)")
+_ONLY_METADATA = re.compile(r"^(?:\w+\.reset\(\);|if \(_check_aoti_runtime_check_inputs_env\(\)\)|//)")
+_RETURNED = re.compile(r"&(\w+_handle)\b")
+_SHIM = re.compile(r"aoti_torch_(?:cpu|cuda|xpu|mps)?_*(\w+?)(?:_out)?\(")
+
+AT_EDGE = -1
+"""Instead of a probe call: the beginning of the call, or its end."""
+
+
+@dataclass(frozen=True)
+class ObservedStep:
+    """What is read between two neighbouring probe calls, as storages; `label` is the first line that reads.
+
+    A probe call is 2 p for the acquire of probe p, 2 p + 1 for its release.
+    """
+
+    reads: tuple[int, ...]
+    opens: int
+    closes: int
+    label: str
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Steps in the order in which they run, all probe calls in theirs, and the FQNs bound at load."""
+
+    steps: tuple[ObservedStep, ...]
+    calls: tuple[int, ...]
+    bound: tuple[str, ...]
+
+
+def observe_cpp(source: str, extern_nodes: str, storages: Mapping[str, int], number: int) -> Observation:
+    """Observes an AOTInductor wrapper; `extern_nodes` is the JSON beside it, with the operators it calls.
+
+    `storages` maps the FQNs of the weights that stream to their storages; `number` is the program's graph
+    number, which its probes must carry. Raises PassError for a wrapper that cannot be followed.
+    """
+    probes = _probe_calls(extern_nodes, number)
+    fqns = {int(index): json.loads(f'"{name}"') for index, name in _FQN.findall(source)}
+    walk = _Walk()
+    for raw in _body(source):
+        line = raw.strip()
+        if found := _CONSTANT.search(line):
+            fqn = fqns.get(int(found[2]), "")
+            if fqn in storages:
+                walk.names[found[1]] = {storages[fqn]}
+        elif (found := _PROXY.search(line)) and int(found[1]) in probes:
+            walk.call(probes[int(found[1])], nested=raw[:5].startswith("     "))
+        else:
+            walk.line(line)
+    steps = walk.finish()
+    return Observation(tuple(steps), tuple(walk.calls), tuple(fqns.values()))
+
+
+def _body(source: str) -> Sequence[str]:
+    """The lines of the function that runs the model."""
+    begin = source.rfind("void AOTInductorModel::run_impl(")
+    end = source.find("} // AOTInductorModel::run_impl", begin)
+    if begin < 0 or end < 0:
+        raise PassError(
+            "the wrapper that Inductor emitted has no run_impl: penstock does not know the code that this "
+            "version of torch writes"
+        )
+    return source[begin:end].splitlines()
+
+
+def _probe_calls(extern_nodes: str, number: int) -> dict[int, int]:
+    """For each position in the list of operators that is a probe, its call."""
+    calls = {}
+    for position, entry in enumerate(json.loads(extern_nodes)["nodes"] if extern_nodes else ()):
+        target = entry["node"]["target"]
+        if target.startswith("penstock::"):
+            values = {given["name"]: given["arg"].get("as_int") for given in entry["node"]["inputs"]}
+            if values["graph"] != number:
+                raise PassError(f"a probe of graph {values['graph']} is in the program of graph {number}")
+            calls[position] = 2 * values["step"] + target.startswith("penstock::release")
+    return calls
+
+
+@dataclass
+class _Walk:
+    """What is known while the lines are followed: the storages behind each name, and the stretch so far."""
+
+    names: dict[str, set[int]] = field(default_factory=dict)
+    calls: list[int] = field(default_factory=list)
+    steps: list[ObservedStep] = field(default_factory=list)
+    reads: set[int] = field(default_factory=set)
+    label: str = ""
+
+    def call(self, call: int, *, nested: bool) -> None:
+        if nested:
+            raise PassError("a probe was emitted inside control flow, where it may run never or often")
+        if call in self.calls:
+            raise PassError(f"the wrapper calls probe {call // 2} twice: expected each once")
+        self._close(call)
+        self.calls.append(call)
+
+    def line(self, line: str) -> None:
+        if not line or _ONLY_METADATA.match(line):
+            return
+        touched = self._touched(line)
+        if not touched:
+            return
+        if found := _ALIAS.match(line) or _WRAPPED.match(line):
+            self.names.setdefault(found[1], set()).update(touched)
+        elif found := _ASSIGNED.search(line):
+            self.names.setdefault(found[2], set()).update(touched)
+        else:
+            self.label = self.label or _called(line)
+            self.reads |= touched
+            if _may_alias(line):
+                for handle in _RETURNED.findall(line):
+                    self.names.setdefault(handle, set()).update(touched)
+
+    def finish(self) -> list[ObservedStep]:
+        self._close(AT_EDGE)
+        return self.steps
+
+    def _close(self, call: int) -> None:
+        if self.reads:
+            opens = self.calls[-1] if self.calls else AT_EDGE
+            self.steps.append(ObservedStep(tuple(sorted(self.reads)), opens, call, self.label))
+        self.reads, self.label = set(), ""
+
+    def _touched(self, line: str) -> set[int]:
+        found: set[int] = set()
+        for name in _IDENTIFIER.findall(line):
+            found |= self.names.get(name, set())
+        return found
+
+
+def _called(line: str) -> str:
+    """The name of the kernel that a line calls, for people."""
+    if found := _SHIM.search(line):
+        return found[1]
+    return (_IDENTIFIER.search(line) or [""])[0]
+
+
+def _may_alias(line: str) -> bool:
+    """Whether what the operator of a line returns may share memory with what it is given."""
+    found = _SHIM.search(line)
+    packet = getattr(torch.ops.aten, found[1], None) if found else None
+    if packet is None:
+        return True
+    schemas = [getattr(packet, overload)._schema for overload in packet.overloads()]
+    return any(
+        value.alias_info is not None and not value.alias_info.is_write
+        for schema in schemas
+        for value in schema.returns
+    )

@@ -1,0 +1,367 @@
+"""The Inductor lowering: one shared object for each method, compiled ahead of time, with its weights outside.
+
+Probes go into the graph that Inductor lowers (`post_grad.py`), and the order in which the result reads its
+weights is taken from the code that Inductor emitted (`emitted.py`). Compiling touches no weight: in their
+place stands memory that is never written, so the program's own may be fake, meta, or not there.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import mmap
+import re
+import tempfile
+import warnings
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind
+
+from penstock.passes.graphs import size_hint
+from penstock.passes.inputs import user_placeholders
+from penstock.passes.lowering.eager import strip_weights
+from penstock.passes.lowering.emitted import Observation, observe_cpp
+from penstock.passes.lowering.post_grad import GraphPass, Placement, ProbePass
+from penstock.passes.retarget import exported_device
+from penstock.passes.trace import PRESET_CPU
+from penstock.passes.weights import Weights, find_weights
+from penstock.schedule.costs import with_times
+from penstock.schedule.errors import PassError, PenstockError
+from penstock.schedule.model import Method, Step, Trace, Weight, Work
+from penstock.schedule.payload import Payload, ProbeOrder
+
+PROGRAM = "program.zip"
+PACKAGE = "compiled.pt2"
+
+_FIXED = {
+    "aot_inductor.package": True,
+    "aot_inductor.package_constants_in_so": False,
+}
+_DEFEATS_STREAMING = {
+    "aot_inductor.package_constants_in_so": "puts the weights into the shared object",
+    "aot_inductor.use_runtime_constant_folding": "computes with weights once, before the program runs",
+    "freezing": "folds weights into constants",
+}
+_COPIED = 4096
+"""Bytes of a storage, at most, whose values the compiler is given: it copies scalars into the code."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What became of the methods: files for the package by method, the payload's facts, and the machine."""
+
+    files: Mapping[str, Sequence[Any]]
+    payload: Payload
+    machine: str
+
+
+def lower(
+    payload: Payload,
+    programs: Mapping[str, ExportedProgram],
+    *,
+    options: Mapping[str, Any] | None = None,
+    resident_below: int = 0,
+) -> Compiled:
+    """Compiles every method; in the result's payload are the observed traces and what was inlined.
+
+    `options` are Inductor's, as `torch.compile` takes them. Storages of less than `resident_below`
+    bytes get no probes and stay in memory. Raises PassError for options that defeat streaming, and for a
+    program that Inductor cannot compile or whose code cannot be followed.
+    """
+    options = dict(options or {})
+    _check_options(options)
+    storages = tuple(
+        replace(s, kind="small") if s.kind == "streamable" and s.nbytes < resident_below else s
+        for s in payload.storages
+    )
+    payload = replace(payload, storages=storages)
+    files, traces, orders, bound = {}, [], [], set()
+    machine = ""
+    for method in payload.methods:
+        one = _Method(payload, programs[method.name], method)
+        files[method.name], observation, placement = one.compile(options)
+        trace, order = _observed(payload.trace_for(method.graph), observation, placement)
+        traces.append(trace)
+        orders.append(order)
+        bound |= set(observation.bound)
+        machine = one.machine
+    payload = replace(payload, traces=tuple(traces), probes=tuple(orders))
+    return Compiled(files, _with_inlined(payload, bound, programs), machine)
+
+
+def save(compiled: Compiled, programs: Mapping[str, ExportedProgram], folder: Path) -> str:
+    """Writes the package of all methods, and their exported programs without weights, as one zip.
+
+    Returns the file's name in `folder`. The exported programs say how the methods are called.
+    """
+    from torch._inductor.package.package import package_aoti
+
+    with (
+        zipfile.ZipFile(folder / PROGRAM, "w", zipfile.ZIP_STORED) as archive,
+        tempfile.TemporaryDirectory() as temporary,
+    ):
+        package = Path(temporary) / PACKAGE
+        package_aoti(str(package), {name: list(files) for name, files in compiled.files.items()})
+        archive.write(package, PACKAGE)
+        for name, exported in programs.items():
+            buffer = io.BytesIO()
+            torch.export.save(strip_weights(exported), buffer)
+            archive.writestr(f"{name}.pt2", buffer.getvalue())
+    return PROGRAM
+
+
+class _Method:
+    """One method on its way through Inductor."""
+
+    def __init__(self, payload: Payload, exported: ExportedProgram, method: Method) -> None:
+        self._payload, self._method = payload, method
+        device = exported_device(exported.graph_module)
+        if device.type != "cpu":
+            raise PassError(f"method {method.name!r} is for {device}: this version compiles for the CPU")
+        self._exported, self._weights = _hollow(exported)
+        self.machine = ""
+
+    def compile(self, options: Mapping[str, Any]) -> tuple[Sequence[Any], Observation, Placement]:
+        """The files that Inductor wrote, what they read, and where the probes went."""
+        streamed = {
+            weight.fqn: weight.parts[0].storage
+            for weight in self._payload.weights
+            if self._payload.storages[weight.parts[0].storage].kind == "streamable"
+        }
+        weights = _in_catalog(self._weights, self._payload)
+        probes = ProbePass(self._method.graph, weights, _fqn_among(streamed), _own_passes(options))
+        patches = {**options, **_FIXED, "post_grad_custom_post_pass": probes}
+        files = self._run_inductor(patches)
+        placement = probes.placement or Placement((), Work())
+        source = _read(files, ".wrapper.cpp")
+        observation = observe_cpp(source, _read(files, ".wrapper.json"), streamed, self._method.graph)
+        expected = {2 * p + end for p in range(len(placement.steps)) for end in (0, 1)}
+        if set(observation.calls) != expected:
+            raise PassError(
+                f"the compiled method {self._method.name!r} calls {len(observation.calls)} probes, expected "
+                f"{len(expected)}: the compiler, or its cache, dropped some; clear the cache and try again"
+            )
+        self.machine = _machine(json.loads(_read(files, ".wrapper_metadata.json") or "{}"))
+        return files, observation, placement
+
+    def _run_inductor(self, patches: Mapping[str, Any]) -> Sequence[Any]:
+        from torch._inductor import aot_compile
+
+        args, kwargs = _example(self._exported)
+        try:
+            with warnings.catch_warnings(), torch.no_grad():
+                warnings.simplefilter("ignore")  # torch's own, about itself
+                module = self._exported.module(check_guards=False)
+                files = aot_compile(module, args, kwargs, options=dict(patches))
+        except Exception as error:
+            for cause in _causes(error):
+                if isinstance(cause, PenstockError):
+                    raise cause from None
+            raise PassError(
+                f"Inductor cannot compile method {self._method.name!r} ({type(error).__name__}: {error}): "
+                "torch._inductor.aoti_compile_and_package must accept the program"
+            ) from error
+        assert isinstance(files, list)
+        return files
+
+
+def _observed(modelled: Trace, observation: Observation, placement: Placement) -> tuple[Trace, ProbeOrder]:
+    """The trace of a compiled method: each stretch that reads is a step, with the work of its probes.
+
+    What Inductor reads again costs the bytes of nothing new: its work is not told apart here.
+    """
+    step_after = {}  # for each call, the step that begins with it or next behind it
+    position = {call: index for index, call in enumerate(observation.calls)}
+    opened = [position.get(step.opens, -1) for step in observation.steps]
+    for call, index in position.items():
+        step_after[call] = next((k for k, at in enumerate(opened) if at >= index), len(opened))
+    leads = [Work()] * (len(opened) + 1)
+    reads = [Work()] * (len(opened) + 1)
+    names = [""] * len(opened)
+    for probe, placed in enumerate(placement.steps):
+        k = step_after[2 * probe]
+        leads[k], reads[k] = _sum(leads[k], placed.lead_work), _sum(reads[k], placed.read_work)
+        if k < len(names) and not names[k]:
+            names[k] = placed.name
+    tail = _sum(_sum(leads[-1], reads[-1]), placement.tail)
+    steps = tuple(
+        Step(name or f"{step.label}_{k}", step.reads, 0, 0, lead, read)
+        for k, (step, name, lead, read) in enumerate(
+            zip(observation.steps, names, leads, reads, strict=False)
+        )
+    )
+    trace = with_times(replace(modelled, steps=steps, tail_work=tail), PRESET_CPU)
+    opens, closes = (tuple(getattr(step, end) for step in observation.steps) for end in ("opens", "closes"))
+    return trace, ProbeOrder(modelled.graph, opens, closes)
+
+
+def _with_inlined(payload: Payload, bound: set[str], programs: Mapping[str, ExportedProgram]) -> Payload:
+    """The payload in which storages that only the compiler has read are told apart."""
+    used = {
+        str(spec.target)
+        for program in programs.values()
+        for spec in program.graph_signature.input_specs
+        if spec.kind is not InputKind.USER_INPUT and _is_used(program, spec.arg.name)
+    }
+    entered = {w.parts[0].storage for w in payload.weights if w.fqn in bound}
+    storages = list(payload.storages)
+    for weight in payload.weights:
+        s = weight.parts[0].storage
+        if s not in entered and weight.fqn in used and storages[s].nbytes and storages[s].kind != "mutable":
+            _check_values(weight, programs)
+            storages[s] = replace(storages[s], kind="inlined")
+    return replace(payload, storages=tuple(storages))
+
+
+def _check_values(weight: Weight, programs: Mapping[str, ExportedProgram]) -> None:
+    for program in programs.values():
+        value = {**program.state_dict, **program.constants}.get(weight.fqn)
+        if isinstance(value, torch.Tensor) and not _is_real(value):
+            raise PassError(
+                f"the compiler copied weight {weight.fqn!r} into the code, but it has no values: give this "
+                "tensor real ones before compiling"
+            )
+
+
+def _is_used(program: ExportedProgram, name: str) -> bool:
+    return any(node.op == "placeholder" and node.name == name and node.users for node in program.graph.nodes)
+
+
+def _hollow(exported: ExportedProgram) -> tuple[ExportedProgram, Weights]:
+    """A copy of the program over memory that nobody wrote, and its weights as they were found.
+
+    Small storages keep their values.
+    """
+    weights = find_weights(exported)
+    memory = [_reserve(storage.nbytes) for storage in weights.storages]
+    values: dict[str, torch.Tensor] = {}
+    for weight, value in zip(weights.weights, weights.tensors, strict=True):
+        part = weight.parts[0]
+        dtype, flat = getattr(torch, part.dtype), memory[part.storage]
+        whole = flat[: flat.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+        empty = whole.as_strided(part.shape, part.stride, part.offset // dtype.itemsize)
+        if weights.storages[part.storage].nbytes <= _COPIED and _is_real(value):
+            empty.copy_(value)
+        values[weight.fqn] = empty
+    hollow = copy.copy(exported)
+    hollow._state_dict = {
+        name: torch.nn.Parameter(values[name], requires_grad=False)
+        if isinstance(value, torch.nn.Parameter) and name in values
+        else values.get(name, value)
+        for name, value in exported.state_dict.items()
+    }
+    hollow._constants = {name: values.get(name, value) for name, value in exported.constants.items()}
+    return hollow, weights
+
+
+def _reserve(nbytes: int) -> torch.Tensor:
+    """Memory that exists by name only, however much: the system promises none for it."""
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)
+
+
+def _is_real(tensor: torch.Tensor) -> bool:
+    return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+
+
+def _example(exported: ExportedProgram) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of the exported sizes, of zeros."""
+    constants = {
+        spec.arg.name: spec.arg.value
+        for spec in exported.graph_signature.input_specs
+        if isinstance(spec.arg, ConstantArgument)
+    }
+    leaves: list[Any] = []
+    for node in user_placeholders(exported):
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            shape = [size_hint(size) for size in value.shape]
+            leaves.append(torch.zeros(shape, dtype=value.dtype))
+        elif node.name in constants:
+            leaves.append(constants[node.name])
+        else:
+            raise PassError(
+                f"input {node.name!r} is a number that each call chooses, which AOTInductor does not take: "
+                "export with a tensor in its place, or a fixed value"
+            )
+    args, kwargs = torch.utils._pytree.tree_unflatten(leaves, exported.call_spec.in_spec)
+    return args, kwargs
+
+
+def _in_catalog(weights: Weights, payload: Payload) -> Weights:
+    """The method's weights with the storages of the payload."""
+    known = {weight.fqn: weight for weight in payload.weights}
+    return Weights(
+        tuple(known[weight.fqn] for weight in weights.weights),
+        payload.storages,
+        {weight.fqn: index for index, weight in enumerate(weights.weights)},
+        weights.tensors,
+    )
+
+
+def _fqn_among(streamed: Mapping[str, int]) -> Callable[[fx.Node], str | None]:
+    def fqn(node: fx.Node) -> str | None:
+        return str(node.target) if node.op == "get_attr" and node.target in streamed else None
+
+    return fqn
+
+
+def _own_passes(options: Mapping[str, Any]) -> tuple[GraphPass, ...]:
+    """What the user has Inductor run where the probes go in, from these options or from torch's."""
+    from torch._inductor import config
+
+    given = options.get("post_grad_custom_post_pass", config.post_grad_custom_post_pass)
+    return tuple(given) if isinstance(given, list | tuple) else (given,) if given else ()
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    from torch._inductor import config
+
+    for name, what in _DEFEATS_STREAMING.items():
+        default = False if name in _FIXED else getattr(_nested(config, name), name.rpartition(".")[2], False)
+        if options.get(name, default):
+            raise PassError(f"the option {name!r} {what}, so that nothing is left to stream: turn it off")
+
+
+def _nested(config: Any, name: str) -> Any:
+    for part in name.split(".")[:-1]:
+        config = getattr(config, part)
+    return config
+
+
+def _causes(error: BaseException) -> Sequence[BaseException]:
+    found: list[BaseException] = []
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and one not in found:
+            found.append(one)
+            waiting += [one.__cause__, one.__context__, getattr(one, "inner_exception", None)]
+    return found
+
+
+def _read(files: Sequence[Any], ending: str) -> str:
+    for file in files:
+        if isinstance(file, str) and file.endswith(ending):
+            return Path(file).read_text()
+    return ""
+
+
+def _machine(metadata: Mapping[str, str]) -> str:
+    keys = ("AOTI_DEVICE_KEY", "AOTI_PLATFORM", "AOTI_MACHINE", "AOTI_CPU_ISA", "AOTI_COMPUTE_CAPABILITY")
+    return re.sub(r"\s+", " ", " ".join(metadata.get(key, "") for key in keys)).strip()
+
+
+def _sum(one: Work, other: Work) -> Work:
+    return Work(one.flops + other.flops, one.nbytes + other.nbytes)

@@ -1,0 +1,174 @@
+"""Probes in the graph that Inductor is about to lower: functional, decomposed, and as its own passes left it.
+
+A weight is read wherever a value that aliases it goes into a node that computes. Inductor inlines nodes
+that compute element by element into the kernels of their users, and would write their results out
+where a release says that the weight changes: their releases wait behind the next node that reads a weight.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._ops import OpOverload
+
+from penstock.passes.graphs import placeholders_of
+from penstock.passes.probes import ACQUIRE, RELEASE
+from penstock.passes.propagation import fake_inputs, propagate, storages_of
+from penstock.passes.trace import work_of
+from penstock.passes.usage import follow
+from penstock.passes.weights import Weights
+from penstock.schedule.errors import PassError
+from penstock.schedule.model import Step, Work
+
+aten = torch.ops.aten
+
+_KERNELS_OF_THEIR_OWN = (
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+    "convolution",
+    "_grouped_mm",
+    "_scaled_mm",
+    "linear",
+)
+"""Operators with a lowering that other nodes are not inlined into."""
+
+GraphPass = Callable[[fx.Graph], None]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where probes went: for each, in the order of the graph, its node as a step; and the compute behind.
+
+    A step's `reads` are storages of the catalog, and its times are not filled in.
+    """
+
+    steps: tuple[Step, ...]
+    tail: Work
+
+
+class ProbePass(CustomGraphPass):
+    """Puts an acquire before every read of a streamable weight, and a release behind it.
+
+    For one compilation. Only the graph that holds the weights is changed; what Inductor lowers besides, the
+    bodies of control flow, is not. `before` are the passes that would have run without this one.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        weights: Weights,
+        name_of: Callable[[fx.Node], str | None],
+        before: Sequence[GraphPass] = (),
+    ) -> None:
+        self._number, self._weights, self._name_of, self._before = number, weights, name_of, tuple(before)
+        self.placement: Placement | None = None
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for run in self._before:
+            run(graph)
+        held = {node: name for node in graph.nodes if (name := self._name_of(node)) is not None}
+        if not held:
+            return
+        if self.placement is not None:
+            raise PassError(
+                "Inductor lowered the program's graph twice in one compilation, expected once: turn off what "
+                "compiles it for several shapes or devices"
+            )
+        self.placement = _insert(graph, self._number, held, self._weights)
+        graph.lint()
+
+    def __deepcopy__(self, memo: object) -> ProbePass:
+        """Inductor copies its options; what was placed is to be found in the one that was given."""
+        return self
+
+    def uuid(self) -> bytes:
+        """Differs wherever the probes would, or the passes before them."""
+        digest = hashlib.sha256()
+        for run in self._before:
+            identity = run.uuid() if isinstance(run, CustomGraphPass) else repr(run)
+            digest.update(repr(identity).encode())
+        digest.update(repr((self._number, self._weights.weights, self._weights.storages)).encode())
+        return digest.digest()
+
+
+def _insert(graph: fx.Graph, number: int, held: Mapping[fx.Node, str], weights: Weights) -> Placement:
+    lifted = _lifted(graph, held, weights)
+    by_name = {node.name: node for node in graph.nodes}
+    operands: dict[int, list[fx.Node]] = {}
+    for node, name in held.items():
+        if node.users:
+            operands.setdefault(weights.storage_of(name), []).append(node)
+    steps: list[Step] = []
+    readers: list[fx.Node] = []
+    lead = Work()
+    for node in lifted.graph_module.graph.nodes:
+        work = work_of(node)
+        reads = tuple(
+            s
+            for s in lifted.reads.get(node.name, ())
+            if weights.storages[s].kind == "streamable" and s in operands
+        )
+        if reads:
+            steps.append(Step(node.name, reads, 0, 0, lead, work))
+            readers.append(by_name[node.name])
+            lead = Work()
+        else:
+            lead = Work(lead.flops + work.flops, lead.nbytes + work.nbytes)
+    for probe, (step, reader) in enumerate(zip(steps, readers, strict=True)):
+        arguments = ([node for s in step.reads for node in operands[s]], number, probe)
+        with graph.inserting_before(reader):
+            graph.call_function(ACQUIRE, arguments)
+        behind = reader if not _is_inlined(reader) else next(iter(readers[probe + 1 : probe + 2]), None)
+        if behind is None:
+            with graph.inserting_before(graph.output_node()):
+                graph.call_function(RELEASE, arguments)
+        else:
+            with graph.inserting_after(behind):
+                graph.call_function(RELEASE, arguments)
+    return Placement(tuple(steps), lead)
+
+
+@dataclass(frozen=True)
+class _Lifted:
+    graph_module: fx.GraphModule
+    reads: Mapping[str, tuple[int, ...]]
+
+
+def _lifted(graph: fx.Graph, held: Mapping[fx.Node, str], weights: Weights) -> _Lifted:
+    """A propagated copy in which weights are inputs, and what its nodes read."""
+    copied, values = fx.Graph(), {}
+    names = {}
+    for node in held:
+        values[node] = copied.placeholder(node.name)
+        values[node].meta = dict(node.meta)
+        names[values[node].name] = held[node]
+    for node in graph.nodes:
+        if node not in values:
+            values[node] = copied.node_copy(node, values.__getitem__)
+            values[node].name = node.name
+    module = fx.GraphModule(graph.owning_module or torch.nn.Module(), copied)
+    placeholders = {name: weights.placeholders[fqn] for name, fqn in names.items()}
+    inputs = fake_inputs(module, Weights(weights.weights, weights.storages, placeholders, weights.tensors))
+    aliases = {
+        storages_of(value)[0]: weights.storage_of(names[node.name])
+        for node, value in zip(placeholders_of(copied), inputs, strict=True)
+        if node.name in names
+    }
+    propagated = propagate(module, inputs)
+    return _Lifted(propagated, follow(propagated, aliases).reads)
+
+
+def _is_inlined(node: fx.Node) -> bool:
+    """Whether Inductor may compute the node within the kernels of its users."""
+    from torch._inductor import lowering
+
+    if not isinstance(node.target, OpOverload) or node.target in lowering.fallbacks:
+        return False
+    return node.target in lowering.lowerings and node.target._opname not in _KERNELS_OF_THEIR_OWN
