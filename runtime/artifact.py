@@ -80,7 +80,7 @@ def compile(
     annotated = annotate_with_values(exported)
     compiled = None
     if lowering == "inductor":
-        smallest = parse_size(resident_below, total=None, name="resident_below")
+        smallest = parse_size(resident_below, name="resident_below") if resident_below else 0
         compiled = inductor.lower(
             annotated.payload, annotated.programs, options=options, resident_below=smallest
         )

@@ -127,4 +127,4 @@ def _has(instructions: str) -> bool:
     if instructions in _LEVELS:
         return _LEVELS.get(torch.backends.cpu.get_cpu_capability(), 0) >= _LEVELS[instructions]
     test = getattr(torch.cpu, _INSTRUCTIONS.get(instructions, ""), None)
-    return test is None or bool(test())
+    return test is not None and bool(test())

@@ -22,7 +22,7 @@ from penstock.schedule.model import (
     WeightFile,
     Work,
 )
-from penstock.schedule.payload import Payload, ProgramFile
+from penstock.schedule.payload import Payload, ProbeOrder, ProgramFile
 
 HARDWARE = Hardware("toy", 1e12, 2.5e10, 1.2e9, 20_000, note="an example")
 TRACE = Trace(
@@ -53,8 +53,8 @@ PLAN = Plan(
     hardware=HARDWARE,
 )
 PAYLOAD = Payload(
-    lowering="eager",
-    program=ProgramFile("program.pt2", "ab" * 32),
+    lowering="inductor",
+    program=ProgramFile("program.pt2", "ab" * 32, "cpu linux x86_64 AVX2"),
     torch="2.13.0",
     files=(
         WeightFile("weights.safetensors", 12_400, 1_700_000_000_000_000_000, 2**63, "01" * 32, "23" * 32),
@@ -87,6 +87,7 @@ PAYLOAD = Payload(
         ),
     ),
     traces=(TRACE,),
+    probes=(ProbeOrder(0, (-1, 2, 4), (2, 3, -1)),),
     hardware=HARDWARE,
     plans=(PLAN,),
 )
