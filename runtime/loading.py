@@ -55,8 +55,31 @@ def open_source(payload: Payload, folder: Path) -> Source:
     return Source(payload.files, folder, mode="buffered")
 
 
+@dataclass(frozen=True)
+class StreamedWeights:
+    """The weights of a plan as tensors by FQN, and what moves them; `closers` free memory, then files."""
+
+    tensors: dict[str, torch.Tensor]
+    streamer: Streamer | None
+    closers: tuple[Callable[[], None], ...]
+    read_stats: Callable[[], Stats]
+
+
 def load_on_cpu(folder: Path, payload: Payload, plan: Plan, options: LoadOptions) -> StreamedModule:
     """A streamed module for a verified plan; on an error everything opened so far is closed again."""
+    weights = load_weights(folder, payload, plan, options)
+    try:
+        bind = _bind_compiled if payload.lowering == "inductor" else _bind_eager
+        methods, closers = bind(folder, payload, weights.tensors, weights.streamer)
+    except BaseException:
+        Resources(weights.streamer, weights.closers, os.getpid()).close()
+        raise
+    resources = Resources(weights.streamer, (*closers, *weights.closers), os.getpid())
+    return StreamedModule(methods, plan, resources, weights.read_stats)
+
+
+def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOptions) -> StreamedWeights:
+    """The weights of a verified plan, its streamer started; on an error everything is closed again."""
     if options.readers < 1:
         raise StreamError(f"expected one reader or more, got {options.readers}: somebody has to read weights")
     # Weights made in inference mode could not be written outside it, nor those of a default device read.
@@ -74,15 +97,11 @@ def load_on_cpu(folder: Path, payload: Payload, plan: Plan, options: LoadOptions
             streamer = Streamer(plan, payload.storages, arena, readers=options.readers, drop_at_once=at_once)
             opened.callback(streamer.close)
         tensors = {weight.fqn: _tensor(weight.parts[0], plan, outside, arena) for weight in payload.weights}
-        bind = _bind_compiled if payload.lowering == "inductor" else _bind_eager
-        methods, closers = bind(folder, payload, tensors, streamer)
-        closers += [source.close] if arena is None else [arena.close, source.close]
-        resources = Resources(streamer, tuple(closers), os.getpid())
+        closers = (source.close,) if arena is None else (arena.close, source.close)
         held = sum(buffer.nbytes for buffer in outside.values())
         meter = _Meter(plan, arena, streamer, options.readers, held)
-        module = StreamedModule(methods, plan, resources, meter.read)
         opened.pop_all()
-    return module
+    return StreamedWeights(tensors, streamer, closers, meter.read)
 
 
 def _bind_eager(

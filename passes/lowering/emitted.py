@@ -29,6 +29,12 @@ _ONLY_METADATA = re.compile(r"^(?:\w+\.reset\(\);|if \(_check_aoti_runtime_check
 _RETURNED = re.compile(r"&(\w+_handle)\b")
 _SHIM = re.compile(r"aoti_torch_(?:cpu|cuda|xpu|mps)?_*(\w+?)(?:_out)?\(")
 
+_PYTHON_PROBE = re.compile(r"torch\.ops\.penstock\.(acquire|release)\.default\(\[.*\], (\d+), (\d+)\)$")
+_PYTHON_METADATA = re.compile(r"^(?:del \w+$|#|assert_size_stride\(|args\.clear\(\)|[\w, ]+ = args$)")
+_PYTHON_ALIAS = re.compile(r"^(\w+) = (?:reinterpret_tensor\(.*\)|\w+)(?:; del \w+)?(?:  # .*)?$")
+_PYTHON_RESULT = re.compile(r"^(\w+) = ")
+_PYTHON_OPERATOR = re.compile(r"(?:torch\.ops\.aten|extern_kernels)\.(\w+)")
+
 AT_EDGE = -1
 """Instead of a probe call: the beginning of the call, or its end."""
 
@@ -76,6 +82,32 @@ def observe_cpp(source: str, extern_nodes: str, storages: Mapping[str, int], num
             walk.line(line)
     steps = walk.finish()
     return Observation(tuple(steps), tuple(walk.calls), tuple(fqns.values()))
+
+
+def observe_python(source: str, storages: Mapping[str, int], number: int) -> Observation:
+    """Observes the wrapper of `torch.compile`; `storages` maps names of its inputs to storages."""
+    walk = _Walk({name: {storage} for name, storage in storages.items()})
+    for raw in _python_body(source):
+        line = raw.strip()
+        if found := _PYTHON_PROBE.match(line):
+            if int(found[2]) != number:
+                raise PassError(f"a probe of graph {found[2]} is in the program of graph {number}")
+            walk.call(2 * int(found[3]) + (found[1] == "release"), nested=raw[:9].isspace())
+        elif not _PYTHON_METADATA.match(line):
+            walk.line(line)
+    return Observation(tuple(walk.finish()), tuple(walk.calls), tuple(storages))
+
+
+def _python_body(source: str) -> Sequence[str]:
+    """The lines of the function that runs the model, up to what it returns."""
+    begin = source.rfind("def call(self, args):")
+    end = source.find("\nrunner = Runner(", begin)
+    if begin < 0 or end < 0:
+        raise PassError(
+            "the wrapper that Inductor emitted has no call: penstock does not know the code that this "
+            "version of torch writes"
+        )
+    return source[begin:end].splitlines()[1:]
 
 
 def _body(source: str) -> Sequence[str]:
@@ -127,7 +159,7 @@ class _Walk:
         touched = self._touched(line)
         if not touched:
             return
-        if found := _ALIAS.match(line) or _WRAPPED.match(line):
+        if found := _ALIAS.match(line) or _WRAPPED.match(line) or _PYTHON_ALIAS.match(line):
             self.names.setdefault(found[1], set()).update(touched)
         elif found := _ASSIGNED.search(line):
             self.names.setdefault(found[2], set()).update(touched)
@@ -135,7 +167,7 @@ class _Walk:
             self.label = self.label or _called(line)
             self.reads |= touched
             if _may_alias(line):
-                for handle in _RETURNED.findall(line):
+                for handle in [*_RETURNED.findall(line), *_PYTHON_RESULT.findall(line)]:
                     self.names.setdefault(handle, set()).update(touched)
 
     def finish(self) -> list[ObservedStep]:
@@ -157,14 +189,14 @@ class _Walk:
 
 def _called(line: str) -> str:
     """The name of the kernel that a line calls, for people."""
-    if found := _SHIM.search(line):
+    if found := _SHIM.search(line) or _PYTHON_OPERATOR.search(line):
         return found[1]
     return (_IDENTIFIER.search(line) or [""])[0]
 
 
 def _may_alias(line: str) -> bool:
     """Whether what the operator of a line returns may share memory with what it is given."""
-    found = _SHIM.search(line)
+    found = _SHIM.search(line) or _PYTHON_OPERATOR.search(line)
     packet = getattr(torch.ops.aten, found[1], None) if found else None
     if packet is None:
         return True

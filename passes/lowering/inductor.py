@@ -78,7 +78,7 @@ def lower(
     program that Inductor cannot compile or whose code cannot be followed.
     """
     options = dict(options or {})
-    _check_options(options)
+    check_options(options)
     storages = tuple(
         replace(s, kind="small") if s.kind == "streamable" and s.nbytes < resident_below else s
         for s in payload.storages
@@ -89,7 +89,7 @@ def lower(
     for method in payload.methods:
         one = _Method(payload, programs[method.name], method)
         files[method.name], observation, placement = one.compile(options)
-        trace, order = _observed(payload.trace_for(method.graph), observation, placement)
+        trace, order = observed(payload.trace_for(method.graph), observation, placement)
         traces.append(trace)
         orders.append(order)
         bound |= set(observation.bound)
@@ -138,7 +138,7 @@ class _Method:
             if self._payload.storages[weight.parts[0].storage].kind == "streamable"
         }
         weights = _in_catalog(self._weights, self._payload)
-        probes = ProbePass(self._method.graph, weights, _fqn_among(streamed), _own_passes(options))
+        probes = ProbePass(self._method.graph, weights, _fqn_among(streamed), own_passes(options))
         patches = {**options, **_FIXED, "post_grad_custom_post_pass": probes}
         files = self._run_inductor(patches)
         placement = probes.placement or Placement((), Work())
@@ -163,9 +163,7 @@ class _Method:
                 module = self._exported.module(check_guards=False)
                 files = aot_compile(module, args, kwargs, options=dict(patches))
         except Exception as error:
-            for cause in _causes(error):
-                if isinstance(cause, PenstockError):
-                    raise cause from None
+            raise_own(error)
             raise PassError(
                 f"Inductor cannot compile method {self._method.name!r} ({type(error).__name__}: {error}): "
                 "torch._inductor.aoti_compile_and_package must accept the program"
@@ -174,7 +172,7 @@ class _Method:
         return files
 
 
-def _observed(modelled: Trace, observation: Observation, placement: Placement) -> tuple[Trace, ProbeOrder]:
+def observed(modelled: Trace, observation: Observation, placement: Placement) -> tuple[Trace, ProbeOrder]:
     """The trace of a compiled method: each stretch that reads is a step, with the work of its probes.
 
     What Inductor reads again costs the bytes of nothing new: its work is not told apart here.
@@ -317,15 +315,16 @@ def _fqn_among(streamed: Mapping[str, int]) -> Callable[[fx.Node], str | None]:
     return fqn
 
 
-def _own_passes(options: Mapping[str, Any]) -> tuple[GraphPass, ...]:
-    """What the user has Inductor run where the probes go in, from these options or from torch's."""
+def own_passes(options: Mapping[str, Any]) -> tuple[GraphPass, ...]:
+    """Returns what the user has Inductor run where the probes go in, from these options or torch's."""
     from torch._inductor import config
 
     given = options.get("post_grad_custom_post_pass", config.post_grad_custom_post_pass)
     return tuple(given) if isinstance(given, list | tuple) else (given,) if given else ()
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises PassError for options of Inductor's, or settings of torch's, that defeat streaming."""
     from torch._inductor import config
 
     for name, what in _DEFEATS_STREAMING.items():
@@ -338,6 +337,13 @@ def _nested(config: Any, name: str) -> Any:
     for part in name.split(".")[:-1]:
         config = getattr(config, part)
     return config
+
+
+def raise_own(error: BaseException) -> None:
+    """Raises the error of the tree that torch has wrapped into another, if there is one."""
+    for cause in _causes(error):
+        if isinstance(cause, PenstockError):
+            raise cause from None
 
 
 def _causes(error: BaseException) -> Sequence[BaseException]:

@@ -57,7 +57,8 @@ class ProbePass(CustomGraphPass):
     """Puts an acquire before every read of a streamable weight, and a release behind it.
 
     For one compilation. Only the graph that holds the weights is changed; what Inductor lowers besides, the
-    bodies of control flow, is not. `before` are the passes that would have run without this one.
+    bodies of control flow, is not. `before` are the passes that would have run without this one. With
+    `inputs`, the graph is the one of that many inputs.
     """
 
     def __init__(
@@ -66,13 +67,20 @@ class ProbePass(CustomGraphPass):
         weights: Weights,
         name_of: Callable[[fx.Node], str | None],
         before: Sequence[GraphPass] = (),
+        *,
+        inputs: int | None = None,
     ) -> None:
         self._number, self._weights, self._name_of, self._before = number, weights, name_of, tuple(before)
+        self._inputs = inputs
         self.placement: Placement | None = None
+        self.input_names: dict[int, str] = {}
 
     def __call__(self, graph: fx.Graph) -> None:
         for run in self._before:
             run(graph)
+        entries = placeholders_of(graph)
+        if self._inputs not in (None, len(entries)):
+            return
         held = {node: name for node in graph.nodes if (name := self._name_of(node)) is not None}
         if not held:
             return
@@ -81,6 +89,7 @@ class ProbePass(CustomGraphPass):
                 "Inductor lowered the program's graph twice in one compilation, expected once: turn off what "
                 "compiles it for several shapes or devices"
             )
+        self.input_names = {i: node.name for i, node in enumerate(entries)}
         self.placement = _insert(graph, self._number, held, self._weights)
         graph.lint()
 

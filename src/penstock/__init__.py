@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from penstock.passes.pipeline import Pipeline
     from penstock.passes.probes import insert_probes
     from penstock.runtime.artifact import compile
+    from penstock.runtime.offload import offload
     from penstock.runtime.program import open
     from penstock.schedule.errors import (
         BudgetError,
@@ -42,6 +43,7 @@ __all__ = [
     "annotate",
     "compile",
     "insert_probes",
+    "offload",
     "open",
 ]
 
@@ -51,6 +53,7 @@ _HOMES = {
     "annotate": "penstock.passes.annotate",
     "compile": "penstock.runtime.artifact",
     "insert_probes": "penstock.passes.probes",
+    "offload": "penstock.runtime.offload",
     "open": "penstock.runtime.program",
 }
 

@@ -78,6 +78,12 @@ def compile(
         typer.Option(help="FQN=NAME: what a weight is called in the files; may be repeated."),
     ] = None,
     pack: Annotated[bool, typer.Option(help="Copy the weights, or refer to the files in place.")] = True,
+    lowering: Annotated[
+        str, typer.Option(help="eager (the exported graph itself) or inductor (compiled with AOTInductor).")
+    ] = "eager",
+    resident_below: Annotated[
+        str, typer.Option(help="With inductor: weights smaller than this stay in memory.")
+    ] = "64KiB",
     force: Annotated[bool, typer.Option("--force", help="Replace an artifact that exists.")] = False,
     json: Json = False,
 ) -> None:
@@ -91,7 +97,9 @@ def compile(
             output,
             weights=_weight_files(weights),
             rename=dict(_pairs(rename or [], "--rename", "FQN=NAME")),
+            lowering=lowering,
             pack=pack,
+            resident_below=resident_below,
             force=force,
             progress=progress,
         )

@@ -172,8 +172,10 @@ def test_a_disk_that_is_full_is_said_before_writing(exported, tmp_path, monkeypa
 
 
 def test_a_lowering_that_does_not_exist_is_refused(exported, tmp_path):
-    with pytest.raises(penstock.PassError, match="'inductor'"):
-        penstock.compile(exported, tmp_path / "k.penstock", lowering="inductor")
+    with pytest.raises(penstock.PassError, match="no lowering 'tensorrt': choose 'eager' or 'inductor'"):
+        penstock.compile(exported, tmp_path / "k.penstock", lowering="tensorrt")
+    with pytest.raises(penstock.PassError, match="options= are Inductor's"):
+        penstock.compile(exported, tmp_path / "k.penstock", options={})
 
 
 def test_in_place_needs_the_files(exported, tmp_path):

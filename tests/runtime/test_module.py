@@ -239,6 +239,7 @@ def test_a_system_without_populate_moves_and_direct_reads(
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, lambda: False)
     monkeypatch.delattr(direct_file.os, "O_DIRECT")
+    (stack.path / "weights.safetensors").read_bytes()  # what the page cache holds is read through it
     program = stack.open()
     assert set(program.arenas()) == {"contiguous", "paged"}
     with program.load("50%") as module:

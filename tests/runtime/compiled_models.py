@@ -1,0 +1,141 @@
+"""Models whose reads a compiler moves about, compiled once for all tests that need them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._inductor import aot_compile
+from torch._inductor.package.package import load_package, package_aoti
+from torch.export import ExportedProgram
+from torch.nn import functional
+
+WIDTH, VOCABULARY, POSITIONS = 32, 90, 12
+
+
+class Layer(nn.Module):
+    """Attention over a cache that the call writes, and a gated product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.gate = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.drop = nn.Dropout(0.5)
+        self.register_buffer("keys", torch.zeros(1, POSITIONS, WIDTH))
+        self.register_buffer("values", torch.zeros(1, POSITIONS, WIDTH))
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        self.keys.index_copy_(1, positions, k)
+        self.values.index_copy_(1, positions, v)
+        mask = torch.arange(POSITIONS)[None, :] <= positions[:, None]
+        attended = functional.scaled_dot_product_attention(q, self.keys, self.values, mask[None])
+        x = x + self.drop(self.out(attended))
+        a, b = self.gate(x).chunk(2, -1)
+        return x + self.down(functional.silu(a) * b)
+
+
+class Decoder(nn.Module):
+    """An embedding tied to the output, layers with caches, and a scale of three values that is inlined."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.tensor([1.0, 3.0, 2.0]))
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) * self.scale[1]
+        for layer in self.layers:
+            x = layer(x, positions)
+        return self.head(x)
+
+
+class Odd(nn.Module):
+    """Weights read through views, twice, by several kernels at once, and inside control flow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.both = nn.Parameter(torch.randn(2 * WIDTH, WIDTH))
+        self.lower = nn.Parameter(self.both.detach()[WIDTH:])
+        self.conv = nn.Conv2d(3, 16, 3)
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.experts = nn.Parameter(torch.randn(4, WIDTH, WIDTH))
+        self.table = nn.Parameter(torch.randn(50, WIDTH))
+        self.drop = nn.Dropout()
+
+    def forward(self, x: torch.Tensor, image: torch.Tensor, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = x + self.table[rows]
+        x = torch.cond(x.sum() > 0, self.a, self.b, (x,))
+        left, right = self.both.chunk(2)
+        x = self.drop(x) @ torch.cat([right, left]).t()[:, :WIDTH]
+        x = x @ self.lower.t() + self.drop(self.table)[rows + 1]
+
+        def body(i: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return i + 1, torch.tanh(x @ self.b.weight)
+
+        _, x = torch._higher_order_ops.while_loop(lambda i, x: i < 3, body, (torch.tensor(0), x))
+        y, _ = self.lstm(x[None])
+        z = torch.bmm(y.expand(4, -1, -1), self.experts)
+        return {"mixed": z.sum(0) + self.a.weight[0], "image": self.conv(image).relu()}
+
+
+def decoder(layers: int = 3) -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(layers).eval()
+
+
+def odd() -> Odd:
+    torch.manual_seed(1)
+    return Odd().eval()
+
+
+def decoder_arguments(length: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(length)[None] + 3, torch.arange(first, first + length)
+
+
+def odd_arguments() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(2)
+    return torch.randn(5, WIDTH), torch.randn(1, 3, 8, 8), torch.tensor([3, 1, 4, 1, 5])
+
+
+def export(module: nn.Module, arguments: tuple[Any, ...], **options: Any) -> ExportedProgram:
+    return torch.export.export(module, arguments, **options)
+
+
+def compile_plainly(exported: ExportedProgram, folder: Path, name: str) -> Callable[..., Any]:
+    """What AOTInductor makes of the program by itself, over weights of 64-byte alignment."""
+    args, kwargs = exported.example_inputs or ((), {})
+    files = aot_compile(
+        exported.module(check_guards=False),
+        args,
+        kwargs,
+        options={"aot_inductor.package": True, "aot_inductor.package_constants_in_so": False},
+    )
+    path = folder / f"{name}.pt2"
+    package_aoti(str(path), {"model": list(files)})
+    runner = load_package(str(path))
+    values = {**exported.state_dict, **exported.constants}
+    runner.load_constants(
+        {fqn: aligned(values[fqn].detach()) for fqn in runner.get_constant_fqns()}, check_full_update=True
+    )
+    return runner
+
+
+def aligned(value: torch.Tensor) -> torch.Tensor:
+    copied = value.clone(memory_format=torch.preserve_format)
+    assert copied.data_ptr() % 64 == 0
+    return copied
+
+
+def as_mapping(module: nn.Module, lengths: Mapping[str, int]) -> dict[str, ExportedProgram]:
+    return {name: export(module, decoder_arguments(length)) for name, length in lengths.items()}

@@ -1,0 +1,128 @@
+"""torch.compile with the backend "penstock": pieces of one module, one budget, the same bits."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import penstock
+
+pytestmark = pytest.mark.timeout(300)
+WIDTH = 128
+BUDGET = {"budget": "50%", "resident_below": "4KiB"}
+
+
+class Branching(nn.Module):
+    """Two layers with a graph break between them, a tied weight, and a view of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.again = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.again.weight = self.up.weight
+        self.mix = nn.Parameter(torch.randn(2 * WIDTH, WIDTH))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.up(x))
+        torch._dynamo.graph_break()
+        self.count.add_(1)
+        x = self.down(x)
+        if x.sum() > 0:  # another break, and a branch that only some calls take
+            x = x @ self.mix[WIDTH:]
+        return self.again(x)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Dynamo starts anew, and warns about itself."""
+    torch._dynamo.reset()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        yield
+    torch._dynamo.reset()
+
+
+def saved(module: nn.Module, folder: object) -> str:
+    path = f"{folder}/model.safetensors"
+    save_file({k: v for k, v in module.state_dict().items() if k != "again.weight"}, path)
+    return path
+
+
+def test_pieces_share_one_budget_and_compute_the_same(tmp_path, capsys):
+    torch.manual_seed(0)
+    module = Branching().eval()
+    inputs = [torch.randn(4, WIDTH), torch.randn(4, WIDTH), torch.randn(9, WIDTH), torch.randn(4, WIDTH)]
+    expected = [torch.compile(module)(x) for x in inputs]
+    torch._dynamo.reset()
+    module.count.zero_()
+    before = sum(p.untyped_storage().nbytes() for p in module.parameters())
+    record = penstock.offload(module, saved(module, tmp_path))
+    assert record.nbytes == before
+    assert "given back" in capsys.readouterr().err
+    assert all(p.untyped_storage().nbytes() == 0 for p in module.parameters())
+    assert module.again.weight is module.up.weight
+    streamed = torch.compile(module, backend="penstock", options=BUDGET)
+    for x, output in zip(inputs, expected, strict=True):
+        assert torch.equal(streamed(x), output)
+    assert module.count == len(inputs)
+    session = record.sessions[0]
+    assert record.stats.peak_bytes <= session.budget < before
+    assert record.stats.bytes_moved > 0
+    assert record.stats.misses == 0
+    assert len(session.plan.traces) >= 3
+
+
+def test_meta_parameters_take_the_values_of_the_files(tmp_path):
+    torch.manual_seed(1)
+    real = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)).eval()
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)).eval()
+    assert penstock.offload(empty, saved(real, tmp_path)).nbytes == 0
+    x = torch.randn(3, WIDTH)
+    streamed = torch.compile(empty, backend="penstock", options={"budget": "60%", "resident_below": 0})
+    torch.testing.assert_close(streamed(x), real(x))
+
+
+@pytest.mark.parametrize("options", [{}, {"budget": "1KiB"}])
+def test_a_budget_that_cannot_be_is_refused(tmp_path, options):
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    penstock.offload(module, saved(module, tmp_path))
+    with pytest.raises(Exception, match="needs a budget|below the floor"):
+        torch.compile(module, backend="penstock", options=options)(torch.ones(1, WIDTH))
+
+
+def test_parameters_that_are_still_in_memory_are_refused_with_advice():
+    with pytest.raises(Exception, match="call penstock.offload"):
+        torch.compile(nn.Linear(4, 4), backend="penstock", options={"budget": "50%"})(torch.ones(1, 4))
+
+
+def test_gradients_are_refused(tmp_path):
+    module = nn.Linear(WIDTH, WIDTH)
+    penstock.offload(module, saved(module, tmp_path))
+    streamed = torch.compile(module, backend="penstock", options={"budget": "100%"})
+    with torch.enable_grad(), pytest.raises(Exception, match="gradients through streamed weights"):
+        streamed(torch.ones(1, WIDTH, requires_grad=True))
+
+
+def test_files_with_other_values_leave_the_module_as_it_was(tmp_path):
+    module = nn.Linear(4, 4)
+    path = saved(nn.Linear(4, 4), tmp_path)
+    with pytest.raises(penstock.SourceError, match="other values for parameter weight than the module"):
+        penstock.offload(module, path)
+    assert module.weight.untyped_storage().nbytes() == 64
+    assert module.weight.requires_grad
+
+
+def test_a_module_is_offloaded_once(tmp_path):
+    module = nn.Linear(4, 4)
+    path = saved(module, tmp_path)
+    penstock.offload(module, path)
+    with pytest.raises(penstock.PassError, match="was offloaded before"):
+        penstock.offload(module, path)

@@ -1,0 +1,334 @@
+"""Programs that Inductor compiled: any budget, the same bits, and reads where the emitted code has them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import textwrap
+import warnings
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import penstock
+from penstock.passes.lowering import inductor
+from penstock.passes.lowering.emitted import observe_cpp
+from penstock.runtime.program import Program
+from penstock.schedule.payload import Payload
+from tests.runtime.compiled_models import (
+    as_mapping,
+    compile_plainly,
+    decoder,
+    decoder_arguments,
+    export,
+    odd,
+    odd_arguments,
+)
+
+SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
+pytestmark = pytest.mark.timeout(300)
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A compiled artifact, and what plain AOTInductor returns for the same calls."""
+
+    program: Program
+    expected: Any
+    wrappers: dict[str, tuple[str, str]]
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Artifact]]:
+    """Two models, with all weights that have more than a kilobyte streamed."""
+    folder = tmp_path_factory.mktemp("compiled")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        programs = as_mapping(decoder(), {"prefill": 5, "decode": 1})
+        plain = {name: compile_plainly(one, folder, name) for name, one in programs.items()}
+        expected = [plain["prefill"](*decoder_arguments(5)), plain["decode"](*decoder_arguments(1))]
+        result = {"decoder": _compile(programs, folder / "decoder.penstock", expected)}
+        one = export(odd(), odd_arguments())
+        expected = compile_plainly(one, folder, "odd")(*odd_arguments())
+        result["odd"] = _compile({"forward": one}, folder / "odd.penstock", expected)
+        yield result
+
+
+def _compile(programs: dict[str, Any], path: Path, expected: Any) -> Artifact:
+    program = penstock.compile(programs, path, lowering="inductor", resident_below="1KiB")
+    return Artifact(program, expected, wrappers_of(path))
+
+
+def wrappers_of(path: Path) -> dict[str, tuple[str, str]]:
+    """The emitted source of each method, and the operators that it calls."""
+    with zipfile.ZipFile(path / inductor.PROGRAM) as outer, outer.open(inductor.PACKAGE) as inner:
+        archive = zipfile.ZipFile(inner)
+        names = archive.namelist()
+        found = {}
+        for name in names:
+            if name.endswith(".wrapper.cpp"):
+                method, nodes = name.split("/")[-2], name.replace(".wrapper.cpp", ".wrapper.json")
+                found[method] = (archive.read(name).decode(), archive.read(nodes).decode())
+        return found
+
+
+def budget(program: Program, share: float, arena: str | None = None) -> int:
+    lowest = program.floor(arena=arena)
+    return lowest + int((program.weight_bytes - lowest) * share)
+
+
+@pytest.mark.parametrize(
+    ("share", "arena"), [*itertools.product(SHARES[:-1], ("contiguous", "paged", None)), (1.0, None)]
+)
+def test_outputs_are_those_of_plain_aotinductor_at_every_budget(compiled, share, arena):
+    """Two methods over one arena, called twice in turn, with freed bytes overwritten."""
+    program = compiled["decoder"].program
+    nbytes = budget(program, share, arena)
+    with program.load(nbytes, arena=arena, poison=True) as module:
+        for _ in range(2):
+            outputs = [module.prefill(*decoder_arguments(5)), module.decode(*decoder_arguments(1))]
+            for output, expected in zip(outputs, compiled["decoder"].expected, strict=True):
+                assert torch.equal(output, expected)
+        assert module.stats.misses == 0
+        assert module.stats.peak_bytes <= nbytes
+
+
+@pytest.mark.parametrize("arena", ["contiguous", "paged"])
+@pytest.mark.parametrize("share", SHARES[:-1])
+def test_reads_through_views_control_flow_and_several_kernels(compiled, share, arena):
+    program, expected = compiled["odd"].program, compiled["odd"].expected
+    with program.load(budget(program, share, arena), arena=arena, poison=True) as module:
+        for _ in range(3):
+            output = module(*odd_arguments())
+            assert output.keys() == expected.keys()
+            assert all(torch.equal(output[key], expected[key]) for key in expected)
+        assert module.stats.misses == 0
+
+
+def test_a_cache_is_resident_and_lives_from_call_to_call(compiled):
+    program = compiled["decoder"].program
+    reference = decoder()
+    with program.load(program.floor_bytes) as module, torch.no_grad():
+        module.prefill(*decoder_arguments(5))
+        reference(*decoder_arguments(5))
+        for first in range(5, 9):
+            arguments = decoder_arguments(1, first)
+            torch.testing.assert_close(module.decode(*arguments), reference(*arguments))
+    kinds = {w.fqn: program.payload.storages[w.parts[0].storage].kind for w in program.payload.weights}
+    assert kinds["layers.0.keys"] == "mutable"
+    assert kinds["scale"] == "inlined"
+    assert kinds["layers.0.norm.weight"] == "small"
+    assert kinds["embedding.weight"] == kinds["layers.2.down.weight"] == "streamable"
+
+
+def test_two_modules_of_one_artifact_do_not_disturb_each_other(compiled):
+    program, expected = compiled["odd"].program, compiled["odd"].expected
+    with (
+        program.load(budget(program, 0.0), poison=True) as small,
+        program.load(budget(program, 0.5), poison=True) as large,
+    ):
+        for module in (small, large, small, large):
+            assert torch.equal(module(*odd_arguments())["mixed"], expected["mixed"])
+
+
+def test_a_call_after_close_is_refused_and_harmless(compiled):
+    module = compiled["odd"].program.load("50%")
+    module(*odd_arguments())
+    module.close()
+    with pytest.raises(penstock.StreamError, match="the module is closed"):
+        module(*odd_arguments())
+
+
+def test_measured_steps_are_those_of_the_trace(compiled):
+    program = compiled["odd"].program
+    with program.load("50%") as module:
+        trace = module.measure(*odd_arguments())
+        plan = program.plan("50%", traces=[trace])
+    assert [step.reads for step in trace.steps] == [s.reads for s in program.payload.traces[0].steps]
+    assert trace.times == "measured"
+    assert sum(step.read_ns for step in trace.steps) > 0
+    assert plan.traces == (trace,)
+
+
+# What the emitted source says.
+
+
+@pytest.mark.parametrize("name", ["decoder", "odd"])
+def test_the_wrapper_calls_every_probe_once_and_every_read_is_enclosed(compiled, name):
+    """Read here line by line, with nothing of the code that made the trace."""
+    payload = compiled[name].program.payload
+    for method in payload.methods:
+        source, nodes = compiled[name].wrappers[method.name]
+        order = next(o for o in payload.probes if o.graph == method.graph)
+        calls = [int(part.split(",")[0]) for part in source.split("call_function(proxy_executor, ")[1:]]
+        assert len(calls) == len(set(calls)) >= max(*order.opens, *order.closes) / 2
+        assert nodes.count("penstock::acquire") == nodes.count("penstock::release")
+        assert nodes.count("penstock::") <= len(calls)
+        streamed = {s for s, storage in enumerate(payload.storages) if storage.kind == "streamable"}
+        steps = payload.trace_for(method.graph).steps
+        assert {read for step in steps for read in step.reads} <= streamed
+
+
+def test_weights_that_are_one_storage_are_one_read(compiled):
+    """`both`, its chunks, and `lower`, which views it; the embedding, read by gather and by product."""
+    payload = compiled["odd"].program.payload
+    storage = {weight.fqn: weight.parts[0].storage for weight in payload.weights}
+    assert storage["both"] == storage["lower"]
+    assert sum(storage["both"] in step.reads for step in payload.traces[0].steps) >= 2
+    tied = compiled["decoder"].program.payload
+    names = {weight.fqn: weight.parts[0].storage for weight in tied.weights}
+    assert names["embedding.weight"] == names["head.weight"]
+    reads = [names["head.weight"] in step.reads for step in tied.traces[0].steps]
+    assert reads[0]
+    assert reads[-1]
+
+
+def test_a_read_moved_out_of_its_probes_is_seen_where_it_happens(compiled):
+    """The last call of a release moved before the kernel that it follows."""
+    payload = compiled["decoder"].program.payload
+    source, nodes = compiled["decoder"].wrappers["decode"]
+    streamed = {
+        w.fqn: w.parts[0].storage
+        for w in payload.weights
+        if payload.storages[w.parts[0].storage].kind == "streamable"
+    }
+    graph = next(m.graph for m in payload.methods if m.name == "decode")
+    before = observe_cpp(source, nodes, streamed, graph)
+    assert tuple(s.reads for s in before.steps) == tuple(s.reads for s in payload.trace_for(graph).steps)
+    lines = source.splitlines(keepends=True)
+    last = max(i for i, line in enumerate(lines) if "call_function(proxy_executor" in line)
+    kernel = max(i for i, line in enumerate(lines[:last]) if "mm_out(" in line)
+    lines.insert(kernel, lines.pop(last))
+    after = observe_cpp("".join(lines), nodes, streamed, graph)
+    assert after.steps[-1].reads == before.steps[-1].reads
+    assert after.steps[-1].closes == -1
+
+
+def test_probes_moved_before_their_kernel_are_shown_by_the_poison(compiled):
+    """Each step in turn that drops what it read is declared over at the call that should begin it."""
+    program, expected = compiled["odd"].program, compiled["odd"].expected
+    order = program.payload.probes[0]
+    plan = program.plan(program.floor(arena="contiguous"), arena="contiguous")
+    dropping = {drop.step for drop in plan.schedules[0].drops}
+    moved = [
+        k
+        for k in range(1, len(order.opens))
+        if k in dropping and order.closes[k - 1] not in order.opens and order.opens[k] not in order.closes
+    ]
+    assert moved
+    for k in moved:
+        opens, closes = list(order.opens), list(order.closes)
+        opens[k], closes[k] = closes[k - 1], opens[k]
+        wrong = replace(program.payload, probes=(replace(order, opens=tuple(opens), closes=tuple(closes)),))
+        with Program(program.path, wrong).load(plan=plan, poison=True) as module:
+            output = module(*odd_arguments())
+        assert any(not torch.equal(output[key], expected[key]) for key in expected)
+
+
+# A fresh process, other weights, other options.
+
+
+def test_a_fresh_process_needs_neither_the_class_nor_the_source(compiled, tmp_path):
+    torch.save((odd_arguments(), compiled["odd"].expected["mixed"]), tmp_path / "case.pt")
+    script = textwrap.dedent(
+        f"""
+        import penstock, torch
+        arguments, expected = torch.load({str(tmp_path / "case.pt")!r})
+        with penstock.open({str(compiled["odd"].program.path)!r}).load("75%", poison=True) as module:
+            assert torch.equal(module(*arguments)["mixed"], expected)
+        """
+    )
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "none")}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_floor_does_not_grow_with_the_layers(compiled, tmp_path):
+    """But for the small weights and caches, which stay in memory."""
+    floors = []
+    for layers in (3, 6):
+        if layers == 3:
+            program = compiled["decoder"].program
+        else:
+            program = penstock.compile(
+                as_mapping(decoder(layers), {"prefill": 5, "decode": 1}),
+                tmp_path / "deep.penstock",
+                lowering="inductor",
+                resident_below="1KiB",
+            )
+        resident = sum(s.nbytes for s in program.payload.storages if s.kind != "streamable")
+        floors.append(program.floor(arena="contiguous") - resident)
+    assert floors[0] == floors[1] < 40_000
+
+
+def test_fake_weights_compile_and_bind_to_a_checkpoint(tmp_path):
+    """A program with a dynamic size whose weights are fake tensors, and files that come later."""
+    torch.manual_seed(3)
+    real = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32)).eval()
+    save_file(real.state_dict(), tmp_path / "model.safetensors")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        empty = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32)).eval()
+        batch = torch.export.Dim("batch", min=2, max=64)
+        exported = export(empty, (torch.randn(4, 32),), dynamic_shapes=({0: batch},))
+    program = penstock.compile(
+        exported,
+        tmp_path / "m.penstock",
+        lowering="inductor",
+        weights=tmp_path / "model.safetensors",
+        pack=False,
+        resident_below=0,
+    )
+    with program.load(program.floor_bytes) as module, torch.no_grad():
+        for rows in (2, 4, 33):
+            x = torch.randn(rows, 32)
+            torch.testing.assert_close(module(x), real(x))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"freezing": True}, "'freezing' folds weights into constants"),
+        ({"aot_inductor.package_constants_in_so": True}, "puts the weights into the shared object"),
+        ({"aot_inductor.use_runtime_constant_folding": True}, "computes with weights once"),
+    ],
+)
+def test_options_that_defeat_streaming_are_refused(tmp_path, options, message):
+    exported = export(torch.nn.Linear(4, 4), (torch.ones(1, 4),))
+    with pytest.raises(penstock.PassError, match=message):
+        penstock.compile(exported, tmp_path / "m.penstock", lowering="inductor", options=options)
+    assert not (tmp_path / "m.penstock").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"torch": "2.1.0"}, r"compiled by torch 2\.1\.0, and this is torch"),
+        ({"machine": "cpu linux riscv64"}, "compiled for linux riscv64"),
+        ({"machine": "cpu linux x86_64 AVX1024"}, "a processor with AVX1024"),
+    ],
+)
+def test_an_artifact_of_another_machine_is_refused_by_name(compiled, change, message):
+    payload: Payload = compiled["odd"].program.payload
+    assert payload.program is not None
+    if "machine" in change:
+        payload = replace(payload, program=replace(payload.program, **change))
+    else:
+        payload = replace(payload, **change)
+    with pytest.raises(penstock.PayloadError, match=message):
+        Program(compiled["odd"].program.path, payload).load("50%")
