@@ -52,6 +52,7 @@ class MethodTable:
     probed: tuple[int, ...]
     drops: dict[int, list[Range]]
     steady: Queue
+    boundary: tuple[Range, ...]
     crosses_calls: bool
 
     @property
@@ -77,14 +78,15 @@ def tabulate(plan: Plan, schedule: Schedule, trace: Trace, storages: Sequence[St
         probed=tuple(streaming_steps(plan, schedule.graph, storages)),
         drops=drops,
         steady=Queue.of(schedule.graph, pieces, n),
-        crosses_calls=any(t.after < 0 for t in schedule.transfers),
+        boundary=plan.boundary_of(schedule),
+        crosses_calls=schedule.boundary is not None or any(t.after < 0 for t in schedule.transfers),
     )
 
 
 def first_pass(plan: Plan, method: MethodTable, *, resident_loaded: bool) -> Queue:
     """The queue of a pass that starts with nothing but, perhaps, the resident ranges on the device.
 
-    It loads the plan's boundary in its order, then what the pass itself copies. The call waits for
+    It loads the method's boundary in its order, then what the pass itself copies. The call waits for
     resident ranges, a step for the rest of the boundary that it is the first to read.
     """
     resident, n = merge(plan.resident), method.steps
@@ -92,7 +94,7 @@ def first_pass(plan: Plan, method: MethodTable, *, resident_loaded: bool) -> Que
     pieces = [Piece(r.start, r.stop, n, -1) for r in ranges]
     pieces += [
         Piece(r.start, r.stop, _first_read(method, r), -1)
-        for r in cut(subtract(plan.boundary, resident), _piece_bytes(plan))
+        for r in cut(subtract(method.boundary, resident), _piece_bytes(plan))
     ]
     return Queue.of(method.graph, pieces + [p for p in method.steady.pieces if p.after >= 0], n)
 

@@ -36,16 +36,12 @@ class Placement:
 def blocks_of(
     storages: Sequence[Storage], traces: Sequence[Trace], arena: Arena, keep: Collection[int]
 ) -> tuple[Block, ...]:
-    """A block for every storage that is read; with several traces, what a first step reads is kept.
-
-    Any of the methods may be called next, so nothing can be on its way when a call begins.
-    """
+    """A block for every storage that is read."""
     blocks = []
     for s, reads in reads_of(storages, traces, arena).items():
-        first = len(traces) > 1 and any(steps[:1] == (0,) for steps in reads)
         size = -(-storages[s].nbytes // arena.granule) * arena.granule
         place = Range(arena.layout[s], arena.layout[s] + storages[s].nbytes)
-        blocks.append(Block(s, place, size, reads, first or s in keep))
+        blocks.append(Block(s, place, size, reads, s in keep))
     return tuple(blocks)
 
 

@@ -266,7 +266,7 @@ class _Search:
         least = int(parts * self.hardware.link_latency_ns * self.hardware.link_bytes_per_s / 1e9)
         last = max((len(trace.steps) for trace in self.traces), default=1) - 1
         choices = (last,) if self.wrap == "overlap" else (last, 0)
-        for early in choices if len(self.traces) == 1 else (-1,):
+        for early in choices:
             decisions = decide(self.blocks, self.traces, self.arena, placement, early=early, least=least)
             period = 0
             for trace, (transfers, drops) in zip(self.traces, decisions.streams, strict=True):

@@ -197,6 +197,10 @@ class Schedule:
     `staged[i]` are the bytes of transfer i that the host does not hold: the disk brings them into a
     ring of `staging_bytes` first, in issue order, once transfers before have left room for them.
     Empty where the source of every transfer is all there.
+
+    `boundary` is what is on the device, or on its way, when one call of this method follows another, in
+    the order in which an entry from elsewhere loads it: a call that follows another method's begins with
+    the resident ranges alone. None where it is the plan's.
     """
 
     __pydantic_config__: ClassVar = _STRICT
@@ -207,6 +211,7 @@ class Schedule:
     lower_bound_ns: int | None = None
     staged: tuple[int, ...] = ()
     staging_bytes: int = 0
+    boundary: tuple[Range, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -229,7 +234,8 @@ class Plan:
     always, all of them when everything fits); their bytes and `arena_bytes` are within the budget.
     `addresses[s]` is where storage s begins in a contiguous arena (-1 outside; empty when paged).
     `resident` never leaves the device. `boundary`, which contains it, is on the device or on its
-    way between calls, listed in the order in which a cold start loads it. `traces` are those that
+    way between calls, listed in the order in which a cold start loads it; of several methods each may
+    have its own. `traces` are those that
     the plan was made for. `names` and `sizes` (bytes) are those of the storages, for people who read
     the plan without its catalog; empty where nobody gave them. `host` is what the host holds where it
     does not hold everything, None where the source of transfers needs no plan.
@@ -255,6 +261,10 @@ class Plan:
     def streamed_bytes(self) -> int:
         """Bytes copied in one pass of each method, summed."""
         return sum(t.stop - t.start for s in self.schedules for t in s.transfers)
+
+    def boundary_of(self, schedule: Schedule) -> tuple[Range, ...]:
+        """What is on the device, or on its way, between two calls of one method."""
+        return self.boundary if schedule.boundary is None else schedule.boundary
 
     @property
     def predicted_seconds(self) -> float:

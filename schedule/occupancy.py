@@ -38,8 +38,7 @@ def decide(
 ) -> Decisions:
     """Everything that follows from the addresses.
 
-    Only transfers for steps up to `early` may start before the pass does; with several traces that
-    is none, and every call begins with the resident bytes alone. Parts of a block of less than
+    Only transfers for steps up to `early` may start before the pass does. Parts of a block of less than
     `least` bytes are copied together with a neighbour, once both may be.
     """
     pieces, cells = _cells(blocks, arena.granule, placement)
@@ -52,22 +51,23 @@ def decide(
         for which, trace in enumerate(traces):
             reads = sorted((k, b) for b in users for k in blocks[b].reads[which])
             ranges = {b: pieces[b][cell] for b in users}
-            _move(reads, ranges, len(trace.steps) if len(traces) == 1 else 0, moves[which])
+            _move(reads, ranges, len(trace.steps), moves[which])
     addresses = [-1] * len(arena.layout) if arena.kind == "contiguous" else []
     for b, block in enumerate(blocks if addresses else ()):
         addresses[block.storage] = placement.addresses[b]
     begins = frozenset(block.range.start for block in blocks)
     lasting = merged(resident, begins)
-    streams, boundary = [], list(lasting)
+    streams, boundaries = [], []
     for trace, moved in zip(traces, moves, strict=True):
         transfers = _transfers(moved, len(trace.steps), early, begins, least)
         drops = tuple(
             Drop(r.start, r.stop, k) for k in sorted(moved.drops) for r in merged(moved.drops[k], begins)
         )
         in_flight = [(t.step, Range(t.start, t.stop)) for t in transfers if t.after < 0]
-        boundary += [r for _, r in sorted(moved.crossing + in_flight)]
+        boundaries.append((*lasting, *(r for _, r in sorted(moved.crossing + in_flight))))
         streams.append((transfers, drops))
-    return Decisions(placement.nbytes, tuple(addresses), lasting, tuple(boundary), tuple(streams))
+    shared = (boundaries[0], ()) if len(traces) == 1 else (lasting, tuple(boundaries))
+    return Decisions(placement.nbytes, tuple(addresses), lasting, shared[0], tuple(streams), shared[1])
 
 
 def _cells(
@@ -102,12 +102,12 @@ def _cells(
 
 
 def _move(reads: Sequence[tuple[int, int]], ranges: dict[int, Range], steps: int, moves: _Moves) -> None:
-    """What the reads (step, block) of one cell imply; `steps` is 0 where calls begin without it."""
+    """What the reads (step, block) of one cell in one pass imply, which others of the method follow."""
     for j, (k, b) in enumerate(reads):
-        before, user = reads[j - 1] if j or steps else (0, -1)
-        following = reads[(j + 1) % len(reads)][1] if j + 1 < len(reads) or steps else -1
+        before, user = reads[j - 1]
+        following = reads[(j + 1) % len(reads)][1]
         if user != b:
-            after = before if j or not steps else before - steps
+            after = before if j else before - steps
             moves.copies.setdefault((k, after, b), []).append(ranges[b])
         elif j == 0:
             moves.crossing.append((k, ranges[b]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 
 from penstock.schedule.bound import Relaxation
 from penstock.schedule.model import Arena, Hardware, Schedule, Storage, Trace, Wrap
@@ -65,14 +64,15 @@ def search(
             if other and _period_ns(traces[0], other, hardware, wrap) < one.period_ns:
                 return other
     else:
-        streams, stays = _share_for_all(groups, traces, hardware, cap, breaks)
+        streams, stays = _share_for_all(groups, traces, hardware, cap=cap, breaks=breaks, wrap=wrap)
     spans = (span for group in groups for span in group.spans)
     resident = merged(itertools.compress(spans, stays), breaks)
     peak = max((one.memory.peak_bytes for one in streams), default=sum(r.nbytes for r in resident))
-    boundary = (*resident, *(r for one in streams for r in one.memory.boundary))
-    return Decisions(
-        peak, (), resident, boundary, tuple((one.transfers, one.memory.drops) for one in streams)
-    )
+    boundaries = tuple((*resident, *one.memory.boundary) for one in streams)
+    moved = tuple((one.transfers, one.memory.drops) for one in streams)
+    if len(traces) == 1:
+        return Decisions(peak, (), resident, boundaries[0], moved)
+    return Decisions(peak, (), resident, resident, moved, boundaries)
 
 
 def _period_ns(trace: Trace, found: Decisions, hardware: Hardware, wrap: Wrap) -> int:
@@ -82,24 +82,19 @@ def _period_ns(trace: Trace, found: Decisions, hardware: Hardware, wrap: Wrap) -
 def _groups(
     storages: Sequence[Storage], traces: Sequence[Trace], arena: Arena, keep: Collection[int]
 ) -> tuple[Group, ...]:
-    """The groups of spans; with several traces, what a first step reads is kept.
-
-    Any of the methods may be called next, so nothing can be on its way when a call begins.
-    """
-    groups = span_groups(read_runs(storages, traces, arena, keep=keep), arena.granule)
-    if len(traces) == 1:
-        return groups
-    return tuple(replace(g, kept=g.kept or any(reads[:1] == (0,) for reads in g.reads)) for g in groups)
+    return span_groups(read_runs(storages, traces, arena, keep=keep), arena.granule)
 
 
 def _share_for_all(
     groups: Sequence[Group],
     traces: Sequence[Trace],
     hardware: Hardware,
+    *,
     cap: int,
     breaks: Collection[int],
+    wrap: Wrap,
 ) -> tuple[tuple[Streaming, ...], Sequence[bool]]:
-    """One resident share of every group for all methods; each streams the rest within its own calls."""
+    """One resident share of every group for all methods; each streams the rest, for its own next call too."""
     best: tuple[int, tuple[Streaming, ...], Sequence[bool]] | None = None
     plans = []
     for which, trace in enumerate(traces):
@@ -127,10 +122,11 @@ def _share_for_all(
             if (residency.held(counts) + unread > cap).any():
                 break
             stays = [n < count for g, count in zip(groups, fixed, strict=True) for n in range(len(g.spans))]
-            one = loads.stream(loads.after_first(counts), numpy.array(stays), cap=cap, early=-1)
+            early = len(trace.steps) - 1 if wrap == "overlap" else 0
+            one = loads.stream(loads.after_first(counts), numpy.array(stays), cap=cap, early=early)
             streams.append(one)
             schedule = Schedule(trace.graph, one.transfers, (), 0)
-            period += steady_period_ns(trace, schedule, hardware, "overlap")
+            period += steady_period_ns(trace, schedule, hardware, wrap)
         if len(streams) == len(plans) and (best is None or period < best[0]):
             best = (period, tuple(streams), stays)
     assert best is not None

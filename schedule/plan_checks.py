@@ -109,6 +109,7 @@ def _ranges(plan: Plan, path: str) -> Iterator[str]:
         ranges += [
             (f"schedules[{i}].transfers", schedule.transfers),
             (f"schedules[{i}].drops", schedule.drops),
+            (f"schedules[{i}].boundary", schedule.boundary or ()),
         ]
     if plan.host is not None:
         yield from size_problems(plan.host.nbytes, f"{path}.host.nbytes")

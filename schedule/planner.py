@@ -227,8 +227,9 @@ def _least_ns(storages: Sequence[Storage], traces: Sequence[Trace], cap: int, ha
 def _timed(traces: Sequence[Trace], found: Decisions, hardware: Hardware, wrap: Wrap) -> tuple[Schedule, ...]:
     """The schedules of some decisions with their steady periods."""
     schedules = []
-    for trace, (transfers, drops) in zip(traces, found.streams, strict=True):
-        schedule = Schedule(trace.graph, transfers, drops, 0)
+    boundaries = found.boundaries or (None,) * len(traces)
+    for trace, (transfers, drops), boundary in zip(traces, found.streams, boundaries, strict=True):
+        schedule = Schedule(trace.graph, transfers, drops, 0, boundary=boundary)
         schedules.append(replace(schedule, predicted_ns=steady_period_ns(trace, schedule, hardware, wrap)))
     return tuple(schedules)
 

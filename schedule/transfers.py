@@ -51,13 +51,17 @@ class Streaming:
 
 @dataclass(frozen=True)
 class Decisions:
-    """All of a plan but its times; `streams` has the transfers and drops of each trace."""
+    """All of a plan but its times; `streams` has the transfers and drops of each trace.
+
+    `boundaries` has what lies between two calls of each, empty where `boundary` holds for all.
+    """
 
     arena_bytes: int
     addresses: tuple[int, ...]
     resident: tuple[Range, ...]
     boundary: tuple[Range, ...]
     streams: tuple[tuple[tuple[Transfer, ...], tuple[Drop, ...]], ...]
+    boundaries: tuple[tuple[Range, ...], ...] = ()
 
 
 class Loads:

@@ -114,18 +114,21 @@ def _check_schedule(schedule: Schedule, trace: Trace) -> None:
 def _check_resident(memory: Memory, plan: Plan) -> None:
     """Resident bytes are in the boundary, and nothing drops or overwrites them."""
     resident = lay(plan.resident, memory, "resident range")
-    boundary = lay(plan.boundary, memory, "boundary range")
-    for cell, content in enumerate(resident):
-        if content not in (ABSENT, boundary[cell]):
-            extent = memory.extent(cell)
-            raise PlanError(f"bytes {extent.start}:{extent.stop} are resident but missing from the boundary")
+    for pieces in map(plan.boundary_of, plan.schedules):
+        boundary = lay(pieces, memory, "boundary range")
+        for cell, content in enumerate(resident):
+            if content not in (ABSENT, boundary[cell]):
+                extent = memory.extent(cell)
+                raise PlanError(
+                    f"bytes {extent.start}:{extent.stop} are resident but missing from the boundary"
+                )
+        if memory.paged and sum(r.nbytes for r in pieces) > plan.arena_bytes:
+            raise PlanError(
+                f"the boundary of {sum(r.nbytes for r in pieces)} bytes does not fit into the arena of "
+                f"{plan.arena_bytes} bytes"
+            )
     for schedule in plan.schedules:
         for name, item in dropped_or_written(schedule):
             _, lo, hi = memory.place(item)
             if resident[lo:hi].count(ABSENT) < hi - lo:
                 raise PlanError(f"graph {schedule.graph}: {name} takes bytes that are resident")
-    if memory.paged and sum(r.nbytes for r in plan.boundary) > plan.arena_bytes:
-        raise PlanError(
-            f"the boundary of {sum(r.nbytes for r in plan.boundary)} bytes does not fit into the arena of "
-            f"{plan.arena_bytes} bytes"
-        )

@@ -181,6 +181,7 @@ class Memory:
         ]
         for schedule in plan.schedules:
             pieces += [("transfer", schedule.transfers), ("drop", schedule.drops)]
+            pieces += [("boundary range", schedule.boundary or ())]
         edges = set()
         for what, group in pieces:
             for i, piece in enumerate(group):

@@ -65,7 +65,8 @@ class Walk:
     def __init__(self, memory: Memory, plan: Plan, schedule: Schedule, trace: Trace) -> None:
         self._memory, self._plan, self._schedule, self._trace = memory, plan, schedule, trace
         self._steps = len(trace.steps)
-        self._boundary = lay(plan.boundary, memory, "boundary range")
+        self._pieces = plan.boundary_of(schedule)
+        self._boundary = lay(self._pieces, memory, "boundary range")
         self._reads = [self._read_places(step.reads) for step in trace.steps]
         self._opened: dict[int, list[int]] = defaultdict(list)
         for i, gate in enumerate(gates(schedule, self._steps)):
@@ -76,7 +77,7 @@ class Walk:
         # content of each cell, and the step, counted over all passes, from whose read on it is there
         self._owner = list(self._boundary)
         self._due = self._cold_due()
-        self._occupied = sum(r.nbytes for r in plan.boundary)
+        self._occupied = sum(r.nbytes for r in self._pieces)
 
     def run(self) -> None:
         self._check_room("at the beginning of a call")
@@ -105,7 +106,7 @@ class Walk:
             for content, lo, hi in (place for _, place in self._reads[step]):
                 first[lo:hi] = [step if self._boundary[c] == content else first[c] for c in range(lo, hi)]
         due = [NEVER] * self._memory.cells
-        for piece in self._plan.boundary:
+        for piece in self._pieces:
             _, lo, hi = self._memory.place(piece)
             due[lo:hi] = [min(first[lo:hi])] * (hi - lo)
         return due

@@ -88,7 +88,7 @@ def check_facts(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: 
 def all_pieces(plan: Plan) -> list[Piece]:
     pieces: list[Piece] = [*plan.resident, *plan.boundary]
     for schedule in plan.schedules:
-        pieces += [*schedule.transfers, *schedule.drops]
+        pieces += [*schedule.transfers, *schedule.drops, *(schedule.boundary or ())]
     return pieces
 
 
@@ -241,7 +241,8 @@ class Machine:
 
     def begin_cold(self) -> None:
         """Every range of the boundary is on its way, and nobody knows how far."""
-        for piece in self.plan.boundary:
+        own = self.schedule.boundary
+        for piece in self.plan.boundary if own is None else own:
             units = self.units(piece.start, piece.stop)
             must(not {u for u, _ in units} & self.memory, "the boundary holds bytes twice")
             readers = (k for k in range(self.steps) if self.units_read(k) & units)
