@@ -81,9 +81,13 @@ def _draw(found: dict[str, dict[int, float]], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(6.4, 4.0), layout="constrained")
     for kind, times in found.items():
-        axes.loglog(times, list(times.values()), "o-", color=COLOURS[kind], label=kind)
+        axes.loglog(list(times), list(times.values()), "o-", color=COLOURS[kind], label=kind)
         axes.loglog(
-            times, [_scaled(times, n) for n in times], ":", color=COLOURS[kind], label=f"{kind}, n log n"
+            list(times),
+            [_scaled(times, n) for n in times],
+            ":",
+            color=COLOURS[kind],
+            label=f"{kind}, n log n",
         )
     axes.set(xlabel="storages", ylabel="seconds to plan, bound included")
     axes.grid(alpha=0.3)

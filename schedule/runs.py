@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -45,18 +47,20 @@ class Runs:
         return None
 
     def neighbours(self, rows: numpy.ndarray) -> Iterator[numpy.ndarray]:
-        """Choices that differ in one end of one run, and fit."""
+        """Choices that differ in one end of one run, or in two ends of any, and fit."""
         import numpy
 
         order = numpy.nonzero(self._may)[0]
         chosen = rows[order]
         edges = numpy.nonzero(chosen != numpy.roll(chosen, 1))[0]
-        for edge in edges.tolist():
-            for flipped in (order[edge], order[edge - 1]):
-                other = rows.copy()
-                other[flipped] = not other[flipped]
-                if self._short(other) <= 0:
-                    yield other
+        ends = [flipped for edge in edges.tolist() for flipped in (order[edge], order[edge - 1])]
+        pairs = list(itertools.combinations(ends, 2))
+        random.Random(len(pairs)).shuffle(pairs)
+        for some in itertools.chain(((end,) for end in ends), pairs):
+            other = rows.copy()
+            other[list(some)] ^= True
+            if self._short(other) <= 0:
+                yield other
 
     def _spread(self, copied: int, run: int, ahead: float) -> numpy.ndarray:
         """About `copied` bytes, in runs that begin and end where half a run is owed or given in advance."""
