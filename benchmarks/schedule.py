@@ -39,6 +39,12 @@ SHARES = (0.0, 0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98)
 
 BEGIN = "<!-- benchmarks/schedule.py writes from here -->"
 GRANULES = {"paged": 2 << 20, "contiguous": 4096}
+COLUMNS = (
+    *("program", "hardware", "arena", "share", "budget"),
+    *("predicted_ns", "lower_bound_ns", "plan_seconds"),
+)
+"""What is kept of each plan, beside the times of the policies."""
+
 HOST = "server"
 """The machine that computes what does not fit, for the policy that does so."""
 
@@ -79,7 +85,7 @@ def run(case: Case) -> dict[str, Any]:
         "predicted_ns": schedule.predicted_ns,
         "lower_bound_ns": schedule.lower_bound_ns,
         "ratio": plan.ratio,
-        "plan_seconds": seconds,
+        "plan_seconds": round(seconds, 3),
         "policies": {name: ns for name, ns in others.items() if ns is not None},
     }
 
@@ -141,6 +147,17 @@ def _seconds(results: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield f"| {program} | {mine[0]['storages']} | {' | '.join(cells)} |"
 
 
+def _compact(results: Sequence[dict[str, Any]]) -> str:
+    """All figures as JSON: the names of the columns, and one row on a line for each plan."""
+    policies = list(dict.fromkeys(name for one in results for name in one["policies"]))
+    rows = [
+        json.dumps([one[name] for name in COLUMNS] + [one["policies"].get(name) for name in policies])
+        for one in results
+    ]
+    lines = ",\n".join(rows)
+    return f'{{"columns": {json.dumps([*COLUMNS, *policies])},\n "rows": [\n{lines}\n]}}\n'
+
+
 def _chosen(given: str, known: Sequence[str]) -> list[str]:
     chosen = [name for name in known if not given or any(part.strip() in name for part in given.split(";"))]
     if not chosen:
@@ -187,7 +204,7 @@ def main(
         f"({platform.machine()}, Python {platform.python_version()}).\n\n{render(results)}"
     )
     if json_path:
-        json_path.write_text(json.dumps(results, indent=1) + "\n")
+        json_path.write_text(_compact(results))
     if docs:
         write_between(docs, text, BEGIN)
     typer.echo(text)
