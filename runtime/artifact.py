@@ -78,12 +78,8 @@ def compile(
     if not pack and weights is None:
         raise PassError("pack=False refers to weight files in place: name them with weights=")
     annotated = annotate_with_values(exported)
-    compiled = None
-    if lowering == "inductor":
-        smallest = parse_size(resident_below, name="resident_below") if resident_below else 0
-        compiled = inductor.lower(
-            annotated.payload, annotated.programs, options=options, resident_below=smallest
-        )
+    compiled = _compile(annotated, options, resident_below) if lowering == "inductor" else None
+    if compiled is not None:
         annotated = replace(annotated, payload=compiled.payload)
     checkpoint = None if weights is None else read_checkpoint(_files(weights))
     writer = _Writer(annotated, checkpoint, rename, in_place=not pack, progress=progress)
@@ -102,6 +98,13 @@ def compile(
 
     write_artifact(folder, force=force, build=build)
     return open_program(folder)
+
+
+def _compile(
+    annotated: Annotated, options: Mapping[str, Any] | None, resident_below: int | str
+) -> inductor.Compiled:
+    smallest = parse_size(resident_below, name="resident_below") if resident_below else 0
+    return inductor.lower(annotated.payload, annotated.programs, options=options, resident_below=smallest)
 
 
 def _files(weights: str | PathLike[str] | Sequence[str | PathLike[str]]) -> tuple[Path, ...]:

@@ -7,10 +7,8 @@ place stands memory that is never written, so the program's own may be fake, met
 
 from __future__ import annotations
 
-import copy
 import io
 import json
-import mmap
 import re
 import tempfile
 import warnings
@@ -22,18 +20,16 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.export.graph_signature import InputKind
 
-from penstock.passes.graphs import size_hint
-from penstock.passes.inputs import user_placeholders
 from penstock.passes.lowering.eager import strip_weights
 from penstock.passes.lowering.emitted import Observation, observe_cpp
+from penstock.passes.lowering.hollow import example_arguments, has_values, without_values
 from penstock.passes.lowering.post_grad import GraphPass, Placement, ProbePass
 from penstock.passes.retarget import exported_device
 from penstock.passes.trace import PRESET_CPU
-from penstock.passes.weights import Weights, find_weights
+from penstock.passes.weights import Weights
 from penstock.schedule.costs import with_times
 from penstock.schedule.errors import PassError, PenstockError
 from penstock.schedule.model import Method, Step, Trace, Weight, Work
@@ -51,8 +47,6 @@ _DEFEATS_STREAMING = {
     "aot_inductor.use_runtime_constant_folding": "computes with weights once, before the program runs",
     "freezing": "folds weights into constants",
 }
-_COPIED = 4096
-"""Bytes of a storage, at most, whose values the compiler is given: it copies scalars into the code."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +121,7 @@ class _Method:
         device = exported_device(exported.graph_module)
         if device.type != "cpu":
             raise PassError(f"method {method.name!r} is for {device}: this version compiles for the CPU")
-        self._exported, self._weights = _hollow(exported)
+        self._exported, self._weights = without_values(exported)
         self.machine = ""
 
     def compile(self, options: Mapping[str, Any]) -> tuple[Sequence[Any], Observation, Placement]:
@@ -156,7 +150,7 @@ class _Method:
     def _run_inductor(self, patches: Mapping[str, Any]) -> Sequence[Any]:
         from torch._inductor import aot_compile
 
-        args, kwargs = _example(self._exported)
+        args, kwargs = example_arguments(self._exported)
         try:
             with warnings.catch_warnings(), torch.no_grad():
                 warnings.simplefilter("ignore")  # torch's own, about itself
@@ -223,7 +217,7 @@ def _with_inlined(payload: Payload, bound: set[str], programs: Mapping[str, Expo
 def _check_values(weight: Weight, programs: Mapping[str, ExportedProgram]) -> None:
     for program in programs.values():
         value = {**program.state_dict, **program.constants}.get(weight.fqn)
-        if isinstance(value, torch.Tensor) and not _is_real(value):
+        if isinstance(value, torch.Tensor) and not has_values(value):
             raise PassError(
                 f"the compiler copied weight {weight.fqn!r} into the code, but it has no values: give this "
                 "tensor real ones before compiling"
@@ -232,69 +226,6 @@ def _check_values(weight: Weight, programs: Mapping[str, ExportedProgram]) -> No
 
 def _is_used(program: ExportedProgram, name: str) -> bool:
     return any(node.op == "placeholder" and node.name == name and node.users for node in program.graph.nodes)
-
-
-def _hollow(exported: ExportedProgram) -> tuple[ExportedProgram, Weights]:
-    """A copy of the program over memory that nobody wrote, and its weights as they were found.
-
-    Small storages keep their values.
-    """
-    weights = find_weights(exported)
-    memory = [_reserve(storage.nbytes) for storage in weights.storages]
-    values: dict[str, torch.Tensor] = {}
-    for weight, value in zip(weights.weights, weights.tensors, strict=True):
-        part = weight.parts[0]
-        dtype, flat = getattr(torch, part.dtype), memory[part.storage]
-        whole = flat[: flat.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-        empty = whole.as_strided(part.shape, part.stride, part.offset // dtype.itemsize)
-        if weights.storages[part.storage].nbytes <= _COPIED and _is_real(value):
-            empty.copy_(value)
-        values[weight.fqn] = empty
-    hollow = copy.copy(exported)
-    hollow._state_dict = {
-        name: torch.nn.Parameter(values[name], requires_grad=False)
-        if isinstance(value, torch.nn.Parameter) and name in values
-        else values.get(name, value)
-        for name, value in exported.state_dict.items()
-    }
-    hollow._constants = {name: values.get(name, value) for name, value in exported.constants.items()}
-    return hollow, weights
-
-
-def _reserve(nbytes: int) -> torch.Tensor:
-    """Memory that exists by name only, however much: the system promises none for it."""
-    if not nbytes:
-        return torch.empty(0, dtype=torch.uint8)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)
-
-
-def _is_real(tensor: torch.Tensor) -> bool:
-    return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
-
-
-def _example(exported: ExportedProgram) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of the exported sizes, of zeros."""
-    constants = {
-        spec.arg.name: spec.arg.value
-        for spec in exported.graph_signature.input_specs
-        if isinstance(spec.arg, ConstantArgument)
-    }
-    leaves: list[Any] = []
-    for node in user_placeholders(exported):
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor):
-            shape = [size_hint(size) for size in value.shape]
-            leaves.append(torch.zeros(shape, dtype=value.dtype))
-        elif node.name in constants:
-            leaves.append(constants[node.name])
-        else:
-            raise PassError(
-                f"input {node.name!r} is a number that each call chooses, which AOTInductor does not take: "
-                "export with a tensor in its place, or a fixed value"
-            )
-    args, kwargs = torch.utils._pytree.tree_unflatten(leaves, exported.call_spec.in_spec)
-    return args, kwargs
 
 
 def _in_catalog(weights: Weights, payload: Payload) -> Weights:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,10 @@ from torch._inductor import aot_compile
 from torch._inductor.package.package import load_package, package_aoti
 from torch.export import ExportedProgram
 from torch.nn import functional
+
+import penstock
+from penstock.passes.lowering import inductor
+from penstock.runtime.program import Program
 
 WIDTH, VOCABULARY, POSITIONS = 32, 90, 12
 
@@ -139,3 +145,43 @@ def aligned(value: torch.Tensor) -> torch.Tensor:
 
 def as_mapping(module: nn.Module, lengths: Mapping[str, int]) -> dict[str, ExportedProgram]:
     return {name: export(module, decoder_arguments(length)) for name, length in lengths.items()}
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A compiled artifact, and what plain AOTInductor returns for the same calls."""
+
+    program: Program
+    expected: Any
+    wrappers: dict[str, tuple[str, str]]
+
+
+def compile_streaming(programs: dict[str, Any], path: Path, expected: Any) -> Artifact:
+    program = penstock.compile(programs, path, lowering="inductor", resident_below="1KiB")
+    return Artifact(program, expected, wrappers_of(path))
+
+
+def wrappers_of(path: Path) -> dict[str, tuple[str, str]]:
+    """The emitted source of each method, and the operators that it calls."""
+    with zipfile.ZipFile(path / inductor.PROGRAM) as outer, outer.open(inductor.PACKAGE) as inner:
+        archive = zipfile.ZipFile(inner)
+        names = archive.namelist()
+        found = {}
+        for name in names:
+            if name.endswith(".wrapper.cpp"):
+                method, nodes = name.split("/")[-2], name.replace(".wrapper.cpp", ".wrapper.json")
+                found[method] = (archive.read(name).decode(), archive.read(nodes).decode())
+        return found
+
+
+def compile_models(folder: Path) -> dict[str, Artifact]:
+    """Both models, streamed and plain."""
+    programs = as_mapping(decoder(), {"prefill": 5, "decode": 1})
+    plain = {name: compile_plainly(one, folder, name) for name, one in programs.items()}
+    expected = [plain["prefill"](*decoder_arguments(5)), plain["decode"](*decoder_arguments(1))]
+    one = export(odd(), odd_arguments())
+    answer = compile_plainly(one, folder, "odd")(*odd_arguments())
+    return {
+        "decoder": compile_streaming(programs, folder / "decoder.penstock", expected),
+        "odd": compile_streaming({"forward": one}, folder / "odd.penstock", answer),
+    }

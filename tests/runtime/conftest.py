@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from torch.export import Dim, ExportedProgram, export
 
 import penstock
 from penstock.runtime.program import Program
+from tests.runtime.compiled_models import Artifact, compile_models
 from tests.runtime.models import Stack
 
 
@@ -36,3 +38,11 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
     penstock.compile(exported, path)
     with torch.no_grad():
         return Compiled(path, exported, tokens, module(tokens))
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Artifact]:
+    """Two models that Inductor compiled, with all weights of more than a kilobyte streamed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return compile_models(tmp_path_factory.mktemp("compiled"))

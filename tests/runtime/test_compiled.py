@@ -7,12 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
-import warnings
-import zipfile
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,65 +15,18 @@ from safetensors.torch import save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import penstock
-from penstock.passes.lowering import inductor
 from penstock.passes.lowering.emitted import observe_cpp
 from penstock.runtime.program import Program
-from penstock.schedule.payload import Payload
 from tests.runtime.compiled_models import (
     as_mapping,
-    compile_plainly,
     decoder,
     decoder_arguments,
     export,
-    odd,
     odd_arguments,
 )
 
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
 pytestmark = pytest.mark.timeout(300)
-
-
-@dataclass(frozen=True)
-class Artifact:
-    """A compiled artifact, and what plain AOTInductor returns for the same calls."""
-
-    program: Program
-    expected: Any
-    wrappers: dict[str, tuple[str, str]]
-
-
-@pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Artifact]]:
-    """Two models, with all weights that have more than a kilobyte streamed."""
-    folder = tmp_path_factory.mktemp("compiled")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        programs = as_mapping(decoder(), {"prefill": 5, "decode": 1})
-        plain = {name: compile_plainly(one, folder, name) for name, one in programs.items()}
-        expected = [plain["prefill"](*decoder_arguments(5)), plain["decode"](*decoder_arguments(1))]
-        result = {"decoder": _compile(programs, folder / "decoder.penstock", expected)}
-        one = export(odd(), odd_arguments())
-        expected = compile_plainly(one, folder, "odd")(*odd_arguments())
-        result["odd"] = _compile({"forward": one}, folder / "odd.penstock", expected)
-        yield result
-
-
-def _compile(programs: dict[str, Any], path: Path, expected: Any) -> Artifact:
-    program = penstock.compile(programs, path, lowering="inductor", resident_below="1KiB")
-    return Artifact(program, expected, wrappers_of(path))
-
-
-def wrappers_of(path: Path) -> dict[str, tuple[str, str]]:
-    """The emitted source of each method, and the operators that it calls."""
-    with zipfile.ZipFile(path / inductor.PROGRAM) as outer, outer.open(inductor.PACKAGE) as inner:
-        archive = zipfile.ZipFile(inner)
-        names = archive.namelist()
-        found = {}
-        for name in names:
-            if name.endswith(".wrapper.cpp"):
-                method, nodes = name.split("/")[-2], name.replace(".wrapper.cpp", ".wrapper.json")
-                found[method] = (archive.read(name).decode(), archive.read(nodes).decode())
-        return found
 
 
 def budget(program: Program, share: float, arena: str | None = None) -> int:
@@ -298,37 +246,3 @@ def test_fake_weights_compile_and_bind_to_a_checkpoint(tmp_path):
         for rows in (2, 4, 33):
             x = torch.randn(rows, 32)
             torch.testing.assert_close(module(x), real(x))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"freezing": True}, "'freezing' folds weights into constants"),
-        ({"aot_inductor.package_constants_in_so": True}, "puts the weights into the shared object"),
-        ({"aot_inductor.use_runtime_constant_folding": True}, "computes with weights once"),
-    ],
-)
-def test_options_that_defeat_streaming_are_refused(tmp_path, options, message):
-    exported = export(torch.nn.Linear(4, 4), (torch.ones(1, 4),))
-    with pytest.raises(penstock.PassError, match=message):
-        penstock.compile(exported, tmp_path / "m.penstock", lowering="inductor", options=options)
-    assert not (tmp_path / "m.penstock").exists()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"torch": "2.1.0"}, r"compiled by torch 2\.1\.0, and this is torch"),
-        ({"machine": "cpu linux riscv64"}, "compiled for linux riscv64"),
-        ({"machine": "cpu linux x86_64 AVX1024"}, "a processor with AVX1024"),
-    ],
-)
-def test_an_artifact_of_another_machine_is_refused_by_name(compiled, change, message):
-    payload: Payload = compiled["odd"].program.payload
-    assert payload.program is not None
-    if "machine" in change:
-        payload = replace(payload, program=replace(payload.program, **change))
-    else:
-        payload = replace(payload, **change)
-    with pytest.raises(penstock.PayloadError, match=message):
-        Program(compiled["odd"].program.path, payload).load("50%")
