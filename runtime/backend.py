@@ -191,7 +191,7 @@ class Session:
             traces=(*payload.traces, trace),
             probes=(*payload.probes, order),
         )
-        self._close()
+        self.close()
 
     def _load(self) -> StreamedWeights:
         program = Program(Path(), self._payload)
@@ -205,10 +205,16 @@ class Session:
         self._loaded = loaded
         return loaded
 
-    def _close(self) -> None:
-        if self._finalizer is not None:
-            self._finalizer()
-        self._loaded, self._finalizer = None, None
+    def close(self) -> None:
+        """Give everything back; the next call takes it again. StreamError while a call runs."""
+        if not self._lock.acquire(blocking=False):
+            raise StreamError("the module cannot be closed while a call runs in it: wait for that call")
+        try:
+            if self._finalizer is not None:
+                self._finalizer()
+            self._loaded, self._finalizer = None, None
+        finally:
+            self._lock.release()
 
 
 class _Piece:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import warnings
 from collections.abc import Iterator
 
@@ -47,6 +49,7 @@ def quiet() -> Iterator[None]:
         warnings.simplefilter("ignore")
         yield
     torch._dynamo.reset()
+    gc.collect()
 
 
 def saved(module: nn.Module, folder: object) -> str:
@@ -77,6 +80,10 @@ def test_pieces_share_one_budget_and_compute_the_same(tmp_path, capsys):
     assert record.stats.bytes_moved > 0
     assert record.stats.misses == 0
     assert len(session.plan.traces) >= 3
+    record.close()
+    assert not any(thread.name.startswith("penstock-reader") for thread in threading.enumerate())
+    assert torch.equal(streamed(inputs[0]), expected[0])  # a call takes what it needs again
+    record.close()
 
 
 def test_meta_parameters_take_the_values_of_the_files(tmp_path):
