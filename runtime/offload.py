@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -17,7 +17,7 @@ from penstock.runtime.binding import Rename, bind, read_checkpoint
 from penstock.runtime.pack import storage_bytes
 from penstock.runtime.safetensors_file import index_files
 from penstock.runtime.stamp import file_chunks, stamp_file
-from penstock.schedule.errors import PassError, SourceError
+from penstock.schedule.errors import PassError, SourceError, StreamError
 from penstock.schedule.model import Part, Storage, Weight, WeightFile
 from penstock.schedule.sizes import format_size
 
@@ -67,15 +67,16 @@ def offload(
 
     `checkpoint` is a file, an index, a folder or a list of files, which are used in place and must hold the
     values that the module has (parameters on the meta device have none, and take the files'). `rename`
-    maps an FQN to a tensor's name. Buffers stay. Run the module through
-    `torch.compile(module, backend="penstock", options={"budget": ...})`. Prints what was given back.
+    maps an FQN to a tensor's name. Buffers stay, and so do recurrent layers, which Dynamo leaves to
+    Python. Run the module through `torch.compile(module, backend="penstock", options={"budget": ...})`.
+    Prints what was given back.
 
     Raises SourceError for files that are not the module's, PassError for parameters that cannot leave
     memory. The module is then as it was.
     """
     given = [checkpoint] if isinstance(checkpoint, str | PathLike) else list(checkpoint)
     files = tuple(path.resolve() for path in index_files([Path(one) for one in given]))
-    parameters = dict(module.named_parameters(remove_duplicate=False))
+    parameters = _streamable(module)
     weights, storages = _catalog(parameters)
     found = read_checkpoint(files)
     storages = bind(weights, storages, found, rename)
@@ -87,6 +88,13 @@ def offload(
     _replace(module, parameters, record)
     print(f"penstock: {format_size(nbytes)} of parameters given back", file=sys.stderr)
     return record
+
+
+def _streamable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    recurrent = [one for one in module.modules() if isinstance(one, torch.nn.RNNBase)]
+    kept = {id(p) for one in recurrent for p in one.parameters()}
+    found = module.named_parameters(remove_duplicate=False)
+    return {fqn: value for fqn, value in found if id(value) not in kept}
 
 
 def home_of(value: object) -> Home | None:
@@ -167,8 +175,32 @@ def _replace(module: torch.nn.Module, parameters: dict[str, torch.nn.Parameter],
     for flat in memory:
         flat.untyped_storage().resize_(0)
     for one in module.modules():
-        for name, value in one.named_parameters(recurse=False, remove_duplicate=False):
-            one._parameters[name] = new[id(value)]
+        own = dict(one.named_parameters(recurse=False, remove_duplicate=False))
+        replaced = {name: new[id(value)] for name, value in own.items() if id(value) in new}
+        for name, value in replaced.items():
+            setattr(one, name, value)  # also where a module keeps lists of its own
+        if replaced:
+            _refuse_eager(one)
+
+
+def _refuse_eager(module: torch.nn.Module) -> None:
+    """What would touch memory that is not there says so: torch itself may crash."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise StreamError(
+            f"the parameters of this {type(module).__name__} are offloaded: call the module through "
+            "torch.compile(module, backend='penstock', ...), which Dynamo has left here (a graph break in "
+            "torch's own code, or too many recompilations), and neither copy, move nor save it"
+        )
+
+    def refuse_unless_compiling(*_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            refuse()
+
+    module.register_forward_pre_hook(refuse_unless_compiling)
+    module.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
+    module.__dict__["__deepcopy__"] = refuse
+    module.__dict__["_apply"] = refuse
 
 
 def with_small(record: Offloaded, resident_below: int) -> tuple[Storage, ...]:

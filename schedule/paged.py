@@ -58,25 +58,37 @@ def search(
         one = OneTrace(groups, traces[0], hardware, wrap=wrap, cap=cap, breaks=breaks)
         streaming, stays = one.best(relaxed[0])
         streams: tuple[Streaming, ...] = (streaming,)
-        if relaxed[0] is None or one.period_ns > relaxed[0].bound_ns * _NEAR:
-            runs = read_runs(storages, traces, arena, keep=keep)
-            other = search_runs(runs, traces, arena, cap=cap, hardware=hardware, wrap=wrap, relaxed=relaxed)
-            if other and _period_ns(traces[0], other, hardware, wrap) < one.period_ns:
-                return other
     else:
         streams, stays = _share_for_all(groups, traces, hardware, cap=cap, breaks=breaks, wrap=wrap)
+    found = _decisions(groups, streams, stays, breaks)
+    period_ns = _period_ns(traces, found, hardware, wrap)
+    bounds = [one.bound_ns for one in relaxed if one]
+    if len(bounds) == len(traces) and period_ns <= sum(bounds) * _NEAR:
+        return found
+    runs = read_runs(storages, traces, arena, keep=keep)
+    other = search_runs(runs, traces, arena, cap=cap, hardware=hardware, wrap=wrap, relaxed=relaxed)
+    return other if other and _period_ns(traces, other, hardware, wrap) < period_ns else found
+
+
+def _decisions(
+    groups: Sequence[Group], streams: Sequence[Streaming], stays: Sequence[bool], breaks: Collection[int]
+) -> Decisions:
+    """What several methods stream, or one, beside the spans that never leave."""
     spans = (span for group in groups for span in group.spans)
     resident = merged(itertools.compress(spans, stays), breaks)
     peak = max((one.memory.peak_bytes for one in streams), default=sum(r.nbytes for r in resident))
     boundaries = tuple((*resident, *one.memory.boundary) for one in streams)
     moved = tuple((one.transfers, one.memory.drops) for one in streams)
-    if len(traces) == 1:
+    if len(streams) == 1:
         return Decisions(peak, (), resident, boundaries[0], moved)
     return Decisions(peak, (), resident, resident, moved, boundaries)
 
 
-def _period_ns(trace: Trace, found: Decisions, hardware: Hardware, wrap: Wrap) -> int:
-    return steady_period_ns(trace, Schedule(trace.graph, *found.streams[0], 0), hardware, wrap)
+def _period_ns(traces: Sequence[Trace], found: Decisions, hardware: Hardware, wrap: Wrap) -> int:
+    return sum(
+        steady_period_ns(trace, Schedule(trace.graph, *stream, 0), hardware, wrap)
+        for trace, stream in zip(traces, found.streams, strict=True)
+    )
 
 
 def _groups(

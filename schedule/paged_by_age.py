@@ -45,4 +45,6 @@ def _clipped(found: Decisions, arena: Arena) -> Decisions:
         return tuple(replace(one, start=begins.get(one.start, one.start)) for one in pieces)
 
     streams = tuple((clip(transfers), clip(drops)) for transfers, drops in found.streams)
-    return replace(found, resident=clip(found.resident), boundary=clip(found.boundary), streams=streams)
+    boundaries = tuple(map(clip, found.boundaries))
+    resident, boundary = clip(found.resident), clip(found.boundary)
+    return replace(found, resident=resident, boundary=boundary, streams=streams, boundaries=boundaries)

@@ -89,7 +89,12 @@ class CompiledMethod:
         """Runs on checked leaves, and returns the caller's tree."""
         if self._runner is None:
             raise StreamError("the module is closed: load the program again")
-        values = iter(self._runner.boxed_run([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]))
+        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        dense = [leaf.contiguous() for leaf in given]  # compiled code takes no other strides
+        values = iter(self._runner.boxed_run(list(dense)))
+        for before, after in zip(given, dense, strict=True):
+            if after is not before and not torch.equal(before, after):
+                before.copy_(after)  # the program writes this input
         results = [arg.value if isinstance(arg, ConstantArgument) else next(values) for arg in self._results]
         return self.convention.unflatten_results(results)
 

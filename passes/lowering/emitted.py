@@ -26,13 +26,15 @@ _ALIAS = re.compile(rf"^(?:auto |RAIIAtenTensorHandle )?(\w+) = {_VIEWS}")
 _WRAPPED = re.compile(r"^RAIIAtenTensorHandle (\w+)\((\w+_handle)\);$")
 _ASSIGNED = re.compile(r"aoti_torch_assign_tensors_out\((\w+), &(\w+)\)")
 _ONLY_METADATA = re.compile(r"^(?:\w+\.reset\(\);|if \(_check_aoti_runtime_check_inputs_env\(\)\)|//)")
-_RETURNED = re.compile(r"&(\w+_handle)\b")
+_RETURNED = re.compile(r"&(\w+)|\b((?:\w+_)?buf\d+\w*)\b")
+_GENERATED = re.compile(r"^(?:cpp_|triton_|kernels\.)\w+\(")
 _SHIM = re.compile(r"aoti_torch_(?:cpu|cuda|xpu|mps)?_*(\w+?)(?:_out)?\(")
 
 _PYTHON_PROBE = re.compile(r"torch\.ops\.penstock\.(acquire|release)\.default\(\[.*\], (\d+), (\d+)\)$")
 _PYTHON_METADATA = re.compile(r"^(?:del \w+$|#|assert_size_stride\(|args\.clear\(\)|[\w, ]+ = args$)")
 _PYTHON_ALIAS = re.compile(r"^(\w+) = (?:reinterpret_tensor\(.*\)|\w+)(?:; del \w+)?(?:  # .*)?$")
-_PYTHON_RESULT = re.compile(r"^(\w+) = ")
+_RESULT = re.compile(r"^[\[(]?(?:[\w:<>&*]+ )*(\w+)(?:\[\d+\])?[\])]? = ")
+_RESULTS = re.compile(r"^[\[(](\w+(?:, \w+)*),?[\])] = ")
 _PYTHON_OPERATOR = re.compile(r"(?:torch\.ops\.aten|extern_kernels)\.(\w+)")
 
 AT_EDGE = -1
@@ -67,7 +69,7 @@ def observe_cpp(source: str, extern_nodes: str, storages: Mapping[str, int], num
     `storages` maps the FQNs of the weights that stream to their storages; `number` is the program's graph
     number, which its probes must carry. Raises PassError for a wrapper that cannot be followed.
     """
-    probes = _probe_calls(extern_nodes, number)
+    probes, operators = _extern_calls(extern_nodes, number)
     fqns = {int(index): json.loads(f'"{name}"') for index, name in _FQN.findall(source)}
     walk = _Walk()
     for raw in _body(source):
@@ -79,7 +81,7 @@ def observe_cpp(source: str, extern_nodes: str, storages: Mapping[str, int], num
         elif (found := _PROXY.search(line)) and int(found[1]) in probes:
             walk.call(probes[int(found[1])], nested=raw[:5].startswith("     "))
         else:
-            walk.line(line)
+            walk.line(line, operators.get(int(found[1])) if found else None)
     steps = walk.finish()
     return Observation(tuple(steps), tuple(walk.calls), tuple(fqns.values()))
 
@@ -122,9 +124,9 @@ def _body(source: str) -> Sequence[str]:
     return source[begin:end].splitlines()
 
 
-def _probe_calls(extern_nodes: str, number: int) -> dict[int, int]:
-    """For each position in the list of operators that is a probe, its call."""
-    calls = {}
+def _extern_calls(extern_nodes: str, number: int) -> tuple[dict[int, int], dict[int, str]]:
+    """For each position in the list of operators its probe call, or the operator that is none."""
+    calls, operators = {}, {}
     for position, entry in enumerate(json.loads(extern_nodes)["nodes"] if extern_nodes else ()):
         target = entry["node"]["target"]
         if target.startswith("penstock::"):
@@ -132,7 +134,9 @@ def _probe_calls(extern_nodes: str, number: int) -> dict[int, int]:
             if values["graph"] != number:
                 raise PassError(f"a probe of graph {values['graph']} is in the program of graph {number}")
             calls[position] = 2 * values["step"] + target.startswith("penstock::release")
-    return calls
+        else:
+            operators[position] = target
+    return calls, operators
 
 
 @dataclass
@@ -153,7 +157,8 @@ class _Walk:
         self._close(call)
         self.calls.append(call)
 
-    def line(self, line: str) -> None:
+    def line(self, line: str, operator: str | None = None) -> None:
+        """Follow a line; `operator` is the one that it calls through the proxy executor."""
         if not line or _ONLY_METADATA.match(line):
             return
         touched = self._touched(line)
@@ -166,9 +171,9 @@ class _Walk:
         else:
             self.label = self.label or _called(line)
             self.reads |= touched
-            if _may_alias(line):
-                for handle in [*_RETURNED.findall(line), *_PYTHON_RESULT.findall(line)]:
-                    self.names.setdefault(handle, set()).update(touched)
+            if _may_alias(line, operator):
+                for name in _results(line):
+                    self.names.setdefault(name, set()).update(touched)
 
     def finish(self) -> list[ObservedStep]:
         self._close(AT_EDGE)
@@ -194,10 +199,29 @@ def _called(line: str) -> str:
     return (_IDENTIFIER.search(line) or [""])[0]
 
 
-def _may_alias(line: str) -> bool:
-    """Whether what the operator of a line returns may share memory with what it is given."""
-    found = _SHIM.search(line) or _PYTHON_OPERATOR.search(line)
-    packet = getattr(torch.ops.aten, found[1], None) if found else None
+def _results(line: str) -> set[str]:
+    """Every name on a line that may be a tensor which it makes."""
+    names = {name for pair in _RETURNED.findall(line) for name in pair if name}
+    names |= set(_RESULT.findall(line))
+    for several in _RESULTS.findall(line):
+        names |= set(several.split(", "))
+    return names
+
+
+def _may_alias(line: str, operator: str | None) -> bool:
+    """Whether what the operator of a line returns may share memory with what it is given.
+
+    A kernel that Inductor generated writes into memory of its own.
+    """
+    if _GENERATED.match(line):
+        return False
+    if operator is not None:
+        namespace, _, name = operator.partition("::")
+    else:
+        found = _SHIM.search(line) or _PYTHON_OPERATOR.search(line)
+        namespace, name = "aten", found[1] if found else ""
+    name = name.partition(".")[0]
+    packet = getattr(getattr(torch.ops, namespace), name, None) if name else None
     if packet is None:
         return True
     schemas = [getattr(packet, overload)._schema for overload in packet.overloads()]

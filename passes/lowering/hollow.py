@@ -18,13 +18,13 @@ from penstock.passes.weights import Weights, find_weights
 from penstock.schedule.errors import PassError
 
 _COPIED = 4096
-"""Bytes of a storage, at most, whose values the compiler is given: it copies scalars into the code."""
+"""Bytes of a tensor, at most, whose values the compiler is given: it copies scalars into the code."""
 
 
 def without_values(exported: ExportedProgram) -> tuple[ExportedProgram, Weights]:
     """A copy of the program over memory that nobody wrote, and its weights as they were found.
 
-    Small storages keep their values.
+    Small tensors keep their values.
     """
     weights = find_weights(exported)
     memory = [_reserve(storage.nbytes) for storage in weights.storages]
@@ -34,7 +34,7 @@ def without_values(exported: ExportedProgram) -> tuple[ExportedProgram, Weights]
         dtype, flat = getattr(torch, part.dtype), memory[part.storage]
         whole = flat[: flat.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         empty = whole.as_strided(part.shape, part.stride, part.offset // dtype.itemsize)
-        if weights.storages[part.storage].nbytes <= _COPIED and has_values(value):
+        if value.numel() * value.itemsize <= _COPIED and has_values(value):
             empty.copy_(value)
         values[weight.fqn] = empty
     hollow = copy.copy(exported)

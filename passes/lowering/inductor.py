@@ -15,6 +15,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -26,27 +27,21 @@ from torch.export.graph_signature import InputKind
 from penstock.passes.lowering.eager import strip_weights
 from penstock.passes.lowering.emitted import Observation, observe_cpp
 from penstock.passes.lowering.hollow import example_arguments, has_values, without_values
-from penstock.passes.lowering.post_grad import GraphPass, Placement, ProbePass
+from penstock.passes.lowering.options import FIXED, check_options, own_passes, raise_own
+from penstock.passes.lowering.post_grad import Placement, ProbePass
 from penstock.passes.retarget import exported_device
 from penstock.passes.trace import PRESET_CPU
 from penstock.passes.weights import Weights
 from penstock.schedule.costs import with_times
-from penstock.schedule.errors import PassError, PenstockError
+from penstock.schedule.errors import PassError
 from penstock.schedule.model import Method, Step, Trace, Weight, Work
 from penstock.schedule.payload import Payload, ProbeOrder
 
 PROGRAM = "program.zip"
 PACKAGE = "compiled.pt2"
 
-_FIXED = {
-    "aot_inductor.package": True,
-    "aot_inductor.package_constants_in_so": False,
-}
-_DEFEATS_STREAMING = {
-    "aot_inductor.package_constants_in_so": "puts the weights into the shared object",
-    "aot_inductor.use_runtime_constant_folding": "computes with weights once, before the program runs",
-    "freezing": "folds weights into constants",
-}
+_INLINED = 8
+"""Elements, at most, of a tensor that the compiler may copy into the code."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +128,7 @@ class _Method:
         }
         weights = _in_catalog(self._weights, self._payload)
         probes = ProbePass(self._method.graph, weights, _fqn_among(streamed), own_passes(options))
-        patches = {**options, **_FIXED, "post_grad_custom_post_pass": probes}
+        patches = {**options, **FIXED, "post_grad_custom_post_pass": probes}
         files = self._run_inductor(patches)
         placement = probes.placement or Placement((), Work())
         source = _read(files, ".wrapper.cpp")
@@ -197,19 +192,32 @@ def observed(modelled: Trace, observation: Observation, placement: Placement) ->
 
 
 def _with_inlined(payload: Payload, bound: set[str], programs: Mapping[str, ExportedProgram]) -> Payload:
-    """The payload in which storages that only the compiler has read are told apart."""
+    """The payload in which storages that only the compiler has read are told apart.
+
+    Raises PassError for a tensor that was copied into the code and had no values, and for one that the
+    compiler made up, which nothing could be bound to.
+    """
     used = {
         str(spec.target)
         for program in programs.values()
         for spec in program.graph_signature.input_specs
         if spec.kind is not InputKind.USER_INPUT and _is_used(program, spec.arg.name)
     }
+    known = {weight.fqn for weight in payload.weights}
+    for name in sorted(bound - known):
+        raise PassError(
+            f"the compiler made a constant {name!r} of its own from the program's weights: "
+            "clone small views of large weights in the model"
+        )
     entered = {w.parts[0].storage for w in payload.weights if w.fqn in bound}
     storages = list(payload.storages)
     for weight in payload.weights:
         s = weight.parts[0].storage
-        if s not in entered and weight.fqn in used and storages[s].nbytes and storages[s].kind != "mutable":
+        if weight.fqn in bound or weight.fqn not in used or not storages[s].nbytes:
+            continue
+        if prod(weight.parts[0].shape) <= _INLINED:
             _check_values(weight, programs)
+        if s not in entered and storages[s].kind != "mutable":
             storages[s] = replace(storages[s], kind="inlined")
     return replace(payload, storages=tuple(storages))
 
@@ -244,48 +252,6 @@ def _fqn_among(streamed: Mapping[str, int]) -> Callable[[fx.Node], str | None]:
         return str(node.target) if node.op == "get_attr" and node.target in streamed else None
 
     return fqn
-
-
-def own_passes(options: Mapping[str, Any]) -> tuple[GraphPass, ...]:
-    """Returns what the user has Inductor run where the probes go in, from these options or torch's."""
-    from torch._inductor import config
-
-    given = options.get("post_grad_custom_post_pass", config.post_grad_custom_post_pass)
-    return tuple(given) if isinstance(given, list | tuple) else (given,) if given else ()
-
-
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raises PassError for options of Inductor's, or settings of torch's, that defeat streaming."""
-    from torch._inductor import config
-
-    for name, what in _DEFEATS_STREAMING.items():
-        default = False if name in _FIXED else getattr(_nested(config, name), name.rpartition(".")[2], False)
-        if options.get(name, default):
-            raise PassError(f"the option {name!r} {what}, so that nothing is left to stream: turn it off")
-
-
-def _nested(config: Any, name: str) -> Any:
-    for part in name.split(".")[:-1]:
-        config = getattr(config, part)
-    return config
-
-
-def raise_own(error: BaseException) -> None:
-    """Raises the error of the tree that torch has wrapped into another, if there is one."""
-    for cause in _causes(error):
-        if isinstance(cause, PenstockError):
-            raise cause from None
-
-
-def _causes(error: BaseException) -> Sequence[BaseException]:
-    found: list[BaseException] = []
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        one = waiting.pop()
-        if one is not None and one not in found:
-            found.append(one)
-            waiting += [one.__cause__, one.__context__, getattr(one, "inner_exception", None)]
-    return found
 
 
 def _read(files: Sequence[Any], ending: str) -> str:

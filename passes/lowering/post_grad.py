@@ -20,7 +20,7 @@ from penstock.passes.graphs import placeholders_of
 from penstock.passes.probes import ACQUIRE, RELEASE
 from penstock.passes.propagation import fake_inputs, propagate, storages_of
 from penstock.passes.trace import work_of
-from penstock.passes.usage import follow
+from penstock.passes.usage import Flow, follow
 from penstock.passes.weights import Weights
 from penstock.schedule.errors import PassError
 from penstock.schedule.model import Step, Work
@@ -58,7 +58,8 @@ class ProbePass(CustomGraphPass):
 
     For one compilation. Only the graph that holds the weights is changed; what Inductor lowers besides, the
     bodies of control flow, is not. `before` are the passes that would have run without this one. With
-    `inputs`, the graph is the one of that many inputs.
+    `inputs`, the graph is the one of that many inputs, and it is the first to be asked what it does with the
+    weights: PassError where it writes them, or hands out what aliases them.
     """
 
     def __init__(
@@ -90,7 +91,10 @@ class ProbePass(CustomGraphPass):
                 "compiles it for several shapes or devices"
             )
         self.input_names = {i: node.name for i, node in enumerate(entries)}
-        self.placement = _insert(graph, self._number, held, self._weights)
+        lifted = _lifted(graph, held, self._weights)
+        if self._inputs is not None:
+            _check_flow(lifted.flow, held, self._weights)
+        self.placement = _insert(graph, self._number, held, self._weights, lifted)
         graph.lint()
 
     def __deepcopy__(self, memo: object) -> ProbePass:
@@ -107,8 +111,9 @@ class ProbePass(CustomGraphPass):
         return digest.digest()
 
 
-def _insert(graph: fx.Graph, number: int, held: Mapping[fx.Node, str], weights: Weights) -> Placement:
-    lifted = _lifted(graph, held, weights)
+def _insert(
+    graph: fx.Graph, number: int, held: Mapping[fx.Node, str], weights: Weights, lifted: _Lifted
+) -> Placement:
     by_name = {node.name: node for node in graph.nodes}
     operands: dict[int, list[fx.Node]] = {}
     for node, name in held.items():
@@ -121,7 +126,7 @@ def _insert(graph: fx.Graph, number: int, held: Mapping[fx.Node, str], weights: 
         work = work_of(node)
         reads = tuple(
             s
-            for s in lifted.reads.get(node.name, ())
+            for s in lifted.flow.reads.get(node.name, ())
             if weights.storages[s].kind == "streamable" and s in operands
         )
         if reads:
@@ -147,7 +152,7 @@ def _insert(graph: fx.Graph, number: int, held: Mapping[fx.Node, str], weights: 
 @dataclass(frozen=True)
 class _Lifted:
     graph_module: fx.GraphModule
-    reads: Mapping[str, tuple[int, ...]]
+    flow: Flow
 
 
 def _lifted(graph: fx.Graph, held: Mapping[fx.Node, str], weights: Weights) -> _Lifted:
@@ -171,7 +176,18 @@ def _lifted(graph: fx.Graph, held: Mapping[fx.Node, str], weights: Weights) -> _
         if node.name in names
     }
     propagated = propagate(module, inputs)
-    return _Lifted(propagated, follow(propagated, aliases).reads)
+    return _Lifted(propagated, follow(propagated, aliases))
+
+
+def _check_flow(flow: Flow, held: Mapping[fx.Node, str], weights: Weights) -> None:
+    """What is written, or handed out, cannot leave memory."""
+    for what, storages in (("written", flow.written), ("returned, or aliased by what is,", flow.escaping)):
+        for name in held.values():
+            if weights.storage_of(name) in storages:
+                raise PassError(
+                    f"weight {name!r} is {what} by the compiled graph, so that it cannot be streamed: "
+                    "make it a buffer, or copy what is handed out (clone)"
+                )
 
 
 def _is_inlined(node: fx.Node) -> bool:

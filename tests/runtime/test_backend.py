@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -133,3 +134,120 @@ def test_a_module_is_offloaded_once(tmp_path):
     penstock.offload(module, path)
     with pytest.raises(penstock.PassError, match="was offloaded before"):
         penstock.offload(module, path)
+
+
+class Blocks(nn.Module):
+    """Equal layers, for which Dynamo compiles one piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            torch._dynamo.graph_break()
+        return x
+
+
+@pytest.mark.parametrize("regional", [False, True])
+def test_equal_layers_share_code_and_not_weights(tmp_path, regional):
+    torch.manual_seed(4)
+    module = Blocks().eval()
+    x = torch.randn(4, WIDTH)
+    expected = module(x)
+    record = penstock.offload(module, saved(module, tmp_path))
+    if regional:
+        for layer in module.layers:
+            layer.compile(backend="penstock", options=BUDGET)
+        streamed: Callable[..., torch.Tensor] = module
+    else:
+        streamed = torch.compile(module, backend="penstock", options=BUDGET)
+    for _ in range(3):
+        torch.testing.assert_close(streamed(x), expected)
+    assert record.stats.peak_bytes <= record.sessions[0].budget
+    record.close()
+
+
+class Escaping(nn.Module):
+    """Hands a view of a weight over a graph break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        w = self.a.t()
+        y = x @ self.a
+        torch._dynamo.graph_break()
+        return y @ w
+
+
+class Writing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.a.mul_(2)
+        return x @ self.a
+
+
+class SyntheticBase(nn.Module):
+    """Two views of one buffer, one of them written: AOTAutograd passes their base instead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.register_buffer("kv", torch.zeros(2, 3, WIDTH))
+        self.k, self.v = self.kv[0], self.kv[:1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.k.copy_(x @ self.a)
+        return self.k + self.v
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Escaping, "is returned, or aliased by what is"),
+        (Writing, "is written by the compiled graph"),
+        (SyntheticBase, "Inductor was given other inputs"),
+    ],
+)
+def test_what_cannot_be_streamed_is_refused_by_name(tmp_path, kind, message):
+    module = kind().eval()
+    penstock.offload(module, saved(module, tmp_path))
+    streamed = torch.compile(module, backend="penstock", options={"budget": "100%", "resident_below": 0})
+    with pytest.raises(Exception, match=message):
+        streamed(torch.randn(3, WIDTH))
+
+
+@pytest.mark.parametrize(
+    "use", [copy.deepcopy, nn.Module.state_dict, nn.Module.half, lambda m: m(torch.ones(1, 4))]
+)
+def test_uses_outside_compiled_code_are_refused(tmp_path, use):
+    module = nn.Sequential(nn.Linear(4, 4))
+    penstock.offload(module, saved(module, tmp_path))
+    with pytest.raises(penstock.StreamError, match="parameters of this Linear are offloaded"):
+        use(module)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.lstm = nn.Linear(WIDTH, WIDTH), nn.LSTM(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lstm(self.linear(x))[0]
+
+
+def test_recurrent_layers_stay_in_memory(tmp_path):
+    module = Recurrent().eval()
+    x = torch.randn(3, WIDTH)
+    expected = module(x)
+    record = penstock.offload(module, saved(module, tmp_path))
+    assert record.nbytes == (WIDTH + 1) * WIDTH * 4
+    streamed = torch.compile(module, backend="penstock", options={"budget": "100%"})
+    torch.testing.assert_close(streamed(x), expected)
+    record.close()

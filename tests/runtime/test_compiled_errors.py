@@ -45,3 +45,55 @@ def test_an_artifact_of_another_machine_is_refused_by_name(compiled, change, mes
         payload = replace(payload, **change)
     with pytest.raises(penstock.PayloadError, match=message):
         Program(compiled["odd"].program.path, payload).load("50%")
+
+
+class Conjugated(torch.nn.Module):
+    """Weights that an operator without a shim hands out again as a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.a, self.b = (torch.nn.Parameter(torch.randn(16, 16, dtype=torch.complex64)) for _ in range(2))
+        self.register_buffer("scale", self.b.detach()[0, :3].real.contiguous())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        w = self.a.conj()
+        return w @ (w @ x @ self.b) @ w
+
+
+def test_a_view_from_an_operator_without_a_shim_is_followed(tmp_path):
+    module = Conjugated().eval()
+    x = torch.randn(16, 16, dtype=torch.complex64)
+    program = penstock.compile(
+        export(module, (x,)), tmp_path / "m.penstock", lowering="inductor", resident_below=0
+    )
+    storage = next(w.parts[0].storage for w in program.payload.weights if w.fqn == "a")
+    assert sum(storage in step.reads for step in program.payload.traces[0].steps) >= 2
+    with (
+        program.load(program.floor(arena="contiguous"), arena="contiguous", poison=True) as loaded,
+        torch.no_grad(),
+    ):
+        torch.testing.assert_close(loaded(x), module(x))
+
+
+class SmallView(torch.nn.Module):
+    """A vector that the compiler copies into the code, and that lies inside a large weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.randn(100, 64))
+        self.register_buffer("scale", self.table.detach()[0, :3])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.table.t()) * self.scale[1]
+
+
+def test_small_views_keep_their_values_and_inputs_may_have_any_strides(tmp_path):
+    module = SmallView().eval()
+    program = penstock.compile(
+        export(module, (torch.randn(64, 64),)), tmp_path / "m.penstock", lowering="inductor", resident_below=0
+    )
+    x = torch.randn(64, 64)
+    with program.load("100%") as loaded, torch.no_grad():
+        for given in (x, x.t(), torch.randn(64, 128)[:, ::2], torch.randn(1, 64).expand(64, 64)):
+            torch.testing.assert_close(loaded(given), module(given))
