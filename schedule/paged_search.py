@@ -53,8 +53,8 @@ _AHEAD = (0.0, 0.5)
 _JOINED = 4
 """Choices of spans, the fastest, whose copies are joined in every way."""
 
-_EFFORT = 40_000
-"""Copies before joining that are joined in every way, at most, in one search."""
+_EFFORT, _SMALL_EFFORT = 40_000, 600
+"""Copies before joining that are joined in every way, at most, in one search; and in a small problem."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class OneTrace:
         self.largest_span = max((s.nbytes for g in groups for s in g.spans), default=1)
         self.tried: set[bytes] = set()
         self.joined: set[bytes] = set()
-        self.effort = _EFFORT
+        self.effort = _EFFORT if len(self.loads.step) > _SMALL else _SMALL_EFFORT
         self.ranked: list[_Candidate] = []
         # Residency may fill all but what keeps the link busy, or half of what can be spared.
         self.spare = cap - int(max(self.residency.needed, default=0))
