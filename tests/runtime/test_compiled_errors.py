@@ -12,6 +12,8 @@ from penstock.runtime.program import Program
 from penstock.schedule.payload import Payload
 from tests.runtime.compiled_models import export
 
+pytestmark = pytest.mark.timeout(300)
+
 
 @pytest.mark.parametrize(
     ("options", "message"),
