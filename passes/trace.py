@@ -53,7 +53,7 @@ def observe(usage: Usage, *, method: Method, hardware: Hardware = PRESET_CPU) ->
             steps.append(Step(node.name, reads, 0, 0, lead, work))
             lead = Work()
         else:
-            lead = _sum(lead, work)
+            lead = sum_of(lead, work)
     shape = ",".join(f"{symbol.name}={symbol.example}" for symbol in method.symbols)
     untimed = Trace(method.name, method.graph, shape, tuple(steps), 0, 0, "modelled", lead)
     return with_times(untimed, hardware)
@@ -84,7 +84,7 @@ def work_of(node: fx.Node) -> Work:
     if node.op != "call_function":
         return Work()
     if isinstance(node.target, HigherOrderOperator):
-        return _sum(*(_work_of_body(body) for body in subgraphs_of(node)))
+        return sum_of(*(_work_of_body(body) for body in subgraphs_of(node)))
     if is_view(node):
         return Work()
     written = sum(_nbytes(tensor) for tensor in tensors_of(node.meta.get("val")))
@@ -100,10 +100,11 @@ def work_of(node: fx.Node) -> Work:
 def _work_of_body(body: fx.GraphModule) -> Work:
     if any(node.meta.get("val") is None for node in placeholders_of(body.graph)):
         return Work()
-    return _sum(*(work_of(node) for node in propagate(body, fake_inputs(body)).graph.nodes))
+    return sum_of(*(work_of(node) for node in propagate(body, fake_inputs(body)).graph.nodes))
 
 
-def _sum(*works: Work) -> Work:
+def sum_of(*works: Work) -> Work:
+    """Returns what several stretches of compute cost together."""
     return Work(sum(work.flops for work in works), sum(work.nbytes for work in works))
 
 

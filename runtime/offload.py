@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any, NoReturn
@@ -201,8 +201,3 @@ def _refuse_eager(module: torch.nn.Module) -> None:
     module.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
     module.__dict__["__deepcopy__"] = refuse
     module.__dict__["_apply"] = refuse
-
-
-def with_small(record: Offloaded, resident_below: int) -> tuple[Storage, ...]:
-    """The storages, those of less than `resident_below` bytes marked as too small to stream."""
-    return tuple(replace(s, kind="small") if s.nbytes < resident_below else s for s in record.storages)

@@ -16,14 +16,14 @@ from torch import fx
 
 from penstock.passes.graphs import placeholders_of
 from penstock.passes.lowering.emitted import observe_python
-from penstock.passes.lowering.inductor import observed
+from penstock.passes.lowering.inductor import mark_small, observed
 from penstock.passes.lowering.options import own_passes, raise_own
 from penstock.passes.lowering.post_grad import ProbePass
 from penstock.passes.probes import STREAMER
 from penstock.passes.weights import Weights
 from penstock.runtime.loading import LoadOptions, StreamedWeights, load_weights
 from penstock.runtime.module import Resources, Stats
-from penstock.runtime.offload import Home, Offloaded, home_of, with_small
+from penstock.runtime.offload import Home, Offloaded, home_of
 from penstock.runtime.probe_calls import ProbeCalls
 from penstock.runtime.program import Program
 from penstock.schedule.errors import PassError, StreamError
@@ -41,7 +41,7 @@ class Session:
             lowering="inductor",
             torch=torch.__version__.split("+", maxsplit=1)[0],
             files=record.files,
-            storages=with_small(record, resident_below),
+            storages=mark_small(record.storages, resident_below),
             weights=record.weights,
             methods=(),
             traces=(),
@@ -94,9 +94,6 @@ class Session:
         storages = {name: self._storage(homes[i].fqn) for i, name in probes.input_names.items() if i in homes}
         streamed = {n: s for n, s in storages.items() if self._payload.storages[s].kind == "streamable"}
         observation = observe_python(written[-1], streamed, number)
-        expected = {2 * p + end for p in range(len(probes.placement.steps)) for end in (0, 1)}
-        if set(observation.calls) != expected:
-            raise PassError("the compiler, or its cache, dropped probes: clear the cache and try again")
         untimed = Trace(f"piece_{number}", number, "", (), 0, 0, "modelled")
         return observed(untimed, observation, probes.placement)
 

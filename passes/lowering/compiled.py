@@ -93,7 +93,7 @@ class CompiledMethod:
         dense = [leaf.contiguous() for leaf in given]  # compiled code takes no other strides
         values = iter(self._runner.boxed_run(list(dense)))
         for before, after in zip(given, dense, strict=True):
-            if after is not before and not torch.equal(before, after):
+            if after is not before and not torch.equal(_raw(before.contiguous()), _raw(after)):
                 before.copy_(after)  # the program writes this input
         results = [arg.value if isinstance(arg, ConstantArgument) else next(values) for arg in self._results]
         return self.convention.unflatten_results(results)
@@ -102,6 +102,11 @@ class CompiledMethod:
         """Destroys the runner, before the memory that it reads."""
         self._runner = None
         self._tensors = {}
+
+
+def _raw(copied: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor that has a storage of its own: two NaN may be equal."""
+    return torch.empty(0, dtype=torch.uint8).set_(copied.untyped_storage())
 
 
 def _check_machine(payload: Payload) -> None:

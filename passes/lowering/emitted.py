@@ -17,6 +17,7 @@ import torch
 
 from penstock.schedule.errors import PassError
 
+_CPP_BODY = ("void AOTInductorModel::run_impl(", "} // AOTInductorModel::run_impl")
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 _CONSTANT = re.compile(r"auto& (\w+) = constants_->at\((\d+)\);")
 _FQN = re.compile(r'constants_info_\[(\d+)\]\.original_fqn = "(.*)";')
@@ -72,7 +73,7 @@ def observe_cpp(source: str, extern_nodes: str, storages: Mapping[str, int], num
     probes, operators = _extern_calls(extern_nodes, number)
     fqns = {int(index): json.loads(f'"{name}"') for index, name in _FQN.findall(source)}
     walk = _Walk()
-    for raw in _body(source):
+    for raw in _between(source, *_CPP_BODY):
         line = raw.strip()
         if found := _CONSTANT.search(line):
             fqn = fqns.get(int(found[2]), "")
@@ -89,7 +90,7 @@ def observe_cpp(source: str, extern_nodes: str, storages: Mapping[str, int], num
 def observe_python(source: str, storages: Mapping[str, int], number: int) -> Observation:
     """Observes the wrapper of `torch.compile`; `storages` maps names of its inputs to storages."""
     walk = _Walk({name: {storage} for name, storage in storages.items()})
-    for raw in _python_body(source):
+    for raw in _between(source, "def call(self, args):", "\nrunner = Runner("):
         line = raw.strip()
         if found := _PYTHON_PROBE.match(line):
             if int(found[2]) != number:
@@ -100,28 +101,16 @@ def observe_python(source: str, storages: Mapping[str, int], number: int) -> Obs
     return Observation(tuple(walk.finish()), tuple(walk.calls), tuple(storages))
 
 
-def _python_body(source: str) -> Sequence[str]:
-    """The lines of the function that runs the model, up to what it returns."""
-    begin = source.rfind("def call(self, args):")
-    end = source.find("\nrunner = Runner(", begin)
-    if begin < 0 or end < 0:
+def _between(source: str, begin: str, end: str) -> Sequence[str]:
+    """The lines of the function that runs the model, from the line that begins it."""
+    start = source.rfind(begin)
+    stop = source.find(end, start)
+    if start < 0 or stop < 0:
         raise PassError(
-            "the wrapper that Inductor emitted has no call: penstock does not know the code that this "
+            f"the wrapper that Inductor emitted has no {begin!r}: penstock does not know the code that this "
             "version of torch writes"
         )
-    return source[begin:end].splitlines()[1:]
-
-
-def _body(source: str) -> Sequence[str]:
-    """The lines of the function that runs the model."""
-    begin = source.rfind("void AOTInductorModel::run_impl(")
-    end = source.find("} // AOTInductorModel::run_impl", begin)
-    if begin < 0 or end < 0:
-        raise PassError(
-            "the wrapper that Inductor emitted has no run_impl: penstock does not know the code that this "
-            "version of torch writes"
-        )
-    return source[begin:end].splitlines()
+    return source[start:stop].splitlines()[1:]
 
 
 def _extern_calls(extern_nodes: str, number: int) -> tuple[dict[int, int], dict[int, str]]:

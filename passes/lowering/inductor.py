@@ -30,11 +30,11 @@ from penstock.passes.lowering.hollow import example_arguments, has_values, witho
 from penstock.passes.lowering.options import FIXED, check_options, own_passes, raise_own
 from penstock.passes.lowering.post_grad import Placement, ProbePass
 from penstock.passes.retarget import exported_device
-from penstock.passes.trace import PRESET_CPU
+from penstock.passes.trace import PRESET_CPU, sum_of
 from penstock.passes.weights import Weights
 from penstock.schedule.costs import with_times
 from penstock.schedule.errors import PassError
-from penstock.schedule.model import Method, Step, Trace, Weight, Work
+from penstock.schedule.model import Method, Step, Storage, Trace, Weight, Work
 from penstock.schedule.payload import Payload, ProbeOrder
 
 PROGRAM = "program.zip"
@@ -68,11 +68,7 @@ def lower(
     """
     options = dict(options or {})
     check_options(options)
-    storages = tuple(
-        replace(s, kind="small") if s.kind == "streamable" and s.nbytes < resident_below else s
-        for s in payload.storages
-    )
-    payload = replace(payload, storages=storages)
+    payload = replace(payload, storages=mark_small(payload.storages, resident_below))
     files, traces, orders, bound = {}, [], [], set()
     machine = ""
     for method in payload.methods:
@@ -85,6 +81,14 @@ def lower(
         machine = one.machine
     payload = replace(payload, traces=tuple(traces), probes=tuple(orders))
     return Compiled(files, _with_inlined(payload, bound, programs), machine)
+
+
+def mark_small(storages: Sequence[Storage], resident_below: int) -> tuple[Storage, ...]:
+    """Returns the storages, those that would stream and have less than `resident_below` bytes told apart."""
+    return tuple(
+        replace(s, kind="small") if s.kind == "streamable" and s.nbytes < resident_below else s
+        for s in storages
+    )
 
 
 def save(compiled: Compiled, programs: Mapping[str, ExportedProgram], folder: Path) -> str:
@@ -133,12 +137,6 @@ class _Method:
         placement = probes.placement or Placement((), Work())
         source = _read(files, ".wrapper.cpp")
         observation = observe_cpp(source, _read(files, ".wrapper.json"), streamed, self._method.graph)
-        expected = {2 * p + end for p in range(len(placement.steps)) for end in (0, 1)}
-        if set(observation.calls) != expected:
-            raise PassError(
-                f"the compiled method {self._method.name!r} calls {len(observation.calls)} probes, expected "
-                f"{len(expected)}: the compiler, or its cache, dropped some; clear the cache and try again"
-            )
         self.machine = _machine(json.loads(_read(files, ".wrapper_metadata.json") or "{}"))
         return files, observation, placement
 
@@ -164,8 +162,15 @@ class _Method:
 def observed(modelled: Trace, observation: Observation, placement: Placement) -> tuple[Trace, ProbeOrder]:
     """The trace of a compiled method: each stretch that reads is a step, with the work of its probes.
 
-    What Inductor reads again costs the bytes of nothing new: its work is not told apart here.
+    What Inductor reads again costs the bytes of nothing new: its work is not told apart here. Raises
+    PassError where not all probes that were placed are called.
     """
+    expected = {2 * probe + end for probe in range(len(placement.steps)) for end in (0, 1)}
+    if set(observation.calls) != expected:
+        raise PassError(
+            f"the compiled method {modelled.method!r} calls {len(observation.calls)} probes, expected "
+            f"{len(expected)}: the compiler, or its cache, dropped some; clear the cache and try again"
+        )
     step_after = {}  # for each call, the step that begins with it or next behind it
     position = {call: index for index, call in enumerate(observation.calls)}
     opened = [position.get(step.opens, -1) for step in observation.steps]
@@ -176,10 +181,10 @@ def observed(modelled: Trace, observation: Observation, placement: Placement) ->
     names = [""] * len(opened)
     for probe, placed in enumerate(placement.steps):
         k = step_after[2 * probe]
-        leads[k], reads[k] = _sum(leads[k], placed.lead_work), _sum(reads[k], placed.read_work)
+        leads[k], reads[k] = sum_of(leads[k], placed.lead_work), sum_of(reads[k], placed.read_work)
         if k < len(names) and not names[k]:
             names[k] = placed.name
-    tail = _sum(_sum(leads[-1], reads[-1]), placement.tail)
+    tail = sum_of(leads[-1], reads[-1], placement.tail)
     steps = tuple(
         Step(name or f"{step.label}_{k}", step.reads, 0, 0, lead, read)
         for k, (step, name, lead, read) in enumerate(
@@ -215,8 +220,9 @@ def _with_inlined(payload: Payload, bound: set[str], programs: Mapping[str, Expo
         s = weight.parts[0].storage
         if weight.fqn in bound or weight.fqn not in used or not storages[s].nbytes:
             continue
-        if prod(weight.parts[0].shape) <= _INLINED:
-            _check_values(weight, programs)
+        if prod(weight.parts[0].shape) > _INLINED:
+            continue  # dead: no step reads it
+        _check_values(weight, programs)
         if s not in entered and storages[s].kind != "mutable":
             storages[s] = replace(storages[s], kind="inlined")
     return replace(payload, storages=tuple(storages))
@@ -264,7 +270,3 @@ def _read(files: Sequence[Any], ending: str) -> str:
 def _machine(metadata: Mapping[str, str]) -> str:
     keys = ("AOTI_DEVICE_KEY", "AOTI_PLATFORM", "AOTI_MACHINE", "AOTI_CPU_ISA", "AOTI_COMPUTE_CAPABILITY")
     return re.sub(r"\s+", " ", " ".join(metadata.get(key, "") for key in keys)).strip()
-
-
-def _sum(one: Work, other: Work) -> Work:
-    return Work(one.flops + other.flops, one.nbytes + other.nbytes)

@@ -19,7 +19,7 @@ from torch._ops import OpOverload
 from penstock.passes.graphs import placeholders_of
 from penstock.passes.probes import ACQUIRE, RELEASE
 from penstock.passes.propagation import fake_inputs, propagate, storages_of
-from penstock.passes.trace import work_of
+from penstock.passes.trace import sum_of, work_of
 from penstock.passes.usage import Flow, follow
 from penstock.passes.weights import Weights
 from penstock.schedule.errors import PassError
@@ -134,7 +134,7 @@ def _insert(
             readers.append(by_name[node.name])
             lead = Work()
         else:
-            lead = Work(lead.flops + work.flops, lead.nbytes + work.nbytes)
+            lead = sum_of(lead, work)
     for probe, (step, reader) in enumerate(zip(steps, readers, strict=True)):
         arguments = ([node for s in step.reads for node in operands[s]], number, probe)
         with graph.inserting_before(reader):
