@@ -1,19 +1,23 @@
 """Compares what plans predict with what this machine does.
 
-Round by round and budget by budget: the steps are timed in memory, the way from disk to arena is measured,
-both go into a plan, and that plan runs. Cold, so the weights come from the disk: the page cache
-is emptied before every pass that counts, as in benchmarks/disk.py. A ratio compares figures of one
-round; its median over the rounds is what counts, for a virtual machine's speed swings within minutes.
+Round by round, page cache by page cache and budget by budget: a plan is run and its steps are timed, the way
+from disk to arena is measured, both go into a new plan, and that runs in its turn. Cold, the page cache is
+emptied before every pass, as in benchmarks/disk.py, so that the weights come from the disk; warm, they come
+from the page cache. A ratio compares figures of one round; its median over the rounds is what counts, for
+a virtual machine's speed swings within minutes.
 
 Needs Linux.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -26,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import penstock
 from benchmarks.cases import MODELS, load_weights, make_inputs, make_meta_module, write_weights
 from benchmarks.machine import describe_machine, drop_cache
+from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
 from penstock.schedule.model import Plan, Trace
 from penstock.schedule.sizes import format_size, parse_size
@@ -47,50 +52,64 @@ def prepare(model: str, nbytes: int, tokens: int, folder: Path) -> tuple[Program
     return program, inputs
 
 
-def time_steps(program: Program, inputs: tuple[torch.Tensor, ...], passes: int = 5) -> Trace:
-    """The trace of the pass that took the median time in memory."""
-    with program.load("100%") as module, torch.no_grad():
-        module(*inputs)
-        return sorted((module.measure(*inputs) for _ in range(passes)), key=lambda t: t.compute_ns)[
-            passes // 2
-        ]
+class Runner:
+    """Passes of one program, each from the state of the page cache that is asked for."""
+
+    def __init__(self, program: Program, inputs: tuple[torch.Tensor, ...], *, cold: bool) -> None:
+        self.program, self._inputs, self._cold = program, inputs, cold
+        self._files = sorted(program.path.glob("*.safetensors"))
+
+    def prepare(self) -> None:
+        """The page cache as it shall be: without the files, or with all that was read."""
+        if self._cold:
+            drop_cache(self._files, unmap=False)
+
+    @contextmanager
+    def load(self, plan: Plan) -> Iterator[StreamedModule]:
+        """The module in its steady state: its memory taken, and read ahead for the next pass."""
+        with self.program.load(plan=plan) as module, torch.no_grad():
+            for _ in range(3):
+                module(*self._inputs)
+                self.prepare()
+            yield module
+
+    def time_steps(self, plan: Plan) -> Trace:
+        """The trace of the pass that took the median time."""
+        with self.load(plan) as module:
+            traces = []
+            for _ in range(3):
+                traces.append(module.measure(*self._inputs))
+                self.prepare()
+        return sorted(traces, key=lambda trace: trace.compute_ns)[1]
+
+    def time_passes(self, plan: Plan) -> tuple[float, int]:
+        """Median seconds of a pass, and the misses of all."""
+        with self.load(plan) as module:
+            seconds = []
+            for _ in range(5):
+                began = time.perf_counter()
+                module(*self._inputs)
+                seconds.append(time.perf_counter() - began)
+                self.prepare()
+            return median(seconds), module.stats.misses
 
 
-def time_pass(program: Program, plan: Plan, inputs: tuple[torch.Tensor, ...]) -> tuple[float, int]:
-    """Seconds of a pass that follows another, from a cold page cache; and the misses of both."""
-    files = sorted(program.path.glob("*.safetensors"))
-    with program.load(plan=plan) as module, torch.no_grad():
-        module(*inputs)
-        drop_cache(files, unmap=False)
-        module(*inputs)  # fills what is read ahead from a cold cache too
-        drop_cache(files, unmap=False)
-        began = time.perf_counter()
-        module(*inputs)
-        return time.perf_counter() - began, module.stats.misses
-
-
-def run_round(program: Program, inputs: tuple[torch.Tensor, ...]) -> list[dict[str, Any]]:
-    """One round: every budget once, planned with this round's step times and rates."""
-    files = sorted(program.path.glob("*.safetensors"))
-    trace = time_steps(program, inputs)
-    samples = []
-    for budget in BUDGETS:
-        drop_cache(files, unmap=False)
-        plan = program.plan(budget, traces=[trace])
-        seconds, misses = time_pass(program, plan, inputs)
-        samples.append(
-            {
-                "budget": budget,
-                "predicted_seconds": plan.predicted_seconds,
-                "lower_bound_seconds": plan.lower_bound_seconds,
-                "compute_seconds": trace.compute_ns / 1e9,
-                "link_bytes_per_s": plan.hardware.link_bytes_per_s,
-                "seconds": seconds,
-                "ratio": seconds / plan.predicted_seconds,
-                "misses": misses,
-            }
-        )
-    return samples
+def run_budget(runner: Runner, budget: str) -> dict[str, Any]:
+    """A plan is run to time its steps, and a plan made from these times to see how long a pass takes."""
+    runner.prepare()
+    trace = runner.time_steps(runner.program.plan(budget))
+    runner.prepare()
+    plan = runner.program.plan(budget, traces=[trace])
+    seconds, misses = runner.time_passes(plan)
+    return {
+        "predicted_seconds": plan.predicted_seconds,
+        "lower_bound_seconds": plan.lower_bound_seconds,
+        "compute_seconds": trace.compute_ns / 1e9,
+        "link_bytes_per_s": plan.hardware.link_bytes_per_s,
+        "seconds": seconds,
+        "ratio": seconds / plan.predicted_seconds,
+        "misses": misses,
+    }
 
 
 def main(
@@ -109,22 +128,28 @@ def main(
     for model in MODELS:
         with tempfile.TemporaryDirectory() as folder:
             program, inputs = prepare(model, nbytes, tokens, Path(folder))
-            for number in range(rounds):
-                for one in run_round(program, inputs):
-                    found.setdefault(f"{model}, {one['budget']}", []).append(one)
-                    typer.echo(
-                        f"{model}, round {number + 1}, {one['budget']}: predicted "
-                        f"{one['predicted_seconds']:.3f} s, took {one['seconds']:.3f} s",
-                        err=True,
-                    )
+            for number, state, budget in itertools.product(range(rounds), ("cold", "warm"), BUDGETS):
+                one = run_budget(Runner(program, inputs, cold=state == "cold"), budget)
+                name = f"{state}, {model}, {budget}"
+                found.setdefault(name, []).append(one)
+                typer.echo(
+                    f"round {number + 1}, {name}: predicted {one['predicted_seconds']:.3f} s, "
+                    f"took {one['seconds']:.3f} s",
+                    err=True,
+                )
     typer.echo(f"{format_size(nbytes)} of weights, {tokens} tokens, {rounds} rounds\n")
-    typer.echo("| model, budget | predicted s (median) | took s (median) | took / predicted (median) |")
+    typer.echo(
+        "| page cache, model, budget | predicted s (median) | took s (median) | took / predicted (median) |"
+    )
     typer.echo("|---|---|---|---|")
-    for name, samples in found.items():
+    for name, samples in sorted(found.items()):
         cells = [median(one[key] for one in samples) for key in ("predicted_seconds", "seconds", "ratio")]
         typer.echo(f"| {name} | {cells[0]:.3f} | {cells[1]:.3f} | {cells[2]:.3f} |")
-    ratios = [one["ratio"] for samples in found.values() for one in samples]
-    typer.echo(f"\nMedian of all ratios: {median(ratios):.3f}")
+    for state in ("cold", "warm"):
+        ratios = [
+            one["ratio"] for name, samples in found.items() if name.startswith(state) for one in samples
+        ]
+        typer.echo(f"\nMedian of all ratios, {state}: {median(ratios):.3f}")
     if json_path:
         result = {"machine": describe_machine(), "size": nbytes, "tokens": tokens, "samples": found}
         json_path.write_text(json.dumps(result, indent=1) + "\n")

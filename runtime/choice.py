@@ -95,7 +95,7 @@ def choose(
     name = preferred(floors, budget)
     if not source.files:
         return ArenaChoice(arenas[name], 1e9, "there is no weight file to read")
-    read = measure_read(source, nbytes=_SAMPLE, seconds=_SECONDS)
+    read = measure_read(source, nbytes=_SAMPLE, seconds=_SECONDS, room=min(budget, _SAMPLE // 2))
     reading = f"{source.mode} reads at {read / 1e9:.2f} GB/s"
     if name != "mapped":
         why = source.note or _why_not_mapped(arenas, floors, budget)

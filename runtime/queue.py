@@ -9,7 +9,7 @@ from penstock.passes.probes import streaming_steps
 from penstock.runtime.ranges import cut, merge, step_ranges, subtract
 from penstock.schedule.model import Plan, Range, Schedule, Storage, Trace
 
-PIECE = 8 << 20
+PIECE = 2 << 20
 """Bytes that one reader copies at a time: large enough for a disk, small enough to share out."""
 
 

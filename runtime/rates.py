@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median
@@ -35,22 +36,27 @@ def measure_read(
     nbytes: int = 128 << 20,
     seconds: float = 0.5,
     threads: int = READERS,
-    block: int = 8 << 20,
+    room: int = 64 << 20,
+    block: int = 2 << 20,
 ) -> float:
     """Bytes per second at which `source` fills memory in its mode, as `threads` readers see it.
 
     Reads distinct blocks spread over all files, at most `nbytes` in all, and begins none after
-    `seconds`. Raises SourceError if there is nothing to read.
+    `seconds`. They go to about `room` bytes of memory in turn, as in an arena: into a few megabytes,
+    which the processor's cache holds, a disk read 1.2 times as fast as a plan ever saw.
+
+    Raises SourceError if there is nothing to read.
     """
+    slot = round_up(block, PAGE)
     # Huge pages, touched before: direct reads into small ones ran at half the speed (arena_anonymous.py).
-    with Reservation(round_up(block, PAGE) * threads) as memory:
+    with Reservation(slot * max(threads, room // slot)) as memory:
         memory.map_anonymous(0, memory.nbytes)
         hint(memory.address, memory.nbytes, MADV_HUGEPAGE)
         hint(memory.address, memory.nbytes, MADV_POPULATE_WRITE)
-        free = [memory.address + i * round_up(block, PAGE) for i in range(threads)]
+        free = deque(range(memory.address, memory.address + memory.nbytes, slot))
 
         def read(place: Place) -> None:
-            address = free.pop()
+            address = free.popleft()
             source.read_into(*place[:2], address, place[2])
             free.append(address)
 
@@ -63,7 +69,7 @@ def measure_populate(
     nbytes: int = 128 << 20,
     seconds: float = 0.5,
     threads: int = READERS,
-    block: int = 8 << 20,
+    block: int = 2 << 20,
 ) -> float:
     """Bytes per second at which blocks of the files become readable in a mapping; as `measure_read`."""
     places = [place for place in _spread(source, nbytes, block) if place[2] >= PAGE]

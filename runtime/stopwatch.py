@@ -13,9 +13,10 @@ from penstock.schedule.model import Trace
 class Stopwatch:
     """Stands between the probes of every step and the streamer, which sees only those it asked for.
 
-    A step's read runs from the end of its acquire to its release, its lead from the release before
-    to its acquire, so what a step waited for weights is in neither. Only the first touch of memory
-    that the kernel has yet to map is, for it happens inside the kernels.
+    A step's read runs from the end of its acquire to its release, its lead from there to the next acquire,
+    so what a step waited for weights is in neither. What the caller's own thread does for streaming is in
+    the lead: a release drops what was read, and maps what the page cache holds. So is the first touch of
+    memory that the kernel has yet to map in the read, for it happens inside the kernels.
     """
 
     def __init__(self, streamer: Streamer | None, probed: Collection[int], steps: int) -> None:
@@ -38,10 +39,11 @@ class Stopwatch:
         self._mark = time.perf_counter_ns()
 
     def release(self, graph: int, step: int) -> None:
-        self._read_ns[step] = time.perf_counter_ns() - self._mark
+        ended = time.perf_counter_ns()
+        self._read_ns[step] = ended - self._mark
+        self._mark = ended
         if self._streamer is not None and step in self._probed:
             self._streamer.release(graph, step)
-        self._mark = time.perf_counter_ns()
 
     def trace(self, modelled: Trace) -> Trace:
         """`modelled` with the times of the pass that has just ended."""

@@ -63,8 +63,9 @@ def search(
     found = _decisions(groups, streams, stays, breaks)
     period_ns = _period_ns(traces, found, hardware, wrap)
     bounds = [one.bound_ns for one in relaxed if one]
-    if len(bounds) == len(traces) and period_ns <= sum(bounds) * _NEAR:
-        return found
+    near = len(bounds) == len(traces) and period_ns <= sum(bounds) * _NEAR
+    if near or (hardware.link_in_flight_bytes and len(traces) == 1):
+        return found  # the other search leaves no room for copies on their way
     runs = read_runs(storages, traces, arena, keep=keep)
     other = search_runs(runs, traces, arena, cap=cap, hardware=hardware, wrap=wrap, relaxed=relaxed)
     return other if other and _period_ns(traces, other, hardware, wrap) < period_ns else found

@@ -142,7 +142,7 @@ class OneTrace:
         for quantum, most in ((0, 0), (copy // 2, copy), (copy, copy), (copy, 2 * copy)):
             self._time_rounded(relaxed.kept, best, quantum=quantum, most=most)
         for quantum in (copy // 4, copy // 2, copy, 2 * copy):
-            for margin in (0, least, quantum // 2, quantum, 2 * quantum):
+            for margin in {least, *(max(least, quantum * share // 2) for share in (1, 2, 4))}:
                 self._time_rounded(relaxed.kept, margin, quantum=quantum, most=copy)
 
     def _time_rounded(self, kept: Sequence[float], margin: int, *, quantum: int, most: int) -> None:
@@ -151,13 +151,13 @@ class OneTrace:
         scaled = [nbytes * share for nbytes in kept]
         counts = rounded(self.groups, self.gaps, scaled, len(self.trace.steps), quantum=quantum)
         counts = self.residency.trim(counts, scaled, self.cap - margin)
-        if (self.residency.held(counts) <= self.cap).all():
+        if (self.residency.held(counts) <= self.highest).all():
             join = partial(in_sizes, most=most, breaks=self.breaks) if most else None
             self._time(self.cap - margin, self.loads.after_first(counts), join)
 
     def _refine(self, relaxed: Relaxation) -> None:
         """Streams runs of about the size of a copy, joins copies in the best way, and moves runs."""
-        runs = Runs(self.loads, self.residency, relaxed.kept, self.cap)
+        runs = Runs(self.loads, self.residency, relaxed.kept, self.highest)
         shared = relaxed.shared_bytes
         for ring, parts, ahead in itertools.product(_RINGS, _PARTS, _AHEAD):
             rows = runs.choose(int(shared * ring), int(shared * ring / parts), ahead)

@@ -221,3 +221,24 @@ def test_a_segment_may_begin_inside_a_granule(latency_ns: int) -> None:
     lowest, total = floor(storages, traces, arena).upper_bytes, sum(sizes)
     for budget in range(lowest, total, (total - lowest) // 12):
         verify_plan(storages, traces, make_plan(storages, traces, arena, budget=budget, hardware=hardware))
+
+
+@pytest.mark.parametrize("weights", [10, 30, 38])
+def test_a_plan_leaves_room_for_what_must_be_on_its_way(weights: int) -> None:
+    """Of a link that needs some weights in flight: they may always start before the next one is read."""
+    n, in_flight = 40, 4 * UNIT
+    p = equal_problem(n, 0.1)
+    hardware = replace(p.hardware, link_in_flight_bytes=in_flight)
+    plan = plan_of(replace(p, hardware=hardware), weights * UNIT)
+    (schedule,) = plan.schedules
+
+    def on_their_way(step: int) -> int:
+        return sum(
+            t.stop - t.start
+            for t in schedule.transfers
+            for now in (step, step + n)  # of this pass, and of the next
+            if t.after < now - n <= t.step or t.after < now <= t.step
+        )
+
+    least = min(in_flight, (weights - 1) * UNIT // 2)
+    assert min(on_their_way(step) for step in range(n)) >= least - UNIT
