@@ -37,6 +37,7 @@ class CallingConvention:
     def __init__(self, exported: ExportedProgram, source: torch.device, target: torch.device) -> None:
         self._in_spec = exported.call_spec.in_spec
         self._out_spec = exported.call_spec.out_spec
+        self._flat = _is_flat(self._in_spec)
         self._keywords: list[str] = list(self._in_spec.children()[1].context or ()) if self._in_spec else []
         self._checks = InputChecks(exported, source, target)
         names = [node.name for node in user_placeholders(exported)]
@@ -55,6 +56,11 @@ class CallingConvention:
         Keyword arguments may come in any order. Raises StreamError for another tree than the exported one,
         and for a leaf that `InputChecks` refuses.
         """
+        if self._flat and not kwargs and all(type(arg) is torch.Tensor for arg in args):
+            leaves = list(args)
+            if len(leaves) == self._flat:
+                self._checks.check(leaves)
+                return leaves
         if kwargs.keys() == set(self._keywords):
             kwargs = {name: kwargs[name] for name in self._keywords}
         leaves, received = pytree.tree_flatten((args, dict(kwargs)))
@@ -93,6 +99,15 @@ class CallingConvention:
     def unflatten_results(self, results: list[Any]) -> Any:
         """Returns the caller's tree of results."""
         return pytree.tree_unflatten(results, self._out_spec)
+
+
+def _is_flat(spec: pytree.TreeSpec | None) -> int:
+    """The number of positional arguments, where all are leaves and nothing else is asked for; else 0."""
+    if spec is None:
+        return 0
+    positional, keywords = spec.children()
+    nested = keywords.num_children or any(not child.is_leaf() for child in positional.children())
+    return 0 if nested else positional.num_children
 
 
 def _one_line(spec: pytree.TreeSpec | None) -> str:

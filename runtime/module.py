@@ -16,9 +16,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from penstock.passes.calling import CallingConvention
-from penstock.passes.probes import STREAMER
+from penstock.passes.probes import STREAMER, CompiledCalls
 from penstock.passes.probes import Streamer as Probes
-from penstock.runtime.probe_calls import ProbeCalls
+from penstock.runtime.probe_calls import ProbeCalls, probe_calls
 from penstock.runtime.stopwatch import Stopwatch
 from penstock.runtime.streamer import Streamer
 from penstock.schedule.errors import StreamError
@@ -119,7 +119,7 @@ class StreamedModule(torch.nn.Module):
         self._methods = dict(methods)
         self._resources = resources
         self._calls = {
-            name: ProbeCalls(method.order, method.probed, resources.streamer)
+            name: probe_calls(method.order, method.probed, resources.streamer)
             for name, method in methods.items()
             if method.order
         }
@@ -268,7 +268,7 @@ def _refuse(what: str, instead: str) -> NoReturn:
     raise StreamError(f"{what} is not possible on a streamed module: {instead}")
 
 
-def _running(program: Bound, leaves: list[Any], calls: ProbeCalls | None) -> Callable[[], Any]:
+def _running(program: Bound, leaves: list[Any], calls: CompiledCalls | None) -> Callable[[], Any]:
     """The pass itself, where compiled with what its probe calls do not enclose."""
     run = partial(program.run, leaves)
     return run if calls is None else partial(calls.enclose, run)

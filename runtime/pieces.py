@@ -19,12 +19,12 @@ from penstock.passes.lowering.emitted import observe_python
 from penstock.passes.lowering.inductor import mark_small, observed
 from penstock.passes.lowering.options import own_passes, raise_own
 from penstock.passes.lowering.post_grad import ProbePass
-from penstock.passes.probes import STREAMER
+from penstock.passes.probes import STREAMER, CompiledCalls
 from penstock.passes.weights import Weights
 from penstock.runtime.loading import LoadOptions, StreamedWeights, load_weights
 from penstock.runtime.module import Resources, Stats
 from penstock.runtime.offload import Home, Offloaded, home_of
-from penstock.runtime.probe_calls import ProbeCalls
+from penstock.runtime.probe_calls import probe_calls
 from penstock.runtime.program import Program
 from penstock.schedule.errors import PassError, StreamError
 from penstock.schedule.model import Method, Plan, Trace
@@ -51,7 +51,7 @@ class Session:
         self._running = False
         self._owner = os.getpid()
         self._loaded: StreamedWeights | None = None
-        self._calls: dict[int, ProbeCalls] = {}
+        self._calls: dict[int, CompiledCalls] = {}
         self._finalizer: weakref.finalize[..., Session] | None = None
         self.plan: Plan | None = None
 
@@ -186,7 +186,7 @@ class Session:
         self._finalizer = weakref.finalize(self, resources.close)
         for order in self._payload.probes:
             probed = loaded.streamer.methods[order.graph].probed if loaded.streamer else ()
-            self._calls[order.graph] = ProbeCalls(order, probed, loaded.streamer)
+            self._calls[order.graph] = probe_calls(order, probed, loaded.streamer)
         self._loaded = loaded
         return loaded
 
