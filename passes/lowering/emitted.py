@@ -29,7 +29,7 @@ _ASSIGNED = re.compile(r"aoti_torch_assign_tensors_out\((\w+), &(\w+)\)")
 _ONLY_METADATA = re.compile(r"^(?:\w+\.reset\(\);|if \(_check_aoti_runtime_check_inputs_env\(\)\)|//)")
 _RETURNED = re.compile(r"&(\w+)|\b((?:\w+_)?buf\d+\w*)\b")
 _GENERATED = re.compile(r"^(?:cpp_|triton_|kernels\.)\w+\(")
-_SHIM = re.compile(r"aoti_torch_(?:cpu|cuda|xpu|mps)?_*(\w+?)(?:_out)?\(")
+_SHIM = re.compile(r"aoti_torch_(?:(?:cpu|cuda|xpu|mps)_)?(\w+?)(?:_out)?\(")
 
 _PYTHON_PROBE = re.compile(r"torch\.ops\.penstock\.(acquire|release)\.default\(\[.*\], (\d+), (\d+)\)$")
 _PYTHON_METADATA = re.compile(r"^(?:del \w+$|#|assert_size_stride\(|args\.clear\(\)|[\w, ]+ = args$)")

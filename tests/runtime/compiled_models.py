@@ -75,8 +75,8 @@ class Odd(nn.Module):
         self.lower = nn.Parameter(self.both.detach()[WIDTH:])
         self.conv = nn.Conv2d(3, 16, 3)
         self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
-        self.experts = nn.Parameter(torch.randn(4, WIDTH, WIDTH))
-        self.table = nn.Parameter(torch.randn(50, WIDTH))
+        self.experts = nn.Parameter(torch.randn(4, WIDTH, WIDTH, dtype=torch.bfloat16))
+        self.table = nn.Parameter(torch.randn(100, WIDTH))
         self.drop = nn.Dropout()
 
     def forward(self, x: torch.Tensor, image: torch.Tensor, rows: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -91,8 +91,9 @@ class Odd(nn.Module):
 
         _, x = torch._higher_order_ops.while_loop(lambda i, x: i < 3, body, (torch.tensor(0), x))
         y, _ = self.lstm(x[None])
-        z = torch.bmm(y.expand(4, -1, -1), self.experts)
-        return {"mixed": z.sum(0) + self.a.weight[0], "image": self.conv(image).relu()}
+        ends = torch.tensor([1, 2, 3, 5], dtype=torch.int32)
+        z = functional.grouped_mm(y[0].bfloat16(), self.experts, offs=ends)
+        return {"mixed": z + self.a.weight[0], "image": self.conv(image).relu()}
 
 
 def decoder(layers: int = 3) -> Decoder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -251,3 +252,23 @@ def test_recurrent_layers_stay_in_memory(tmp_path):
     streamed = torch.compile(module, backend="penstock", options={"budget": "100%"})
     torch.testing.assert_close(streamed(x), expected)
     record.close()
+
+
+def test_a_forked_child_is_refused_and_the_parent_goes_on(tmp_path):
+    module, x = nn.Linear(WIDTH, WIDTH).eval(), torch.randn(2, WIDTH)
+    expected = torch.compile(module)(x)
+    torch._dynamo.reset()
+    penstock.offload(module, saved(module, tmp_path))
+    streamed = torch.compile(module, backend="penstock", options={"budget": "100%"})
+    streamed(x)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            streamed(x)
+        except penstock.StreamError as error:
+            status = 0 if "forked child" in str(error) else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert torch.equal(streamed(x), expected)

@@ -91,7 +91,8 @@ def test_two_modules_of_one_artifact_do_not_disturb_each_other(compiled):
 
 
 def test_a_call_after_close_is_refused_and_harmless(compiled):
-    module = compiled["odd"].program.load("50%")
+    program = compiled["odd"].program
+    module = program.load(budget(program, 0.5))
     module(*odd_arguments())
     module.close()
     with pytest.raises(penstock.StreamError, match="the module is closed"):
