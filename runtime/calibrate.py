@@ -27,6 +27,7 @@ _MATRIX = 512
 _BUFFER = 32 << 20
 _ROUNDS = 3
 _LATENCY_NS = 50_000  # waking a reader and telling the caller, mostly the interpreter's
+_COPY_LATENCY_NS = 5_000  # as the presets have it (schedule/presets.py)
 _IN_FLIGHT = 2 * READERS * PIECE  # what every reader copies, and what it copies next
 
 
@@ -47,6 +48,40 @@ def measure_hardware(weights: Sequence[Weight], link_bytes_per_s: float, note: s
         link_in_flight_bytes=_IN_FLIGHT,
         note=f"measured on this machine with {torch.get_num_threads()} threads; {note}",
     )
+
+
+def measure_cuda(device: str, weights: Sequence[Weight]) -> Hardware:
+    """The CUDA device of that name, and the rate of copies to it from page-locked memory.
+
+    Raises StreamError where there is none.
+    """
+    from penstock.runtime.cuda import CudaDevice
+
+    index = device.partition(":")[2]
+    opened = CudaDevice(int(index) if index else None)
+    where, dtype = opened.torch_device, _common_dtype(weights)
+    matrix = torch.ones(8 * _MATRIX, 8 * _MATRIX, dtype=dtype, device=where)
+    buffer = torch.zeros(8 * _BUFFER, dtype=torch.uint8, device=where)
+    pinned = opened.allocate_host(8 * _BUFFER)
+
+    def finish(work: Callable[[], object]) -> None:
+        work()
+        torch.cuda.synchronize(where)
+
+    try:
+        return Hardware(
+            name=device,
+            flops_per_s=2 * (8 * _MATRIX) ** 3 / _best(lambda: finish(lambda: torch.mm(matrix, matrix))),
+            memory_bytes_per_s=8 * _BUFFER / _best(lambda: finish(buffer.sum)),
+            link_bytes_per_s=8
+            * _BUFFER
+            / _best(lambda: finish(lambda: buffer.copy_(pinned, non_blocking=True))),
+            link_latency_ns=_COPY_LATENCY_NS,
+            memory_nbytes=torch.cuda.mem_get_info(where)[1],
+            note=f"measured on {torch.cuda.get_device_name(where)}",
+        )
+    finally:
+        opened.close()
 
 
 def _remembered(dtype: torch.dtype, measure: Callable[[], tuple[float, float]]) -> tuple[float, float]:

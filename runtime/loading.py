@@ -14,7 +14,7 @@ import torch
 
 from penstock.passes.lowering import compiled, eager
 from penstock.runtime.arena import WeightArena, open_arena
-from penstock.runtime.module import BoundMethod, Resources, Stats, StreamedModule
+from penstock.runtime.module import BoundMethod, Resources, Stats, StepStreamer, StreamedModule
 from penstock.runtime.rates import READERS
 from penstock.runtime.source import Source
 from penstock.runtime.streamer import Counters, Streamer
@@ -69,7 +69,7 @@ def load_on_cpu(folder: Path, payload: Payload, plan: Plan, options: LoadOptions
     """A streamed module for a verified plan; on an error everything opened so far is closed again."""
     weights = load_weights(folder, payload, plan, options)
     try:
-        bind = _bind_compiled if payload.lowering == "inductor" else _bind_eager
+        bind = bind_inductor if payload.lowering == "inductor" else bind_eager
         methods, closers = bind(folder, payload, weights.tensors, weights.streamer)
     except BaseException:
         Resources(weights.streamer, weights.closers, os.getpid()).close()
@@ -104,8 +104,12 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
     return StreamedWeights(tensors, streamer, closers, meter.read)
 
 
-def _bind_eager(
-    folder: Path, payload: Payload, tensors: dict[str, torch.Tensor], streamer: Streamer | None
+def bind_eager(
+    folder: Path,
+    payload: Payload,
+    tensors: dict[str, torch.Tensor],
+    streamer: StepStreamer | None,
+    device: torch.device | str = "cpu",
 ) -> tuple[dict[str, BoundMethod], list[Callable[[], None]]]:
     """The methods as graph modules with the probes that the plan asks for; nothing to close."""
     lowered = eager.load(folder, payload)
@@ -113,15 +117,15 @@ def _bind_eager(
     def bind(method: Method) -> BoundMethod:
         trace = payload.trace_for(method.graph)
         probed = streamer.methods[method.graph].probed if streamer else ()
-        program = eager.bind(lowered, tensors, method, probed)
-        everywhere = range(len(trace.steps))
-        return BoundMethod(trace, probed, program, lambda: eager.bind(lowered, tensors, method, everywhere))
+        program = eager.bind(lowered, tensors, method, probed, device=device)
+        everywhere = partial(eager.bind, lowered, tensors, method, range(len(trace.steps)), device=device)
+        return BoundMethod(trace, probed, program, everywhere)
 
     return {method.name: bind(method) for method in payload.methods}, []
 
 
-def _bind_compiled(
-    folder: Path, payload: Payload, tensors: dict[str, torch.Tensor], streamer: Streamer | None
+def bind_inductor(
+    folder: Path, payload: Payload, tensors: dict[str, torch.Tensor], streamer: StepStreamer | None
 ) -> tuple[dict[str, BoundMethod], list[Callable[[], None]]]:
     """The methods as compiled, and what destroys their runners, which must come before their memory goes."""
     package = compiled.load(folder, payload)

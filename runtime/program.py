@@ -9,7 +9,9 @@ from functools import cached_property
 from os import PathLike
 from pathlib import Path
 
+from penstock.runtime.calibrate import measure_cuda
 from penstock.runtime.choice import choose, cpu_arenas, floors, preferred
+from penstock.runtime.device_loading import device_kind, hardware_of, load_on_device, open_device
 from penstock.runtime.loading import LoadOptions, load_on_cpu, open_source
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.progress import Progress, count_bytes
@@ -17,7 +19,7 @@ from penstock.runtime.rates import READERS
 from penstock.runtime.source import Source
 from penstock.runtime.stamp import hash_storage
 from penstock.schedule.costs import with_times
-from penstock.schedule.errors import BudgetError, PayloadError, PlanError, SourceError, StreamError
+from penstock.schedule.errors import BudgetError, PayloadError, PlanError, SourceError
 from penstock.schedule.model import Hardware, Plan, Trace, Wrap
 from penstock.schedule.payload import Payload, verify_payload
 from penstock.schedule.planner import Floor, make_plan
@@ -117,6 +119,10 @@ class Program:
         found = self._floors(device, arena, kept)
         arenas = cpu_arenas(payload)
         if hardware == "auto":
+            hardware = hardware_of(device) or hardware
+        if hardware == "auto" and device_kind(device) == "cuda":
+            hardware = measure_cuda(device, payload.weights)
+        if hardware == "auto":
             with open_source(payload, self.path) as source:
                 choice = choose(arenas, found, nbytes, source)
             chosen, hardware = choice.arena, choice.measure(payload.weights)
@@ -165,7 +171,7 @@ class Program:
             raise BudgetError(
                 "load needs a budget or a plan, and not both: load(budget='50%') or load(plan=plan)"
             )
-        _check_device(device)
+        kind = device_kind(device)
         if budget is not None:
             plan = self.plan(budget, keep=keep, device=device, arena=arena)
         elif keep or arena:
@@ -173,10 +179,13 @@ class Program:
         assert plan is not None
         if plan.host is not None:
             raise PlanError(
-                "the plan has a host behind the device, and a CPU has none: plan without host_memory"
+                "the plan has a host behind the device, which this version cannot run: plan without host_memory"
             )
         verify_plan(self.payload.storages, self.payload.traces, plan)
-        return load_on_cpu(self.path, self.payload, plan, LoadOptions(readers, debug, poison))
+        options = LoadOptions(readers, debug, poison)
+        if kind == "cpu":
+            return load_on_cpu(self.path, self.payload, plan, options)
+        return load_on_device(self.path, self.payload, plan, open_device(device, plan), options)
 
     def verify(self, progress: Progress | None = None) -> int:
         """Hash every weight byte and prove every plan; returns the bytes hashed.
@@ -204,8 +213,9 @@ class Program:
         return total
 
     def _floors(self, device: str, arena: str | None, keep: frozenset[int]) -> dict[str, Floor]:
-        _check_device(device)
         arenas = cpu_arenas(self.payload)
+        if device_kind(device) != "cpu":
+            arenas = {"contiguous": arenas["contiguous"]}  # one allocation: nothing of a file is mapped there
         if arena is not None and arena not in arenas:
             raise PlanError(f"these weights cannot be in an arena {arena!r}: choose from {', '.join(arenas)}")
         return floors(self.payload, {arena: arenas[arena]} if arena else arenas, keep)
@@ -221,8 +231,3 @@ class Program:
                 raise PlanError(f"keep pattern {pattern!r} matches no weight; the weights are {names}, ...")
             kept |= {part.storage for weight in matching for part in weight.parts}
         return frozenset(kept)
-
-
-def _check_device(device: str) -> None:
-    if device != "cpu":
-        raise StreamError(f"there is no device {device!r} here: 'cpu' is what this version streams to")

@@ -60,12 +60,14 @@ class MethodTable:
         return len(self.needs)
 
 
-def tabulate(plan: Plan, schedule: Schedule, trace: Trace, storages: Sequence[Storage]) -> MethodTable:
-    """The table of one schedule of `plan`."""
+def tabulate(
+    plan: Plan, schedule: Schedule, trace: Trace, storages: Sequence[Storage], *, piece: int | None = PIECE
+) -> MethodTable:
+    """The table of one schedule of `plan`, whose transfers are cut every `piece` bytes (None: not at all)."""
     pieces = [
         Piece(r.start, r.stop, t.step, t.after)
         for t in schedule.transfers
-        for r in cut([Range(t.start, t.stop)], _piece_bytes(plan))
+        for r in cut([Range(t.start, t.stop)], _piece_bytes(plan, piece))
     ]
     drops: dict[int, list[Range]] = {}
     for drop in schedule.drops:
@@ -83,18 +85,19 @@ def tabulate(plan: Plan, schedule: Schedule, trace: Trace, storages: Sequence[St
     )
 
 
-def first_pass(plan: Plan, method: MethodTable, *, resident_loaded: bool) -> Queue:
+def first_pass(plan: Plan, method: MethodTable, *, resident_loaded: bool, piece: int | None = PIECE) -> Queue:
     """The queue of a pass that starts with nothing but, perhaps, the resident ranges on the device.
 
     It loads the method's boundary in its order, then what the pass itself copies. The call waits for
     resident ranges, a step for the rest of the boundary that it is the first to read.
     """
     resident, n = merge(plan.resident), method.steps
-    ranges = [] if resident_loaded else cut(plan.resident, _piece_bytes(plan))
+    most = _piece_bytes(plan, piece)
+    ranges = [] if resident_loaded else cut(plan.resident, most)
     pieces = [Piece(r.start, r.stop, n, -1) for r in ranges]
     pieces += [
         Piece(r.start, r.stop, _first_read(method, r), -1)
-        for r in cut(subtract(method.boundary, resident), _piece_bytes(plan))
+        for r in cut(subtract(method.boundary, resident), most)
     ]
     return Queue.of(method.graph, pieces + [p for p in method.steady.pieces if p.after >= 0], n)
 
@@ -108,5 +111,8 @@ def _first_read(method: MethodTable, item: Range) -> int:
     return next(reading, method.steps)
 
 
-def _piece_bytes(plan: Plan) -> int:
-    return max(PIECE // plan.arena.granule, 1) * plan.arena.granule
+def _piece_bytes(plan: Plan, piece: int | None) -> int:
+    granule = plan.arena.granule
+    if piece is None:
+        return max((s.stop for s in plan.arena.segments), default=granule)
+    return max(piece // granule, 1) * granule

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 
+from penstock.passes.probes import Streamer
 from penstock.passes.trace import with_measured
-from penstock.runtime.streamer import Streamer
 from penstock.schedule.model import Trace
 
 

@@ -1,0 +1,115 @@
+"""A CUDA device: torch's streams and events, one allocation for the arena, page-locked host memory.
+
+Nothing here runs without a GPU, so it holds nothing but calls; what decides is in device_streamer.py, which
+the simulated device tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from penstock.runtime.device import Move
+from penstock.schedule.errors import StreamError
+from penstock.schedule.sizes import format_size
+
+_ALIGNMENT = 4096
+
+
+class CudaDevice:
+    """The device of one index. StreamError where torch finds none."""
+
+    def __init__(self, index: int | None = None) -> None:
+        if not torch.cuda.is_available():
+            why = (
+                "this torch is built without CUDA"
+                if torch.version.cuda is None
+                else "there is no driver or GPU"
+            )
+            raise StreamError(
+                f"there is no CUDA device here ({why}): load(device='sim:h200') runs the same plan without one"
+            )
+        count = torch.cuda.device_count()
+        index = torch.cuda.current_device() if index is None else index
+        if index >= count:
+            raise StreamError(f"there is no device 'cuda:{index}': this machine has {count}")
+        self.name = f"cuda:{index}"
+        self.torch_device = torch.device("cuda", index)
+        self._streams: list[torch.cuda.Stream] = []
+        self._locked: list[torch.Tensor] = []
+
+    def allocate(self, nbytes: int, purpose: str) -> torch.Tensor:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+        except torch.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info(self.torch_device)
+            raise StreamError(
+                f"{self.name} is out of memory: {format_size(nbytes)} for {purpose} do not fit into the "
+                f"{format_size(free)} that are free of {format_size(total)}; lower the budget"
+            ) from error
+
+    def allocate_host(self, nbytes: int) -> torch.Tensor:
+        """Exactly `nbytes`, registered: torch's own pinned allocator rounds up to powers of two."""
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8)
+        whole = torch.empty(nbytes + _ALIGNMENT, dtype=torch.uint8)
+        start = -whole.data_ptr() % _ALIGNMENT
+        memory = whole[start : start + nbytes]
+        code = int(_runtime().cudaHostRegister(memory.data_ptr(), nbytes, 0))
+        if code:
+            raise StreamError(
+                f"{format_size(nbytes)} of host memory could not be page-locked (CUDA error {code}): raise the "
+                "limit on locked memory (ulimit -l, the container's memory), or plan with less host memory"
+            )
+        self._locked.append(memory)
+        return memory
+
+    def open_stream(self, name: str) -> torch.cuda.Stream:
+        self._streams.append(torch.cuda.Stream(self.torch_device))  # type: ignore[no-untyped-call]
+        return self._streams[-1]
+
+    def current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.torch_device)
+
+    def copy(
+        self,
+        stream: torch.cuda.Stream,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        moves: Sequence[Move],
+        label: str,
+    ) -> None:
+        with torch.cuda.stream(stream):
+            for move in moves:
+                arriving = source[move.source : move.source + move.nbytes]
+                target[move.target : move.target + move.nbytes].copy_(arriving, non_blocking=True)
+
+    def fill(
+        self, stream: torch.cuda.Stream, target: torch.Tensor, start: int, stop: int, value: int
+    ) -> None:
+        with torch.cuda.stream(stream):
+            target[start:stop].fill_(value)
+
+    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        stream.wait_event(event)
+
+    def synchronize(self, event: torch.cuda.Event) -> None:
+        event.synchronize()
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.synchronize()
+        self._streams.clear()
+        while self._locked:
+            _runtime().cudaHostUnregister(self._locked.pop().data_ptr())
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -1,0 +1,75 @@
+"""The one interface between a streamer and the device that it streams to.
+
+A device is memory, and streams on which copies and kernels run in order; events order one stream
+after another. What is asked of it is what CUDA offers, no more: a wait on an event that nobody
+recorded does nothing, and a copy runs at any time between the moment it is enqueued and the
+moment something waits for it.
+
+Three implementations: cpu.py (copies on a thread of their own), cuda.py, sim.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    import torch
+
+Stream: TypeAlias = Any
+Event: TypeAlias = Any
+"""What `Device.open_stream` and `Device.record` return; only their device looks inside."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """`nbytes` from byte `source` of host memory to byte `target` of device memory."""
+
+    source: int
+    target: int
+    nbytes: int
+
+
+class Device(Protocol):
+    """Memory and streams. Every method is called on the thread that calls the program."""
+
+    @property
+    def name(self) -> str:
+        """As `load(device=...)` names it."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where its tensors live, and the program's kernels run."""
+
+    def allocate(self, nbytes: int, purpose: str) -> torch.Tensor:
+        """Uninitialised bytes of the device, flat; StreamError, naming `purpose`, where there is no room."""
+
+    def allocate_host(self, nbytes: int) -> torch.Tensor:
+        """Flat bytes of the host, at least 64-byte aligned, that copies read while the host goes on."""
+
+    def open_stream(self, name: str) -> Stream:
+        """A stream of its own."""
+
+    def current_stream(self) -> Stream:
+        """The stream on which the caller's kernels run now."""
+
+    def copy(
+        self, stream: Stream, target: torch.Tensor, source: torch.Tensor, moves: Sequence[Move], label: str
+    ) -> None:
+        """Enqueue one transfer from host memory `source` to device memory `target`; it never blocks."""
+
+    def fill(self, stream: Stream, target: torch.Tensor, start: int, stop: int, value: int) -> None:
+        """Enqueue the setting of bytes `start` to `stop`."""
+
+    def record(self, stream: Stream) -> Event:
+        """An event that completes once everything enqueued on the stream so far has."""
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """What is enqueued on the stream from now on runs after the event; the host goes on."""
+
+    def synchronize(self, event: Event) -> None:
+        """Wait on the host."""
+
+    def close(self) -> None:
+        """Wait for all streams and give the memory back. Idempotent."""

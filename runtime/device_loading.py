@@ -1,0 +1,99 @@
+"""Builds a streamed module on a device with streams: memory, weights, streamer and program, in that order."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from penstock.runtime.cuda import CudaDevice
+from penstock.runtime.device import Device
+from penstock.runtime.device_memory import DeviceWeights
+from penstock.runtime.device_streamer import DeviceStreamer
+from penstock.runtime.loading import LoadOptions, bind_eager, bind_inductor, describe_arena, open_source
+from penstock.runtime.module import Resources, Stats, StreamedModule
+from penstock.runtime.sim import SimDevice
+from penstock.runtime.sim_streamer import SimStreamer
+from penstock.runtime.streamer import Counters
+from penstock.schedule.errors import StreamError
+from penstock.schedule.model import Hardware, Plan
+from penstock.schedule.payload import Payload
+from penstock.schedule.presets import find_hardware
+
+
+def device_kind(name: str) -> str:
+    """`cpu`, `sim` or `cuda`, of a device's name; StreamError for any other."""
+    kind, _, detail = name.partition(":")
+    if kind in ("cpu", "sim", "cuda") and not (kind == "cpu" and detail):
+        if kind == "cuda" and detail and not detail.isdecimal():
+            raise StreamError(f"expected a number behind 'cuda:', got {name!r}")
+        return kind
+    raise StreamError(
+        f"there is no device {name!r}: choose 'cpu', 'cuda', 'cuda:1', 'sim', or 'sim:h200' (any preset)"
+    )
+
+
+def hardware_of(name: str) -> Hardware | None:
+    """The preset that a simulated device's name asks for; PlanError, naming the nearest, for an unknown one."""
+    kind, _, detail = name.partition(":")
+    return find_hardware(detail) if kind == "sim" and detail else None
+
+
+def open_device(name: str, plan: Plan) -> Device:
+    """The device of that name. A simulated one without a preset runs on the hardware of the plan."""
+    if device_kind(name) == "cuda":
+        index = name.partition(":")[2]
+        return CudaDevice(int(index) if index else None)
+    return SimDevice(hardware_of(name) or plan.hardware, name=name)
+
+
+def load_on_device(
+    folder: Path, payload: Payload, plan: Plan, device: Device, options: LoadOptions
+) -> StreamedModule:
+    """A streamed module for a verified plan; on an error everything opened so far is closed again."""
+    if plan.arena.kind != "contiguous" and plan.arena_bytes:
+        raise StreamError(
+            f"a {plan.arena.kind} arena cannot be on {device.name}: plan with arena='contiguous', or for that device"
+        )
+    if payload.lowering == "inductor" and device.torch_device.type != "cpu":
+        raise StreamError(
+            f"the program was compiled for a CPU and cannot run on {device.name}: compile it with lowering='eager'"
+        )
+    with ExitStack() as opened, torch.inference_mode(False), torch.device("cpu"):
+        opened.callback(device.close)
+        with open_source(payload, folder) as source:
+            weights = DeviceWeights(plan, payload.storages, device, source)
+        streamer: DeviceStreamer | SimStreamer | None = None
+        if plan.arena_bytes:
+            poison = options.poison or isinstance(device, SimDevice)
+            streamer = DeviceStreamer(plan, payload.storages, device, weights, poison=poison)
+            if isinstance(device, SimDevice):
+                streamer = SimStreamer(streamer, device, weights, plan.traces)
+            opened.callback(streamer.close)
+        tensors = {weight.fqn: weights.tensor(weight.parts[0]) for weight in payload.weights}
+        if payload.lowering == "inductor":
+            methods, closers = bind_inductor(folder, payload, tensors, streamer)
+        else:
+            methods, closers = bind_eager(folder, payload, tensors, streamer, device.torch_device)
+        resources = Resources(streamer, (*closers, device.close), os.getpid())
+        held = weights.arena.numel() + sum(memory.numel() for memory in weights.outside.values())
+
+        def read_stats() -> Stats:
+            counters = Counters() if streamer is None else streamer.counters
+            return Stats(
+                passes=counters.passes,
+                bytes_moved=counters.bytes_moved,
+                misses=counters.misses,
+                stall_seconds=counters.stall_ns / 1e9,
+                held_bytes=held,
+                peak_bytes=held,
+                budget=plan.budget,
+                arena=describe_arena(plan),
+                readers=0,
+                pinned_bytes=weights.host.numel(),
+            )
+
+        opened.pop_all()
+    return StreamedModule(methods, plan, resources, read_stats)

@@ -1,0 +1,213 @@
+"""Streams weights with a device's own streams and events; the host only enqueues.
+
+One pass of a method is: `begin`, then `acquire` and `release` of each probed step in the order of its
+trace, then `end`. A release records an event on the stream of the caller's kernels, and enqueues the
+transfers that may start then, each behind the event of the step it waits for; an acquire makes the
+kernels wait for the transfers of its step. A transfer is enqueued only after the host has recorded the
+event that it waits for: a wait on an event that was never recorded would be none.
+
+Another order of steps is a miss: what the step needs is copied on demand, and the pass after begins
+from the resident ranges again. Slower, never wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from penstock.runtime.arena_anonymous import POISON
+from penstock.runtime.device import Device, Event
+from penstock.runtime.device_memory import DeviceWeights
+from penstock.runtime.position import Position
+from penstock.runtime.queue import MethodTable, Piece, first_pass, tabulate
+from penstock.runtime.streamer import Counters
+from penstock.schedule.errors import StreamError
+from penstock.schedule.model import Plan, Range, Storage
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Events of one pass, by step: when its kernels have read, and when the last of its transfers has arrived."""
+
+    ended: dict[int, Event] = field(default_factory=dict)
+    arrived: dict[int, Event] = field(default_factory=dict)
+
+
+class DeviceStreamer:
+    """Streams the weights of one plan, which has at least one schedule, into `weights.arena`.
+
+    With `poison`, what a plan drops is overwritten with bytes that are NaN in every format.
+    """
+
+    _position: Position
+    _entry: Event  # all kernels enqueued before the first pass
+    _before: _Pass
+    _this: _Pass
+    _next: _Pass
+    _expected: list[int]  # the probed steps still to come in this pass, the next one last
+    _demand: Sequence[Range] | None  # what was loaded last, once this pass left the planned order
+    _running: bool
+
+    def __init__(
+        self,
+        plan: Plan,
+        storages: Sequence[Storage],
+        device: Device,
+        weights: DeviceWeights,
+        *,
+        poison: bool = False,
+    ) -> None:
+        self.counters = Counters()
+        traces = {trace.graph: trace for trace in plan.traces}
+        self.methods: dict[int, MethodTable] = {
+            s.graph: tabulate(plan, s, traces[s.graph], storages, piece=None) for s in plan.schedules
+        }
+        self._plan, self._device, self._weights, self._poison = plan, device, weights, poison
+        self._copies = device.open_stream("copies")
+        self._closed = False
+        self._resident_loaded = False
+        self._restart(plan.schedules[0].graph)
+
+    # The pass.
+
+    def begin(self, graph: int) -> None:
+        """Start a pass of method `graph`; its kernels run once every resident range is there."""
+        if self._closed:
+            raise StreamError("the streamed module is closed: load the program again")
+        method = self.methods[graph]
+        if self._running or not self._can_follow(graph):
+            self._join()
+            self._restart(graph)
+        self._position.begin(method)
+        self._before, self._this, self._next = self._this, self._next, _Pass()
+        self._expected = list(reversed(method.probed))
+        self._running = True
+        self._issue()
+        self._await(method.steps)
+        self._resident_loaded = True
+
+    def acquire(self, graph: int, step: int) -> None:
+        """The kernels that follow run once everything that `step` reads is in the arena."""
+        if self._demand is None and self._expected and self._expected[-1] == step:
+            if self._position.left[step]:
+                raise StreamError(
+                    f"step {step} of graph {graph} needs a transfer that waits for a later step: plan it again"
+                )
+            self._await(step)
+        else:
+            self._load_on_demand(self.methods[graph].needs[step])
+
+    def release(self, graph: int, step: int) -> None:
+        """The kernels of `step` are enqueued: enqueue the transfers that wait for it behind them."""
+        if self._demand is not None:
+            return
+        if not self._expected or self._expected[-1] != step:
+            raise StreamError(f"step {step} of graph {graph} was released without being acquired")
+        self._expected.pop()
+        if self._poison:
+            self._overwrite(self.methods[graph].drops.get(step, ()))
+        self._this.ended[step] = self._device.record(self._device.current_stream())
+        self._position.ended = step + 1
+        self._issue()
+
+    def end(self, graph: int) -> None:
+        """The pass is enqueued; with `wrap="barrier"` what it has started for the next joins it."""
+        self.counters.passes += 1
+        if self._demand is not None or self._expected:
+            self.abort()
+            return
+        self._position.ended = self.methods[graph].steps
+        self._running = False
+        self._issue()
+        if self._plan.wrap == "barrier":
+            self._device.wait(self._device.current_stream(), self._device.record(self._copies))
+
+    def abort(self) -> None:
+        """Forget everything but the resident ranges; the next pass starts from the boundary again."""
+        if not self._closed:
+            self._join()
+            self._restart(self._position.method.graph)
+
+    def close(self) -> None:
+        """Wait for what is on its way. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._join()
+
+    @property
+    def in_reader(self) -> bool:
+        """There are no readers."""
+        return False
+
+    # Between passes.
+
+    def _can_follow(self, graph: int) -> bool:
+        """Whether what is on its way for the pass expected next serves a pass of `graph` as well."""
+        now = self._position
+        if now.method.graph == graph:
+            return True
+        crossing = self.methods[graph].crosses_calls or now.method.crosses_calls
+        return not crossing and now.index == 0 and now.queue is now.method.steady
+
+    def _join(self) -> None:
+        """Wait for all copies, and for the kernels that read what they brought."""
+        self._device.synchronize(self._device.record(self._copies))
+        self._device.synchronize(self._device.record(self._device.current_stream()))
+
+    def _restart(self, graph: int) -> None:
+        method = self.methods[graph]
+        queue = first_pass(self._plan, method, resident_loaded=self._resident_loaded, piece=None)
+        self._position = Position.before(queue, method)
+        self._entry = self._device.record(self._device.current_stream())
+        self._before, self._this, self._next = _Pass(), _Pass(), _Pass()
+        self._expected, self._demand = [], None
+        self._running = False
+
+    # What is enqueued.
+
+    def _issue(self) -> None:
+        """Enqueue every transfer whose turn it is and that waits for a step that has ended."""
+        position = self._position
+        while position.may_start(position.index):
+            piece = position.queue.pieces[position.index]
+            self._device.wait(self._copies, self._freed(piece))
+            self._copy(Range(piece.start, piece.stop), f"for step {piece.step}")
+            reading = self._next if position.ahead else self._this
+            reading.arrived[piece.step] = self._device.record(self._copies)
+            position.counts[piece.step] -= 1
+            position.advance(1)
+
+    def _freed(self, piece: Piece) -> Event:
+        """The event of the step that a piece waits for; before a first pass, of all kernels until then."""
+        if piece.after >= 0:
+            return self._this.ended[piece.after]
+        freeing = self._this if self._position.ahead else self._before
+        return freeing.ended.get(piece.after + self._position.method.steps, self._entry)
+
+    def _await(self, step: int) -> None:
+        event = self._this.arrived.get(step)
+        if event is not None:
+            self._device.wait(self._device.current_stream(), event)
+
+    def _copy(self, item: Range, label: str) -> None:
+        weights = self._weights
+        moves = weights.moves(item)
+        label = f"the transfer of layout bytes {item.start} to {item.stop} ({weights.name_of(item)}) {label}"
+        self._device.copy(self._copies, weights.arena, weights.host, moves, label)
+        self.counters.bytes_moved += sum(move.nbytes for move in moves)
+
+    def _overwrite(self, items: Sequence[Range]) -> None:
+        stream = self._device.current_stream()
+        for item in items:
+            for move in self._weights.moves(item):
+                self._device.fill(stream, self._weights.arena, move.target, move.target + move.nbytes, POISON)
+
+    def _load_on_demand(self, needed: Sequence[Range]) -> None:
+        """A miss: copy what the step needs behind all that is enqueued, and have the kernels wait."""
+        stream = self._device.current_stream()
+        self._device.wait(self._copies, self._device.record(stream))
+        for item in needed:
+            self._copy(item, "on demand")
+        self._device.wait(stream, self._device.record(self._copies))
+        self._demand = needed
+        self.counters.misses += 1
