@@ -41,7 +41,6 @@ class DeviceStreamer:
 
     _position: Position
     _entry: Event  # all kernels enqueued before the first pass
-    _before: _Pass
     _this: _Pass
     _next: _Pass
     _expected: list[int]  # the probed steps still to come in this pass, the next one last
@@ -76,10 +75,9 @@ class DeviceStreamer:
             raise StreamError("the streamed module is closed: load the program again")
         method = self.methods[graph]
         if self._running or not self._can_follow(graph):
-            self._join()
             self._restart(graph)
         self._position.begin(method)
-        self._before, self._this, self._next = self._this, self._next, _Pass()
+        self._this, self._next = self._next, _Pass()
         self._expected = list(reversed(method.probed))
         self._running = True
         self._issue()
@@ -123,16 +121,19 @@ class DeviceStreamer:
             self._device.wait(self._device.current_stream(), self._device.record(self._copies))
 
     def abort(self) -> None:
-        """Forget everything but the resident ranges; the next pass starts from the boundary again."""
+        """Forget everything but the resident ranges; the next pass starts from the boundary again.
+
+        Nothing is waited for: what the next pass copies runs behind what is enqueued.
+        """
         if not self._closed:
-            self._join()
             self._restart(self._position.method.graph)
 
     def close(self) -> None:
         """Wait for what is on its way. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._join()
+            self._device.synchronize(self._device.record(self._copies))
+            self._device.synchronize(self._device.record(self._device.current_stream()))
 
     @property
     def in_reader(self) -> bool:
@@ -149,17 +150,12 @@ class DeviceStreamer:
         crossing = self.methods[graph].crosses_calls or now.method.crosses_calls
         return not crossing and now.index == 0 and now.queue is now.method.steady
 
-    def _join(self) -> None:
-        """Wait for all copies, and for the kernels that read what they brought."""
-        self._device.synchronize(self._device.record(self._copies))
-        self._device.synchronize(self._device.record(self._device.current_stream()))
-
     def _restart(self, graph: int) -> None:
         method = self.methods[graph]
         queue = first_pass(self._plan, method, resident_loaded=self._resident_loaded, piece=None)
         self._position = Position.before(queue, method)
         self._entry = self._device.record(self._device.current_stream())
-        self._before, self._this, self._next = _Pass(), _Pass(), _Pass()
+        self._this, self._next = _Pass(), _Pass()
         self._expected, self._demand = [], None
         self._running = False
 
@@ -178,11 +174,16 @@ class DeviceStreamer:
             position.advance(1)
 
     def _freed(self, piece: Piece) -> Event:
-        """The event of the step that a piece waits for; before a first pass, of all kernels until then."""
+        """The event of the step that a piece waits for.
+
+        What waits for a step of the pass before was enqueued in that pass, ahead; only a first pass begins
+        with pieces that wait for all kernels until then.
+        """
         if piece.after >= 0:
             return self._this.ended[piece.after]
-        freeing = self._this if self._position.ahead else self._before
-        return freeing.ended.get(piece.after + self._position.method.steps, self._entry)
+        if self._position.ahead:
+            return self._this.ended[piece.after + self._position.method.steps]
+        return self._entry
 
     def _await(self, step: int) -> None:
         event = self._this.arrived.get(step)

@@ -57,7 +57,7 @@ class SimStreamer:
         this = self._traces[graph].steps[step]
         self._device.compute(this.read_ns)
         self._read(this)  # until now
-        self._reached = step + 1
+        self._reached = max(self._reached, step + 1)
         self._streamer.release(graph, step)
 
     def end(self, graph: int) -> None:
@@ -74,9 +74,12 @@ class SimStreamer:
 
     def _pass_over(self, graph: int, step: int) -> None:
         """The steps without probes, whose weights always stay."""
-        for this in self._traces[graph].steps[self._reached : step]:
-            self._read(this)
-            self._device.compute(this.lead_ns + this.read_ns)
+        probed = self._streamer.methods[graph].probed
+        for number in range(self._reached, step):
+            if number not in probed:
+                this = self._traces[graph].steps[number]
+                self._read(this)
+                self._device.compute(this.lead_ns + this.read_ns)
 
     def _read(self, step: Step) -> None:
         for storage in step.reads:

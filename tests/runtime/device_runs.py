@@ -1,0 +1,196 @@
+"""Plans run on a simulated device without a model: what each step finds at its addresses is compared with the files."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from penstock.runtime import device_memory, device_streamer
+from penstock.runtime.sim import Policy, SimDevice
+from penstock.runtime.sim_streamer import SimStreamer
+from penstock.schedule.layout import packed_arena
+from penstock.schedule.model import Extent, Hardware, Plan, Step, Storage, Trace, Wrap
+from penstock.schedule.planner import floor, make_plan
+
+UNIT = 256
+HARDWARE = Hardware("toy", 1e12, 1e11, 1e9, 100)
+
+
+class Wrong(AssertionError):
+    """A step found other bytes than its weights'."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A source of weights that are nowhere but here, each byte telling its storage and place."""
+
+    contents: bytes
+
+    def read_into(self, file: int, offset: int, address: int, nbytes: int) -> None:
+        assert file == 0
+        ctypes.memmove(address, self.contents[offset : offset + nbytes], nbytes)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan, the weights it is for, and what runs: (method, how) in turn."""
+
+    name: str
+    storages: tuple[Storage, ...]
+    plan: Plan
+    passes: tuple[tuple[int, str], ...]
+
+    @property
+    def source(self) -> Memory:
+        numbers = torch.arange(sum(s.nbytes for s in self.storages)) * 7919 % 251
+        return Memory(bytes(numbers.to(torch.uint8).tolist()))
+
+
+def storages_of(sizes: Sequence[int]) -> tuple[Storage, ...]:
+    starts = [sum(sizes[:k]) for k in range(len(sizes))]
+    return tuple(
+        Storage(size, "streamable", (Extent(0, start, 0, size),))
+        for size, start in zip(sizes, starts, strict=True)
+    )
+
+
+def trace_of(graph: int, reads: Sequence[Sequence[int]]) -> Trace:
+    steps = tuple(Step(f"step.{k}", tuple(r), 30, 200) for k, r in enumerate(reads))
+    return Trace(f"method_{graph}", graph, "", steps, 40, 10, "modelled")
+
+
+def case(
+    name: str,
+    units: Sequence[int],
+    reads: Sequence[Sequence[Sequence[int]]],
+    share: float,
+    passes: Sequence[tuple[int, str]],
+    *,
+    wrap: Wrap = "overlap",
+) -> Case:
+    storages = storages_of([UNIT * n for n in units])
+    storages = (*storages[:-1], replace(storages[-1], kind="mutable"))  # stays, outside the arena
+    traces = tuple(trace_of(graph, steps) for graph, steps in enumerate(reads))
+    arena = packed_arena(storages, traces, kind="contiguous", granule=64, alignment=64)
+    least = floor(storages, traces, arena).upper_bytes
+    budget = least + int(share * (sum(s.nbytes for s in storages) - least))
+    plan = make_plan(storages, traces, arena, budget=budget, hardware=HARDWARE, wrap=wrap)
+    return Case(name, storages, plan, tuple(passes))
+
+
+@cache
+def cases() -> tuple[Case, ...]:
+    in_turn = [[k] for k in range(10)]  # and an eleventh that is written
+    equal = [4] * 11
+    uneven = [4, 1, 6, 2, 2, 9, 3, 1, 5, 2, 3]
+    again = [[0], [1, 2], [3], [0, 4], [5], [1, 6], [7], [8], [2, 9], [0]]
+    plain = [(0, "in order")] * 3
+    return (
+        case("equal", equal, [in_turn], 0.3, plain),
+        case("floor", equal, [in_turn], 0.0, plain),
+        case("nearly all", equal, [in_turn], 0.9, plain),
+        case("uneven", uneven, [in_turn], 0.4, plain),
+        case("read again", uneven, [again], 0.3, plain),
+        case("barrier", uneven, [in_turn], 0.3, plain, wrap="barrier"),
+        case(
+            "two methods",
+            equal,
+            [in_turn, in_turn[:6]],
+            0.3,
+            [(0, "in order"), (1, "in order"), (1, "in order"), (0, "in order"), (1, "in order")],
+        ),
+        case("misses", uneven, [again], 0.3, [(0, "in order"), (0, "backwards"), (0, "in order")]),
+        case("breaks", uneven, [again], 0.3, [(0, "in order"), (0, "raises"), (0, "in order")]),
+    )
+
+
+@dataclass
+class Run:
+    """A case on a device, with the streamer of `streamers` and the weights of `memories`."""
+
+    case: Case
+    device: SimDevice
+    streamers: ModuleType = device_streamer
+    memories: ModuleType = device_memory
+
+    def __post_init__(self) -> None:
+        one = self.case
+        self.weights: Any = self.memories.DeviceWeights(one.plan, one.storages, self.device, one.source)
+        inner = self.streamers.DeviceStreamer(one.plan, one.storages, self.device, self.weights, poison=True)
+        self.streamer = SimStreamer(inner, self.device, self.weights, one.plan.traces)
+
+    def go(self) -> list[int]:
+        """Run all passes; returns the virtual time that each took."""
+        times = []
+        for storage in self.case.plan.outside:
+            self._compare(storage)
+        for graph, how in self.case.passes:
+            began = self.device.now_ns
+            {"in order": self._in_order, "backwards": self._backwards, "raises": self._raises}[how](graph)
+            times.append(self.device.now_ns - began)
+        self.streamer.close()
+        self.device.close()
+        return times
+
+    def _in_order(self, graph: int) -> None:
+        method = self.streamer.methods[graph]
+        self.streamer.begin(graph)
+        for step in range(method.steps):
+            self._step(graph, step, probed=step in method.probed)
+        self.streamer.end(graph)
+        if self.case.plan.wrap == "barrier":
+            # What follows a pass, the replay of a graph for example, finds all copies done.
+            memory = self.weights.arena
+            self.device.read(memory, 0, memory.numel(), "what follows the pass")
+
+    def _backwards(self, graph: int) -> None:
+        method = self.streamer.methods[graph]
+        self.streamer.begin(graph)
+        for step in reversed(method.probed):
+            self._step(graph, step, probed=True)
+        self.streamer.end(graph)
+
+    def _raises(self, graph: int) -> None:
+        method = self.streamer.methods[graph]
+        self.streamer.begin(graph)
+        for step in method.probed[: len(method.probed) // 2]:
+            self._step(graph, step, probed=True)
+        self.streamer.abort()
+
+    def _step(self, graph: int, step: int, *, probed: bool) -> None:
+        if probed:
+            self.streamer.acquire(graph, step)
+        for storage in self.case.plan.traces[graph].steps[step].reads:
+            self._compare(storage)
+        if probed:
+            self.streamer.release(graph, step)
+
+    def _compare(self, storage: int) -> None:
+        """What lies where the plan has a storage is what the file has."""
+        found = self.weights.ranges_of(storage)
+        (extent,) = self.case.storages[storage].extents
+        expected = self.case.source.contents[extent.file_offset : extent.file_offset + extent.nbytes]
+        if found is None or bytes(found[0][found[1] : found[2]].tolist()) != expected:
+            raise Wrong(f"{self.case.name}: storage {storage} is not what the file has")
+
+
+POLICIES: tuple[tuple[Policy, int], ...] = (("latest", 0), ("earliest", 0), ("lagging", 0), ("random", 1))
+
+
+def run_everywhere(
+    *,
+    streamers: ModuleType = device_streamer,
+    memories: ModuleType = device_memory,
+    change: Callable[[Plan], Plan] = lambda plan: plan,
+) -> None:
+    """All cases in all orders; raises what the first to fail raises."""
+    for one in cases():
+        for policy, seed in POLICIES:
+            device = SimDevice(HARDWARE, policy=policy, seed=seed)
+            Run(replace(one, plan=change(one.plan)), device, streamers, memories).go()
