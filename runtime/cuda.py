@@ -29,7 +29,7 @@ class CudaDevice:
                 else "there is no driver or GPU"
             )
             raise StreamError(
-                f"there is no CUDA device here ({why}): load(device='sim:h200') runs the same plan without one"
+                f"there is no CUDA device here ({why}): load(device='sim:h200') runs plans without one"
             )
         count = torch.cuda.device_count()
         index = torch.cuda.current_device() if index is None else index
@@ -60,8 +60,8 @@ class CudaDevice:
         code = int(_runtime().cudaHostRegister(memory.data_ptr(), nbytes, 0))
         if code:
             raise StreamError(
-                f"{format_size(nbytes)} of host memory could not be page-locked (CUDA error {code}): raise the "
-                "limit on locked memory (ulimit -l, the container's memory), or plan with less host memory"
+                f"{format_size(nbytes)} of host memory could not be page-locked (CUDA error {code}): raise "
+                "the limit on locked memory (ulimit -l, a container's memory), or plan with less of it"
             )
         self._locked.append(memory)
         return memory

@@ -36,7 +36,7 @@ def device_kind(name: str) -> str:
 
 
 def hardware_of(name: str) -> Hardware | None:
-    """The preset that a simulated device's name asks for; PlanError, naming the nearest, for an unknown one."""
+    """The preset in a simulated device's name; PlanError, naming the nearest, for an unknown one."""
     kind, _, detail = name.partition(":")
     return find_hardware(detail) if kind == "sim" and detail else None
 
@@ -55,11 +55,12 @@ def load_on_device(
     """A streamed module for a verified plan; on an error everything opened so far is closed again."""
     if plan.arena.kind != "contiguous" and plan.arena_bytes:
         raise StreamError(
-            f"a {plan.arena.kind} arena cannot be on {device.name}: plan with arena='contiguous', or for that device"
+            f"a {plan.arena.kind} arena cannot be on {device.name}: plan for that device, or with "
+            "arena='contiguous'"
         )
     if payload.lowering == "inductor" and device.torch_device.type != "cpu":
         raise StreamError(
-            f"the program was compiled for a CPU and cannot run on {device.name}: compile it with lowering='eager'"
+            f"the program was compiled for a CPU, not for {device.name}: compile it with lowering='eager'"
         )
     with ExitStack() as opened, torch.inference_mode(False), torch.device("cpu"):
         opened.callback(device.close)
@@ -93,6 +94,7 @@ def load_on_device(
                 arena=describe_arena(plan),
                 readers=0,
                 pinned_bytes=weights.host.numel(),
+                simulated_seconds=device.now_ns / 1e9 if isinstance(device, SimDevice) else None,
             )
 
         opened.pop_all()

@@ -27,7 +27,7 @@ from penstock.schedule.model import Plan, Range, Storage
 
 @dataclass(frozen=True)
 class _Pass:
-    """Events of one pass, by step: when its kernels have read, and when the last of its transfers has arrived."""
+    """Events of one pass, by step: when its kernels have read, when the last of its transfers arrived."""
 
     ended: dict[int, Event] = field(default_factory=dict)
     arrived: dict[int, Event] = field(default_factory=dict)
@@ -89,7 +89,8 @@ class DeviceStreamer:
         if self._demand is None and self._expected and self._expected[-1] == step:
             if self._position.left[step]:
                 raise StreamError(
-                    f"step {step} of graph {graph} needs a transfer that waits for a later step: plan it again"
+                    f"step {step} of graph {graph} needs a transfer that waits for a later step: "
+                    "plan it again"
                 )
             self._await(step)
         else:

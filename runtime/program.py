@@ -179,7 +179,7 @@ class Program:
         assert plan is not None
         if plan.host is not None:
             raise PlanError(
-                "the plan has a host behind the device, which this version cannot run: plan without host_memory"
+                "the plan has a host behind the device, which cannot be run yet: plan without host_memory"
             )
         verify_plan(self.payload.storages, self.payload.traces, plan)
         options = LoadOptions(readers, debug, poison)

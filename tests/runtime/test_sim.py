@@ -1,0 +1,138 @@
+"""Whole programs on the simulated device: outputs, time, memory, and hundreds of orders."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, seed, settings
+
+import penstock
+from penstock.runtime.sim import SimDevice
+from penstock.schedule.model import Extent
+from penstock.schedule.planner import floor, make_plan
+from penstock.schedule.presets import find_hardware
+from tests.runtime.compiled_models import odd_arguments
+from tests.runtime.device_runs import Case, Run
+from tests.schedule.traces import Problem, problems
+
+SEEDS = int(os.environ.get("PENSTOCK_SEEDS", "100"))
+"""Random problems and orders: a hundred here, thousands in `make soak`."""
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.6, 1.0])
+@pytest.mark.parametrize("wrap", ["overlap", "barrier"])
+def test_outputs_are_bit_equal_and_passes_take_what_is_predicted(stack, share, wrap):
+    program = stack.open()
+    least = program.floor("sim:rtx4090")
+    budget = least + int(share * (program.weight_bytes - least))
+    plan = program.plan(budget, device="sim:rtx4090", wrap=wrap)
+    with torch.no_grad(), program.load(plan=plan, device="sim:rtx4090") as module:
+        assert plan.hardware == find_hardware("rtx4090")
+        times = []
+        for _ in range(4):
+            assert torch.equal(module(stack.tokens), stack.expected)
+            times.append(module.stats.simulated_seconds)
+        assert module.stats.misses == 0
+        assert module.stats.held_bytes <= budget
+        if plan.arena_bytes:
+            assert times[-1] - times[-2] == pytest.approx(plan.predicted_seconds, abs=1e-9)
+
+
+def test_a_compiled_program_runs_on_it_too(compiled):
+    program, expected = compiled["odd"].program, compiled["odd"].expected
+    budget = program.floor("sim")
+    with torch.no_grad(), program.load(budget, device="sim:t4") as module:
+        for _ in range(2):
+            assert torch.equal(module(*odd_arguments())["mixed"], expected["mixed"])
+        assert module.stats.bytes_moved > 0
+
+
+def test_two_modules_of_one_program_run_side_by_side(stack):
+    program = stack.open()
+    with (
+        torch.no_grad(),
+        program.load("50%", device="sim:l4") as one,
+        program.load("70%", device="sim:h200") as other,
+    ):
+        for module in (one, other, one, other):
+            assert torch.equal(module(stack.tokens), stack.expected)
+
+
+def test_more_than_the_memory_of_the_preset_is_out_of_memory(stack):
+    program = stack.open()
+    plan = program.plan("50%", device="sim")
+    small = replace(plan, hardware=replace(plan.hardware, memory_nbytes=plan.arena_bytes - 1))
+    with pytest.raises(penstock.StreamError, match=r"sim is out of memory: .* for the arena do not fit"):
+        program.load(plan=small, device="sim")
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("gpu", "there is no device 'gpu': choose 'cpu', 'cuda'"),
+        ("cpu:0", "there is no device 'cpu:0'"),
+        ("cuda:x", "expected a number behind 'cuda:'"),
+        ("sim:h20", "h200"),
+    ],
+)
+def test_devices_that_do_not_exist_are_refused_by_name(stack, device, message):
+    with pytest.raises(penstock.PenstockError, match=message):
+        stack.open().load("50%", device=device)
+
+
+def test_a_plan_for_a_mapped_arena_is_refused(stack):
+    program = stack.open()
+    plan = program.plan("50%", arena="paged")
+    with pytest.raises(penstock.StreamError, match="a paged arena cannot be on sim: plan"):
+        program.load(plan=plan, device="sim")
+
+
+def test_a_call_after_close_and_an_exception_in_between(stack):
+    program = stack.open()
+    module = program.load("50%", device="sim:h100")
+    with torch.no_grad():
+        module(stack.tokens)
+        with pytest.raises(penstock.StreamError, match="expected"):
+            module(stack.tokens.float())
+        assert torch.equal(module(stack.tokens), stack.expected)
+        module.close()
+        with pytest.raises(penstock.StreamError, match="closed"):
+            module(stack.tokens)
+
+
+def case_of(p: Problem) -> Case:
+    starts = [sum(s.nbytes for s in p.storages[:k]) for k in range(len(p.storages))]
+    storages = tuple(
+        type(s)(s.nbytes, s.kind, (Extent(0, start, 0, s.nbytes),) if s.nbytes else ())
+        for s, start in zip(p.storages, starts, strict=True)
+    )
+    least = floor(storages, p.traces, p.arena, keep=p.keep).upper_bytes
+    plan = make_plan(
+        storages, p.traces, p.arena, budget=p.budget(least), hardware=p.hardware, keep=p.keep, wrap=p.wrap
+    )
+    graphs = [trace.graph for trace in p.traces]
+    return Case(
+        "random", storages, plan, tuple((graph, "in order") for graph in (*graphs, *graphs, graphs[0]))
+    )
+
+
+@settings(max_examples=SEEDS, deadline=None)
+@seed(0)
+@given(problems("contiguous", methods=1))
+def test_random_plans_run_in_random_orders(p: Problem) -> None:
+    one = case_of(p)
+    if one.plan.arena_bytes:
+        for number in range(3):
+            Run(one, SimDevice(p.hardware, policy="random", seed=number)).go()
+
+
+@settings(max_examples=SEEDS // 2, deadline=None)
+@seed(1)
+@given(problems("contiguous", methods=2))
+def test_random_plans_of_two_methods_run_in_random_orders(p: Problem) -> None:
+    one = case_of(p)
+    if one.plan.arena_bytes:
+        Run(one, SimDevice(p.hardware, policy="random", seed=1)).go()
