@@ -13,10 +13,11 @@ from penstock.runtime.device import Device
 from penstock.runtime.device_memory import DeviceWeights
 from penstock.runtime.device_streamer import DeviceStreamer
 from penstock.runtime.loading import LoadOptions, bind_eager, bind_inductor, describe_arena, open_source
-from penstock.runtime.module import Resources, Stats, StreamedModule
+from penstock.runtime.module import Resources, StreamedModule
 from penstock.runtime.sim import SimDevice
 from penstock.runtime.sim_streamer import SimStreamer
 from penstock.runtime.streamer import Counters
+from penstock.runtime.streaming import Stats
 from penstock.schedule.errors import StreamError
 from penstock.schedule.model import Hardware, Plan
 from penstock.schedule.payload import Payload

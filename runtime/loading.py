@@ -14,10 +14,11 @@ import torch
 
 from penstock.passes.lowering import compiled, eager
 from penstock.runtime.arena import WeightArena, open_arena
-from penstock.runtime.module import BoundMethod, Resources, Stats, StepStreamer, StreamedModule
+from penstock.runtime.module import BoundMethod, Resources, StreamedModule
 from penstock.runtime.rates import READERS
 from penstock.runtime.source import Source
 from penstock.runtime.streamer import Counters, Streamer
+from penstock.runtime.streaming import Stats, StepStreamer
 from penstock.schedule.errors import StreamError
 from penstock.schedule.model import Extent, Method, Part, Plan, Storage
 from penstock.schedule.payload import Payload

@@ -19,69 +19,11 @@ from penstock.passes.calling import CallingConvention
 from penstock.passes.probes import STREAMER, CompiledCalls
 from penstock.passes.probes import Streamer as Probes
 from penstock.runtime.probe_calls import ProbeCalls, probe_calls
-from penstock.runtime.queue import MethodTable
 from penstock.runtime.stopwatch import Stopwatch
-from penstock.runtime.streamer import Counters
+from penstock.runtime.streaming import Stats, StepStreamer
 from penstock.schedule.errors import StreamError
 from penstock.schedule.model import Plan, Trace
 from penstock.schedule.payload import ProbeOrder
-
-
-@dataclass(frozen=True)
-class Stats:
-    """What a streamed module did since it was loaded.
-
-    `peak_bytes` is the most weight memory ever held, within the budget: the arena's ranges and the
-    storages outside it. `stall_seconds` is time the caller waited for weights, loading the resident
-    ones included. `arena` says in words where weights live and why. `pinned_bytes` is what the host
-    holds for a device that copies from it, and `simulated_seconds` the virtual time of a simulated one.
-    """
-
-    passes: int
-    bytes_moved: int
-    misses: int
-    stall_seconds: float
-    held_bytes: int
-    peak_bytes: int
-    budget: int
-    arena: str
-    readers: int
-    pinned_bytes: int = 0
-    simulated_seconds: float | None = None
-
-
-class StepStreamer(Protocol):
-    """What streams for a module: the probes' calls, and the edges of passes."""
-
-    @property
-    def counters(self) -> Counters:
-        """What was done so far."""
-
-    @property
-    def methods(self) -> Mapping[int, MethodTable]:
-        """What a pass of each method looks up, by graph number."""
-
-    @property
-    def in_reader(self) -> bool:
-        """Whether the caller is one of its own threads, which cannot wait for themselves."""
-
-    def begin(self, graph: int) -> None:
-        """Start a pass of method `graph`."""
-
-    def acquire(self, graph: int, step: int) -> None:
-        """The kernels that come now may read what `step` reads."""
-
-    def release(self, graph: int, step: int) -> None:
-        """The kernels of `step` have been called."""
-
-    def end(self, graph: int) -> None:
-        """The pass is over."""
-
-    def abort(self) -> None:
-        """The pass has failed: forget everything but what is resident."""
-
-    def close(self) -> None:
-        """Wait for what is on its way, and stop."""
 
 
 class Bound(Protocol):

@@ -22,10 +22,11 @@ from penstock.passes.lowering.post_grad import ProbePass
 from penstock.passes.probes import STREAMER, CompiledCalls
 from penstock.passes.weights import Weights
 from penstock.runtime.loading import LoadOptions, StreamedWeights, load_weights
-from penstock.runtime.module import Resources, Stats
+from penstock.runtime.module import Resources
 from penstock.runtime.offload import Home, Offloaded, home_of
 from penstock.runtime.probe_calls import probe_calls
 from penstock.runtime.program import Program
+from penstock.runtime.streaming import Stats
 from penstock.schedule.errors import PassError, StreamError
 from penstock.schedule.model import Method, Plan, Trace
 from penstock.schedule.payload import Payload, ProbeOrder

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
 from os import PathLike
@@ -20,7 +20,7 @@ from penstock.runtime.source import Source
 from penstock.runtime.stamp import hash_storage
 from penstock.schedule.costs import with_times
 from penstock.schedule.errors import BudgetError, PayloadError, PlanError, SourceError
-from penstock.schedule.model import Hardware, Plan, Trace, Wrap
+from penstock.schedule.model import Arena, Hardware, Plan, Trace, Wrap
 from penstock.schedule.payload import Payload, verify_payload
 from penstock.schedule.planner import Floor, make_plan
 from penstock.schedule.presets import find_hardware
@@ -117,22 +117,7 @@ class Program:
         nbytes = parse_size(budget, total=self.weight_bytes or 100)
         kept = self._kept(keep)
         found = self._floors(device, arena, kept)
-        arenas = cpu_arenas(payload)
-        if hardware == "auto":
-            hardware = hardware_of(device) or hardware
-        if hardware == "auto" and device_kind(device) == "cuda":
-            hardware = measure_cuda(device, payload.weights)
-        if hardware == "auto":
-            with open_source(payload, self.path) as source:
-                choice = choose(arenas, found, nbytes, source)
-            chosen, hardware = choice.arena, choice.measure(payload.weights)
-        else:
-            hardware = find_hardware(hardware) if isinstance(hardware, str) else hardware
-            # A device with a host before it has one buffer: nothing of a file is mapped there.
-            found = (
-                found if arena or hardware.disk_bytes_per_s is None else {"contiguous": found["contiguous"]}
-            )
-            chosen = arenas[preferred(found, nbytes)]
+        chosen, hardware = self._choose(device, hardware, found, nbytes, arena)
         hardware.check()  # before times are modelled, which divides by its rates
         decided = make_plan(
             payload.storages,
@@ -211,6 +196,30 @@ class Program:
                     f"{storage.sha256} and is {found}; restore the file, or compile again"
                 )
         return total
+
+    def _choose(
+        self,
+        device: str,
+        hardware: Hardware | str,
+        floors: Mapping[str, Floor],
+        budget: int,
+        arena: str | None,
+    ) -> tuple[Arena, Hardware]:
+        """The arena of those in `floors` to plan for, and the machine; `arena` is what was asked for."""
+        arenas = cpu_arenas(self.payload)
+        if hardware == "auto":
+            hardware = hardware_of(device) or hardware
+        if hardware == "auto" and device_kind(device) == "cuda":
+            hardware = measure_cuda(device, self.payload.weights)
+        if hardware == "auto":
+            with open_source(self.payload, self.path) as source:
+                choice = choose(arenas, floors, budget, source)
+            return choice.arena, choice.measure(self.payload.weights)
+        hardware = find_hardware(hardware) if isinstance(hardware, str) else hardware
+        if not arena and hardware.disk_bytes_per_s is not None:
+            # A device with a host before it has one buffer: nothing of a file is mapped there.
+            floors = {"contiguous": floors["contiguous"]}
+        return arenas[preferred(floors, budget)], hardware
 
     def _floors(self, device: str, arena: str | None, keep: frozenset[int]) -> dict[str, Floor]:
         arenas = cpu_arenas(self.payload)

@@ -13,6 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from penstock import console
+from penstock.cli_options import ArenaName, Artifact, Budget, DeviceName, HardwareName, HostMemory, Json, Keep
 from penstock.schedule.errors import PenstockError
 from penstock.schedule.sizes import format_size
 
@@ -23,26 +24,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-
-Artifact = Annotated[Path, typer.Argument(help="An artifact folder, NAME.penstock.", show_default=False)]
-Budget = Annotated[
-    str, typer.Option(help="Bytes for weights: 32MiB, 8GB, 50%, or bytes.", show_default=False)
-]
-Json = Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")]
-Keep = Annotated[
-    list[str] | None, typer.Option(help="Pattern of weights that stay in memory; may be given again.")
-]
-ArenaName = Annotated[
-    str | None, typer.Option(help="mapped, pooled, contiguous or paged instead of the fastest.")
-]
-
-HardwareName = Annotated[
-    str, typer.Option(help="A preset (rtx4090, h200, laptop, ...) instead of this machine, measured.")
-]
-HostMemory = Annotated[
-    str | None,
-    typer.Option(help="What that hardware's host may hold of the weights; the rest from its disk."),
-]
 
 
 class DemoPart(StrEnum):
@@ -158,7 +139,10 @@ def plan(
         plan_command.print_facts(artifact, program, facts)
 
 
-@app.command(epilog="Example: `penstock simulate model.penstock --budget 8GB --hardware rtx4090`")
+@app.command(
+    epilog="Examples: `penstock simulate model.penstock --budget 8GB --hardware rtx4090` or "
+    "`penstock simulate model.penstock --budget 8GB --device sim:rtx4090`"
+)
 def simulate(
     artifact: Artifact,
     *,
@@ -167,16 +151,21 @@ def simulate(
     arena: ArenaName = None,
     hardware: HardwareName = "auto",
     host_memory: HostMemory = None,
+    device: DeviceName = "cpu",
     json: Json = False,
 ) -> None:
-    """Execute a plan on a virtual clock and show where it waits."""
-    from penstock import plan_command
+    """Execute a plan on a virtual clock, with `--device sim:NAME` the program too; show where it waits."""
+    from penstock import plan_command, run_command
     from penstock.runtime.program import open as open_program
 
     with console.spinner("planning"):
         program = open_program(artifact)
-        decided = plan_command.Asked(program, budget, keep or (), arena, hardware, host_memory).plan()
+        asked = plan_command.Asked(program, budget, keep or (), arena, hardware, host_memory, device)
+        decided = asked.plan()
     facts = plan_command.simulated(decided)
+    if device != "cpu":
+        with console.spinner(f"running on {device}"):
+            facts += run_command.run_simulated(program, decided, device)
     if json:
         console.print_json(facts)
     else:
@@ -230,6 +219,7 @@ def run(
     passes: Annotated[int, typer.Option(min=1, help="How often to run.")] = 1,
     keep: Keep = None,
     arena: ArenaName = None,
+    device: DeviceName = "cpu",
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of generated inputs.")] = 0,
     json: Json = False,
 ) -> None:
@@ -241,7 +231,9 @@ def run(
         _fail(f"{output} exists: choose another output")
     sizes = {name: _integer(value, name) for name, value in _pairs(size or [], "--size", "NAME=N")}
     with console.spinner(f"loading {artifact}") as say:
-        asked = Run(artifact, budget, input, output, sizes, method, passes, tuple(keep or ()), arena, seed)
+        asked = Run(
+            artifact, budget, input, output, sizes, method, passes, tuple(keep or ()), arena, seed, device
+        )
         done = run_artifact(asked, say)
     if json:
         console.print_json(run_facts(done))

@@ -40,6 +40,7 @@ class Asked:
     arena: str | None
     hardware: str
     host_memory: str | None = None
+    device: str = "cpu"
 
     def plan(self, budget: int | str | None = None, hardware: Hardware | None = None) -> Plan:
         return self.program.plan(
@@ -47,6 +48,7 @@ class Asked:
             keep=self.keep,
             arena=self.arena,
             hardware=hardware or self.hardware,
+            device=self.device,
             host_memory=self.host_memory,
         )
 
@@ -173,6 +175,9 @@ def simulated(plan: Plan) -> list[dict[str, Any]]:
 
 def print_simulated(path: Path, facts: Sequence[dict[str, Any]]) -> None:
     for one in facts:
+        if "device" in one:
+            console.print_facts(f"{path}: {one['method']} on {one['device']}", _ran(one))
+            continue
         console.print_facts(
             f"{path}: {one['method']}",
             [
@@ -191,6 +196,16 @@ def print_simulated(path: Path, facts: Sequence[dict[str, Any]]) -> None:
         if longest:
             title = f"Steps that wait, the longest {len(longest)} of {len(one['stalls'])}"
             console.print_table(title, ("step", "ms"), [[s["step"], f"{s['ns'] / 1e6:.3f}"] for s in longest])
+
+
+def _ran(one: dict[str, Any]) -> list[tuple[str, str]]:
+    passes = ", ".join(f"{seconds:.6f}" for seconds in one["pass_seconds"])
+    return [
+        ("passes, seconds", passes),
+        ("outputs", ", ".join(f"{name} {shape}" for name, shape in one["outputs"].items())),
+        ("copied", format_size(one["bytes_moved"])),
+        ("races", "none: an event orders every two accesses of the same bytes"),
+    ]
 
 
 def _lowest(make: Callable[[int], Plan]) -> int:

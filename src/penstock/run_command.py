@@ -6,14 +6,15 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.runtime.module import Stats
 from penstock.runtime.program import Program
 from penstock.runtime.program import open as open_program
+from penstock.runtime.streaming import Stats
 from penstock.schedule.errors import SourceError, StreamError
-from penstock.schedule.model import Input, Method
+from penstock.schedule.model import Input, Method, Plan
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +38,7 @@ class Run:
     keep: tuple[str, ...]
     arena: str | None
     seed: int
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,8 @@ def run_artifact(asked: Run, say: Callable[[str], None]) -> Outcome:
     method = _method(program, asked.method)
     leaves = _from_file(asked.input, method) if asked.input else _generated(method, asked.sizes, asked.seed)
     began = time.perf_counter()
-    with program.load(asked.budget, keep=asked.keep, arena=asked.arena) as module, torch.inference_mode():
+    loaded = program.load(asked.budget, keep=asked.keep, arena=asked.arena, device=asked.device)
+    with loaded as module, torch.inference_mode():
         load_seconds = time.perf_counter() - began
         args, kwargs = module.arguments(leaves, method.name)
         seconds = []
@@ -71,6 +74,34 @@ def run_artifact(asked: Run, say: Callable[[str], None]) -> Outcome:
             _write(asked.output, named)
         shapes = {name: f"{_dtype(t)} {list(t.shape)}" for name, t in named.items()}
         return Outcome(load_seconds, tuple(seconds), module.stats, shapes)
+
+
+def run_simulated(program: Program, plan: Plan, device: str) -> list[dict[str, Any]]:
+    """Three passes of each method on generated inputs; what a method gave, and what each took there.
+
+    Raises StreamError where memory does not suffice, RaceError where no event orders two accesses.
+    """
+    import torch
+
+    facts = []
+    with program.load(plan=plan, device=device) as module, torch.inference_mode():
+        for method in program.payload.methods:
+            args, kwargs = module.arguments(_generated(method, {}, 0), method.name)
+            times, moved = [module.stats.simulated_seconds or 0.0], module.stats.bytes_moved
+            for _ in range(3):
+                outputs = module.call(method.name, *args, **kwargs)
+                times.append(module.stats.simulated_seconds or 0.0)
+            named = _named_outputs(outputs)
+            facts.append(
+                {
+                    "method": method.name,
+                    "device": device,
+                    "pass_seconds": [after - before for before, after in pairwise(times)],
+                    "outputs": {name: f"{_dtype(t)} {list(t.shape)}" for name, t in named.items()},
+                    "bytes_moved": module.stats.bytes_moved - moved,
+                }
+            )
+    return facts
 
 
 def _method(program: Program, name: str | None) -> Method:
