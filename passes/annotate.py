@@ -45,11 +45,30 @@ def annotate(
     return annotate_with_values(exported, hardware=hardware).payload
 
 
+def _programs(exported: object) -> dict[str, ExportedProgram]:
+    """By method; PassError for what is no exported program, or no name."""
+    if isinstance(exported, ExportedProgram):
+        return {"forward": exported}
+    if not isinstance(exported, Mapping):
+        raise PassError(
+            f"expected an exported program, or one for each method, got {type(exported).__name__}: "
+            "export the model first, torch.export.export(model, example_inputs)"
+        )
+    for name, program in exported.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise PassError(f"{name!r} cannot be the name of a method: give an identifier, such as 'decode'")
+        if not isinstance(program, ExportedProgram):
+            raise PassError(
+                f"method {name!r} is {type(program).__name__}, expected an exported program: export it first"
+            )
+    return dict(exported)
+
+
 def annotate_with_values(
     exported: ExportedProgram | Mapping[str, ExportedProgram], *, hardware: Hardware = PRESET_CPU
 ) -> Annotated:
     """Does what `annotate` does, and keeps the tensors, for whoever writes them to files."""
-    programs = {"forward": exported} if isinstance(exported, ExportedProgram) else dict(exported)
+    programs = _programs(exported)
     programs = {name: without_grad_regions(program) for name, program in programs.items()}
     if not programs:
         raise PassError("there is no method to annotate: give an exported program, or {name: program}")

@@ -14,6 +14,7 @@ from penstock.passes.annotate import Annotated, annotate_with_values
 from penstock.passes.lowering import eager, inductor
 from penstock.runtime.atomic import write_artifact
 from penstock.runtime.binding import Checkpoint, Rename, bind, read_checkpoint
+from penstock.runtime.module import StreamedModule
 from penstock.runtime.pack import (
     BLOCK_ALIGNED_FROM,
     Chunk,
@@ -29,7 +30,7 @@ from penstock.runtime.progress import Progress, count_bytes
 from penstock.runtime.safetensors_file import index_files
 from penstock.runtime.stamp import file_chunks, hash_storage, stamp_file
 from penstock.schedule.errors import PassError
-from penstock.schedule.model import Extent, Part, Storage, Weight, WeightFile
+from penstock.schedule.model import Extent, Method, Part, Storage, Weight, WeightFile
 from penstock.schedule.payload import Lowering, Payload, ProgramFile
 from penstock.schedule.payload_checks import part_nbytes
 from penstock.schedule.sizes import parse_size
@@ -52,7 +53,7 @@ def compile(
     rename: Rename = None,
     pack: bool = True,
     options: Mapping[str, Any] | None = None,
-    resident_below: int | str = "64KiB",
+    resident_below: int | str | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> Program:
@@ -64,20 +65,18 @@ def compile(
     are and referred to.
 
     `lowering="inductor"` compiles with AOTInductor, whose `options` are those of `torch.compile`. Weights of
-    less than `resident_below` bytes then stay in memory and cost no probes. Such an artifact runs with the
-    version of torch, and on the kind of processor, that compiled it.
+    less than `resident_below` bytes (None: 64 KiB) then stay in memory and cost no probes. Such an artifact
+    runs with the version of torch, and on the kind of processor, that compiled it.
     `force` replaces an artifact that exists. Prints the bytes it is about to write.
 
     Raises PassError for a program that cannot be streamed, SourceError for weight files that are
     not the program's and for an output that cannot be written.
     """
-    if lowering not in ("eager", "inductor"):
-        raise PassError(f"there is no lowering {lowering!r}: choose 'eager' or 'inductor'")
-    if lowering == "eager" and options is not None:
-        raise PassError("options= are Inductor's: give them with lowering='inductor'")
+    _check_lowering(lowering, options, resident_below)
     if not pack and weights is None:
         raise PassError("pack=False refers to weight files in place: name them with weights=")
     annotated = annotate_with_values(exported)
+    _check_names(annotated.payload.methods)
     compiled = _compile(annotated, options, resident_below) if lowering == "inductor" else None
     if compiled is not None:
         annotated = replace(annotated, payload=compiled.payload)
@@ -100,10 +99,28 @@ def compile(
     return open_program(folder)
 
 
+def _check_lowering(
+    lowering: str, options: Mapping[str, Any] | None, resident_below: int | str | None
+) -> None:
+    if lowering not in ("eager", "inductor"):
+        raise PassError(f"there is no lowering {lowering!r}: choose 'eager' or 'inductor'")
+    if lowering == "eager" and options is not None:
+        raise PassError("options= are Inductor's: give them with lowering='inductor'")
+    if lowering == "eager" and resident_below is not None:
+        raise PassError("resident_below= is for compiled programs: give it with lowering='inductor'")
+
+
+def _check_names(methods: Sequence[Method]) -> None:
+    for method in methods:
+        if method.name != "forward" and hasattr(StreamedModule, method.name):
+            raise PassError(f"modules have a {method.name!r} of their own: give the method another name")
+
+
 def _compile(
-    annotated: Annotated, options: Mapping[str, Any] | None, resident_below: int | str
+    annotated: Annotated, options: Mapping[str, Any] | None, resident_below: int | str | None
 ) -> inductor.Compiled:
-    smallest = parse_size(resident_below, name="resident_below") if resident_below else 0
+    below = "64KiB" if resident_below is None else resident_below
+    smallest = parse_size(below, name="resident_below") if below else 0
     return inductor.lower(annotated.payload, annotated.programs, options=options, resident_below=smallest)
 
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import CompileContext
 
 from penstock.passes.lowering.options import check_options
 from penstock.runtime.offload import Home, Offloaded, home_of
 from penstock.runtime.pieces import Session, run_inductor
-from penstock.schedule.errors import BudgetError, PassError
+from penstock.schedule.errors import BudgetError, PassError, StreamError
 from penstock.schedule.sizes import parse_size
 
 _OWN_OPTIONS = ("budget", "resident_below")
@@ -32,6 +33,8 @@ def compile_piece(
     Inductor's own. Raises PassError for parameters that are still in memory, or on the meta device, and
     BudgetError without a budget.
     """
+    if options is not None and not isinstance(options, Mapping):
+        raise BudgetError(f"the backend 'penstock' takes options={{'budget': '8GB'}}, got {options!r}")
     given = dict(options or {})
     if "budget" not in given:
         raise BudgetError("the backend 'penstock' needs a budget: options={'budget': '8GB'}")
@@ -46,8 +49,21 @@ def compile_piece(
         raise PassError(
             "the graph reads parameters of modules offloaded apart: offload the module around them"
         )
+    _check_recompilations()
     session = _session(next(iter(records.values())), own)
     return session.compile(graph_module, list(example_inputs), homes, given)
+
+
+def _check_recompilations() -> None:
+    """Refuses a frame's last compilation: behind it Dynamo runs the frame in Python, on memory not there."""
+    now = CompileContext.current_compile_id()
+    limit: int = torch._dynamo.config.recompile_limit
+    if now is not None and (now.frame_compile_id or 0) + 1 >= limit:
+        raise StreamError(
+            f"one frame was compiled {limit} times for other modules or sizes, after which Dynamo leaves it "
+            "to Python: raise torch._dynamo.config.recompile_limit, or take the graph break out of the loop "
+            "that calls it"
+        )
 
 
 def _check_inputs(inputs: Sequence[Any], homes: Mapping[int, Home]) -> None:

@@ -57,8 +57,7 @@ def measure_cuda(device: str, weights: Sequence[Weight]) -> Hardware:
     """
     from penstock.runtime.cuda import CudaDevice
 
-    index = device.partition(":")[2]
-    opened = CudaDevice(int(index) if index else None)
+    opened = CudaDevice.of(device)
     where, dtype = opened.torch_device, _common_dtype(weights)
     matrix = torch.ones(8 * _MATRIX, 8 * _MATRIX, dtype=dtype, device=where)
     buffer = torch.zeros(8 * _BUFFER, dtype=torch.uint8, device=where)

@@ -40,6 +40,18 @@ class CudaDevice:
         self._streams: list[torch.cuda.Stream] = []
         self._locked: list[torch.Tensor] = []
 
+    @classmethod
+    def of(cls, name: str) -> CudaDevice:
+        """The device of a name such as `cuda` or `cuda:1`."""
+        index = name.partition(":")[2]
+        return cls(int(index) if index else None)
+
+    @property
+    def held_by_others(self) -> int:
+        """Bytes of the device that neither torch's allocator in this process holds nor anybody could."""
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return max(0, total - free - torch.cuda.memory_reserved(self.torch_device))
+
     def allocate(self, nbytes: int, purpose: str) -> torch.Tensor:
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)

@@ -45,8 +45,7 @@ def hardware_of(name: str) -> Hardware | None:
 def open_device(name: str, plan: Plan) -> Device:
     """The device of that name. A simulated one without a preset runs on the hardware of the plan."""
     if device_kind(name) == "cuda":
-        index = name.partition(":")[2]
-        return CudaDevice(int(index) if index else None)
+        return CudaDevice.of(name)
     return SimDevice(hardware_of(name) or plan.hardware, name=name)
 
 

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
@@ -104,6 +104,7 @@ class StreamedModule(torch.nn.Module):
             if method.order
         }
         self._describe = describe
+        self._passes = 0
         self._running = threading.Lock()
         self._finalizer = weakref.finalize(self, resources.close)
 
@@ -123,7 +124,7 @@ class StreamedModule(torch.nn.Module):
     @property
     def stats(self) -> Stats:
         """Bytes moved, stalls, misses and peaks so far."""
-        return self._describe()
+        return replace(self._describe(), passes=self._passes)
 
     def close(self) -> None:
         """Stop the readers and give all memory back. Idempotent; calls after it raise StreamError."""
@@ -150,11 +151,17 @@ class StreamedModule(torch.nn.Module):
         """Run one pass with every step timed, and return the trace with measured times.
 
         `Program.plan(..., traces=[trace])` plans with it. Step times hold the overhead of two probes,
-        some microseconds. Where there are several methods, the one named `forward` is measured.
+        some microseconds. Where there are several methods, the one named `forward` is measured;
+        `measure_call` measures any.
         """
-        name = self._only_method()
+        return self.measure_call(self._only_method("measure_call(NAME, ...)"), *args, **kwargs)
+
+    def measure_call(self, method: str, *args: Any, **kwargs: Any) -> Trace:
+        """`measure` of the method of that name; a plan for several takes a trace of each."""
+        return self._measure(self._method(method), args, kwargs)
+
+    def _measure(self, method: BoundMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
         with self._exclusive():
-            method = self._methods[name]
             timed = method.probe_all()
             leaves = _checked(timed, args, kwargs)
             stopwatch = Stopwatch(self._resources.streamer, method.probed, len(method.trace.steps))
@@ -163,6 +170,7 @@ class StreamedModule(torch.nn.Module):
             )
             probes, run = calls or stopwatch, _running(timed, leaves, calls)
             self._stream(method.trace.graph, probes, lambda: stopwatch.time(run))
+            self._passes += 1
             return stopwatch.trace(method.trace)
 
     def arguments(self, leaves: Sequence[Any], method: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -174,12 +182,12 @@ class StreamedModule(torch.nn.Module):
             raise StreamError(f"there is no method {name!r}: call one of {', '.join(self._methods)}")
         return self._methods[name]
 
-    def _only_method(self) -> str:
+    def _only_method(self, instead: str = "one of them by name") -> str:
         if len(self._methods) == 1:
             return next(iter(self._methods))
         if "forward" in self._methods:
             return "forward"
-        raise StreamError(f"this module has several methods: call one of {', '.join(self._methods)} by name")
+        raise StreamError(f"this module has several methods, {', '.join(self._methods)}: call {instead}")
 
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         method = self._method(name)
@@ -187,7 +195,9 @@ class StreamedModule(torch.nn.Module):
             calls = self._calls.get(name)
             run = _running(method.program, _checked(method.program, args, kwargs), calls)
             probes = calls or self._resources.streamer
-            return run() if probes is None else self._stream(method.trace.graph, probes, run)
+            output = run() if probes is None else self._stream(method.trace.graph, probes, run)
+            self._passes += 1
+            return output
 
     def _stream(self, graph: int, probes: Probes, run: Callable[[], Any]) -> Any:
         streamer = self._resources.streamer

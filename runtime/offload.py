@@ -199,5 +199,7 @@ def _refuse_eager(module: torch.nn.Module) -> None:
 
     module.register_forward_pre_hook(refuse_unless_compiling)
     module.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
+    module.__dict__["__reduce_ex__"] = refuse
     module.__dict__["__deepcopy__"] = refuse
     module.__dict__["_apply"] = refuse

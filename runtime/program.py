@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
 
+from penstock.passes.activations import activation_bytes
+from penstock.passes.lowering import compiled, eager
 from penstock.runtime.calibrate import measure_cuda
 from penstock.runtime.choice import choose, cpu_arenas, floors, preferred
+from penstock.runtime.cuda import CudaDevice
 from penstock.runtime.device_loading import device_kind, hardware_of, load_on_device, open_device
 from penstock.runtime.loading import LoadOptions, load_on_cpu, open_source
+from penstock.runtime.memory_split import CUDA_WORKSPACE, MemorySplit
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.progress import Progress, count_bytes
 from penstock.runtime.rates import READERS
+from penstock.runtime.sim import SimDevice
 from penstock.runtime.source import Source
 from penstock.runtime.stamp import hash_storage
 from penstock.schedule.costs import with_times
@@ -141,6 +147,8 @@ class Program:
         *,
         plan: Plan | None = None,
         device: str = "cpu",
+        device_memory: int | str | None = None,
+        reserve: int | str = 0,
         keep: Sequence[str] = (),
         arena: str | None = None,
         readers: int = READERS,
@@ -150,13 +158,23 @@ class Program:
         """A module that runs this program with at most `budget` bytes of weights, or as `plan` says.
 
         `debug` makes a read of a dropped granule of a paged arena fault; `poison` overwrites freed
-        bytes of a contiguous one with NaN. Close the module, or use it as a context manager.
+        bytes of a contiguous one with NaN. `device_memory` caps all that the device holds instead: what is
+        left for weights is printed (`split_memory`). Close the module, or use it as a context manager.
         """
-        if (budget is None) == (plan is None):
+        if sum(given is not None for given in (budget, plan, device_memory)) != 1:
             raise BudgetError(
-                "load needs a budget or a plan, and not both: load(budget='50%') or load(plan=plan)"
+                "load needs a budget, a plan or device_memory, and one of them only: load(budget='50%'), "
+                "load(plan=plan) or load(device_memory='12GB')"
             )
         kind = device_kind(device)
+        if device_memory is not None:
+            split = self.split_memory(device_memory, reserve=reserve, device=device)
+            print(f"penstock: {split}", file=sys.stderr)
+            budget = min(split.budget(self.floor(device, arena)), self.weight_bytes)
+        elif reserve:
+            raise BudgetError(
+                "reserve= is taken from device_memory=: give that instead of a budget or a plan"
+            )
         if budget is not None:
             plan = self.plan(budget, keep=keep, device=device, arena=arena)
         elif keep or arena:
@@ -170,7 +188,35 @@ class Program:
         options = LoadOptions(readers, debug, poison)
         if kind == "cpu":
             return load_on_cpu(self.path, self.payload, plan, options)
-        return load_on_device(self.path, self.payload, plan, open_device(device, plan), options)
+        opened = open_device(device, plan)
+        if isinstance(opened, SimDevice):
+            opened.reserve(self.activation_bytes, "activations")
+        return load_on_device(self.path, self.payload, plan, opened, options)
+
+    @cached_property
+    def activation_bytes(self) -> int:
+        """The most bytes of intermediate values that any method keeps at once, at the exported sizes."""
+        load = compiled.load if self.payload.lowering == "inductor" else eager.load
+        return max(map(activation_bytes, load(self.path, self.payload).programs.values()), default=0)
+
+    def split_memory(
+        self, device_memory: int | str, *, reserve: int | str = 0, device: str = "cpu"
+    ) -> MemorySplit:
+        """What is left for weights of all that a device may hold (bytes or `12GB`).
+
+        Activations, on CUDA what libraries take and what other processes hold, and `reserve` (a KV
+        cache outside the program, for example) are taken first.
+        """
+        others = 0
+        if device_kind(device) == "cuda":
+            others = CudaDevice.of(device).held_by_others
+        return MemorySplit(
+            total=parse_size(device_memory, name="device_memory"),
+            activations=self.activation_bytes,
+            workspace=CUDA_WORKSPACE if device_kind(device) == "cuda" else 0,
+            reserved=parse_size(reserve, name="reserve") if reserve else 0,
+            others=others,
+        )
 
     def verify(self, progress: Progress | None = None) -> int:
         """Hash every weight byte and prove every plan; returns the bytes hashed.

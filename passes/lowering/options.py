@@ -31,6 +31,9 @@ def check_options(options: Mapping[str, Any]) -> None:
     """Raises PassError for options of Inductor's, or settings of torch's, that defeat streaming."""
     from torch._inductor import config
 
+    for name in options:
+        if not hasattr(_nested(config, name), name.rpartition(".")[2]):
+            raise PassError(f"Inductor has no option {name!r}: see torch._inductor.list_options()")
     for name, what in _DEFEATS_STREAMING.items():
         default = False if name in FIXED else getattr(_nested(config, name), name.rpartition(".")[2], False)
         if options.get(name, default):
@@ -39,7 +42,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 def _nested(config: Any, name: str) -> Any:
     for part in name.split(".")[:-1]:
-        config = getattr(config, part)
+        config = getattr(config, part, None)
     return config
 
 

@@ -63,8 +63,8 @@ def compile(
         str, typer.Option(help="eager (the exported graph itself) or inductor (compiled with AOTInductor).")
     ] = "eager",
     resident_below: Annotated[
-        str, typer.Option(help="With inductor: weights smaller than this stay in memory.")
-    ] = "64KiB",
+        str | None, typer.Option(help="With inductor: weights smaller than this stay in memory (64KiB).")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an artifact that exists.")] = False,
     json: Json = False,
 ) -> None:

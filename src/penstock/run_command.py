@@ -109,7 +109,8 @@ def _method(program: Program, name: str | None) -> Method:
     if name is None and len(methods) == 1:
         return next(iter(methods.values()))
     if name not in methods:
-        raise StreamError(f"there is no method {name!r}: choose one of {', '.join(methods)} with --method")
+        missing = "there are several methods" if name is None else f"there is no method {name!r}"
+        raise StreamError(f"{missing}: choose one of {', '.join(methods)} with --method")
     return methods[name]
 
 

@@ -136,3 +136,35 @@ def test_random_plans_of_two_methods_run_in_random_orders(p: Problem) -> None:
     one = case_of(p)
     if one.plan.arena_bytes:
         Run(one, SimDevice(p.hardware, policy="random", seed=1)).go()
+
+
+def test_a_cap_on_all_memory_leaves_room_for_activations(stack, capsys):
+    program = stack.open()
+    split = program.split_memory("20MiB", reserve="1MiB", device="sim:t4")
+    assert split.activations == program.activation_bytes > 0
+    assert split.weights == (19 << 20) - program.activation_bytes
+    with (
+        torch.no_grad(),
+        program.load(device_memory="20MiB", reserve="1MiB", device="sim:t4") as module,
+    ):
+        assert torch.equal(module(stack.tokens), stack.expected)
+        assert module.stats.held_bytes <= split.weights
+    assert "of 20.00 MiB device memory: " in capsys.readouterr().err
+
+
+def test_a_cap_below_what_is_needed_names_all_parts(stack):
+    program = stack.open()
+    with pytest.raises(penstock.BudgetError, match=r"activations, .* reserved, .*: weights need at least"):
+        program.load(device_memory="2MiB", reserve="1MiB", device="sim")
+    with pytest.raises(penstock.BudgetError, match="a budget, a plan or device_memory, and one of them only"):
+        program.load("50%", device_memory="20MiB")
+    with pytest.raises(penstock.BudgetError, match="reserve= is taken from device_memory="):
+        program.load("50%", reserve="1MiB")
+
+
+def test_activations_count_on_a_simulated_device(stack):
+    program = stack.open()
+    plan = program.plan("50%", device="sim")
+    full = replace(plan, hardware=replace(plan.hardware, memory_nbytes=plan.budget))
+    with pytest.raises(penstock.StreamError, match=r"out of memory: .* beside .* for activations"):
+        program.load(plan=full, device="sim")

@@ -1,0 +1,48 @@
+"""Divides a cap on all memory of a device into what weights get and what must be left for the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.schedule.errors import BudgetError
+from penstock.schedule.sizes import format_size
+
+CUDA_WORKSPACE = 128 << 20
+"""Bytes left on a CUDA device for what libraries take: matrix products, the allocator's rounding."""
+
+
+@dataclass(frozen=True)
+class MemorySplit:
+    """A cap in bytes, and what is taken from it before weights."""
+
+    total: int
+    activations: int
+    workspace: int = 0
+    reserved: int = 0
+    others: int = 0
+
+    @property
+    def weights(self) -> int:
+        """What is left for weights; below zero where the rest is more than the cap."""
+        return self.total - self.activations - self.workspace - self.reserved - self.others
+
+    def budget(self, floor: int) -> int:
+        """The budget for weights; BudgetError, with all parts, where it is below the floor."""
+        if self.weights < floor:
+            raise BudgetError(
+                f"{self}: weights need at least {format_size(floor)}, so give at least "
+                f"{format_size(self.total - self.weights + floor)}",
+                floor_bytes=floor,
+            )
+        return self.weights
+
+    def __str__(self) -> str:
+        parts = {
+            "activations": self.activations,
+            "workspace": self.workspace,
+            "reserved": self.reserved,
+            "held by others": self.others,
+        }
+        taken = ", ".join(f"{format_size(nbytes)} {what}" for what, nbytes in parts.items() if nbytes)
+        left = format_size(max(0, self.weights))
+        return f"of {format_size(self.total)} device memory: {taken or 'nothing'}, {left} for weights"

@@ -1,0 +1,57 @@
+"""Peaks of intermediate values, on graphs whose peaks are known."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from penstock.passes.activations import activation_bytes
+
+KIB = 1024
+
+
+def peak(module: nn.Module, *arguments: torch.Tensor, **options: object) -> int:
+    return activation_bytes(torch.export.export(module, arguments, **options))
+
+
+def test_a_chain_keeps_two_values_at_once() -> None:
+    class Chain(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x + 1).sin().cos().tan()
+
+    assert peak(Chain(), torch.zeros(KIB)) == 2 * 4 * KIB
+
+
+def test_a_residual_is_alive_until_it_is_added() -> None:
+    class Residual(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept = x + 1
+            return kept.sin().cos() + kept
+
+    assert peak(Residual(), torch.zeros(KIB)) == 3 * 4 * KIB
+
+
+def test_views_take_nothing_and_keep_their_base() -> None:
+    class Views(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            base = x + 1
+            view = base.view(2, -1).t()[:4]
+            return view.sum() + x.sum()
+
+    assert 4 * KIB < peak(Views(), torch.zeros(KIB)) < 4 * KIB + 64
+
+
+def test_weights_and_inputs_are_not_counted_and_symbols_have_their_exported_size() -> None:
+    batch = torch.export.Dim("batch", min=2, max=64)
+    found = peak(nn.Linear(16, 32), torch.zeros(8, 16), dynamic_shapes=({0: batch},))
+    assert found == 8 * 32 * 4
+
+
+def test_the_body_of_a_branch_counts_beside_what_is_alive() -> None:
+    class Branch(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept = x + 1
+            y = torch.cond(x.sum() > 0, lambda x: (x.sin() + x.cos()).tan(), lambda x: x.clone(), (x,))
+            return kept + y
+
+    assert peak(Branch(), torch.zeros(KIB)) >= 4 * 4 * KIB
