@@ -4,7 +4,7 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: run test check bench clean help
+.PHONY: run test check bench soak gpu clean help
 
 run: $(STAMP) ## make the environment, then run the demo
 	@$(VENV)/bin/penstock demo
@@ -19,6 +19,13 @@ check: $(STAMP) ## formatting, lint, types and hygiene
 
 bench: $(STAMP) ## measure against the disk, memory and the peers (SIZE=4GiB)
 	@$(VENV)/bin/python benchmarks/disk.py $(if $(SIZE),--size $(SIZE))
+
+soak: $(STAMP) ## random plans in random orders on the simulated device, by the thousand (SEEDS=5000)
+	@PENSTOCK_SEEDS=$(or $(SEEDS),5000) $(VENV)/bin/python -m pytest tests/runtime/test_sim.py -k random --timeout=0
+
+gpu: $(STAMP) ## on a machine with CUDA: the devices' tests, then benchmarks/gpu.py
+	@$(VENV)/bin/python -m pytest tests/runtime/test_device.py
+	@$(VENV)/bin/python benchmarks/gpu.py
 
 clean: ## remove the environment and everything that was built
 	rm -rf $(VENV) build dist src/penstock.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

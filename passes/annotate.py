@@ -120,18 +120,18 @@ class _Catalog:
             placed = replace(weight, parts=(replace(weight.parts[0], storage=number),))
             if self.weights.setdefault(weight.fqn, placed) != placed:
                 raise PassError(
-                    f"two methods have different weights called {weight.fqn!r}: export them from one model, "
-                    "or give the weights different names"
+                    f"two methods have weights called {weight.fqn!r} that differ: export them "
+                    "from one model, or give the weights different names"
                 )
         return numbers
 
     def _number(self, weight: Weight, tensor: torch.Tensor, kind: Kind) -> int:
         identity = storage_identity(tensor)
         known = self.weights.get(weight.fqn)
-        if identity not in self._numbers and known is not None and kind == "streamable":
-            # Programs that were saved and loaded apart hold copies of one weight.
+        if identity not in self._numbers and known is not None:
+            # Programs that were saved and loaded apart hold copies of one weight, or of one cache.
             number = known.parts[0].storage
-            if self.kinds[number] == "streamable" and _same_bytes(self.values[number], tensor):
+            if _same_bytes(self.values[number], tensor):
                 self._numbers[identity] = number
         number = self._numbers.setdefault(identity, len(self.values))
         size = tensor.untyped_storage().nbytes()

@@ -24,7 +24,7 @@ from penstock.runtime.pack import (
     storage_bytes,
     tensor_chunks,
 )
-from penstock.runtime.program import PAYLOAD, Program
+from penstock.runtime.program import DIGEST, PAYLOAD, Program, digest_line
 from penstock.runtime.program import open as open_program
 from penstock.runtime.progress import Progress, count_bytes
 from penstock.runtime.safetensors_file import index_files
@@ -93,7 +93,9 @@ def compile(
             programs, machine = inductor.save(compiled, annotated.programs, temporary), compiled.machine
         digest = hashlib.sha256((temporary / programs).read_bytes()).hexdigest()
         payload = replace(catalog, lowering=kind, program=ProgramFile(programs, digest, machine))
-        (temporary / PAYLOAD).write_bytes(payload.to_bytes())
+        data = payload.to_bytes()
+        (temporary / PAYLOAD).write_bytes(data)
+        (temporary / DIGEST).write_bytes(digest_line(data))
 
     write_artifact(folder, force=force, build=build)
     return open_program(folder)

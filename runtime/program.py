@@ -34,6 +34,8 @@ from penstock.schedule.sizes import parse_size
 from penstock.schedule.verify import verify_plan
 
 PAYLOAD = "payload.json"
+DIGEST = "payload.json.sha256"
+"""Beside the payload, as sha256sum writes it: numbers that changed can still be a valid payload."""
 
 
 def open(path: str | PathLike[str]) -> Program:
@@ -51,6 +53,7 @@ def open(path: str | PathLike[str]) -> Program:
             "give the folder that penstock compile wrote"
         ) from error
     payload = Payload.from_bytes(data, source=str(folder / PAYLOAD))
+    _check_digest(folder / DIGEST, data)
     if payload.program is None:
         raise PayloadError(f"{folder / PAYLOAD} describes a program in memory: compile it to run it")
     verify_payload(payload)
@@ -58,6 +61,23 @@ def open(path: str | PathLike[str]) -> Program:
     with Source(payload.files, folder, mode="buffered"):
         pass  # opening compares every stamp
     return Program(folder, payload)
+
+
+def digest_line(data: bytes) -> bytes:
+    """What the file DIGEST holds for these bytes of a payload."""
+    return f"{hashlib.sha256(data).hexdigest()}  {PAYLOAD}\n".encode()
+
+
+def _check_digest(path: Path, data: bytes) -> None:
+    try:
+        expected = path.read_bytes()
+    except OSError as error:
+        raise SourceError(f"{path} cannot be read ({error.strerror}): the artifact is incomplete") from error
+    if expected != digest_line(data):
+        raise PayloadError(
+            f"{path.with_suffix('')} is not what was written: its sha256 differs from that in {path.name}; "
+            "compile again"
+        )
 
 
 def _check_program(path: Path, sha256: str) -> None:

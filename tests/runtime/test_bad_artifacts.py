@@ -13,6 +13,7 @@ import torch
 
 import penstock
 from penstock.runtime import direct_file
+from penstock.runtime.program import digest_line
 from tests.runtime.conftest import Compiled
 
 
@@ -25,24 +26,43 @@ def artifact(stack: Compiled, tmp_path: Path) -> Path:
 def edit(artifact: Path, change) -> None:
     payload = json.loads((artifact / "payload.json").read_text())
     change(payload)
-    (artifact / "payload.json").write_text(json.dumps(payload))
+    data = json.dumps(payload).encode()
+    (artifact / "payload.json").write_bytes(data)
+    (artifact / "payload.json.sha256").write_bytes(digest_line(data))
 
+
+FILES = ("payload.json", "program.zip", "weights.safetensors")
 
 # Artifacts that are harmed.
 
 
-@pytest.mark.parametrize("name", ["payload.json", "program.zip", "weights.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["payload.json", "payload.json.sha256", "program.zip", "weights.safetensors"]
+)
 def test_a_missing_file_is_named(artifact, name):
     (artifact / name).unlink()
     with pytest.raises(penstock.SourceError, match=name):
         penstock.open(artifact)
 
 
-@pytest.mark.parametrize("name", ["payload.json", "program.zip", "weights.safetensors"])
+@pytest.mark.parametrize("name", FILES)
 def test_a_truncated_file_is_refused(artifact, name):
     os.truncate(artifact / name, (artifact / name).stat().st_size - 100)
     with pytest.raises((penstock.PayloadError, penstock.SourceError), match=name):
         penstock.open(artifact)
+
+
+def test_a_payload_with_other_numbers_is_refused(artifact):
+    """Two weights of one size whose storages are swapped are a valid payload, of another model."""
+    path = artifact / "payload.json"
+    data = path.read_bytes()
+    digits = [k for k in range(len(data)) if data[k : k + 1].isdigit()]
+    for k in digits[:: len(digits) // 40]:
+        path.write_bytes(data[:k] + bytes([data[k] ^ 1]) + data[k + 1 :])
+        with pytest.raises((penstock.PayloadError, penstock.SourceError, penstock.PlanError)):
+            penstock.open(artifact)
+    path.write_bytes(data)
+    penstock.open(artifact)
 
 
 def test_an_unknown_version_is_refused(artifact):
