@@ -211,8 +211,7 @@ def main(
             rows += measure(machine, parse_size(size), tokens, rounds)
     name = device if machine.simulated else torch.cuda.get_device_name(machine.where)
     rate = format_size(int(rows[0]["link_bytes_per_s"]))
-    typer.echo(f"{name}, torch {torch.__version__}; copies at {rate} a second
-")
+    typer.echo(f"{name}, torch {torch.__version__}; copies at {rate} a second\n")
     typer.echo(render(rows))
     if json_path:
         found = {"device": name, "machine": describe_machine(), "torch": torch.__version__, "rows": rows}
