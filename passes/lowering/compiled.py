@@ -83,7 +83,7 @@ class CompiledMethod:
         names = self._runner.get_constant_fqns()
         self._tensors = {name: checked_weight(weights, name, tensors) for name in names}
         # No copies: the runner reads these tensors where they are, and takes no reference to them.
-        self._runner.load_constants(self._tensors, False, True, True, False)
+        self._runner.load_constants(self._tensors, False, True, True)
 
     def run(self, leaves: list[Any]) -> Any:
         """Runs on checked leaves, and returns the caller's tree."""
