@@ -81,7 +81,7 @@ class DeviceWeights:
     def _load_outside(self, device: Device, source: Source) -> None:
         stream = device.current_stream()
         for s, target in self.outside.items():
-            staged = device.allocate_host(target.numel())
+            staged = torch.empty(target.numel(), dtype=torch.uint8)  # not locked: given back at once
             _read(source, [(e, 0, staged) for e in self._storages[s].extents])
             whole = [Move(0, 0, target.numel())]
             device.copy(stream, target, staged, whole, f"the load of resident storage {s}")
