@@ -13,9 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.runtime.device import Move
-
-_ALIGNMENT = 64
+from penstock.runtime.device import Move, aligned_bytes
 
 
 class CpuStream:
@@ -62,10 +60,10 @@ class CpuDevice:
         self._streams: list[CpuStream] = []
 
     def allocate(self, nbytes: int, purpose: str) -> torch.Tensor:
-        return _aligned(nbytes)
+        return aligned_bytes(nbytes)
 
     def allocate_host(self, nbytes: int) -> torch.Tensor:
-        return _aligned(nbytes)
+        return aligned_bytes(nbytes)
 
     def open_stream(self, name: str) -> CpuStream:
         self._streams.append(CpuStream(name))
@@ -106,9 +104,3 @@ class CpuDevice:
             if stream.pool is not None:
                 stream.pool.shutdown()
         self._streams.clear()
-
-
-def _aligned(nbytes: int) -> torch.Tensor:
-    memory = torch.empty(nbytes + _ALIGNMENT, dtype=torch.uint8)
-    start = -memory.data_ptr() % _ALIGNMENT
-    return memory[start : start + nbytes]

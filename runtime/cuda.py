@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from penstock.runtime.device import Move
+from penstock.runtime.device import Move, aligned_bytes
 from penstock.schedule.errors import StreamError
 from penstock.schedule.sizes import format_size
 
@@ -67,9 +67,7 @@ class CudaDevice:
         """Exactly `nbytes`, registered: torch's own pinned allocator rounds up to powers of two."""
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8)
-        whole = torch.empty(nbytes + _ALIGNMENT, dtype=torch.uint8)
-        start = -whole.data_ptr() % _ALIGNMENT
-        memory = whole[start : start + nbytes]
+        memory = aligned_bytes(nbytes, _ALIGNMENT)
         code = int(_runtime().cudaHostRegister(memory.data_ptr(), nbytes, 0))
         if code:
             raise StreamError(

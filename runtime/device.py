@@ -31,6 +31,15 @@ class Move:
     nbytes: int
 
 
+def aligned_bytes(nbytes: int, alignment: int = 64) -> torch.Tensor:
+    """Flat bytes of ordinary memory that begin at a multiple of `alignment`."""
+    import torch
+
+    whole = torch.empty(nbytes + alignment, dtype=torch.uint8)
+    start = -whole.data_ptr() % alignment
+    return whole[start : start + nbytes]
+
+
 class Device(Protocol):
     """Memory and streams. Every method is called on the thread that calls the program."""
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from penstock.runtime.arena_anonymous import Piece, Pieces
 from penstock.runtime.device import Device, Move
 from penstock.runtime.rates import READERS
+from penstock.runtime.reading import read_extents
 from penstock.runtime.source import Source
-from penstock.schedule.model import Extent, Part, Plan, Range, Storage
-
-_READ = 16 << 20
+from penstock.schedule.model import Part, Plan, Range, Storage
 
 
 class DeviceWeights:
@@ -31,7 +29,11 @@ class DeviceWeights:
         layout = plan.arena.layout
         nbytes = max((layout[s] + storages[s].nbytes for s in inside), default=0)
         self.host = device.allocate_host(nbytes)
-        _read(source, [(e, layout[s], self.host) for s in inside for e in storages[s].extents])
+        read_extents(
+            source,
+            [(e, self.host.data_ptr() + layout[s]) for s in inside for e in storages[s].extents],
+            READERS,
+        )
         self._pieces = Pieces(
             [
                 Piece(layout[s], layout[s] + storages[s].nbytes, 0, layout[s], plan.addresses[s])
@@ -82,23 +84,7 @@ class DeviceWeights:
         stream = device.current_stream()
         for s, target in self.outside.items():
             staged = torch.empty(target.numel(), dtype=torch.uint8)  # not locked: given back at once
-            _read(source, [(e, 0, staged) for e in self._storages[s].extents])
+            read_extents(source, [(e, staged.data_ptr()) for e in self._storages[s].extents], READERS)
             whole = [Move(0, 0, target.numel())]
             device.copy(stream, target, staged, whole, f"the load of resident storage {s}")
             device.synchronize(device.record(stream))
-
-
-def _read(source: Source, work: Sequence[tuple[Extent, int, torch.Tensor]]) -> None:
-    """Read extents to where their storages begin in host memory."""
-    pieces = [
-        (
-            e.file,
-            e.file_offset + at,
-            memory.data_ptr() + base + e.storage_offset + at,
-            min(_READ, e.nbytes - at),
-        )
-        for e, base, memory in work
-        for at in range(0, e.nbytes, _READ)
-    ]
-    with ThreadPoolExecutor(READERS) as pool:
-        list(pool.map(lambda piece: source.read_into(*piece), pieces))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -16,11 +15,12 @@ from penstock.passes.lowering import compiled, eager
 from penstock.runtime.arena import WeightArena, open_arena
 from penstock.runtime.module import BoundMethod, Resources, StreamedModule
 from penstock.runtime.rates import READERS
+from penstock.runtime.reading import read_extents
 from penstock.runtime.source import Source
 from penstock.runtime.streamer import Counters, Streamer
 from penstock.runtime.streaming import Stats, StepStreamer
 from penstock.schedule.errors import StreamError
-from penstock.schedule.model import Extent, Method, Part, Plan, Storage
+from penstock.schedule.model import Method, Part, Plan, Storage
 from penstock.schedule.payload import Payload
 from penstock.schedule.sizes import format_size
 
@@ -29,8 +29,6 @@ WARM_FRACTION = 0.95
 
 Below it the rest would come into the cache in small folios, which a mapping pays for in every pass.
 """
-
-_PIECE = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -184,31 +182,8 @@ def _load_outside(
 ) -> dict[int, torch.Tensor]:
     """The storages held whole in ordinary memory, which torch aligns to 64 bytes."""
     buffers = {s: torch.empty(storages[s].nbytes, dtype=torch.uint8) for s in chosen}
-    pieces = [
-        (piece, buffers[s].data_ptr())
-        for s in chosen
-        for extent in storages[s].extents
-        for piece in _split(extent)
-    ]
-    with ThreadPoolExecutor(readers) as pool:
-        list(pool.map(lambda work: _read_piece(source, *work), pieces))
+    read_extents(source, [(e, buffers[s].data_ptr()) for s in chosen for e in storages[s].extents], readers)
     return buffers
-
-
-def _split(extent: Extent) -> list[Extent]:
-    return [
-        Extent(
-            extent.file,
-            extent.file_offset + start,
-            extent.storage_offset + start,
-            min(_PIECE, extent.nbytes - start),
-        )
-        for start in range(0, extent.nbytes, _PIECE)
-    ]
-
-
-def _read_piece(source: Source, piece: Extent, address: int) -> None:
-    source.read_into(piece.file, piece.file_offset, address + piece.storage_offset, piece.nbytes)
 
 
 def _tensor(

@@ -20,14 +20,13 @@ from typing import Literal
 
 import torch
 
-from penstock.runtime.device import Move
+from penstock.runtime.device import Move, aligned_bytes
 from penstock.runtime.happens_before import Clock, RaceDetector
 from penstock.schedule.errors import StreamError
 from penstock.schedule.model import Hardware
 from penstock.schedule.sizes import format_size
 
 Policy = Literal["earliest", "latest", "random", "lagging"]
-_ALIGNMENT = 64
 HOST = "the host"
 KERNELS = "the stream of the kernels"
 
@@ -86,10 +85,10 @@ class SimDevice:
                 f"{parts or 'nothing'}; it has {format_size(most)}, so lower the budget"
             )
         self._held[purpose] = self._held.get(purpose, 0) + nbytes
-        return self._named(_aligned(nbytes), f"{purpose} on {self.name}")
+        return self._named(aligned_bytes(nbytes), f"{purpose} on {self.name}")
 
     def allocate_host(self, nbytes: int) -> torch.Tensor:
-        return self._named(_aligned(nbytes), "host memory")
+        return self._named(aligned_bytes(nbytes), "host memory")
 
     def reserve(self, nbytes: int, purpose: str) -> None:
         """Count memory that is used without being allocated here, such as activations."""
@@ -218,9 +217,3 @@ class SimDevice:
     def _run(self, event: SimEvent) -> None:
         while event.stream.done < event.position:
             self._step(event.stream)
-
-
-def _aligned(nbytes: int) -> torch.Tensor:
-    memory = torch.empty(nbytes + _ALIGNMENT, dtype=torch.uint8)
-    start = -memory.data_ptr() % _ALIGNMENT
-    return memory[start : start + nbytes]
