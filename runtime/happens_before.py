@@ -45,6 +45,11 @@ class RaceDetector:
         self._clocks: dict[str, Clock] = {}
         self._last: dict[str, list[Access]] = {}
 
+    @property
+    def remembered(self) -> int:
+        """How many accesses are kept to compare later ones with."""
+        return sum(map(len, self._last.values()))
+
     def tick(self, thread: str) -> int:
         """Another operation of the thread; returns its stamp."""
         clock = self._clocks.setdefault(thread, {})

@@ -15,7 +15,7 @@ from penstock.schedule.model import Extent
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.presets import find_hardware
 from tests.runtime.compiled_models import odd_arguments
-from tests.runtime.device_runs import Case, Run
+from tests.runtime.device_runs import Case, Run, cases
 from tests.schedule.traces import Problem, problems
 
 SEEDS = int(os.environ.get("PENSTOCK_SEEDS", "100"))
@@ -101,6 +101,16 @@ def test_a_call_after_close_and_an_exception_in_between(stack):
         module.close()
         with pytest.raises(penstock.StreamError, match="closed"):
             module(stack.tokens)
+
+
+@pytest.mark.parametrize("case", cases()[3:7], ids=lambda case: case.name)
+def test_more_passes_remember_no_more(case):
+    remembered = []
+    for count in (3, 90):
+        device = SimDevice(case.plan.hardware, policy="random", seed=1)
+        Run(replace(case, passes=case.passes * count), device).go()
+        remembered.append(device.detector.remembered)
+    assert remembered[0] == remembered[1]
 
 
 def case_of(p: Problem) -> Case:
