@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from penstock.schedule.errors import BudgetError
-from penstock.schedule.sizes import format_size
+from penstock.schedule.sizes import format_size, parse_size
+
+Reserve: TypeAlias = int | str | Callable[[int], int]
+"""What a caller keeps for itself: bytes, `2GB`, or bytes as a function of the context length."""
 
 CUDA_WORKSPACE = 128 << 20
 """Bytes left on a CUDA device for what libraries take: matrix products, the allocator's rounding."""
+
+
+def reserved_bytes(reserve: Reserve, context_length: int | None) -> int:
+    """The bytes that `reserve` stands for; BudgetError for what is no size."""
+    if callable(reserve):
+        if context_length is None or context_length < 0:
+            raise BudgetError("reserve= is a function of the context length: give context_length= too")
+        reserve = reserve(context_length)
+    return parse_size(reserve, name="reserve") if reserve else 0
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from penstock.runtime.choice import choose, cpu_arenas, floors, preferred
 from penstock.runtime.cuda import CudaDevice
 from penstock.runtime.device_loading import device_kind, hardware_of, load_on_device, open_device
 from penstock.runtime.loading import LoadOptions, load_on_cpu, open_source
-from penstock.runtime.memory_split import CUDA_WORKSPACE, MemorySplit
+from penstock.runtime.memory_split import CUDA_WORKSPACE, MemorySplit, Reserve, reserved_bytes
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.progress import Progress, count_bytes
 from penstock.runtime.rates import READERS
@@ -168,7 +168,8 @@ class Program:
         plan: Plan | None = None,
         device: str = "cpu",
         device_memory: int | str | None = None,
-        reserve: int | str = 0,
+        reserve: Reserve = 0,
+        context_length: int | None = None,
         keep: Sequence[str] = (),
         arena: str | None = None,
         readers: int = READERS,
@@ -188,7 +189,9 @@ class Program:
             )
         kind = device_kind(device)
         if device_memory is not None:
-            split = self.split_memory(device_memory, reserve=reserve, device=device)
+            split = self.split_memory(
+                device_memory, reserve=reserve, context_length=context_length, device=device
+            )
             print(f"penstock: {split}", file=sys.stderr)
             budget = min(split.budget(self.floor(device, arena)), self.weight_bytes)
         elif reserve:
@@ -220,12 +223,17 @@ class Program:
         return max(map(activation_bytes, load(self.path, self.payload).programs.values()), default=0)
 
     def split_memory(
-        self, device_memory: int | str, *, reserve: int | str = 0, device: str = "cpu"
+        self,
+        device_memory: int | str,
+        *,
+        reserve: Reserve = 0,
+        context_length: int | None = None,
+        device: str = "cpu",
     ) -> MemorySplit:
         """What is left for weights of all that a device may hold (bytes or `12GB`).
 
-        Activations, on CUDA what libraries take and what other processes hold, and `reserve` (a KV
-        cache outside the program, for example) are taken first.
+        Activations, on CUDA what libraries take and what other processes hold, and `reserve` are taken
+        first: bytes, or a function of `context_length` (for a KV cache outside the program).
         """
         others = 0
         if device_kind(device) == "cuda":
@@ -234,7 +242,7 @@ class Program:
             total=parse_size(device_memory, name="device_memory"),
             activations=self.activation_bytes,
             workspace=CUDA_WORKSPACE if device_kind(device) == "cuda" else 0,
-            reserved=parse_size(reserve, name="reserve") if reserve else 0,
+            reserved=reserved_bytes(reserve, context_length),
             others=others,
         )
 

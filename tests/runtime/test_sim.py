@@ -162,6 +162,16 @@ def test_a_cap_on_all_memory_leaves_room_for_activations(stack, capsys):
     assert "of 20.00 MiB device memory: " in capsys.readouterr().err
 
 
+def test_a_reserve_may_depend_on_the_context(stack):
+    program = stack.open()
+    split = program.split_memory("20MiB", reserve=lambda tokens: 1024 * tokens, context_length=4096)
+    assert split.reserved == 4 << 20
+    with pytest.raises(penstock.BudgetError, match="give context_length= too"):
+        program.split_memory("20MiB", reserve=lambda tokens: tokens)
+    with pytest.raises(penstock.BudgetError, match="reserve"):
+        program.split_memory("20MiB", reserve=-5)
+
+
 def test_a_cap_below_what_is_needed_names_all_parts(stack):
     program = stack.open()
     with pytest.raises(penstock.BudgetError, match=r"activations, .* reserved, .*: weights need at least"):
