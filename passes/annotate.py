@@ -81,6 +81,7 @@ def annotate_with_values(
         weights = find_weights(program)
         usage = find_usage(program, weights)
         usages.append((usage, catalog.add(program, weights, usage.kinds)))
+    catalog.check()
     # Only now, because a method may write what another only reads.
     traces = tuple(
         observe(_in_catalog(usage, numbers, catalog), method=method, hardware=hardware)
@@ -106,6 +107,18 @@ class _Catalog:
         self.nbytes: list[int] = []
         self.kinds: list[Kind] = []
         self._numbers: dict[tuple[str, int], int] = {}
+        self._joined: dict[
+            int, str
+        ] = {}  # where one method has two storages, equal, of what is one elsewhere
+
+    def check(self) -> None:
+        """Raises PassError where a method would write two weights at once that it has apart."""
+        for number, fqn in self._joined.items():
+            if self.kinds[number] == "mutable":
+                raise PassError(
+                    f"weight {fqn!r} is written, shares its memory with another in one method, and not in "
+                    "another: export the methods from one model"
+                )
 
     def add(self, program: ExportedProgram, weights: Weights, kinds: tuple[Kind, ...]) -> dict[int, int]:
         """Adds a method's weights; returns the catalog's number of each of its storages."""
@@ -117,6 +130,8 @@ class _Catalog:
             kind = kinds[local] if tensor.device.type == main.type else "returned"
             number = self._number(weight, tensor, kind)
             numbers[local] = number
+            if sum(other == number for other in numbers.values()) > 1:
+                self._joined.setdefault(number, weight.fqn)
             placed = replace(weight, parts=(replace(weight.parts[0], storage=number),))
             if self.weights.setdefault(weight.fqn, placed) != placed:
                 raise PassError(

@@ -81,10 +81,10 @@ def load_on_device(
         resources = Resources(streamer, (*closers, device.close), os.getpid())
         held = weights.arena.numel() + sum(memory.numel() for memory in weights.outside.values())
 
-        def read_stats() -> Stats:
+        def read_stats(passes: int) -> Stats:
             counters = Counters() if streamer is None else streamer.counters
             return Stats(
-                passes=counters.passes,
+                passes=passes,
                 bytes_moved=counters.bytes_moved,
                 misses=counters.misses,
                 stall_seconds=counters.stall_ns / 1e9,

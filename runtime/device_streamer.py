@@ -111,7 +111,6 @@ class DeviceStreamer:
 
     def end(self, graph: int) -> None:
         """The pass is enqueued; with `wrap="barrier"` what it has started for the next joins it."""
-        self.counters.passes += 1
         if self._demand is not None or self._expected:
             self.abort()
             return

@@ -61,7 +61,7 @@ class StreamedWeights:
     tensors: dict[str, torch.Tensor]
     streamer: Streamer | None
     closers: tuple[Callable[[], None], ...]
-    read_stats: Callable[[], Stats]
+    read_stats: Callable[[int], Stats]
 
 
 def load_on_cpu(folder: Path, payload: Payload, plan: Plan, options: LoadOptions) -> StreamedModule:
@@ -154,10 +154,10 @@ class _Meter:
     readers: int
     outside_bytes: int
 
-    def read(self) -> Stats:
+    def read(self, passes: int) -> Stats:
         counters = Counters() if self.streamer is None else self.streamer.counters
         return Stats(
-            passes=counters.passes,
+            passes=passes,
             bytes_moved=counters.bytes_moved,
             misses=counters.misses,
             stall_seconds=counters.stall_ns / 1e9,

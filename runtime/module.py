@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
@@ -91,7 +91,7 @@ class StreamedModule(torch.nn.Module):
         methods: Mapping[str, BoundMethod],
         plan: Plan,
         resources: Resources,
-        describe: Callable[[], Stats],
+        describe: Callable[[int], Stats],
     ) -> None:
         super().__init__()
         self.training = False
@@ -124,7 +124,7 @@ class StreamedModule(torch.nn.Module):
     @property
     def stats(self) -> Stats:
         """Bytes moved, stalls, misses and peaks so far."""
-        return replace(self._describe(), passes=self._passes)
+        return self._describe(self._passes)
 
     def close(self) -> None:
         """Stop the readers and give all memory back. Idempotent; calls after it raise StreamError."""

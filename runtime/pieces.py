@@ -48,6 +48,7 @@ class Session:
             traces=(),
         )
         self._numbers = {weight.fqn: i for i, weight in enumerate(record.weights)}
+        self._passes = 0  # of any piece, since they were loaded
         self._lock = threading.RLock()  # compiling may happen while nothing runs, and in one thread at a time
         self._running = False
         self._owner = os.getpid()
@@ -60,7 +61,7 @@ class Session:
     def stats(self) -> Stats | None:
         """What was streamed since the last piece was compiled; None before the first call after that."""
         loaded = self._loaded
-        return loaded.read_stats() if loaded else None
+        return loaded.read_stats(self._passes) if loaded else None
 
     def compile(
         self,
@@ -139,7 +140,9 @@ class Session:
             calls = self._calls[number]
             token = STREAMER.set(calls)
             try:
-                return self._stream(loaded, number, lambda: calls.enclose(lambda: run(*inputs)))
+                output = self._stream(loaded, number, lambda: calls.enclose(lambda: run(*inputs)))
+                self._passes += 1
+                return output
             finally:
                 STREAMER.reset(token)
         finally:
@@ -188,7 +191,7 @@ class Session:
         for order in self._payload.probes:
             probed = loaded.streamer.methods[order.graph].probed if loaded.streamer else ()
             self._calls[order.graph] = probe_calls(order, probed, loaded.streamer)
-        self._loaded = loaded
+        self._loaded, self._passes = loaded, 0
         return loaded
 
     def close(self) -> None:

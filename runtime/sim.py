@@ -76,6 +76,11 @@ class SimDevice:
     # Memory.
 
     def allocate(self, nbytes: int, purpose: str) -> torch.Tensor:
+        self.reserve(nbytes, purpose)
+        return self._named(aligned_bytes(nbytes), f"{purpose} on {self.name}")
+
+    def reserve(self, nbytes: int, purpose: str) -> None:
+        """Count memory that the device holds, such as activations, which nobody allocates here."""
         most = self.hardware.memory_nbytes if self.hardware else None
         held = sum(self._held.values())
         if most is not None and held + nbytes > most:
@@ -85,16 +90,9 @@ class SimDevice:
                 f"{parts or 'nothing'}; it has {format_size(most)}, so lower the budget"
             )
         self._held[purpose] = self._held.get(purpose, 0) + nbytes
-        return self._named(aligned_bytes(nbytes), f"{purpose} on {self.name}")
 
     def allocate_host(self, nbytes: int) -> torch.Tensor:
         return self._named(aligned_bytes(nbytes), "host memory")
-
-    def reserve(self, nbytes: int, purpose: str) -> None:
-        """Count memory that is used without being allocated here, such as activations."""
-        self.allocate(0, purpose)
-        self._held[purpose] += nbytes
-        self.allocate(0, purpose)
 
     def _named(self, memory: torch.Tensor, name: str) -> torch.Tensor:
         taken = set(self._names.values())

@@ -33,7 +33,6 @@ class Counters:
     bytes_moved: int = 0
     misses: int = 0
     stall_ns: int = 0
-    passes: int = 0
 
 
 class Streamer:
@@ -139,7 +138,6 @@ class Streamer:
 
         Raises SourceError where a file changed under the pass, whose output is then worth nothing.
         """
-        self.counters.passes += 1
         self._check()  # what was mapped in this pass is what the files still hold
         if self._demand is not None or self._expected:
             self.abort()

@@ -142,7 +142,7 @@ class OneTrace:
         for quantum, most in ((0, 0), (copy // 2, copy), (copy, copy), (copy, 2 * copy)):
             self._time_rounded(relaxed.kept, best, quantum=quantum, most=most)
         for quantum in (copy // 4, copy // 2, copy, 2 * copy):
-            for margin in {least, *(max(least, quantum * share // 2) for share in (1, 2, 4))}:
+            for margin in sorted({least, *(max(least, quantum * share // 2) for share in (1, 2, 4))}):
                 self._time_rounded(relaxed.kept, margin, quantum=quantum, most=copy)
 
     def _time_rounded(self, kept: Sequence[float], margin: int, *, quantum: int, most: int) -> None:

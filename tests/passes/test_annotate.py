@@ -187,3 +187,32 @@ def test_dynamic_sizes_stay_dynamic():
     assert not isinstance(x.meta["val"].shape[0], int)
     assert not x.meta["val"].shape[0].node.shape_env.guards
     assert (payload.methods[0].symbols[0].lower, payload.methods[0].symbols[0].upper) == (1, 16)
+
+
+class Caches(nn.Module):
+    """Two caches, of one memory if `tied`, which `forward` writes."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.register_buffer("k", torch.zeros(4))
+        self.register_buffer("v", self.k if tied else torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.k.add_(x)
+        return self.k + self.v
+
+
+def test_caches_of_programs_loaded_apart_are_one_by_name():
+    apart = {name: torch.export.export(Caches(tied=False), (torch.ones(4),)) for name in ("a", "b")}
+    payload = annotate(apart)
+    assert [storage.kind for storage in payload.storages].count("mutable") == 1
+    assert len({weight.parts[0].storage for weight in payload.weights}) == 2
+
+
+def test_caches_that_are_tied_in_one_method_only_are_refused():
+    programs = {
+        "a": torch.export.export(Caches(tied=True), (torch.ones(4),)),
+        "b": torch.export.export(Caches(tied=False), (torch.ones(4),)),
+    }
+    with pytest.raises(PassError, match="shares its memory with another in one method"):
+        annotate(programs)

@@ -37,7 +37,6 @@ def streamer(arena: HonestArena):
 def test_every_read_finds_its_bytes_pass_after_pass(streamer, arena):
     for _ in range(50):
         run_pass(streamer, arena)
-    assert streamer.counters.passes == 50
     assert streamer.counters.misses == 0
     assert arena.peak <= 12
     assert set(arena.fills) == {(0, 8), (0, 4), (4, 8), (8, 12), (12, 16)}
