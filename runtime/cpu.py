@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.runtime.device import Move, aligned_bytes
+from penstock.runtime.device import FileRead, Move, aligned_bytes
+from penstock.runtime.disk_stream import DiskEvent, DiskStream
+from penstock.runtime.source import Source
 
 
 class CpuStream:
@@ -44,7 +46,10 @@ class CpuEvent:
     stream: CpuStream
     reached: threading.Event
 
-    def wait(self) -> None:
+    def query(self) -> bool:
+        return self.reached.is_set()
+
+    def synchronize(self) -> None:
         self.reached.wait()
         if self.stream.error is not None:
             raise self.stream.error
@@ -58,11 +63,12 @@ class CpuDevice:
         self.torch_device = torch.device("cpu")
         self._caller = CpuStream(None)
         self._streams: list[CpuStream] = []
+        self._disks: list[DiskStream] = []
 
     def allocate(self, nbytes: int, purpose: str) -> torch.Tensor:
         return aligned_bytes(nbytes)
 
-    def allocate_host(self, nbytes: int) -> torch.Tensor:
+    def allocate_host(self, nbytes: int, *, once: bool = False) -> torch.Tensor:
         return aligned_bytes(nbytes)
 
     def open_stream(self, name: str) -> CpuStream:
@@ -72,12 +78,17 @@ class CpuDevice:
     def current_stream(self) -> CpuStream:
         return self._caller
 
-    def copy(
-        self, stream: CpuStream, target: torch.Tensor, source: torch.Tensor, moves: Sequence[Move], label: str
-    ) -> None:
+    def open_disk(self, source: Source) -> DiskStream:
+        self._disks.append(DiskStream(source))
+        return self._disks[-1]
+
+    def read(self, disk: DiskStream, target: torch.Tensor, reads: Sequence[FileRead], label: str) -> None:
+        disk.read(target, reads)
+
+    def copy(self, stream: CpuStream, target: torch.Tensor, moves: Sequence[Move], label: str) -> None:
         def work() -> None:
             for move in moves:
-                arriving = source[move.source : move.source + move.nbytes]
+                arriving = move.source[move.start : move.start + move.nbytes]
                 target[move.target : move.target + move.nbytes].copy_(arriving)
 
         stream.run(work)
@@ -85,7 +96,9 @@ class CpuDevice:
     def fill(self, stream: CpuStream, target: torch.Tensor, start: int, stop: int, value: int) -> None:
         stream.run(lambda: target[start:stop].fill_(value))
 
-    def record(self, stream: CpuStream) -> CpuEvent:
+    def record(self, stream: CpuStream | DiskStream) -> CpuEvent | DiskEvent:
+        if isinstance(stream, DiskStream):
+            return stream.record()
         event = CpuEvent(stream, threading.Event())
         if stream.pool is None:
             event.reached.set()
@@ -93,14 +106,25 @@ class CpuDevice:
             stream.pool.submit(event.reached.set)
         return event
 
-    def wait(self, stream: CpuStream, event: CpuEvent) -> None:
-        stream.run(event.wait)
+    def wait(self, stream: CpuStream | DiskStream, event: CpuEvent | DiskEvent) -> None:
+        if isinstance(stream, DiskStream):
+            stream.wait(event.synchronize)
+        elif isinstance(event, DiskEvent):
+            event.synchronize()
+        else:
+            stream.run(event.synchronize)
 
-    def synchronize(self, event: CpuEvent) -> None:
-        event.wait()
+    def query(self, event: CpuEvent | DiskEvent) -> bool:
+        return event.query()
+
+    def synchronize(self, event: CpuEvent | DiskEvent) -> None:
+        event.synchronize()
 
     def close(self) -> None:
         for stream in self._streams:
             if stream.pool is not None:
                 stream.pool.shutdown()
+        for disk in self._disks:
+            disk.close()
         self._streams.clear()
+        self._disks.clear()

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-from penstock.runtime.device import Move, aligned_bytes
+from penstock.runtime.device import FileRead, Move, aligned_bytes
+from penstock.runtime.disk_stream import DiskEvent, DiskStream
+from penstock.runtime.source import Source
 from penstock.schedule.errors import StreamError
 from penstock.schedule.sizes import format_size
 
@@ -39,6 +41,7 @@ class CudaDevice:
         self.name = f"cuda:{index}"
         self.torch_device = torch.device("cuda", index)
         self._streams: list[torch.cuda.Stream] = []
+        self._disks: list[DiskStream] = []
         self._locked: list[torch.Tensor] = []
 
     @classmethod
@@ -63,7 +66,7 @@ class CudaDevice:
                 f"{format_size(free)} that are free of {format_size(total)}; lower the budget"
             ) from error
 
-    def allocate_host(self, nbytes: int) -> torch.Tensor:
+    def allocate_host(self, nbytes: int, *, once: bool = False) -> torch.Tensor:
         """Exactly `nbytes`, registered: torch's own pinned allocator rounds up to powers of two."""
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8)
@@ -84,17 +87,19 @@ class CudaDevice:
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.torch_device)
 
+    def open_disk(self, source: Source) -> DiskStream:
+        self._disks.append(DiskStream(source))
+        return self._disks[-1]
+
+    def read(self, disk: DiskStream, target: torch.Tensor, reads: Sequence[FileRead], label: str) -> None:
+        disk.read(target, reads)
+
     def copy(
-        self,
-        stream: torch.cuda.Stream,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        moves: Sequence[Move],
-        label: str,
+        self, stream: torch.cuda.Stream, target: torch.Tensor, moves: Sequence[Move], label: str
     ) -> None:
         with torch.cuda.stream(stream):
             for move in moves:
-                arriving = source[move.source : move.source + move.nbytes]
+                arriving = move.source[move.start : move.start + move.nbytes]
                 target[move.target : move.target + move.nbytes].copy_(arriving, non_blocking=True)
 
     def fill(
@@ -103,21 +108,34 @@ class CudaDevice:
         with torch.cuda.stream(stream):
             target[start:stop].fill_(value)
 
-    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+    def record(self, stream: torch.cuda.Stream | DiskStream) -> torch.cuda.Event | DiskEvent:
+        if isinstance(stream, DiskStream):
+            return stream.record()
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 
-    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        stream.wait_event(event)
+    def wait(self, stream: torch.cuda.Stream | DiskStream, event: torch.cuda.Event | DiskEvent) -> None:
+        if isinstance(stream, DiskStream):
+            stream.wait(event.synchronize)
+        elif isinstance(event, DiskEvent):
+            event.synchronize()
+        else:
+            stream.wait_event(event)
 
-    def synchronize(self, event: torch.cuda.Event) -> None:
+    def query(self, event: torch.cuda.Event | DiskEvent) -> bool:
+        return bool(event.query())
+
+    def synchronize(self, event: torch.cuda.Event | DiskEvent) -> None:
         event.synchronize()
 
     def close(self) -> None:
         for stream in self._streams:
             stream.synchronize()
+        for disk in self._disks:
+            disk.close()
         self._streams.clear()
+        self._disks.clear()
         while self._locked:
             _runtime().cudaHostUnregister(self._locked.pop().data_ptr())
 

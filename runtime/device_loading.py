@@ -63,9 +63,10 @@ def load_on_device(
             f"the program was compiled for a CPU, not for {device.name}: compile it with lowering='eager'"
         )
     with ExitStack() as opened, torch.inference_mode(False), torch.device("cpu"):
+        source = open_source(payload, folder)
+        opened.callback(source.close)
         opened.callback(device.close)
-        with open_source(payload, folder) as source:
-            weights = DeviceWeights(plan, payload.storages, device, source)
+        weights = DeviceWeights(plan, payload.storages, device, source)
         streamer: DeviceStreamer | SimStreamer | None = None
         if plan.arena_bytes:
             poison = options.poison or isinstance(device, SimDevice)
@@ -78,8 +79,7 @@ def load_on_device(
             methods, closers = bind_inductor(folder, payload, tensors, streamer)
         else:
             methods, closers = bind_eager(folder, payload, tensors, streamer, device.torch_device)
-        resources = Resources(streamer, (*closers, device.close), os.getpid())
-        held = weights.arena.numel() + sum(memory.numel() for memory in weights.outside.values())
+        resources = Resources(streamer, (*closers, device.close, source.close), os.getpid())
 
         def read_stats(passes: int) -> Stats:
             counters = Counters() if streamer is None else streamer.counters
@@ -88,12 +88,12 @@ def load_on_device(
                 bytes_moved=counters.bytes_moved,
                 misses=counters.misses,
                 stall_seconds=counters.stall_ns / 1e9,
-                held_bytes=held,
-                peak_bytes=held,
+                held_bytes=weights.held_bytes,
+                peak_bytes=weights.held_bytes,
                 budget=plan.budget,
                 arena=describe_arena(plan),
                 readers=0,
-                pinned_bytes=weights.host.numel(),
+                pinned_bytes=weights.host.pinned_bytes,
                 simulated_seconds=device.now_ns / 1e9 if isinstance(device, SimDevice) else None,
             )
 

@@ -1,56 +1,71 @@
-"""The weights of a plan in a device's memory, and behind it in the host's."""
+"""The weights of a plan in a device's memory, and how they come there."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from penstock.runtime.arena_anonymous import Piece, Pieces
-from penstock.runtime.device import Device, Move
-from penstock.runtime.rates import READERS
-from penstock.runtime.reading import read_extents
+from penstock.runtime.device import Device, Move, aligned_bytes
+from penstock.runtime.host_weights import HostWeights, Placed
+from penstock.runtime.ranges import merge
+from penstock.runtime.resident import Load, load_resident
 from penstock.runtime.source import Source
 from penstock.schedule.model import Part, Plan, Range, Storage
 
+_LOADING = 16 << 20
+"""Bytes of host memory through which resident weights are loaded where the slab is smaller."""
+
 
 class DeviceWeights:
-    """`arena` on the device, and all that streams into it in `host`, where layout offsets are addresses.
+    """`arena` on the device, and behind it `host` and the files, read through `disk`.
 
-    Tensors are views made once. The storages outside the arena are whole on the device.
+    Tensors are views made once. The storages outside the arena are whole on the device. What always stays
+    is there when this returns.
     """
 
     def __init__(self, plan: Plan, storages: Sequence[Storage], device: Device, source: Source) -> None:
         self._plan, self._storages = plan, storages
         self.outside = {s: device.allocate(storages[s].nbytes, "resident weights") for s in plan.outside}
         self.arena = device.allocate(plan.arena_bytes, "the arena")
-        inside = [s for s, place in enumerate(plan.addresses) if place >= 0] if plan.arena_bytes else []
         layout = plan.arena.layout
-        nbytes = max((layout[s] + storages[s].nbytes for s in inside), default=0)
-        self.host = device.allocate_host(nbytes)
-        read_extents(
-            source,
-            [(e, self.host.data_ptr() + layout[s]) for s in inside for e in storages[s].extents],
-            READERS,
-        )
+        inside = [s for s, place in enumerate(plan.addresses) if place >= 0] if plan.arena_bytes else []
+        self._by_start = sorted((layout[s], s) for s in inside)
         self._pieces = Pieces(
             [
-                Piece(layout[s], layout[s] + storages[s].nbytes, 0, layout[s], plan.addresses[s])
+                Piece(start, start + e.nbytes, e.file, e.file_offset, plan.addresses[s] + e.storage_offset)
                 for s in inside
-                if storages[s].nbytes
+                for e in storages[s].extents
+                for start in [layout[s] + e.storage_offset]
             ],
             gap=0,
         )
-        self._by_start = sorted((layout[s], s) for s in inside)
-        self._load_outside(device, source)
+        self.host = HostWeights(plan, storages, device)
+        self.disk = device.open_disk(source)
+        load_resident(device, self.disk, self._loading_memory(), list(self._staying()))
+        device.read(self.disk, self.host.slab, self.host.fill_slab(), "the load of the host's weights")
+        device.synchronize(device.record(self.disk))
 
-    def moves(self, item: Range) -> list[Move]:
-        """The copies that bring a range of the layout: as few as addresses allow."""
+    @property
+    def held_bytes(self) -> int:
+        """Device memory for weights."""
+        return self.arena.numel() + sum(memory.numel() for memory in self.outside.values())
+
+    def moves(self, item: Range, staged: Sequence[Placed] = ()) -> list[Move]:
+        """The copies that bring a range of the layout from the host, as few as addresses allow."""
         return [
-            Move(piece.file_offset, piece.address, piece.stop - piece.start)
-            for piece in self._pieces.within(item.start, item.stop)
+            Move(part.memory, part.offset, piece.address + part.start - piece.start, part.stop - part.start)
+            for placed in (*self.host.held(item), *staged)
+            for piece in self._pieces.within(placed.start, placed.stop)
+            for part in [placed.cut(piece.start, piece.stop)]
         ]
+
+    def places(self, item: Range) -> Iterator[tuple[int, int]]:
+        """Where in the arena the bytes of a layout range lie: first and last."""
+        for piece in self._pieces.within(item.start, item.stop):
+            yield piece.address, piece.address + piece.stop - piece.start
 
     def name_of(self, item: Range) -> str:
         """The name of the first weight in a range, for messages."""
@@ -80,11 +95,17 @@ class DeviceWeights:
         whole = flat[: flat.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         return whole.as_strided(part.shape, part.stride)
 
-    def _load_outside(self, device: Device, source: Source) -> None:
-        stream = device.current_stream()
-        for s, target in self.outside.items():
-            staged = torch.empty(target.numel(), dtype=torch.uint8)  # not locked: given back at once
-            read_extents(source, [(e, staged.data_ptr()) for e in self._storages[s].extents], READERS)
-            whole = [Move(0, 0, target.numel())]
-            device.copy(stream, target, staged, whole, f"the load of resident storage {s}")
-            device.synchronize(device.record(stream))
+    def _staying(self) -> Iterator[Load]:
+        for s, memory in self.outside.items():
+            for e in self._storages[s].extents:
+                yield Load(memory, e.storage_offset, e.file, e.file_offset, e.nbytes)
+        for item in merge(self._plan.resident) if self._plan.arena_bytes else ():
+            for piece in self._pieces.within(item.start, item.stop):
+                nbytes = piece.stop - piece.start
+                yield Load(self.arena, piece.address, piece.file, piece.file_offset, nbytes)
+
+    def _loading_memory(self) -> torch.Tensor:
+        """Slab or ring, which are empty yet; other memory where that stays within what the host may hold."""
+        largest = max(self.host.slab, self.host.ring, key=lambda memory: memory.numel())
+        free = self._plan.host.nbytes - self.host.pinned_bytes if self._plan.host else _LOADING
+        return aligned_bytes(min(free, _LOADING), 4096) if free > largest.numel() else largest

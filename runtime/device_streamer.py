@@ -4,7 +4,8 @@ One pass of a method is: `begin`, then `acquire` and `release` of each probed st
 trace, then `end`. A release records an event on the stream of the caller's kernels, and enqueues the
 transfers that may start then, each behind the event of the step it waits for; an acquire makes the
 kernels wait for the transfers of its step. A transfer is enqueued only after the host has recorded the
-event that it waits for: a wait on an event that was never recorded would be none.
+event that it waits for: a wait on an event that was never recorded would be none. Where a host holds a
+part of the weights only, it is enqueued once the disk has read the rest, and an acquire waits for that.
 
 Another order of steps is a miss: what the step needs is copied on demand, and the pass after begins
 from the resident ranges again. Slower, never wrong.
@@ -12,14 +13,17 @@ from the resident ranges again. Slower, never wrong.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter_ns
 
 from penstock.runtime.arena_anonymous import POISON
 from penstock.runtime.device import Device, Event
 from penstock.runtime.device_memory import DeviceWeights
 from penstock.runtime.position import Position
-from penstock.runtime.queue import MethodTable, Piece, first_pass, tabulate
+from penstock.runtime.queue import MethodTable, Piece, Queue, first_pass, tabulate
+from penstock.runtime.ranges import cut
+from penstock.runtime.staging import Slot, Staging
 from penstock.runtime.streamer import Counters
 from penstock.schedule.errors import StreamError
 from penstock.schedule.model import Plan, Range, Storage
@@ -27,10 +31,17 @@ from penstock.schedule.model import Plan, Range, Storage
 
 @dataclass(frozen=True)
 class _Pass:
-    """Events of one pass, by step: when its kernels have read, when the last of its transfers arrived."""
+    """Events of one pass, by step: when its kernels have read, when the last of its transfers arrived.
+
+    `entry` stands for a pass that was none: all kernels enqueued before the first one.
+    """
 
     ended: dict[int, Event] = field(default_factory=dict)
     arrived: dict[int, Event] = field(default_factory=dict)
+    entry: Event | None = None
+
+    def end_of(self, step: int) -> Event:
+        return self.ended[step] if self.entry is None else self.entry
 
 
 class DeviceStreamer:
@@ -40,7 +51,7 @@ class DeviceStreamer:
     """
 
     _position: Position
-    _entry: Event  # all kernels enqueued before the first pass
+    _before: _Pass
     _this: _Pass
     _next: _Pass
     _expected: list[int]  # the probed steps still to come in this pass, the next one last
@@ -63,30 +74,30 @@ class DeviceStreamer:
         }
         self._plan, self._device, self._weights, self._poison = plan, device, weights, poison
         self._copies = device.open_stream("copies")
+        self._ring_bytes = weights.host.ring.numel() or None
+        self._staging = Staging(device, weights.disk, weights.host)
         self._closed = False
-        self._resident_loaded = False
         self._restart(plan.schedules[0].graph)
 
     # The pass.
 
     def begin(self, graph: int) -> None:
-        """Start a pass of method `graph`; its kernels run once every resident range is there."""
+        """Start a pass of method `graph`."""
         if self._closed:
             raise StreamError("the streamed module is closed: load the program again")
         method = self.methods[graph]
         if self._running or not self._can_follow(graph):
             self._restart(graph)
         self._position.begin(method)
-        self._this, self._next = self._next, _Pass()
+        self._before, self._this, self._next = self._this, self._next, _Pass()
         self._expected = list(reversed(method.probed))
         self._running = True
         self._issue()
-        self._await(method.steps)
-        self._resident_loaded = True
 
     def acquire(self, graph: int, step: int) -> None:
         """The kernels that follow run once everything that `step` reads is in the arena."""
         if self._demand is None and self._expected and self._expected[-1] == step:
+            self._issue(lambda: self._position.left[step] > 0)
             if self._position.left[step]:
                 raise StreamError(
                     f"step {step} of graph {graph} needs a transfer that waits for a later step: "
@@ -116,8 +127,9 @@ class DeviceStreamer:
             return
         self._position.ended = self.methods[graph].steps
         self._running = False
-        self._issue()
-        if self._plan.wrap == "barrier":
+        barrier = self._plan.wrap == "barrier"
+        self._issue(lambda: barrier)
+        if barrier:
             self._device.wait(self._device.current_stream(), self._device.record(self._copies))
 
     def abort(self) -> None:
@@ -147,68 +159,100 @@ class DeviceStreamer:
         now = self._position
         if now.method.graph == graph:
             return True
+        if self._ring_bytes:
+            return False
         crossing = self.methods[graph].crosses_calls or now.method.crosses_calls
         return not crossing and now.index == 0 and now.queue is now.method.steady
 
     def _restart(self, graph: int) -> None:
         method = self.methods[graph]
-        queue = first_pass(self._plan, method, resident_loaded=self._resident_loaded, piece=None)
+        queue = first_pass(self._plan, method, resident_loaded=True, piece=self._ring_bytes)
         self._position = Position.before(queue, method)
-        self._entry = self._device.record(self._device.current_stream())
-        self._this, self._next = _Pass(), _Pass()
+        self._staging.restart(_ranges(queue), _ranges(method.steady))
+        self._this = _Pass(entry=self._device.record(self._device.current_stream()))
+        self._next = _Pass()
         self._expected, self._demand = [], None
         self._running = False
 
     # What is enqueued.
 
-    def _issue(self) -> None:
-        """Enqueue every transfer whose turn it is and that waits for a step that has ended."""
+    def _issue(self, block: Callable[[], bool] = lambda: False) -> None:
+        """Enqueue every transfer whose turn it is and that waits for a step that has ended.
+
+        One whose bytes the disk still reads ends this, unless `block` tells to wait for it.
+        """
         position = self._position
         while position.may_start(position.index):
             piece = position.queue.pieces[position.index]
+            item = Range(piece.start, piece.stop)
+            slot = self._staging.slot_of(item)
+            if slot is not None and not self._has_read(slot, block):
+                return
             self._device.wait(self._copies, self._freed(piece))
-            self._copy(Range(piece.start, piece.stop), f"for step {piece.step}")
+            self._copy(item, f"for step {piece.step}", slot)
             reading = self._next if position.ahead else self._this
-            reading.arrived[piece.step] = self._device.record(self._copies)
+            arrived = reading.arrived[piece.step] = self._device.record(self._copies)
+            if slot is not None:
+                self._staging.copied(slot, arrived)
             position.counts[piece.step] -= 1
             position.advance(1)
+
+    def _has_read(self, slot: Slot, block: Callable[[], bool]) -> bool:
+        """Have the copies that come run after the disk's read, which only the host can wait for."""
+        began = perf_counter_ns()
+        if not self._device.query(slot.read):
+            if not block():
+                return False
+            self._device.synchronize(slot.read)
+            self.counters.stall_ns += perf_counter_ns() - began
+        self._device.wait(self._copies, slot.read)
+        return True
 
     def _freed(self, piece: Piece) -> Event:
         """The event of the step that a piece waits for.
 
-        What waits for a step of the pass before was enqueued in that pass, ahead; only a first pass begins
-        with pieces that wait for all kernels until then.
+        What waits for a step of the pass before is enqueued in that pass, ahead, unless the disk was late.
         """
         if piece.after >= 0:
             return self._this.ended[piece.after]
-        if self._position.ahead:
-            return self._this.ended[piece.after + self._position.method.steps]
-        return self._entry
+        passed = self._this if self._position.ahead else self._before
+        return passed.end_of(piece.after + self._position.method.steps)
 
     def _await(self, step: int) -> None:
         event = self._this.arrived.get(step)
         if event is not None:
             self._device.wait(self._device.current_stream(), event)
 
-    def _copy(self, item: Range, label: str) -> None:
+    def _copy(self, item: Range, label: str, slot: Slot | None = None) -> None:
         weights = self._weights
-        moves = weights.moves(item)
+        moves = weights.moves(item, slot.placed if slot else ())
         label = f"the transfer of layout bytes {item.start} to {item.stop} ({weights.name_of(item)}) {label}"
-        self._device.copy(self._copies, weights.arena, weights.host, moves, label)
+        self._device.copy(self._copies, weights.arena, moves, label)
         self.counters.bytes_moved += sum(move.nbytes for move in moves)
 
     def _overwrite(self, items: Sequence[Range]) -> None:
         stream = self._device.current_stream()
         for item in items:
-            for move in self._weights.moves(item):
-                self._device.fill(stream, self._weights.arena, move.target, move.target + move.nbytes, POISON)
+            for start, stop in self._weights.places(item):
+                self._device.fill(stream, self._weights.arena, start, stop, POISON)
 
     def _load_on_demand(self, needed: Sequence[Range]) -> None:
         """A miss: copy what the step needs behind all that is enqueued, and have the kernels wait."""
         stream = self._device.current_stream()
         self._device.wait(self._copies, self._device.record(stream))
-        for item in needed:
-            self._copy(item, "on demand")
+        pieces = cut(needed, self._ring_bytes or self._weights.arena.numel())
+        self._staging.restart(pieces, ())
+        for item in pieces:
+            slot = self._staging.slot_of(item)
+            if slot is not None:
+                self._has_read(slot, lambda: True)
+            self._copy(item, "on demand", slot)
+            if slot is not None:
+                self._staging.copied(slot, self._device.record(self._copies))
         self._device.wait(stream, self._device.record(self._copies))
         self._demand = needed
         self.counters.misses += 1
+
+
+def _ranges(queue: Queue) -> list[Range]:
+    return [Range(piece.start, piece.stop) for piece in queue.pieces]

@@ -203,10 +203,6 @@ class Program:
         elif keep or arena:
             raise PlanError("keep= and arena= are decided by the plan: give them to plan()")
         assert plan is not None
-        if plan.host is not None:
-            raise PlanError(
-                "the plan has a host behind the device, which cannot be run yet: plan without host_memory"
-            )
         verify_plan(self.payload.storages, self.payload.traces, plan)
         options = LoadOptions(readers, debug, poison)
         if kind == "cpu":

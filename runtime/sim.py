@@ -1,13 +1,14 @@
 """A device that is simulated: real bytes in host memory, streams that run when they like, a virtual clock.
 
 A copy runs at a time of the policy's choosing between the moment it is enqueued and the moment something
-waits for it: `earliest`, `latest`, `random` (with a seed), or `lagging`, where the copies of one stream are
-late and those of the others are not. The caller's kernels run at once, as they are called. Whatever the
-order, vector clocks (happens_before.py) tell whether an event orders every two accesses of the same bytes;
-a wait that is missing is found even where the data came out right.
+waits for it: `earliest`, `latest`, `random` (with a seed), or `lagging`, where what one stream does is late
+and what the others do is not. So do reads from a disk, in any order but that of waits. The caller's kernels
+run at once, as they are called. Whatever the order, vector clocks (happens_before.py) tell whether an event
+orders every two accesses of the same bytes; a wait that is missing is found even where the data came out
+right. Staging memory is overwritten as soon as it was copied from.
 
-The virtual clock runs on a `Hardware`: a transfer takes latency and bytes over bandwidth, kernels the
-times of their trace. Nothing here takes real time into account.
+The virtual clock runs on a `Hardware`: a transfer takes latency and bytes over bandwidth, a read those of
+the disk, kernels the times of their trace. Nothing here takes real time into account.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from typing import Literal
 
 import torch
 
-from penstock.runtime.device import Move, aligned_bytes
+from penstock.runtime.arena_anonymous import POISON
+from penstock.runtime.device import FileRead, Move, aligned_bytes
 from penstock.runtime.happens_before import Clock, RaceDetector
+from penstock.runtime.rates import READERS
+from penstock.runtime.source import Source
 from penstock.schedule.errors import StreamError
 from penstock.schedule.model import Hardware
 from penstock.schedule.sizes import format_size
@@ -33,12 +37,12 @@ KERNELS = "the stream of the kernels"
 
 @dataclass
 class SimEvent:
-    """Recorded on `stream`; complete once that has run `position` operations. Times are virtual."""
+    """Complete once each stream has run as many operations. Times are virtual."""
 
-    stream: SimStream
-    position: int
+    reached: tuple[tuple[SimStream, int], ...]
     known: Clock
     time_ns: int
+    of_disk: bool = False
 
 
 @dataclass
@@ -56,6 +60,16 @@ class SimStream:
     time_ns: int = 0
 
 
+@dataclass
+class SimDisk:
+    """A disk, which reads one after another: lanes share the reads, and nothing but waits orders them."""
+
+    lanes: tuple[SimStream, ...]
+    read_into: Callable[[int, int, int, int], None]
+    count: int = 0
+    time_ns: int = 0
+
+
 class SimDevice:
     """`hardware` gives the clock and the memory; without one there is no limit and copies take no time."""
 
@@ -67,11 +81,12 @@ class SimDevice:
         self.hardware = hardware
         self.detector = RaceDetector()
         self.copied_ns = 0
-        self._policy, self._chance = policy, random.Random(seed)
+        self._policy, self._seed, self._chance = policy, seed, random.Random(seed)
         self._kernels = SimStream(KERNELS)
         self._streams = [self._kernels]
         self._held: dict[str, int] = {}
         self._names: dict[int, str] = {}
+        self._read_once: set[int] = set()
 
     # Memory.
 
@@ -91,8 +106,11 @@ class SimDevice:
             )
         self._held[purpose] = self._held.get(purpose, 0) + nbytes
 
-    def allocate_host(self, nbytes: int) -> torch.Tensor:
-        return self._named(aligned_bytes(nbytes), "host memory")
+    def allocate_host(self, nbytes: int, *, once: bool = False) -> torch.Tensor:
+        memory = self._named(aligned_bytes(nbytes), "staging memory" if once else "host memory")
+        if once:
+            self._read_once.add(memory.data_ptr())
+        return memory
 
     def _named(self, memory: torch.Tensor, name: str) -> torch.Tensor:
         taken = set(self._names.values())
@@ -109,12 +127,31 @@ class SimDevice:
     def current_stream(self) -> SimStream:
         return self._kernels
 
-    def copy(
-        self, stream: SimStream, target: torch.Tensor, source: torch.Tensor, moves: Sequence[Move], label: str
-    ) -> None:
+    def open_disk(self, source: Source) -> SimDisk:
+        lanes = tuple(SimStream(f"the disk's reader {number}") for number in range(READERS))
+        self._streams += lanes
+        return SimDisk(lanes, source.read_into)
+
+    def read(self, disk: SimDisk, target: torch.Tensor, reads: Sequence[FileRead], label: str) -> None:
+        lane = disk.lanes[disk.count % len(disk.lanes)]
+        disk.count += 1
+        self._operation(lane)
+        for one in reads:
+            self._access(lane, target, one.target, one.nbytes, label, writes=True)
+        if self.hardware is not None and self.hardware.disk_bytes_per_s is not None:
+            disk.time_ns += self.hardware.disk_ns(sum(one.nbytes for one in reads))
+
+        def run() -> None:
+            for one in reads:
+                disk.read_into(one.file, one.offset, target.data_ptr() + one.target, one.nbytes)
+
+        self._enqueue(lane, run)
+
+    def copy(self, stream: SimStream, target: torch.Tensor, moves: Sequence[Move], label: str) -> None:
         self._operation(stream)
         for move in moves:
-            self._access(stream, source, move.source, move.nbytes, label, writes=False)
+            once = move.source.data_ptr() in self._read_once
+            self._access(stream, move.source, move.start, move.nbytes, label, writes=once)
             self._access(stream, target, move.target, move.nbytes, label, writes=True)
         if self.hardware is not None:
             taken = self.hardware.copy_ns(sum(move.nbytes for move in moves))
@@ -123,8 +160,10 @@ class SimDevice:
 
         def run() -> None:
             for move in moves:
-                arriving = source[move.source : move.source + move.nbytes]
-                target[move.target : move.target + move.nbytes].copy_(arriving)
+                leaving = move.source[move.start : move.start + move.nbytes]
+                target[move.target : move.target + move.nbytes].copy_(leaving)
+                if move.source.data_ptr() in self._read_once:
+                    leaving.fill_(POISON)
 
         self._enqueue(stream, run)
 
@@ -133,18 +172,30 @@ class SimDevice:
         self._access(stream, target, start, stop - start, "overwriting what was dropped", writes=True)
         self._enqueue(stream, lambda: target[start:stop].fill_(value))
 
-    def record(self, stream: SimStream) -> SimEvent:
+    def record(self, stream: SimStream | SimDisk) -> SimEvent:
+        if isinstance(stream, SimDisk):
+            for lane in stream.lanes:
+                self._operation(lane)
+                self.detector.join("all readers", self.detector.clock_of(lane.name))
+            known = self.detector.clock_of("all readers")
+            return SimEvent(_reached(*stream.lanes), known, stream.time_ns, of_disk=True)
         self._operation(stream)
-        return SimEvent(stream, stream.enqueued, self.detector.clock_of(stream.name), stream.time_ns)
+        return SimEvent(_reached(stream), self.detector.clock_of(stream.name), stream.time_ns)
 
-    def wait(self, stream: SimStream, event: SimEvent) -> None:
-        self._operation(stream)
-        self.detector.join(stream.name, event.known)
+    def wait(self, stream: SimStream | SimDisk, event: SimEvent) -> None:
         stream.time_ns = max(stream.time_ns, event.time_ns)
-        if stream is self._kernels:
+        for one in stream.lanes if isinstance(stream, SimDisk) else (stream,):
+            self._operation(one)
+            self.detector.join(one.name, event.known)
+            if one is not self._kernels:
+                one.pending.append(event)
+        if event.of_disk and not isinstance(stream, SimDisk):
+            self.synchronize(event)
+        elif stream is self._kernels:
             self._run(event)
-        else:
-            stream.pending.append(event)
+
+    def query(self, event: SimEvent) -> bool:
+        return all(stream.done >= position for stream, position in event.reached)
 
     def synchronize(self, event: SimEvent) -> None:
         self.detector.join(HOST, event.known)
@@ -162,7 +213,7 @@ class SimDevice:
         """The kernels take `ns` of virtual time."""
         self._kernels.time_ns += ns
 
-    def read(self, memory: torch.Tensor, start: int, stop: int, label: str) -> None:
+    def kernels_read(self, memory: torch.Tensor, start: int, stop: int, label: str) -> None:
         """The kernels read bytes `start` to `stop`."""
         self._operation(self._kernels)
         self._access(self._kernels, memory, start, stop - start, label, writes=False)
@@ -197,12 +248,16 @@ class SimDevice:
         if stream is self._kernels:
             self._step(stream)
             return
-        late = stream is self._streams[1] if self._policy == "lagging" else self._policy == "latest"
+        late = stream is self._lagging() if self._policy == "lagging" else self._policy == "latest"
         if late:
             return
         count = len(stream.waiting)
         for _ in range(self._chance.randint(0, count) if self._policy == "random" else count):
             self._step(stream)
+
+    def _lagging(self) -> SimStream:
+        """The stream opened last, or with a seed one before."""
+        return self._streams[-1 - self._seed % (len(self._streams) - 1)]
 
     def _step(self, stream: SimStream) -> None:
         """Run the stream's next operation, and before it all that it waits for."""
@@ -213,5 +268,10 @@ class SimDevice:
         stream.done += 1
 
     def _run(self, event: SimEvent) -> None:
-        while event.stream.done < event.position:
-            self._step(event.stream)
+        for stream, position in event.reached:
+            while stream.done < position:
+                self._step(stream)
+
+
+def _reached(*streams: SimStream) -> tuple[tuple[SimStream, int], ...]:
+    return tuple((stream, stream.enqueued) for stream in streams)

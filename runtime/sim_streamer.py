@@ -86,4 +86,5 @@ class SimStreamer:
             found = self._weights.ranges_of(storage)
             if found is not None:
                 memory, start, stop = found
-                self._device.read(memory, start, stop, f"step {step.name!r} reading storage {storage}")
+                label = f"step {step.name!r} reading storage {storage}"
+                self._device.kernels_read(memory, start, stop, label)

@@ -19,11 +19,15 @@ from penstock.schedule.model import Extent, Hardware, Plan, Step, Storage, Trace
 from penstock.schedule.planner import floor, make_plan
 
 UNIT = 256
-HARDWARE = Hardware("toy", 1e12, 1e11, 1e9, 100)
+HARDWARE = Hardware("toy", 1e12, 1e11, 1e9, 100, disk_bytes_per_s=0.5e9, disk_latency_ns=50)
 
 
 class WrongBytesError(AssertionError):
     """A step found other bytes than its weights'."""
+
+
+class SlowPassError(AssertionError):
+    """A steady pass took another time than its plan predicts."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ def case(
     passes: Sequence[tuple[int, str]],
     *,
     wrap: Wrap = "overlap",
+    host: int | None = None,
 ) -> Case:
     storages = storages_of([UNIT * n for n in units])
     storages = (*storages[:-1], replace(storages[-1], kind="mutable"))  # stays, outside the arena
@@ -80,7 +85,7 @@ def case(
     arena = packed_arena(storages, traces, kind="contiguous", granule=64, alignment=64)
     least = floor(storages, traces, arena).upper_bytes
     budget = least + int(share * (sum(s.nbytes for s in storages) - least))
-    plan = make_plan(storages, traces, arena, budget=budget, hardware=HARDWARE, wrap=wrap)
+    plan = make_plan(storages, traces, arena, budget=budget, hardware=HARDWARE, wrap=wrap, host_memory=host)
     return Case(name, storages, plan, tuple(passes))
 
 
@@ -107,6 +112,33 @@ def cases() -> tuple[Case, ...]:
         ),
         case("misses", uneven, [again], 0.3, [(0, "in order"), (0, "backwards"), (0, "in order")]),
         case("breaks", uneven, [again], 0.3, [(0, "in order"), (0, "raises"), (0, "in order")]),
+    )
+
+
+@cache
+def disk_cases() -> tuple[Case, ...]:
+    """Cases in which a host holds a part, or nothing, of what streams."""
+    in_turn = [[k] for k in range(10)]
+    uneven = [4, 1, 6, 2, 2, 9, 3, 1, 5, 2, 3]
+    again = [[0], [1, 2], [3], [0, 4], [5], [1, 6], [7], [8], [2, 9], [0]]
+    plain = [(0, "in order")] * 4
+    in_between = [(0, "in order"), (0, "in order")]
+    return (
+        case("half", uneven, [in_turn], 0.2, plain, host=14 * UNIT),
+        case("a ring only", uneven, [in_turn], 0.2, plain, host=UNIT),
+        case("a granule", uneven, [in_turn], 0.5, plain, host=64),
+        case("read again", uneven, [again], 0.2, plain, host=9 * UNIT),
+        case("barrier", uneven, [in_turn], 0.4, plain, wrap="barrier", host=5 * UNIT),
+        case(
+            "two methods",
+            uneven,
+            [in_turn, in_turn[:6]],
+            0.2,
+            [(0, "in order"), (1, "in order"), (1, "in order"), (0, "in order")],
+            host=9 * UNIT,
+        ),
+        case("misses", uneven, [again], 0.3, [plain[0], (0, "backwards"), *in_between], host=6 * UNIT),
+        case("breaks", uneven, [again], 0.3, [plain[0], (0, "raises"), *in_between], host=6 * UNIT),
     )
 
 
@@ -147,7 +179,7 @@ class Run:
         if self.case.plan.wrap == "barrier":
             # What follows a pass, the replay of a graph for example, finds all copies done.
             memory = self.weights.arena
-            self.device.read(memory, 0, memory.numel(), "what follows the pass")
+            self.device.kernels_read(memory, 0, memory.numel(), "what follows the pass")
 
     def _backwards(self, graph: int) -> None:
         method = self.streamer.methods[graph]
@@ -183,7 +215,13 @@ class Run:
             raise WrongBytesError(f"{self.case.name}: storage {storage} is not what the file has")
 
 
-POLICIES: tuple[tuple[Policy, int], ...] = (("latest", 0), ("earliest", 0), ("lagging", 0), ("random", 1))
+POLICIES: tuple[tuple[Policy, int], ...] = (
+    ("latest", 0),
+    ("earliest", 0),
+    ("lagging", 0),
+    ("lagging", 1),
+    ("random", 1),
+)
 
 
 def run_everywhere(
@@ -193,7 +231,10 @@ def run_everywhere(
     change: Callable[[Plan], Plan] = lambda plan: plan,
 ) -> None:
     """All cases in all orders; raises what the first to fail raises."""
-    for one in cases():
+    for one in (*cases(), *disk_cases()):
         for policy, seed in POLICIES:
             device = SimDevice(HARDWARE, policy=policy, seed=seed)
-            Run(replace(one, plan=change(one.plan)), device, streamers, memories).go()
+            times = Run(replace(one, plan=change(one.plan)), device, streamers, memories).go()
+            steady = len(one.plan.traces) == 1 and {how for _, how in one.passes[-2:]} == {"in order"}
+            if steady and times[-1] != one.plan.schedules[0].predicted_ns:
+                raise SlowPassError(f"{one.name}: {times} ns, expected {one.plan.schedules[0].predicted_ns}")

@@ -59,7 +59,7 @@ def test_a_copy_moves_what_it_names_and_nothing_else(device: Device) -> None:
     source, target = host(device, [1, 2, 3, 4, 5, 6, 7, 8]), device.allocate(8, "a test")
     copies = device.open_stream("copies")
     device.fill(copies, target, 0, 8, 9)
-    device.copy(copies, target, source, [Move(0, 4, 2), Move(6, 0, 1)], "a copy")
+    device.copy(copies, target, [Move(source, 0, 4, 2), Move(source, 6, 0, 1)], "a copy")
     finish(device, copies)
     assert target.tolist() == [7, 9, 9, 9, 1, 2, 9, 9]
 
@@ -69,7 +69,7 @@ def test_operations_of_one_stream_run_in_order(device: Device) -> None:
     copies = device.open_stream("copies")
     for value in range(20):
         device.fill(copies, target, 0, 64, value)
-        device.copy(copies, target, source, [Move(value, value, 1)], "a copy")
+        device.copy(copies, target, [Move(source, value, value, 1)], "a copy")
     finish(device, copies)
     assert target.tolist() == [19] * 64
 
@@ -81,7 +81,7 @@ def test_kernels_wait_for_copies_and_copies_for_kernels(device: Device) -> None:
     for value in range(5):
         device.fill(kernels, target, 0, 1024, value)
         device.wait(copies, device.record(kernels))
-        device.copy(copies, target, source, [Move(0, 0, 512)], "a copy")
+        device.copy(copies, target, [Move(source, 0, 0, 512)], "a copy")
         device.wait(kernels, device.record(copies))
         sums.append(target.sum())
     finish(device, kernels)
@@ -135,7 +135,7 @@ def contents(case: Case, source: Memory, storage: int) -> bytes:
 def test_an_error_of_a_copy_reaches_who_waits_for_it() -> None:
     device = CpuDevice()
     copies = device.open_stream("copies")
-    device.copy(copies, device.allocate(1, "a test"), device.allocate_host(4), [Move(0, 0, 4)], "too long")
+    device.copy(copies, device.allocate(1, "a test"), [Move(device.allocate_host(4), 0, 0, 4)], "too long")
     with pytest.raises(RuntimeError):
         device.synchronize(device.record(copies))
     device.close()

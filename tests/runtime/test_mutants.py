@@ -14,16 +14,25 @@ from types import ModuleType
 
 import pytest
 
-from penstock.runtime import device_memory, device_streamer
+from penstock.runtime import device_memory, device_streamer, host_weights, resident, staging
 from penstock.runtime.happens_before import RaceError
 from penstock.runtime.sim import SimDevice
 from penstock.schedule.errors import PenstockError, PlanError
 from penstock.schedule.model import Drop, Plan, Range, Schedule, Transfer
 from penstock.schedule.verify import verify_plan
-from tests.runtime.device_runs import HARDWARE, POLICIES, Case, Run, WrongBytesError, cases, run_everywhere
-from tests.runtime.mutants import MEMORY, STREAMER, WAIT
+from tests.runtime.device_runs import (
+    HARDWARE,
+    POLICIES,
+    Case,
+    Run,
+    SlowPassError,
+    WrongBytesError,
+    cases,
+    run_everywhere,
+)
+from tests.runtime.mutants import HOST, MEMORY, RESIDENT, STAGING, STREAMER, WAIT
 
-CAUGHT = (WrongBytesError, PenstockError, KeyError, IndexError)
+CAUGHT = (WrongBytesError, SlowPassError, PenstockError, KeyError, IndexError, AttributeError)
 """RaceError and bounds are PenstockErrors; a lookup that fails is an event that was never recorded."""
 
 
@@ -53,6 +62,31 @@ def test_mutants_of_the_streamer_are_caught(name: str) -> None:
 def test_mutants_of_the_memory_are_caught(name: str) -> None:
     with pytest.raises(CAUGHT):
         run_everywhere(memories=mutant(device_memory, *MEMORY[name]))
+
+
+@pytest.mark.parametrize("name", STAGING)
+def test_mutants_of_the_staging_are_caught(name: str) -> None:
+    changed = mutant(device_streamer, WAIT, WAIT)
+    changed.__dict__["Staging"] = mutant(staging, *STAGING[name]).Staging
+    with pytest.raises(CAUGHT):
+        run_everywhere(streamers=changed)
+
+
+@pytest.mark.parametrize("name", HOST)
+def test_mutants_of_the_host_are_caught(name: str) -> None:
+    changed = mutant(device_memory, "host.held(item)", "host.held(item)")
+    changed.__dict__["HostWeights"] = mutant(host_weights, *HOST[name]).HostWeights
+    with pytest.raises(CAUGHT):
+        run_everywhere(memories=changed)
+
+
+@pytest.mark.parametrize("name", RESIDENT)
+def test_mutants_of_loading_are_caught(name: str) -> None:
+    changed = mutant(device_memory, "host.held(item)", "host.held(item)")
+    loading = mutant(resident, *RESIDENT[name])
+    changed.__dict__.update(Load=loading.Load, load_resident=loading.load_resident)
+    with pytest.raises(CAUGHT):
+        run_everywhere(memories=changed)
 
 
 def mutants_of(plan: Plan) -> Iterator[Plan]:
