@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.passes.annotate import Annotated, annotate_with_values
 from penstock.passes.lowering import eager, inductor
+from penstock.runtime.artifact_files import DIGEST, PAYLOAD, digest_line
 from penstock.runtime.atomic import write_artifact
 from penstock.runtime.binding import Checkpoint, Rename, bind, read_checkpoint
 from penstock.runtime.module import StreamedModule
@@ -24,7 +25,7 @@ from penstock.runtime.pack import (
     storage_bytes,
     tensor_chunks,
 )
-from penstock.runtime.program import DIGEST, PAYLOAD, Program, digest_line
+from penstock.runtime.program import Program
 from penstock.runtime.program import open as open_program
 from penstock.runtime.progress import Progress, count_bytes
 from penstock.runtime.safetensors_file import index_files

@@ -19,7 +19,8 @@ import torch
 
 from penstock.runtime.atomic import replace_file
 from penstock.runtime.queue import PIECE
-from penstock.runtime.rates import READERS
+from penstock.runtime.rates import READERS, measure_read
+from penstock.runtime.source import Source
 from penstock.schedule.errors import PenstockError
 from penstock.schedule.model import Hardware, Weight
 
@@ -50,8 +51,8 @@ def measure_hardware(weights: Sequence[Weight], link_bytes_per_s: float, note: s
     )
 
 
-def measure_cuda(device: str, weights: Sequence[Weight]) -> Hardware:
-    """The CUDA device of that name, and the rate of copies to it from page-locked memory.
+def measure_cuda(device: str, weights: Sequence[Weight], source: Source) -> Hardware:
+    """The CUDA device of that name, the rate of copies to it from page-locked memory, and of reads.
 
     Raises StreamError where there is none.
     """
@@ -77,6 +78,7 @@ def measure_cuda(device: str, weights: Sequence[Weight]) -> Hardware:
             / _best(lambda: finish(lambda: buffer.copy_(pinned, non_blocking=True))),
             link_latency_ns=_COPY_LATENCY_NS,
             memory_nbytes=torch.cuda.mem_get_info(where)[1],
+            disk_bytes_per_s=measure_read(source) if source.files else None,
             note=f"measured on {torch.cuda.get_device_name(where)}",
         )
     finally:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+_SHARE = 0.8
+"""Of what is available; the rest is for what others, and this process, take meanwhile."""
+
 _UNLIMITED = 1 << 60  # version 1 writes a number of this size where there is no limit
 
 
@@ -20,6 +23,12 @@ def available_bytes(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgr
         return None
     limits = list(_group_limits(proc, groups))
     return min(found + limits) if found else None
+
+
+def usable_bytes() -> int | None:
+    """What a process may reserve for good, locked, without asking: four fifths of what is available."""
+    available = available_bytes()
+    return None if available is None else int(available * _SHARE)
 
 
 def _group_limits(proc: Path, groups: Path) -> list[int]:

@@ -36,7 +36,7 @@ class HostWeights:
     """
 
     def __init__(self, plan: Plan, storages: Sequence[Storage], device: Device) -> None:
-        self._held = list(plan.host.resident) if plan.host else _copied(plan)
+        self._held = list(plan.host.resident) if plan.host else copied_ranges(plan)
         self.slab = device.allocate_host(sum(r.nbytes for r in self._held))
         self.ring = device.allocate_host(max((s.staging_bytes for s in plan.schedules), default=0), once=True)
         offsets = accumulate((r.nbytes for r in self._held), initial=0)
@@ -91,7 +91,7 @@ class HostWeights:
         return self.reads(self._slabs)
 
 
-def _copied(plan: Plan) -> list[Range]:
+def copied_ranges(plan: Plan) -> list[Range]:
     """What a pass copies, and what one that starts anew does."""
     transfers = [Range(t.start, t.stop) for s in plan.schedules for t in s.transfers]
     boundaries = [item for s in plan.schedules for item in plan.boundary_of(s)]

@@ -166,7 +166,12 @@ class _Meter:
             budget=self.plan.budget,
             arena=describe_arena(self.plan),
             readers=self.readers,
+            mapped_bytes=self.arena.held_bytes if self.arena and self._maps else 0,
         )
+
+    @property
+    def _maps(self) -> bool:
+        return self.plan.arena.kind == "paged" and self.plan.arena.backing == "mapped"
 
 
 def describe_arena(plan: Plan) -> str:

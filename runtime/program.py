@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -12,10 +11,13 @@ from pathlib import Path
 
 from penstock.passes.activations import activation_bytes
 from penstock.passes.lowering import compiled, eager
+from penstock.runtime.artifact_files import read_payload
 from penstock.runtime.calibrate import measure_cuda
 from penstock.runtime.choice import choose, cpu_arenas, floors, preferred
 from penstock.runtime.cuda import CudaDevice
 from penstock.runtime.device_loading import device_kind, hardware_of, load_on_device, open_device
+from penstock.runtime.host_memory import usable_bytes
+from penstock.runtime.host_weights import copied_ranges
 from penstock.runtime.loading import LoadOptions, load_on_cpu, open_source
 from penstock.runtime.memory_split import CUDA_WORKSPACE, MemorySplit, Reserve, reserved_bytes
 from penstock.runtime.module import StreamedModule
@@ -25,17 +27,13 @@ from penstock.runtime.sim import SimDevice
 from penstock.runtime.source import Source
 from penstock.runtime.stamp import hash_storage
 from penstock.schedule.costs import with_times
-from penstock.schedule.errors import BudgetError, PayloadError, PlanError, SourceError
+from penstock.schedule.errors import BudgetError, PlanError, SourceError
 from penstock.schedule.model import Arena, Hardware, Plan, Trace, Wrap
 from penstock.schedule.payload import Payload, verify_payload
 from penstock.schedule.planner import Floor, make_plan
 from penstock.schedule.presets import find_hardware
 from penstock.schedule.sizes import parse_size
 from penstock.schedule.verify import verify_plan
-
-PAYLOAD = "payload.json"
-DIGEST = "payload.json.sha256"
-"""Beside the payload, as sha256sum writes it: numbers that changed can still be a valid payload."""
 
 
 def open(path: str | PathLike[str]) -> Program:
@@ -45,51 +43,10 @@ def open(path: str | PathLike[str]) -> Program:
     code: open artifacts from people you trust. `Program.verify` checks every byte of the weights.
     """
     folder = Path(path)
-    try:
-        data = (folder / PAYLOAD).read_bytes()
-    except OSError as error:
-        raise SourceError(
-            f"{folder} is not an artifact: {PAYLOAD} cannot be read ({error.strerror}); "
-            "give the folder that penstock compile wrote"
-        ) from error
-    payload = Payload.from_bytes(data, source=str(folder / PAYLOAD))
-    _check_digest(folder / DIGEST, data)
-    if payload.program is None:
-        raise PayloadError(f"{folder / PAYLOAD} describes a program in memory: compile it to run it")
-    verify_payload(payload)
-    _check_program(folder / payload.program.path, payload.program.sha256)
+    payload = read_payload(folder)
     with Source(payload.files, folder, mode="buffered"):
         pass  # opening compares every stamp
     return Program(folder, payload)
-
-
-def digest_line(data: bytes) -> bytes:
-    """What the file DIGEST holds for these bytes of a payload."""
-    return f"{hashlib.sha256(data).hexdigest()}  {PAYLOAD}\n".encode()
-
-
-def _check_digest(path: Path, data: bytes) -> None:
-    try:
-        expected = path.read_bytes()
-    except OSError as error:
-        raise SourceError(f"{path} cannot be read ({error.strerror}): the artifact is incomplete") from error
-    if expected != digest_line(data):
-        raise PayloadError(
-            f"{path.with_suffix('')} is not what was written: its sha256 differs from that in {path.name}; "
-            "compile again"
-        )
-
-
-def _check_program(path: Path, sha256: str) -> None:
-    try:
-        found = hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        raise SourceError(f"the lowered program {path} cannot be read: {error.strerror}") from error
-    if found != sha256:
-        raise PayloadError(
-            f"the lowered program {path} is not the one compiled: its sha256 was {sha256} and is {found}; "
-            "compile again"
-        )
 
 
 class Program:
@@ -170,6 +127,7 @@ class Program:
         device_memory: int | str | None = None,
         reserve: Reserve = 0,
         context_length: int | None = None,
+        host_memory: int | str | None = None,
         keep: Sequence[str] = (),
         arena: str | None = None,
         readers: int = READERS,
@@ -180,7 +138,9 @@ class Program:
 
         `debug` makes a read of a dropped granule of a paged arena fault; `poison` overwrites freed
         bytes of a contiguous one with NaN. `device_memory` caps all that the device holds instead: what is
-        left for weights is printed (`split_memory`). Close the module, or use it as a context manager.
+        left for weights is printed (`split_memory`). `host_memory` caps what the host of a device holds of
+        them, by default 80 % of what is available; the rest comes from the files again and again. Close
+        the module, or use it as a context manager.
         """
         if sum(given is not None for given in (budget, plan, device_memory)) != 1:
             raise BudgetError(
@@ -198,10 +158,12 @@ class Program:
             raise BudgetError(
                 "reserve= is taken from device_memory=: give that instead of a budget or a plan"
             )
+        if kind == "cpu" and host_memory is not None:
+            raise BudgetError("a CPU has no host behind it: host_memory= is for cuda and sim")
         if budget is not None:
-            plan = self.plan(budget, keep=keep, device=device, arena=arena)
-        elif keep or arena:
-            raise PlanError("keep= and arena= are decided by the plan: give them to plan()")
+            plan = self._plan_to_load(budget, keep=keep, device=device, arena=arena, host_memory=host_memory)
+        elif keep or arena or host_memory is not None:
+            raise PlanError("keep=, arena= and host_memory= are decided by the plan: give them to plan()")
         assert plan is not None
         verify_plan(self.payload.storages, self.payload.traces, plan)
         options = LoadOptions(readers, debug, poison)
@@ -211,6 +173,24 @@ class Program:
         if isinstance(opened, SimDevice):
             opened.reserve(self.activation_bytes, "activations")
         return load_on_device(self.path, self.payload, plan, opened, options)
+
+    def _plan_to_load(
+        self,
+        budget: int | str,
+        *,
+        keep: Sequence[str],
+        device: str,
+        arena: str | None,
+        host_memory: int | str | None,
+    ) -> Plan:
+        """The plan that `load` makes: where the host cannot hold all that streams, with its limit."""
+        plan = self.plan(budget, keep=keep, device=device, arena=arena, host_memory=host_memory)
+        limit = usable_bytes()
+        if device_kind(device) == "cpu" or host_memory is not None or limit is None:
+            return plan
+        if sum(item.nbytes for item in copied_ranges(plan)) <= limit:
+            return plan
+        return self.plan(budget, keep=keep, device=device, arena=arena, host_memory=limit)
 
     @cached_property
     def activation_bytes(self) -> int:
@@ -280,7 +260,8 @@ class Program:
         if hardware == "auto":
             hardware = hardware_of(device) or hardware
         if hardware == "auto" and device_kind(device) == "cuda":
-            hardware = measure_cuda(device, self.payload.weights)
+            with open_source(self.payload, self.path) as source:
+                hardware = measure_cuda(device, self.payload.weights, source)
         if hardware == "auto":
             with open_source(self.payload, self.path) as source:
                 choice = choose(arenas, floors, budget, source)

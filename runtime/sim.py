@@ -37,9 +37,10 @@ KERNELS = "the stream of the kernels"
 
 @dataclass
 class SimEvent:
-    """Complete once each stream has run as many operations. Times are virtual."""
+    """Complete once each stream has run as many operations, and `after` have. Times are virtual."""
 
     reached: tuple[tuple[SimStream, int], ...]
+    after: tuple[SimEvent, ...]
     known: Clock
     time_ns: int
     of_disk: bool = False
@@ -49,7 +50,7 @@ class SimEvent:
 class SimStream:
     """Operations still to run, and how far the virtual clock of the stream is.
 
-    An operation is a function, and the event it must wait for before it runs, if any.
+    An operation is a function, and the events it must wait for before it runs. After an error none runs.
     """
 
     name: str
@@ -58,6 +59,7 @@ class SimStream:
     enqueued: int = 0
     done: int = 0
     time_ns: int = 0
+    error: BaseException | None = None
 
 
 @dataclass
@@ -178,9 +180,9 @@ class SimDevice:
                 self._operation(lane)
                 self.detector.join("all readers", self.detector.clock_of(lane.name))
             known = self.detector.clock_of("all readers")
-            return SimEvent(_reached(*stream.lanes), known, stream.time_ns, of_disk=True)
+            return _event(stream.lanes, known, stream.time_ns, of_disk=True)
         self._operation(stream)
-        return SimEvent(_reached(stream), self.detector.clock_of(stream.name), stream.time_ns)
+        return _event((stream,), self.detector.clock_of(stream.name), stream.time_ns)
 
     def wait(self, stream: SimStream | SimDisk, event: SimEvent) -> None:
         stream.time_ns = max(stream.time_ns, event.time_ns)
@@ -195,7 +197,8 @@ class SimDevice:
             self._run(event)
 
     def query(self, event: SimEvent) -> bool:
-        return all(stream.done >= position for stream, position in event.reached)
+        reached = all(stream.done >= position for stream, position in event.reached)
+        return reached and all(map(self.query, event.after))
 
     def synchronize(self, event: SimEvent) -> None:
         self.detector.join(HOST, event.known)
@@ -262,16 +265,28 @@ class SimDevice:
     def _step(self, stream: SimStream) -> None:
         """Run the stream's next operation, and before it all that it waits for."""
         run, events = stream.waiting.popleft()
-        for event in events:
-            self._run(event)
-        run()
         stream.done += 1
+        try:
+            for event in events:
+                self._run(event)
+            if stream.error is None:
+                run()
+        except Exception as error:
+            if stream is self._kernels:
+                raise
+            stream.error = error
 
     def _run(self, event: SimEvent) -> None:
+        for before in event.after:
+            self._run(before)
         for stream, position in event.reached:
             while stream.done < position:
                 self._step(stream)
+            if stream.error is not None:
+                raise stream.error
 
 
-def _reached(*streams: SimStream) -> tuple[tuple[SimStream, int], ...]:
-    return tuple((stream, stream.enqueued) for stream in streams)
+def _event(streams: Sequence[SimStream], known: Clock, time_ns: int, *, of_disk: bool = False) -> SimEvent:
+    reached = tuple((stream, stream.enqueued) for stream in streams)
+    after = tuple(event for stream in streams for event in stream.pending)
+    return SimEvent(reached, after, known, time_ns, of_disk)

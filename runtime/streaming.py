@@ -17,7 +17,8 @@ class Stats:
     `peak_bytes` is the most weight memory ever held, within the budget: the arena's ranges and the
     storages outside it. `stall_seconds` is time the caller waited for weights, loading the resident
     ones included. `arena` says in words where weights live and why. `pinned_bytes` is what the host
-    holds for a device that copies from it, and `simulated_seconds` the virtual time of a simulated one.
+    holds for a device that copies from it, `mapped_bytes` what of `held_bytes` is the page cache's own, and
+    `simulated_seconds` the virtual time of a simulated device, loading included.
     """
 
     passes: int
@@ -30,6 +31,7 @@ class Stats:
     arena: str
     readers: int
     pinned_bytes: int = 0
+    mapped_bytes: int = 0
     simulated_seconds: float | None = None
 
 

@@ -36,6 +36,8 @@ class Memory:
 
     contents: bytes
 
+    files: tuple[()] = ()
+
     def read_into(self, file: int, offset: int, address: int, nbytes: int) -> None:
         assert file == 0
         ctypes.memmove(address, self.contents[offset : offset + nbytes], nbytes)
@@ -139,6 +141,16 @@ def disk_cases() -> tuple[Case, ...]:
         ),
         case("misses", uneven, [again], 0.3, [plain[0], (0, "backwards"), *in_between], host=6 * UNIT),
         case("breaks", uneven, [again], 0.3, [plain[0], (0, "raises"), *in_between], host=6 * UNIT),
+    )
+
+
+@cache
+def small_disk_cases() -> tuple[Case, ...]:
+    """Few storages behind a host, for all changes of their plans."""
+    in_turn, again, plain = [[k] for k in range(5)], [[0], [1], [2], [0, 3], [4]], [(0, "in order")] * 3
+    return (
+        case("host", [2, 1, 3, 2, 1, 1], [in_turn], 0.2, plain, host=4 * UNIT),
+        case("host, read again", [2, 1, 3, 1, 2, 1], [again], 0.3, plain, host=3 * UNIT),
     )
 
 

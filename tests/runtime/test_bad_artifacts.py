@@ -13,7 +13,7 @@ import torch
 
 import penstock
 from penstock.runtime import direct_file
-from penstock.runtime.program import digest_line
+from penstock.runtime.artifact_files import digest_line
 from tests.runtime.conftest import Compiled
 
 

@@ -10,12 +10,12 @@ import torch
 
 from penstock.runtime.cpu import CpuDevice
 from penstock.runtime.cuda import CudaDevice
-from penstock.runtime.device import Device, Move
+from penstock.runtime.device import Device, FileRead, Move
 from penstock.runtime.device_memory import DeviceWeights
 from penstock.runtime.device_streamer import DeviceStreamer
 from penstock.runtime.sim import SimDevice
-from penstock.schedule.errors import StreamError
-from tests.runtime.device_runs import HARDWARE, Case, Memory, cases
+from penstock.schedule.errors import SourceError, StreamError
+from tests.runtime.device_runs import HARDWARE, Case, Memory, cases, disk_cases
 
 DEVICES = {
     "cpu": CpuDevice,
@@ -97,7 +97,7 @@ def test_a_wait_for_what_is_done_goes_on(device: Device) -> None:
     finish(device, copies)
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*cases(), *disk_cases()], ids=lambda case: case.name)
 def test_plans_run_on_every_device(device: Device, case: Case) -> None:
     """Two passes of each method, and what each step finds."""
     source: Any = case.source
@@ -130,6 +130,42 @@ def found(weights: DeviceWeights, storage: int) -> torch.Tensor:
 def contents(case: Case, source: Memory, storage: int) -> bytes:
     (extent,) = case.storages[storage].extents
     return source.contents[extent.file_offset : extent.file_offset + extent.nbytes]
+
+
+def test_a_disk_reads_what_it_is_asked_for_behind_what_it_waits_for(device: Device) -> None:
+    source: Any = Memory(bytes(range(64)))
+    disk, copies = device.open_disk(source), device.open_stream("copies")
+    memory, target = device.allocate_host(8), device.allocate(16, "a test")
+    for number in range(10):
+        device.read(disk, memory, [FileRead(0, number, 0, 4), FileRead(0, 32 + number, 4, 4)], "a read")
+        device.wait(copies, device.record(disk))
+        device.copy(copies, target, [Move(memory, 0, number % 2 * 8, 8)], "a copy")
+        device.wait(disk, device.record(copies))
+    last = device.record(disk)
+    device.synchronize(last)
+    assert device.query(last)
+    assert target.tolist() == [8, 9, 10, 11, 40, 41, 42, 43, 9, 10, 11, 12, 41, 42, 43, 44]
+
+
+class Broken(Memory):
+    """A disk that fails at the third read."""
+
+    def read_into(self, file: int, offset: int, address: int, nbytes: int) -> None:
+        if offset >= 2:
+            raise SourceError("the disk is broken")
+        super().read_into(file, offset, address, nbytes)
+
+
+def test_an_error_of_a_read_reaches_who_waits_for_it_and_ends_all_reading(device: Device) -> None:
+    source: Any = Broken(bytes(64))
+    disk, memory = device.open_disk(source), device.allocate_host(64)
+    for number in range(2):
+        device.read(disk, memory, [FileRead(0, number, number, 1)], "a read")
+    device.synchronize(device.record(disk))
+    device.read(disk, memory, [FileRead(0, 2, 2, 1)], "a read")
+    for _ in range(2):
+        with pytest.raises(SourceError, match="broken"):
+            device.wait(device.current_stream(), device.record(disk))
 
 
 def test_an_error_of_a_copy_reaches_who_waits_for_it() -> None:

@@ -18,7 +18,7 @@ from penstock.runtime import device_memory, device_streamer, host_weights, resid
 from penstock.runtime.happens_before import RaceError
 from penstock.runtime.sim import SimDevice
 from penstock.schedule.errors import PenstockError, PlanError
-from penstock.schedule.model import Drop, Plan, Range, Schedule, Transfer
+from penstock.schedule.model import Drop, HostTier, Plan, Range, Schedule, Transfer
 from penstock.schedule.verify import verify_plan
 from tests.runtime.device_runs import (
     HARDWARE,
@@ -29,6 +29,7 @@ from tests.runtime.device_runs import (
     WrongBytesError,
     cases,
     run_everywhere,
+    small_disk_cases,
 )
 from tests.runtime.mutants import HOST, MEMORY, RESIDENT, STAGING, STREAMER, WAIT
 
@@ -107,6 +108,18 @@ def mutants_of(plan: Plan) -> Iterator[Plan]:
                 addresses = (*plan.addresses[:k], address + shift, *plan.addresses[k + 1 :])
                 yield replace(plan, addresses=addresses)
     yield replace(plan, arena_bytes=plan.arena_bytes - 64)
+    yield from (replace(plan, host=host) for host in _of_host(plan.host))
+
+
+def _of_host(host: HostTier | None) -> Iterator[HostTier | None]:
+    if host is None:
+        return
+    yield None
+    yield replace(host, nbytes=host.nbytes - 64)
+    held = host.resident
+    for k, item in enumerate(held):
+        for new in ((), (Range(item.start + 64, item.stop),), (Range(item.start, item.stop + 64),)):
+            yield replace(host, resident=(*held[:k], *new, *held[k + 1 :]))
 
 
 def _of_schedule(schedule: Schedule, steps: int) -> Iterator[Schedule]:
@@ -116,6 +129,11 @@ def _of_schedule(schedule: Schedule, steps: int) -> Iterator[Schedule]:
             yield replace(schedule, transfers=(*moved[:k], *new, *moved[k + 1 :]))
         if k:
             yield replace(schedule, transfers=(*moved[: k - 1], t, moved[k - 1], *moved[k + 1 :]))
+    for nbytes in (-64, 64):
+        yield replace(schedule, staging_bytes=max(0, schedule.staging_bytes + nbytes))
+        for k, staged in enumerate(schedule.staged):
+            counts = (*schedule.staged[:k], max(0, staged + nbytes), *schedule.staged[k + 1 :])
+            yield replace(schedule, staged=counts)
     for k, d in enumerate(schedule.drops):
         for drops in (
             (),
@@ -145,7 +163,7 @@ def caught_by_device(case: Case) -> bool:
     return False
 
 
-@pytest.mark.parametrize("case", cases()[:6], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*cases()[:6], *small_disk_cases()], ids=lambda case: case.name)
 def test_mutants_of_plans_are_refused_or_right(case: Case) -> None:
     """The verifier and the device share nothing: neither may let through what the other catches."""
     total = refused = caught = 0

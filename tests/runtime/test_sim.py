@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, seed, settings
+from hypothesis import strategies as st
 
 import penstock
 from penstock.runtime.sim import SimDevice
@@ -113,15 +115,24 @@ def test_more_passes_remember_no_more(case):
     assert remembered[0] == remembered[1]
 
 
-def case_of(p: Problem) -> Case:
+def case_of(p: Problem, host_share: float | None = None) -> Case:
     starts = [sum(s.nbytes for s in p.storages[:k]) for k in range(len(p.storages))]
     storages = tuple(
         type(s)(s.nbytes, s.kind, (Extent(0, start, 0, s.nbytes),) if s.nbytes else ())
         for s, start in zip(p.storages, starts, strict=True)
     )
     least = floor(storages, p.traces, p.arena, keep=p.keep).upper_bytes
+    hardware = replace(p.hardware, disk_bytes_per_s=p.hardware.link_bytes_per_s / 3, disk_latency_ns=70)
+    total = sum(s.nbytes for s in storages)
     plan = make_plan(
-        storages, p.traces, p.arena, budget=p.budget(least), hardware=p.hardware, keep=p.keep, wrap=p.wrap
+        storages,
+        p.traces,
+        p.arena,
+        budget=p.budget(least),
+        hardware=hardware,
+        keep=p.keep,
+        wrap=p.wrap,
+        host_memory=None if host_share is None else 64 + int(host_share * total),
     )
     graphs = [trace.graph for trace in p.traces]
     return Case(
@@ -136,7 +147,7 @@ def test_random_plans_run_in_random_orders(p: Problem) -> None:
     one = case_of(p)
     if one.plan.arena_bytes:
         for number in range(3):
-            Run(one, SimDevice(p.hardware, policy="random", seed=number)).go()
+            Run(one, SimDevice(one.plan.hardware, policy="random", seed=number)).go()
 
 
 @settings(max_examples=SEEDS // 2, deadline=None)
@@ -145,7 +156,80 @@ def test_random_plans_run_in_random_orders(p: Problem) -> None:
 def test_random_plans_of_two_methods_run_in_random_orders(p: Problem) -> None:
     one = case_of(p)
     if one.plan.arena_bytes:
-        Run(one, SimDevice(p.hardware, policy="random", seed=1)).go()
+        Run(one, SimDevice(one.plan.hardware, policy="random", seed=1)).go()
+
+
+@settings(max_examples=SEEDS, deadline=None)
+@seed(2)
+@given(problems("contiguous", methods=1), st.floats(0, 0.6))
+def test_random_plans_with_a_host_between_run_in_random_orders(p: Problem, share: float) -> None:
+    """And steady passes take what is predicted, to the nanosecond."""
+    one = case_of(p, share)
+    if one.plan.arena_bytes:
+        hardware, schedule = one.plan.hardware, one.plan.schedules[0]
+        for number in range(2):
+            run = Run(replace(one, passes=one.passes * 3), SimDevice(hardware, policy="random", seed=number))
+            times = run.go()
+            assert run.weights.host.pinned_bytes <= one.plan.host.nbytes
+            assert sum(times[-4:]) <= 4 * schedule.predicted_ns + 4
+
+
+@settings(max_examples=SEEDS // 4, deadline=None)
+@seed(3)
+@given(problems("contiguous", methods=2), st.floats(0, 0.6))
+def test_random_plans_of_two_methods_with_a_host_between(p: Problem, share: float) -> None:
+    one = case_of(p, share)
+    if one.plan.arena_bytes:
+        Run(one, SimDevice(one.plan.hardware, policy="random", seed=1)).go()
+
+
+@pytest.mark.parametrize("host_memory", ["25%", "60%", "64KiB"])
+@pytest.mark.parametrize("wrap", ["overlap", "barrier"])
+def test_a_host_that_holds_a_part_streams_the_rest_from_the_files(stack, host_memory, wrap):
+    program = stack.open()
+    budget = program.floor("sim:rtx4090") + (1 << 20)
+    plan = program.plan(budget, device="sim:rtx4090", wrap=wrap, host_memory=host_memory)
+    with torch.no_grad(), program.load(plan=plan, device="sim:rtx4090") as module:
+        times = []
+        for _ in range(4):
+            assert torch.equal(module(stack.tokens), stack.expected)
+            times.append(module.stats.simulated_seconds)
+        assert module.stats.misses == 0
+        assert 0 < module.stats.pinned_bytes <= plan.host.nbytes
+        # To let reads go past the page cache, the ring gives up to 4 KiB for each large one.
+        assert times[-1] - times[-2] == pytest.approx(plan.predicted_seconds, rel=1e-3)
+
+
+def test_host_memory_is_capped_as_the_machine_is(stack, monkeypatch):
+    program = stack.open()
+    budget = program.floor("sim:h100")
+    monkeypatch.setattr("penstock.runtime.program.usable_bytes", lambda: 2 << 20)
+    with torch.no_grad(), program.load(budget, device="sim:h100") as module:
+        assert torch.equal(module(stack.tokens), stack.expected)
+        assert 0 < module.stats.pinned_bytes <= 2 << 20
+    with program.load(budget, device="sim:h100", host_memory="3MiB") as module:
+        assert 2 << 20 < module.stats.pinned_bytes <= 3 << 20
+    with pytest.raises(penstock.BudgetError, match="a CPU has no host behind it"):
+        program.load("50%", host_memory="3MiB")
+    with pytest.raises(penstock.PlanError, match="host_memory= are decided by the plan"):
+        program.load(plan=program.plan("50%", device="sim"), device="sim", host_memory="3MiB")
+
+
+def test_a_file_that_changes_while_it_streams_is_an_error_and_the_next_load_says_so(stack, tmp_path):
+    path = tmp_path / "copy.penstock"
+    shutil.copytree(stack.path, path)
+    program = penstock.open(path)
+    module = program.load(program.floor("sim:h100"), device="sim:h100", host_memory="1MiB")
+    with torch.no_grad():
+        module(stack.tokens)
+        weights = max(path.iterdir(), key=lambda file: file.stat().st_size)
+        os.truncate(weights, weights.stat().st_size - 4096)
+        for _ in range(2):
+            with pytest.raises(penstock.SourceError, match="truncated while in use"):
+                module(stack.tokens)
+    module.close()
+    with pytest.raises(penstock.SourceError):
+        penstock.open(path)
 
 
 def test_a_cap_on_all_memory_leaves_room_for_activations(stack, capsys):
