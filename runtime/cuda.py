@@ -7,6 +7,7 @@ the simulated device tests.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,9 +22,13 @@ _ALIGNMENT = 4096
 
 
 class CudaDevice:
-    """The device of one index. StreamError where torch finds none."""
+    """The device of one index. StreamError where torch finds none.
 
-    def __init__(self, index: int | None = None) -> None:
+    Without `page_lock` host memory is ordinary: the driver copies from it in pieces of its own, and the host
+    waits for that.
+    """
+
+    def __init__(self, index: int | None = None, *, page_lock: bool = True) -> None:
         if not torch.cuda.is_available():
             why = (
                 "this torch is built without CUDA"
@@ -39,22 +44,28 @@ class CudaDevice:
         if index >= count:
             raise StreamError(f"there is no device 'cuda:{index}': this machine has {count}")
         self.name = f"cuda:{index}"
+        self._page_lock = page_lock
         self.torch_device = torch.device("cuda", index)
         self._streams: list[torch.cuda.Stream] = []
         self._disks: list[DiskStream] = []
         self._locked: list[torch.Tensor] = []
 
     @classmethod
-    def of(cls, name: str) -> CudaDevice:
+    def of(cls, name: str, *, page_lock: bool = True) -> CudaDevice:
         """The device of a name such as `cuda` or `cuda:1`."""
         index = name.partition(":")[2]
-        return cls(int(index) if index else None)
+        return cls(int(index) if index else None, page_lock=page_lock)
 
     @property
     def held_by_others(self) -> int:
         """Bytes of the device that neither torch's allocator in this process holds nor anybody could."""
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return max(0, total - free - torch.cuda.memory_reserved(self.torch_device))
+
+    @property
+    def peak_allocated(self) -> int:
+        """The most bytes that torch's allocator has given out in this process."""
+        return torch.cuda.max_memory_allocated(self.torch_device)
 
     def allocate(self, nbytes: int, purpose: str) -> torch.Tensor:
         try:
@@ -71,11 +82,15 @@ class CudaDevice:
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8)
         memory = aligned_bytes(nbytes, _ALIGNMENT)
+        if not self._page_lock:
+            return memory
         code = int(_runtime().cudaHostRegister(memory.data_ptr(), nbytes, 0))
         if code:
             raise StreamError(
                 f"{format_size(nbytes)} of host memory could not be page-locked (CUDA error {code}): raise "
-                "the limit on locked memory (ulimit -l, a container's memory), or plan with less of it"
+                "the limit on locked memory (ulimit -l, a container's memory), load with less of it "
+                "(host_memory=), or with ordinary memory, which copies at a fraction of the rate "
+                "(page_lock=False)"
             )
         self._locked.append(memory)
         return memory
@@ -130,10 +145,11 @@ class CudaDevice:
         event.synchronize()
 
     def close(self) -> None:
-        for stream in self._streams:
-            stream.synchronize()
         for disk in self._disks:
             disk.close()
+        for stream in self._streams:
+            with suppress(RuntimeError):  # a device that was lost does not answer
+                stream.synchronize()
         self._streams.clear()
         self._disks.clear()
         while self._locked:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,6 +15,7 @@ from penstock.runtime.device import Device
 from penstock.runtime.device_memory import DeviceWeights
 from penstock.runtime.device_streamer import DeviceStreamer
 from penstock.runtime.loading import LoadOptions, bind_eager, bind_inductor, describe_arena, open_source
+from penstock.runtime.memory_split import MemorySplit
 from penstock.runtime.module import Resources, StreamedModule
 from penstock.runtime.sim import SimDevice
 from penstock.runtime.sim_streamer import SimStreamer
@@ -42,17 +45,26 @@ def hardware_of(name: str) -> Hardware | None:
     return find_hardware(detail) if kind == "sim" and detail else None
 
 
-def open_device(name: str, plan: Plan) -> Device:
+def open_device(name: str, plan: Plan, *, page_lock: bool = True) -> Device:
     """The device of that name. A simulated one without a preset runs on the hardware of the plan."""
     if device_kind(name) == "cuda":
-        return CudaDevice.of(name)
+        return CudaDevice.of(name, page_lock=page_lock)
     return SimDevice(hardware_of(name) or plan.hardware, name=name)
 
 
 def load_on_device(
-    folder: Path, payload: Payload, plan: Plan, device: Device, options: LoadOptions
+    folder: Path,
+    payload: Payload,
+    plan: Plan,
+    device: Device,
+    options: LoadOptions,
+    *,
+    split: Callable[[], MemorySplit] | None = None,
 ) -> StreamedModule:
-    """A streamed module for a verified plan; on an error everything opened so far is closed again."""
+    """A streamed module for a verified plan; on an error everything opened so far is closed again.
+
+    `split` tells what was left beside weights, should memory run out in a pass.
+    """
     if plan.arena.kind != "contiguous" and plan.arena_bytes:
         raise StreamError(
             f"a {plan.arena.kind} arena cannot be on {device.name}: plan for that device, or with "
@@ -80,6 +92,8 @@ def load_on_device(
         else:
             methods, closers = bind_eager(folder, payload, tensors, streamer, device.torch_device)
         resources = Resources(streamer, (*closers, device.close, source.close), os.getpid())
+        if split is not None:
+            resources.out_of_memory = partial(_outgrown, device, weights, split)
 
         def read_stats(passes: int) -> Stats:
             counters = Counters() if streamer is None else streamer.counters
@@ -99,3 +113,10 @@ def load_on_device(
 
         opened.pop_all()
     return StreamedModule(methods, plan, resources, read_stats)
+
+
+def _outgrown(device: Device, weights: DeviceWeights, split: Callable[[], MemorySplit]) -> str:
+    """Which part of the device's memory was too small."""
+    if not isinstance(device, CudaDevice):
+        return f"beside {split()}"
+    return split().outgrown(device.peak_allocated - weights.held_bytes, device.held_by_others)

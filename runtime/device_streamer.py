@@ -14,6 +14,7 @@ from the resident ranges again. Slower, never wrong.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 
@@ -54,6 +55,7 @@ class DeviceStreamer:
     _before: _Pass
     _this: _Pass
     _next: _Pass
+    _arrived: Event | None  # behind the last copy enqueued in this pass
     _expected: list[int]  # the probed steps still to come in this pass, the next one last
     _demand: Sequence[Range] | None  # what was loaded last, once this pass left the planned order
     _running: bool
@@ -77,6 +79,7 @@ class DeviceStreamer:
         self._ring_bytes = weights.host.ring.numel() or None
         self._staging = Staging(device, weights.disk, weights.host)
         self._closed = False
+        self._lost: Exception | None = None
         self._restart(plan.schedules[0].graph)
 
     # The pass.
@@ -85,12 +88,17 @@ class DeviceStreamer:
         """Start a pass of method `graph`."""
         if self._closed:
             raise StreamError("the streamed module is closed: load the program again")
+        if self._lost is not None:
+            raise StreamError(
+                f"{self._device.name} is lost ({self._lost}): close the module and load it again"
+            ) from self._lost
         method = self.methods[graph]
         if self._running or not self._can_follow(graph):
             self._restart(graph)
         self._position.begin(method)
         self._before, self._this, self._next = self._this, self._next, _Pass()
         self._expected = list(reversed(method.probed))
+        self._arrived = None
         self._running = True
         self._issue()
 
@@ -129,23 +137,30 @@ class DeviceStreamer:
         self._running = False
         barrier = self._plan.wrap == "barrier"
         self._issue(lambda: barrier)
-        if barrier:
-            self._device.wait(self._device.current_stream(), self._device.record(self._copies))
+        if barrier and self._arrived is not None:
+            # Of other passes nothing is waited for from now on, so that each can be captured as a graph.
+            self._device.wait(self._device.current_stream(), self._arrived)
+            self._next.arrived.clear()
 
     def abort(self) -> None:
         """Forget everything but the resident ranges; the next pass starts from the boundary again.
 
         Nothing is waited for: what the next pass copies runs behind what is enqueued.
         """
-        if not self._closed:
+        if self._closed or self._lost is not None:
+            return
+        try:
             self._restart(self._position.method.graph)
+        except Exception as error:  # the pass has failed because the device has
+            self._lost = error
 
     def close(self) -> None:
-        """Wait for what is on its way. Idempotent."""
+        """Wait for what is on its way, also if it fails. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._device.synchronize(self._device.record(self._copies))
-            self._device.synchronize(self._device.record(self._device.current_stream()))
+            for stream in (self._copies, self._device.current_stream()):
+                with suppress(Exception):
+                    self._device.synchronize(self._device.record(stream))
 
     @property
     def in_reader(self) -> bool:
@@ -191,9 +206,9 @@ class DeviceStreamer:
             self._device.wait(self._copies, self._freed(piece))
             self._copy(item, f"for step {piece.step}", slot)
             reading = self._next if position.ahead else self._this
-            arrived = reading.arrived[piece.step] = self._device.record(self._copies)
+            self._arrived = reading.arrived[piece.step] = self._device.record(self._copies)
             if slot is not None:
-                self._staging.copied(slot, arrived)
+                self._staging.copied(slot, self._arrived)
             position.counts[piece.step] -= 1
             position.advance(1)
 

@@ -13,6 +13,7 @@ import torch
 
 from penstock.passes.lowering import compiled, eager
 from penstock.runtime.arena import WeightArena, open_arena
+from penstock.runtime.memory_split import MemorySplit
 from penstock.runtime.module import BoundMethod, Resources, StreamedModule
 from penstock.runtime.rates import READERS
 from penstock.runtime.reading import read_extents
@@ -33,11 +34,16 @@ Below it the rest would come into the cache in small folios, which a mapping pay
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a plan is carried out; none of it changes what is computed."""
+    """How a plan is carried out; none of it changes what is computed.
+
+    `split` is what was left beside weights, where a cap on all memory was given.
+    """
 
     readers: int = READERS
     debug: bool = False
     poison: bool = False
+    page_lock: bool = True
+    split: MemorySplit | None = None
 
 
 def open_source(payload: Payload, folder: Path) -> Source:

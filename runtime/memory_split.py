@@ -50,6 +50,14 @@ class MemorySplit:
             )
         return self.weights
 
+    def outgrown(self, allocated: int, others: int) -> str:
+        """Which part took more than its share, when `allocated` bytes beside weights were all there was."""
+        own = self.activations + self.workspace + self.reserved
+        parts = [("what other processes hold", others, self.others)]
+        parts.append(("activations, workspace and what the caller keeps", allocated, own))
+        name, took, share = max(parts, key=lambda part: part[1] - part[2])
+        return f"{name} took {format_size(took)} and more, of a share of {format_size(share)}"
+
     def __str__(self) -> str:
         parts = {
             "activations": self.activations,

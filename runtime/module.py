@@ -56,13 +56,14 @@ class BoundMethod:
 class Resources:
     """What must be given back in order: readers first, then the memory they write, then the files.
 
-    Every closer may be called again.
+    Every closer may be called again. `out_of_memory` says which part of a device's memory was too small.
     """
 
     streamer: StepStreamer | None
     closers: tuple[Callable[[], None], ...]
     owner: int
     closed: bool = False
+    out_of_memory: Callable[[], str] = lambda: "activations outgrew what was left beside weights"
 
     def close(self) -> None:
         """Give everything back, also after an interrupt; a forked child has no readers and may only close."""
@@ -195,7 +196,13 @@ class StreamedModule(torch.nn.Module):
             calls = self._calls.get(name)
             run = _running(method.program, _checked(method.program, args, kwargs), calls)
             probes = calls or self._resources.streamer
-            output = run() if probes is None else self._stream(method.trace.graph, probes, run)
+            try:
+                output = run() if probes is None else self._stream(method.trace.graph, probes, run)
+            except torch.OutOfMemoryError as error:
+                raise StreamError(
+                    f"the device is out of memory in a pass: {self._resources.out_of_memory()}; lower the "
+                    "budget, or give device_memory= and a larger reserve="
+                ) from error
             self._passes += 1
             return output
 

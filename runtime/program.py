@@ -130,6 +130,7 @@ class Program:
         host_memory: int | str | None = None,
         keep: Sequence[str] = (),
         arena: str | None = None,
+        page_lock: bool = True,
         readers: int = READERS,
         debug: bool = False,
         poison: bool = False,
@@ -139,8 +140,9 @@ class Program:
         `debug` makes a read of a dropped granule of a paged arena fault; `poison` overwrites freed
         bytes of a contiguous one with NaN. `device_memory` caps all that the device holds instead: what is
         left for weights is printed (`split_memory`). `host_memory` caps what the host of a device holds of
-        them, by default 80 % of what is available; the rest comes from the files again and again. Close
-        the module, or use it as a context manager.
+        them, by default 80 % of what is available; the rest comes from the files again and again.
+        `page_lock=False` makes do with ordinary memory where the system refuses to lock it. Close the
+        module, or use it as a context manager.
         """
         if sum(given is not None for given in (budget, plan, device_memory)) != 1:
             raise BudgetError(
@@ -148,6 +150,7 @@ class Program:
                 "load(plan=plan) or load(device_memory='12GB')"
             )
         kind = device_kind(device)
+        split = None
         if device_memory is not None:
             split = self.split_memory(
                 device_memory, reserve=reserve, context_length=context_length, device=device
@@ -166,13 +169,20 @@ class Program:
             raise PlanError("keep=, arena= and host_memory= are decided by the plan: give them to plan()")
         assert plan is not None
         verify_plan(self.payload.storages, self.payload.traces, plan)
-        options = LoadOptions(readers, debug, poison)
+        options = LoadOptions(readers, debug, poison, page_lock, split)
         if kind == "cpu":
             return load_on_cpu(self.path, self.payload, plan, options)
-        opened = open_device(device, plan)
+        return self._load_on_device(device, plan, options)
+
+    def _load_on_device(self, device: str, plan: Plan, options: LoadOptions) -> StreamedModule:
+        opened = open_device(device, plan, page_lock=options.page_lock)
         if isinstance(opened, SimDevice):
             opened.reserve(self.activation_bytes, "activations")
-        return load_on_device(self.path, self.payload, plan, opened, options)
+
+        def split() -> MemorySplit:
+            return options.split or self.split_memory(plan.budget, device=device)
+
+        return load_on_device(self.path, self.payload, plan, opened, options, split=split)
 
     def _plan_to_load(
         self,

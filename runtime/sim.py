@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -43,6 +44,7 @@ class SimEvent:
     after: tuple[SimEvent, ...]
     known: Clock
     time_ns: int
+    capture: int
     of_disk: bool = False
 
 
@@ -59,6 +61,8 @@ class SimStream:
     enqueued: int = 0
     done: int = 0
     time_ns: int = 0
+    last_stamp: int = 0
+    capture: int = 0
     error: BaseException | None = None
 
 
@@ -89,6 +93,8 @@ class SimDevice:
         self._held: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._read_once: set[int] = set()
+        self._capture = 0  # the number of the capture that goes on, 0 where none does
+        self._captures = 0
 
     # Memory.
 
@@ -182,11 +188,14 @@ class SimDevice:
             known = self.detector.clock_of("all readers")
             return _event(stream.lanes, known, stream.time_ns, of_disk=True)
         self._operation(stream)
-        return _event((stream,), self.detector.clock_of(stream.name), stream.time_ns)
+        return _event((stream,), self.detector.clock_of(stream.name), stream.time_ns, capture=self._capture)
 
     def wait(self, stream: SimStream | SimDisk, event: SimEvent) -> None:
+        if event.capture != self._capture:
+            raise StreamError("a capture waits for an event from outside it, or the other way round")
         stream.time_ns = max(stream.time_ns, event.time_ns)
         for one in stream.lanes if isinstance(stream, SimDisk) else (stream,):
+            one.capture = event.capture
             self._operation(one)
             self.detector.join(one.name, event.known)
             if one is not self._kernels:
@@ -226,10 +235,32 @@ class SimDevice:
         """Virtual time at which the kernels enqueued so far have ended."""
         return self._kernels.time_ns
 
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Holds what is enqueued to the rules of CUDA's graphs; it runs all the same.
+
+        A stream takes part once it waits for an event of the capture, which must not wait for any other, and
+        the kernels have to wait for all that it has done in the end.
+        """
+        self._captures += 1
+        self._capture = self._kernels.capture = self._captures
+        try:
+            yield
+            for stream in self._streams:
+                known = self.detector.clock_of(self._kernels.name).get(stream.name, 0)
+                if stream.capture == self._capture and known < stream.last_stamp:
+                    raise StreamError(f"the capture ends while {stream.name} has work that nothing waits for")
+        finally:
+            self._capture = 0
+            for stream in self._streams:
+                stream.capture = 0
+
     # How operations come to run.
 
     def _operation(self, stream: SimStream) -> None:
         """The host enqueues another operation, which comes after all that the host knows of."""
+        if stream.capture != self._capture:
+            raise StreamError(f"{stream.name} is used in a capture that it takes no part in")
         self.detector.tick(HOST)
         self.detector.join(stream.name, self.detector.clock_of(HOST))
         self.detector.tick(stream.name)
@@ -248,6 +279,7 @@ class SimDevice:
         stream.waiting.append((run, tuple(stream.pending)))
         stream.pending.clear()
         stream.enqueued += 1
+        stream.last_stamp = self.detector.clock_of(stream.name)[stream.name]
         if stream is self._kernels:
             self._step(stream)
             return
@@ -286,7 +318,9 @@ class SimDevice:
                 raise stream.error
 
 
-def _event(streams: Sequence[SimStream], known: Clock, time_ns: int, *, of_disk: bool = False) -> SimEvent:
+def _event(
+    streams: Sequence[SimStream], known: Clock, time_ns: int, *, of_disk: bool = False, capture: int = 0
+) -> SimEvent:
     reached = tuple((stream, stream.enqueued) for stream in streams)
     after = tuple(event for stream in streams for event in stream.pending)
-    return SimEvent(reached, after, known, time_ns, of_disk)
+    return SimEvent(reached, after, known, time_ns, capture, of_disk)

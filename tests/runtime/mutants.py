@@ -4,7 +4,7 @@ from __future__ import annotations
 
 WAIT = "self._device.wait(self._copies, self._freed(piece))"
 _COPY = 'self._copy(item, f"for step {piece.step}", slot)'
-_RECORD = "arrived = reading.arrived[piece.step] = self._device.record(self._copies)"
+_RECORD = "self._arrived = reading.arrived[piece.step] = self._device.record(self._copies)"
 _READING = "reading = self._next if position.ahead else self._this"
 _ENDED = "self._this.ended[step] = self._device.record(self._device.current_stream())"
 _KERNELS_WAIT = "self._device.wait(self._device.current_stream(), event)"
@@ -15,7 +15,7 @@ _FREED = "passed.end_of(piece.after + self._position.method.steps)"
 _ENTRY = "self._this = _Pass(entry=self._device.record(self._device.current_stream()))"
 _TURN = "self._before, self._this, self._next = self._this, self._next, _Pass()"
 _POISON = "self._overwrite(self.methods[graph].drops.get(step, ()))"
-_BARRIER = "self._device.wait(self._device.current_stream(), self._device.record(self._copies))"
+_BARRIER = "self._device.wait(self._device.current_stream(), self._arrived)"
 
 STREAMER = {
     "copies do not wait": (WAIT, "pass"),
@@ -40,10 +40,10 @@ STREAMER = {
         _RECORD,
         _RECORD.replace("self._copies", "self._device.current_stream()"),
     ),
-    "a copy is not recorded": (_RECORD, "arrived = self._device.record(self._copies)"),
+    "a copy is not recorded": (_RECORD, "self._arrived = self._device.record(self._copies)"),
     "the first copy of a step counts": (
         _RECORD,
-        "arrived = reading.arrived.setdefault(piece.step, self._device.record(self._copies))",
+        "self._arrived = reading.arrived.setdefault(piece.step, self._device.record(self._copies))",
     ),
     "copies for the next pass count for this": (_READING, "reading = self._this"),
     "kernels do not wait": (_KERNELS_WAIT, "pass"),
@@ -107,7 +107,7 @@ STREAMER = {
     ),
     "a barrier leaves out what the disk still reads": ("self._issue(lambda: barrier)", "self._issue()"),
     "a slot is free before it is copied": (
-        "self._staging.copied(slot, arrived)",
+        "self._staging.copied(slot, self._arrived)",
         "self._staging.copied(slot, slot.read)",
     ),
     "copies on demand do not wait for the disk": ("self._has_read(slot, lambda: True)", "pass"),

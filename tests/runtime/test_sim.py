@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 import penstock
+from penstock.runtime.device_loading import load_on_device
+from penstock.runtime.loading import LoadOptions
 from penstock.runtime.sim import SimDevice
 from penstock.schedule.model import Extent
 from penstock.schedule.planner import floor, make_plan
@@ -41,6 +44,25 @@ def test_outputs_are_bit_equal_and_passes_take_what_is_predicted(stack, share, w
         assert module.stats.held_bytes <= budget
         if plan.arena_bytes:
             assert times[-1] - times[-2] == pytest.approx(plan.predicted_seconds, abs=1e-9)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.6])
+def test_a_pass_can_be_captured_and_another_as_well(stack, share):
+    """By the rules of CUDA's graphs: no event from outside, and all that was forked is joined."""
+    program = stack.open()
+    least = program.floor("sim:rtx4090")
+    budget = least + int(share * (program.weight_bytes - least))
+    for wrap in ("barrier", "overlap"):
+        plan = program.plan(budget, device="sim:rtx4090", wrap=wrap)
+        device = SimDevice(plan.hardware)
+        module = load_on_device(program.path, program.payload, plan, device, LoadOptions())
+        crosses = any(t.after < 0 for t in plan.schedules[0].transfers)
+        with torch.no_grad(), module:
+            module(stack.tokens)
+            for _ in range(3):
+                refusal = pytest.raises(penstock.StreamError, match="capture")
+                with nullcontext() if wrap == "barrier" or not crosses else refusal, device.capture():
+                    assert torch.equal(module(stack.tokens), stack.expected)
 
 
 def test_a_compiled_program_runs_on_it_too(compiled):
