@@ -1,9 +1,11 @@
 """Compares streaming on a GPU with everything resident, with accelerate and diffusers, and with the limit.
 
-A Llama-shaped decoder: one token and a prompt, at budgets from the floor to everything. The rate of copies
-from page-locked memory is measured first; the limit of a cell is the larger of the time with everything
-resident and of copying what the plan streams at that rate. Outputs must be equal bit for bit to the resident
-model's; the peak that torch's allocator reports is printed beside budget and activations.
+A Llama-shaped decoder, one token and a prompt, and a denoising step of Flux's shape, at budgets from the
+floor to everything. The rate of copies from page-locked memory is measured first; the limit of a cell is the
+larger of the time with everything resident and of copying what the plan streams at that rate. A pass is
+also captured as a CUDA graph and replayed. Outputs must be equal bit for bit to the resident model's; what
+the driver says is held is printed beside budget and activations. `hidden` is the share of the shorter of
+copying and computing that the longer one hides: 1 where both overlap all the time, 0 where they alternate.
 
 `--device sim:NAME` runs penstock's part without a GPU, on the virtual clock: it tests the script, and
 measures nothing.
@@ -30,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import penstock
 from benchmarks.cases import load_weights, make_inputs, make_meta_module, write_weights
+from benchmarks.flux import make_flux_inputs, make_meta_flux
 from benchmarks.machine import describe_machine
 from penstock.runtime.program import Program
 from penstock.schedule.sizes import format_size, parse_size
@@ -37,7 +40,9 @@ from penstock.schedule.sizes import format_size, parse_size
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Budgets, as shares of the way from the floor to all weights."""
 
-TOKENS = (1, 512)
+CALLS = (("llama", 1), ("llama", 512), ("flux", 4096))
+"""Models, and how many tokens a call has."""
+
 LIMIT_SECONDS = 480
 """After which no further model is begun."""
 
@@ -62,14 +67,29 @@ class Machine:
         if not self.simulated:
             torch.cuda.synchronize(self.where)
 
+    def held(self) -> int:
+        """Bytes of the device that the driver says are taken, whoever has them."""
+        if self.simulated:
+            return 0
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.where)
+        return total - free
+
+    def taken(self, before: int) -> int:
+        """Bytes that the driver has given out since it was asked `before`; what is freed is kept by torch."""
+        if self.simulated:
+            return 0
+        free, total = torch.cuda.mem_get_info(self.where)
+        return total - free - before
+
     @contextmanager
-    def peak(self) -> Iterator[list[int]]:
-        """Holds afterwards the most bytes that torch's allocator had on the device."""
-        found: list[int] = []
-        if not self.simulated:
-            torch.cuda.reset_peak_memory_stats(self.where)
-        yield found
-        found.append(0 if self.simulated else torch.cuda.max_memory_allocated(self.where))
+    def graph(self, call: Callable[[], object]) -> Iterator[Callable[[], object]]:
+        """Replays what `call` enqueues, captured once."""
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            call()
+        yield captured.replay
+        captured.reset()
 
 
 def offload_with_accelerate(module: torch.nn.Module, where: torch.device) -> None:
@@ -113,14 +133,21 @@ def measure_peers(machine: Machine, module: Any, weights: Path, inputs: Any, rou
     return found
 
 
-def measure(machine: Machine, nbytes: int, tokens: int, rounds: int) -> Iterator[dict[str, Any]]:
+def make_module(model: str, nbytes: int) -> torch.nn.Module:
+    return make_meta_flux(nbytes) if model == "flux" else make_meta_module(model, nbytes)
+
+
+def measure(
+    machine: Machine, call: tuple[str, int], nbytes: int, rounds: int, *, with_peers: bool
+) -> Iterator[dict[str, Any]]:
     """One row for each budget."""
-    module = make_meta_module("llama", nbytes)
+    model, tokens = call
+    module = make_module(model, nbytes)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         weights = Path(folder) / "weights.safetensors"
         write_weights(module, weights)
         load_weights(module, weights, in_memory=True)
-        given = make_inputs(module, tokens)
+        given = make_flux_inputs(tokens) if model == "flux" else make_inputs(module, tokens)
         program = penstock.compile(torch.export.export(module, given), Path(folder) / "model.penstock")
         inputs = tuple(value.to(machine.where) for value in given)
         resident = module.to(machine.where)
@@ -131,13 +158,21 @@ def measure(machine: Machine, nbytes: int, tokens: int, rounds: int) -> Iterator
         rate = everything.hardware.link_bytes_per_s
         if machine.simulated:
             whole = everything.predicted_seconds
-        module = make_meta_module("llama", nbytes)
-        peers = {} if machine.simulated else measure_peers(machine, module, weights, inputs, rounds)
+        peers = {}
+        if with_peers and not machine.simulated:
+            module = make_module(model, nbytes)
+            peers = measure_peers(machine, module, weights, inputs, rounds)
         floor = program.floor(machine.name)
         cell = Cell(machine, program, inputs, expected, rounds)
         for share in SHARES:
             budget = floor + int(share * (program.weight_bytes - floor))
-            row = {"tokens": tokens, "weights": program.weight_bytes, "resident_s": whole, "peers_s": peers}
+            row = {
+                "model": model,
+                "tokens": tokens,
+                "weights": program.weight_bytes,
+                "resident_s": whole,
+                "peers_s": peers,
+            }
             yield row | {"link_bytes_per_s": rate} | cell.run(budget)
 
 
@@ -154,29 +189,54 @@ class Cell:
     def run(self, budget: int) -> dict[str, Any]:
         """What came of streaming within a budget."""
         plan = self.program.plan(budget, device=self.machine.name)
-        with (
-            self.machine.peak() as peak,
-            self.program.load(plan=plan, device=self.machine.name) as module,
-        ):
+        before = self.machine.held()
+        with self.program.load(plan=plan, device=self.machine.name) as module:
             equal = torch.equal(module(*self.inputs), self.expected)
             module(*self.inputs)
             times = [self.machine.seconds(partial(module, *self.inputs)) for _ in range(self.rounds)]
-            stats = module.stats
-        return {
+            stats, peak = module.stats, self.machine.taken(before)
+        return self._graphed(budget) | {
             "budget": budget,
             "equal": equal,
             "seconds": plan.predicted_seconds if self.machine.simulated else median(times),
             "predicted_s": plan.predicted_seconds,
             "copying_s": plan.streamed_bytes / plan.hardware.link_bytes_per_s,
             "held_bytes": stats.peak_bytes,
-            "device_peak_bytes": peak[0],
+            "driver_bytes": peak,
             "activation_bytes": self.program.activation_bytes,
             "misses": stats.misses,
         }
 
+    def _graphed(self, budget: int) -> dict[str, Any]:
+        """The same as one CUDA graph, which also has to give the resident model's output."""
+        if self.machine.simulated:
+            return {}
+        plan = self.program.plan(budget, device=self.machine.name, wrap="barrier")
+        with self.program.load(plan=plan, device=self.machine.name) as module:
+            for _ in range(2):
+                module(*self.inputs)
+            outputs: list[torch.Tensor] = []
+            with self.machine.graph(lambda: outputs.append(module(*self.inputs))) as replay:
+                times = [self.machine.seconds(replay) for _ in range(self.rounds)]
+                equal = torch.equal(outputs[-1], self.expected)
+        return {
+            "graphed_s": median(times),
+            "graphed_equal": equal,
+            "graphed_predicted_s": plan.predicted_seconds,
+        }
+
+
+def hidden(row: dict[str, Any]) -> float:
+    """The share of the shorter of copying and computing that the longer one hides."""
+    shorter = min(row["resident_s"], row["copying_s"])
+    return (row["resident_s"] + row["copying_s"] - row["seconds"]) / shorter if shorter else 1.0
+
 
 def render(rows: list[dict[str, Any]]) -> str:
-    columns = ("tokens", "budget", "ms", "over the limit", "over resident", "best peer over ours", "equal")
+    columns = (
+        *("model", "tokens", "budget", "ms", "graphed, ms", "over the limit", "over resident", "hidden"),
+        *("best peer over ours", "equal"),
+    )
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for row in rows:
         limit = max(row["resident_s"], row["copying_s"])
@@ -184,8 +244,11 @@ def render(rows: list[dict[str, Any]]) -> str:
         budget = f"{format_size(row['budget'])} of {format_size(row['weights'])}"
         ms = f"{row['seconds'] * 1e3:.2f}"
         ratios = [f"{row['seconds'] / other:.3f}" for other in (limit, row["resident_s"])]
-        cells = [str(row["tokens"]), budget, ms, *ratios, f"{best / row['seconds']:.2f}"]
-        lines.append("| " + " | ".join([*cells, "yes" if row["equal"] else "NO"]) + " |")
+        graphed = f"{row['graphed_s'] * 1e3:.2f}" if "graphed_s" in row else "-"
+        peer = f"{best / row['seconds']:.2f}" if best else "-"
+        cells = [row["model"], str(row["tokens"]), budget, ms, graphed, *ratios, f"{hidden(row):.2f}", peer]
+        equal = row["equal"] and row.get("graphed_equal", True)
+        lines.append("| " + " | ".join([*cells, "yes" if equal else "NO"]) + " |")
     return "\n".join(lines)
 
 
@@ -204,11 +267,12 @@ def main(
     began = time.perf_counter()
     rows: list[dict[str, Any]] = []
     for size in sizes.split(","):
-        for tokens in TOKENS:
+        for call in CALLS:
             if time.perf_counter() - began > LIMIT_SECONDS:
-                typer.echo(f"left out for want of time: {size}, {tokens} tokens", err=True)
+                typer.echo(f"left out for want of time: {size}, {call}", err=True)
                 continue
-            rows += measure(machine, parse_size(size), tokens, rounds)
+            with_peers = time.perf_counter() - began < LIMIT_SECONDS / 2
+            rows += measure(machine, call, parse_size(size), rounds, with_peers=with_peers)
     name = device if machine.simulated else torch.cuda.get_device_name(machine.where)
     rate = format_size(int(rows[0]["link_bytes_per_s"]))
     typer.echo(f"{name}, torch {torch.__version__}; copies at {rate} a second\n")

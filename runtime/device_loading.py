@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from penstock.runtime.sim_streamer import SimStreamer
 from penstock.runtime.streamer import Counters
 from penstock.runtime.streaming import Stats
 from penstock.schedule.errors import StreamError
-from penstock.schedule.model import Hardware, Plan
+from penstock.schedule.model import Hardware, Plan, Storage
 from penstock.schedule.payload import Payload
 from penstock.schedule.presets import find_hardware
 
@@ -79,12 +80,8 @@ def load_on_device(
         opened.callback(source.close)
         opened.callback(device.close)
         weights = DeviceWeights(plan, payload.storages, device, source)
-        streamer: DeviceStreamer | SimStreamer | None = None
-        if plan.arena_bytes:
-            poison = options.poison or isinstance(device, SimDevice)
-            streamer = DeviceStreamer(plan, payload.storages, device, weights, poison=poison)
-            if isinstance(device, SimDevice):
-                streamer = SimStreamer(streamer, device, weights, plan.traces)
+        streamer = _open_streamer(plan, payload.storages, device, weights, poison=options.poison)
+        if streamer is not None:
             opened.callback(streamer.close)
         tensors = {weight.fqn: weights.tensor(weight.parts[0]) for weight in payload.weights}
         if payload.lowering == "inductor":
@@ -95,24 +92,44 @@ def load_on_device(
         if split is not None:
             resources.out_of_memory = partial(_outgrown, device, weights, split)
 
-        def read_stats(passes: int) -> Stats:
-            counters = Counters() if streamer is None else streamer.counters
-            return Stats(
-                passes=passes,
-                bytes_moved=counters.bytes_moved,
-                misses=counters.misses,
-                stall_seconds=counters.stall_ns / 1e9,
-                held_bytes=weights.held_bytes,
-                peak_bytes=weights.held_bytes,
-                budget=plan.budget,
-                arena=describe_arena(plan),
-                readers=0,
-                pinned_bytes=weights.host.pinned_bytes,
-                simulated_seconds=device.now_ns / 1e9 if isinstance(device, SimDevice) else None,
-            )
-
         opened.pop_all()
-    return StreamedModule(methods, plan, resources, read_stats)
+    return StreamedModule(methods, plan, resources, _Meter(plan, device, weights, streamer).read)
+
+
+def _open_streamer(
+    plan: Plan, storages: Sequence[Storage], device: Device, weights: DeviceWeights, *, poison: bool
+) -> DeviceStreamer | SimStreamer | None:
+    """None where nothing streams; a simulated device is told what the kernels read."""
+    if not plan.arena_bytes:
+        return None
+    if not isinstance(device, SimDevice):
+        return DeviceStreamer(plan, storages, device, weights, poison=poison)
+    streamer = DeviceStreamer(plan, storages, device, weights, poison=True)
+    return SimStreamer(streamer, device, weights, plan.traces)
+
+
+@dataclass(frozen=True)
+class _Meter:
+    plan: Plan
+    device: Device
+    weights: DeviceWeights
+    streamer: DeviceStreamer | SimStreamer | None
+
+    def read(self, passes: int) -> Stats:
+        counters = Counters() if self.streamer is None else self.streamer.counters
+        return Stats(
+            passes=passes,
+            bytes_moved=counters.bytes_moved,
+            misses=counters.misses,
+            stall_seconds=counters.stall_ns / 1e9,
+            held_bytes=self.weights.held_bytes,
+            peak_bytes=self.weights.held_bytes,
+            budget=self.plan.budget,
+            arena=describe_arena(self.plan),
+            readers=0,
+            pinned_bytes=self.weights.host.pinned_bytes,
+            simulated_seconds=self.device.now_ns / 1e9 if isinstance(self.device, SimDevice) else None,
+        )
 
 
 def _outgrown(device: Device, weights: DeviceWeights, split: Callable[[], MemorySplit]) -> str:

@@ -64,9 +64,12 @@ class DiskStream:
             return
         for one in reads:
             for at in range(0, one.nbytes, PIECE):
-                address = target.data_ptr() + one.target + at
-                work = (one.file, one.offset + at, address, min(PIECE, one.nbytes - at))
-                self._reads.append(self._readers.submit(self._source.read_into, *work))
+                piece = FileRead(one.file, one.offset + at, one.target + at, min(PIECE, one.nbytes - at))
+                self._reads.append(self._readers.submit(self._read, target, piece))
+
+    def _read(self, target: torch.Tensor, one: FileRead) -> None:
+        """Keeps the memory alive that is read into."""
+        self._source.read_into(one.file, one.offset, target.data_ptr() + one.target, one.nbytes)
 
     def _wait(self, synchronize: Callable[[], None]) -> None:
         failed: Future[None] = Future()

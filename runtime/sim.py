@@ -14,18 +14,17 @@ the disk, kernels the times of their trace. Nothing here takes real time into ac
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
 from penstock.runtime.arena_anonymous import POISON
 from penstock.runtime.device import FileRead, Move, aligned_bytes
-from penstock.runtime.happens_before import Clock, RaceDetector
+from penstock.runtime.happens_before import RaceDetector
 from penstock.runtime.rates import READERS
+from penstock.runtime.sim_streams import SimDisk, SimEvent, SimStream, make_event
 from penstock.runtime.source import Source
 from penstock.schedule.errors import StreamError
 from penstock.schedule.model import Hardware
@@ -34,46 +33,6 @@ from penstock.schedule.sizes import format_size
 Policy = Literal["earliest", "latest", "random", "lagging"]
 HOST = "the host"
 KERNELS = "the stream of the kernels"
-
-
-@dataclass
-class SimEvent:
-    """Complete once each stream has run as many operations, and `after` have. Times are virtual."""
-
-    reached: tuple[tuple[SimStream, int], ...]
-    after: tuple[SimEvent, ...]
-    known: Clock
-    time_ns: int
-    capture: int
-    of_disk: bool = False
-
-
-@dataclass
-class SimStream:
-    """Operations still to run, and how far the virtual clock of the stream is.
-
-    An operation is a function, and the events it must wait for before it runs. After an error none runs.
-    """
-
-    name: str
-    waiting: deque[tuple[Callable[[], object], tuple[SimEvent, ...]]] = field(default_factory=deque)
-    pending: list[SimEvent] = field(default_factory=list)
-    enqueued: int = 0
-    done: int = 0
-    time_ns: int = 0
-    last_stamp: int = 0
-    capture: int = 0
-    error: BaseException | None = None
-
-
-@dataclass
-class SimDisk:
-    """A disk, which reads one after another: lanes share the reads, and nothing but waits orders them."""
-
-    lanes: tuple[SimStream, ...]
-    read_into: Callable[[int, int, int, int], None]
-    count: int = 0
-    time_ns: int = 0
 
 
 class SimDevice:
@@ -186,9 +145,11 @@ class SimDevice:
                 self._operation(lane)
                 self.detector.join("all readers", self.detector.clock_of(lane.name))
             known = self.detector.clock_of("all readers")
-            return _event(stream.lanes, known, stream.time_ns, of_disk=True)
+            return make_event(stream.lanes, known, stream.time_ns, of_disk=True)
         self._operation(stream)
-        return _event((stream,), self.detector.clock_of(stream.name), stream.time_ns, capture=self._capture)
+        return make_event(
+            (stream,), self.detector.clock_of(stream.name), stream.time_ns, capture=self._capture
+        )
 
     def wait(self, stream: SimStream | SimDisk, event: SimEvent) -> None:
         if event.capture != self._capture:
@@ -316,11 +277,3 @@ class SimDevice:
                 self._step(stream)
             if stream.error is not None:
                 raise stream.error
-
-
-def _event(
-    streams: Sequence[SimStream], known: Clock, time_ns: int, *, of_disk: bool = False, capture: int = 0
-) -> SimEvent:
-    reached = tuple((stream, stream.enqueued) for stream in streams)
-    after = tuple(event for stream in streams for event in stream.pending)
-    return SimEvent(reached, after, known, time_ns, capture, of_disk)

@@ -8,11 +8,12 @@ from __future__ import annotations
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated
 
 import typer
 
 from penstock import console
+from penstock.cli_inputs import fail, integer, load_exported, pairs, weight_files
 from penstock.cli_options import ArenaName, Artifact, Budget, DeviceName, HardwareName, HostMemory, Json, Keep
 from penstock.schedule.errors import PenstockError
 from penstock.schedule.sizes import format_size
@@ -71,13 +72,13 @@ def compile(
     """Compile an exported program into an artifact that streams its weights."""
     from penstock.runtime.artifact import compile as compile_program
 
-    program = _load_exported(exported)
+    program = load_exported(exported)
     with console.byte_progress() as progress:
         compiled = compile_program(
             program,
             output,
-            weights=_weight_files(weights),
-            rename=dict(_pairs(rename or [], "--rename", "FQN=NAME")),
+            weights=weight_files(weights),
+            rename=dict(pairs(rename or [], "--rename", "FQN=NAME")),
             lowering=lowering,
             pack=pack,
             resident_below=resident_below,
@@ -127,7 +128,7 @@ def plan(
 
     for path in (output, report, timeline):
         if path is not None and path.exists():
-            _fail(f"{path} exists: choose another output")
+            fail(f"{path} exists: choose another output")
     with console.spinner("planning") as say:
         program = open_program(artifact)
         asked = plan_command.Asked(program, budget, keep or (), arena, hardware, host_memory)
@@ -220,6 +221,7 @@ def run(
     keep: Keep = None,
     arena: ArenaName = None,
     device: DeviceName = "cpu",
+    host_memory: HostMemory = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of generated inputs.")] = 0,
     json: Json = False,
 ) -> None:
@@ -228,11 +230,22 @@ def run(
     from penstock.run_command import Run, run_artifact
 
     if output is not None and output.exists():
-        _fail(f"{output} exists: choose another output")
-    sizes = {name: _integer(value, name) for name, value in _pairs(size or [], "--size", "NAME=N")}
+        fail(f"{output} exists: choose another output")
+    sizes = {name: integer(value, name) for name, value in pairs(size or [], "--size", "NAME=N")}
     with console.spinner(f"loading {artifact}") as say:
         asked = Run(
-            artifact, budget, input, output, sizes, method, passes, tuple(keep or ()), arena, seed, device
+            artifact,
+            budget,
+            input,
+            output,
+            sizes,
+            method,
+            passes,
+            tuple(keep or ()),
+            arena,
+            seed,
+            device,
+            host_memory,
         )
         done = run_artifact(asked, say)
     if json:
@@ -260,49 +273,12 @@ def main() -> None:
     try:
         app()
     except PenstockError as error:
-        _fail(str(error))
+        fail(str(error))
     except OSError as error:  # a path that cannot even be looked at
-        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except KeyboardInterrupt:
         typer.echo("penstock: interrupted", err=True)
         sys.exit(130)
-
-
-def _fail(sentence: str) -> NoReturn:
-    typer.echo(f"penstock: {sentence}", err=True)
-    sys.exit(2)
-
-
-def _load_exported(path: Path) -> Any:
-    import torch
-
-    if not path.is_file():
-        _fail(f"{path} is not a file: give a program saved by torch.export.save")
-    try:
-        return torch.export.load(path)
-    except Exception as error:
-        _fail(f"{path} is not a program that this torch ({torch.__version__}) can load: {_first_line(error)}")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _weight_files(weights: list[Path] | None) -> Path | list[Path] | None:
-    return weights[0] if weights and len(weights) == 1 else weights or None
-
-
-def _pairs(items: list[str], option: str, form: str) -> list[tuple[str, str]]:
-    for item in items:
-        if "=" not in item:
-            _fail(f"{option} {item!r} is not of the form {form}")
-    return [(name, value) for name, _, value in (item.partition("=") for item in items)]
-
-
-def _integer(value: str, name: str) -> int:
-    if not value.isdecimal():
-        _fail(f"--size {name}={value} is not a whole number")
-    return int(value)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ class Run:
     arena: str | None
     seed: int
     device: str = "cpu"
+    host_memory: str | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,13 @@ def run_artifact(asked: Run, say: Callable[[str], None]) -> Outcome:
     method = _method(program, asked.method)
     leaves = _from_file(asked.input, method) if asked.input else _generated(method, asked.sizes, asked.seed)
     began = time.perf_counter()
-    loaded = program.load(asked.budget, keep=asked.keep, arena=asked.arena, device=asked.device)
+    loaded = program.load(
+        asked.budget,
+        keep=asked.keep,
+        arena=asked.arena,
+        device=asked.device,
+        host_memory=asked.host_memory,
+    )
     with loaded as module, torch.inference_mode():
         load_seconds = time.perf_counter() - began
         args, kwargs = module.arguments(leaves, method.name)
