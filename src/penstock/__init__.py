@@ -13,6 +13,8 @@ from penstock._version import __version__
 
 if TYPE_CHECKING:
     from penstock.passes.annotate import annotate
+    from penstock.passes.deferred import deferred_init
+    from penstock.passes.fake_export import fake_export
     from penstock.passes.pipeline import Pipeline
     from penstock.passes.probes import insert_probes
     from penstock.runtime.artifact import compile
@@ -42,6 +44,8 @@ __all__ = [
     "__version__",
     "annotate",
     "compile",
+    "deferred_init",
+    "fake_export",
     "insert_probes",
     "offload",
     "open",
@@ -52,6 +56,8 @@ _HOMES = {
     "Pipeline": "penstock.passes.pipeline",
     "annotate": "penstock.passes.annotate",
     "compile": "penstock.runtime.artifact",
+    "deferred_init": "penstock.passes.deferred",
+    "fake_export": "penstock.passes.fake_export",
     "insert_probes": "penstock.passes.probes",
     "offload": "penstock.runtime.offload",
     "open": "penstock.runtime.program",

@@ -1,0 +1,124 @@
+"""Exports a model that is never built: no memory, no initialisation, no GPU.
+
+The constructor runs while tensors have shapes only (deferred.py), and the devices that it asks for are kept
+(placement.py). Its parameters become fake tensors on those devices, and the module is exported with them,
+so the graph shows what a machine that has the devices would show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+from penstock.passes.deferred import Deferred, deferred_init, join, sentence, where
+from penstock.passes.guardless import Guardless
+from penstock.passes.placement import AskedDevices, Placement, place
+from penstock.schedule.errors import PassError
+
+BUFFERS = "penstock.buffers"
+"""In `graph_module.meta` of what fake_export returns: the values of non-persistent buffers, by FQN."""
+
+
+def fake_export(
+    build: Callable[[], nn.Module],
+    example_inputs: Sequence[Any] | Mapping[str, Any],
+    placement: Placement = None,
+    dynamic_shapes: Any = None,
+) -> ExportedProgram:
+    """Export the module that `build()` would return, without building it.
+
+    `example_inputs` are positional arguments, or keyword arguments as a mapping. Only the shapes of tensors
+    count; they are taken to be where the first parameter is.
+    `placement` is a device for everything, devices by FQN pattern (`{"*": "cuda:0", "head.*": "cuda:1"}`), or
+    None: as the constructor asks. The program's weights are fake: bind them to a checkpoint's.
+
+    Raises PassError, with the line of the model that causes it, where the model cannot be exported so.
+    """
+    return Built.by(build, placement).export(example_inputs, dynamic_shapes)
+
+
+class Built:
+    """A module of fake tensors, where they are, and the values of what no checkpoint has."""
+
+    def __init__(self, deferred: Deferred, asked: AskedDevices, placement: Placement) -> None:
+        self.module = deferred.module
+        self.buffers = {name: deferred.values(buffer) for name, buffer in _lost_buffers(self.module)}
+        self.devices = place(self.module, asked, placement)
+        self._mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+        self._fakes: dict[int, torch.Tensor] = {}
+        self._storages: dict[int, torch.Tensor] = {}
+        for name, child in self.module.named_modules(remove_duplicate=False):
+            for held in (child._parameters, child._buffers):
+                for key, tensor in held.items():
+                    if tensor is not None:
+                        held[key] = self._fake(tensor, self.devices[join(name, key)])
+
+    @classmethod
+    def by(cls, build: Callable[[], nn.Module], placement: Placement = None) -> Built:
+        """Run a constructor without memory; PassError where it cannot be."""
+        asked = AskedDevices()
+        with asked:
+            deferred = deferred_init(build)
+        return cls(deferred, asked, placement)
+
+    def export(
+        self, example_inputs: Sequence[Any] | Mapping[str, Any], dynamic_shapes: Any = None
+    ) -> ExportedProgram:
+        """The exported program; PassError where the model does not export."""
+        by_name = isinstance(example_inputs, Mapping)
+        given: Any = ((), dict(example_inputs)) if by_name else (tuple(example_inputs), {})
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self._input, given)
+        try:
+            with Guardless(), torch.no_grad():
+                exported = torch.export.export(
+                    self.module.eval(), args, kwargs, dynamic_shapes=dynamic_shapes, strict=False
+                )
+        except Exception as error:
+            raise PassError(f"the model cannot be exported{where(error)}: {sentence(error)}") from error
+        exported.graph_module.meta[BUFFERS] = self.buffers
+        return exported
+
+    def _fake(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """One fake tensor for each real one, in one storage for each real one: ties and views stay."""
+        if id(tensor) in self._fakes:
+            return self._fakes[id(tensor)]
+        storage = tensor.untyped_storage()
+        with self._mode:
+            flat = self._storages.get(storage._cdata)
+            if flat is None:
+                elements = storage.nbytes() // tensor.itemsize
+                flat = torch.empty(elements, dtype=tensor.dtype, device=device)
+                self._storages[storage._cdata] = flat
+            if flat.device != device:
+                raise PassError(
+                    f"one storage is meant for {flat.device} and for {device}: place tied weights together"
+                )
+            whole = flat if flat.dtype == tensor.dtype else flat.view(tensor.dtype)
+            fake = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        if isinstance(tensor, nn.Parameter):
+            fake = nn.Parameter(fake, requires_grad=False)
+        self._fakes[id(tensor)] = fake
+        return fake
+
+    def _input(self, value: torch.Tensor) -> torch.Tensor:
+        home = next(iter(self.devices.values()), torch.device("cpu"))
+        device = value.device if value.device.type == "cuda" else home
+        with self._mode:
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+
+
+def _lost_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The buffers that no checkpoint has."""
+    return [
+        (join(name, key), tensor)
+        for name, child in module.named_modules()
+        for key, tensor in child._buffers.items()
+        if key in child._non_persistent_buffers_set and tensor is not None
+    ]
