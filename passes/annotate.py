@@ -9,6 +9,7 @@ import torch
 from torch.export import ExportedProgram
 
 from penstock.passes.calling import check_signature
+from penstock.passes.fake_export import with_computed_buffers
 from penstock.passes.grad_regions import without_grad_regions
 from penstock.passes.inputs import describe_method
 from penstock.passes.retarget import exported_device
@@ -68,7 +69,7 @@ def annotate_with_values(
     exported: ExportedProgram | Mapping[str, ExportedProgram], *, hardware: Hardware = PRESET_CPU
 ) -> Annotated:
     """Does what `annotate` does, and keeps the tensors, for whoever writes them to files."""
-    programs = _programs(exported)
+    programs = {name: with_computed_buffers(one) for name, one in _programs(exported).items()}
     programs = {name: without_grad_regions(program) for name, program in programs.items()}
     if not programs:
         raise PassError("there is no method to annotate: give an exported program, or {name: program}")
@@ -127,7 +128,7 @@ class _Catalog:
         for weight, tensor in zip(weights.weights, weights.tensors, strict=True):
             local = weight.parts[0].storage
             # What lies on another device than the rest stays there whole.
-            kind = kinds[local] if tensor.device.type == main.type else "returned"
+            kind = kinds[local] if torch.device(weight.device).type == main.type else "returned"
             number = self._number(weight, tensor, kind)
             numbers[local] = number
             if sum(other == number for other in numbers.values()) > 1:

@@ -7,6 +7,7 @@ so the graph shows what a machine that has the devices would show.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -42,6 +43,16 @@ def fake_export(
     Raises PassError, with the line of the model that causes it, where the model cannot be exported so.
     """
     return Built.by(build, placement).export(example_inputs, dynamic_shapes)
+
+
+def with_computed_buffers(exported: ExportedProgram) -> ExportedProgram:
+    """The program with the values of the buffers that its module computes, where fake_export kept them."""
+    computed = exported.graph_module.meta.get(BUFFERS)
+    if not computed:
+        return exported
+    changed = copy.copy(exported)
+    changed._constants = {name: computed.get(name, old) for name, old in exported.constants.items()}
+    return changed
 
 
 class Built:
@@ -87,8 +98,6 @@ class Built:
 
     def _fake(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """One fake tensor for each real one, in one storage for each real one: ties and views stay."""
-        if id(tensor) in self._fakes:
-            return self._fakes[id(tensor)]
         storage = tensor.untyped_storage()
         with self._mode:
             flat = self._storages.get(storage._cdata)
@@ -100,6 +109,8 @@ class Built:
                 raise PassError(
                     f"one storage is meant for {flat.device} and for {device}: place tied weights together"
                 )
+            if id(tensor) in self._fakes:
+                return self._fakes[id(tensor)]
             whole = flat if flat.dtype == tensor.dtype else flat.view(tensor.dtype)
             fake = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         if isinstance(tensor, nn.Parameter):

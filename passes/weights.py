@@ -58,6 +58,7 @@ def find_weights(exported: ExportedProgram) -> Weights:
     placeholders: dict[str, int] = {}
     storages: dict[tuple[str, int], int] = {}
     sizes: dict[int, int] = {}
+    nodes = {node.name: node for node in exported.graph.nodes}
     for spec in exported.graph_signature.input_specs:
         if spec.kind is InputKind.USER_INPUT:
             continue
@@ -65,7 +66,10 @@ def find_weights(exported: ExportedProgram) -> Weights:
         index = storages.setdefault(storage_identity(tensor), len(storages))
         sizes[index] = max(sizes.get(index, 0), tensor.untyped_storage().nbytes())
         placeholders[spec.arg.name] = len(weights)
-        weights.append(_weight(spec, tensor, index))
+        # The program's own: a value that is bound to a program for a GPU lies in a file, on the CPU.
+        example = nodes[spec.arg.name].meta.get("val")
+        device = example.device if isinstance(example, torch.Tensor) else tensor.device
+        weights.append(_weight(spec, tensor, index, str(device)))
         tensors.append(tensor)
     found = tuple(Storage(nbytes, "streamable") for nbytes in sizes.values())
     return Weights(tuple(weights), found, placeholders, tuple(tensors))
@@ -111,7 +115,7 @@ def _is_constant(spec: InputSpec) -> bool:
     return spec.kind is InputKind.CONSTANT_TENSOR or (spec.kind is InputKind.BUFFER and not spec.persistent)
 
 
-def _weight(spec: InputSpec, tensor: torch.Tensor, storage: int) -> Weight:
+def _weight(spec: InputSpec, tensor: torch.Tensor, storage: int, device: str) -> Weight:
     part = Part(
         name="",
         dtype=dtype_name(tensor.dtype),
@@ -120,7 +124,7 @@ def _weight(spec: InputSpec, tensor: torch.Tensor, storage: int) -> Weight:
         storage=storage,
         offset=int(tensor.storage_offset()) * tensor.itemsize,
     )
-    return Weight(fqn=str(spec.target), role=_ROLES[spec.kind], device=str(tensor.device), parts=(part,))
+    return Weight(fqn=str(spec.target), role=_ROLES[spec.kind], device=device, parts=(part,))
 
 
 def _refuse_hidden_tensors(graph_module: fx.GraphModule) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from os import PathLike
 from pathlib import Path
 
-from penstock.runtime.safetensors_file import TORCH_NAMES, TensorEntry, read_header
+from penstock.runtime.safetensors_file import TORCH_NAMES, TensorEntry, index_files, read_header
 from penstock.runtime.stamp import file_chunks
+from penstock.runtime.torch_file import SUFFIXES, read_entries
 from penstock.schedule.errors import SourceError
 from penstock.schedule.model import Extent, Part, Storage, Weight
 from penstock.schedule.payload_checks import part_nbytes
@@ -27,11 +29,22 @@ class Checkpoint:
     tensors: Mapping[str, tuple[int, TensorEntry]]
 
 
+def open_checkpoint(paths: str | PathLike[str] | Sequence[str | PathLike[str]]) -> Checkpoint:
+    """A checkpoint's files: safetensors, an index, a folder, several of them, or what torch.save wrote."""
+    given = [paths] if isinstance(paths, str | PathLike) else paths
+    files: dict[Path, None] = {}
+    for path in map(Path, given):
+        found = (path,) if path.suffix in SUFFIXES and path.is_file() else index_files(path)
+        files |= dict.fromkeys(file.resolve() for file in found)
+    return read_checkpoint(tuple(files))
+
+
 def read_checkpoint(files: Sequence[Path]) -> Checkpoint:
     """The headers of `files`, strictly parsed. SourceError for a tensor that two files hold."""
     tensors: dict[str, tuple[int, TensorEntry]] = {}
     for number, path in enumerate(files):
-        for name, entry in read_header(path).entries.items():
+        entries = read_entries(path) if path.suffix in SUFFIXES else read_header(path).entries
+        for name, entry in entries.items():
             if name in tensors:
                 raise SourceError(
                     f"tensor {name!r} is in {files[tensors[name][0]]} and in {path}: "
@@ -55,7 +68,7 @@ def bind(
     absent: list[Weight] = []
     for weight in weights:
         for part in weight.parts:
-            name = _tensor_name(weight.fqn, rename) + part.name
+            name = tensor_name(weight.fqn, rename) + part.name
             if name not in checkpoint.tensors:
                 absent.append(weight)
                 continue
@@ -77,7 +90,8 @@ def bind(
     return bound
 
 
-def _tensor_name(fqn: str, rename: Rename) -> str:
+def tensor_name(fqn: str, rename: Rename) -> str:
+    """What a weight is called in the files."""
     if rename is None:
         return fqn
     return rename.get(fqn, fqn) if isinstance(rename, Mapping) else rename(fqn)

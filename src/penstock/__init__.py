@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from penstock.passes.pipeline import Pipeline
     from penstock.passes.probes import insert_probes
     from penstock.runtime.artifact import compile
+    from penstock.runtime.bind_values import bind
     from penstock.runtime.offload import offload
     from penstock.runtime.program import open
     from penstock.schedule.errors import (
@@ -43,6 +44,7 @@ __all__ = [
     "StreamError",
     "__version__",
     "annotate",
+    "bind",
     "compile",
     "deferred_init",
     "fake_export",
@@ -55,6 +57,7 @@ _HOMES = {
     "Payload": "penstock.schedule.payload",
     "Pipeline": "penstock.passes.pipeline",
     "annotate": "penstock.passes.annotate",
+    "bind": "penstock.runtime.bind_values",
     "compile": "penstock.runtime.artifact",
     "deferred_init": "penstock.passes.deferred",
     "fake_export": "penstock.passes.fake_export",

@@ -1,0 +1,130 @@
+"""Gives an exported program the values of a checkpoint, which stay where they are: no second copy."""
+
+from __future__ import annotations
+
+import copy
+import mmap
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from os import PathLike
+from pathlib import Path
+
+import torch
+from torch.export import ExportedProgram
+
+from penstock.passes.annotate import annotate_with_values
+from penstock.passes.fake_export import with_computed_buffers
+from penstock.runtime.binding import Checkpoint, Rename, open_checkpoint, tensor_name
+from penstock.runtime.binding import bind as find_extents
+from penstock.schedule.errors import SourceError
+from penstock.schedule.model import Extent, Part, Storage, Weight
+
+_NAMED = 5
+
+
+def bind(
+    exported: ExportedProgram,
+    checkpoint: str | PathLike[str] | Sequence[str | PathLike[str]],
+    *,
+    rename: Rename = None,
+    ignore: Sequence[str] = (),
+) -> ExportedProgram:
+    """A copy of the program whose weights are those of a checkpoint, mapped from its files.
+
+    `checkpoint` is a safetensors file, an index, a folder, several files, or a file that torch.save wrote.
+    `rename` maps an FQN to a tensor's name there; tied weights need one of their names. Non-persistent
+    buffers of a program of fake_export get the values that their module computes. Writing to a bound
+    value changes memory, not the file. Nothing is read before it is used.
+
+    Raises SourceError for weights that are missing or of another dtype or shape, and for tensors that the
+    program has no use for, unless a pattern of `ignore` matches them.
+    """
+    files = open_checkpoint(checkpoint)
+    annotated = annotate_with_values(exported)
+    weights = annotated.payload.weights
+    storages = find_extents(weights, annotated.payload.storages, files, rename)
+    _refuse_unexpected(weights, files, rename, ignore)
+    values = _values(weights, storages, files)
+    exported = with_computed_buffers(exported)
+    bound = copy.copy(exported)
+    bound._state_dict = {name: _value(name, old, values) for name, old in exported.state_dict.items()}
+    bound._constants = {
+        name: _value(name, old, values) if isinstance(old, torch.Tensor) else old
+        for name, old in exported.constants.items()
+    }
+    return bound
+
+
+def _refuse_unexpected(
+    weights: Sequence[Weight], checkpoint: Checkpoint, rename: Rename, ignore: Sequence[str]
+) -> None:
+    known = {tensor_name(weight.fqn, rename) for weight in weights}
+    unexpected = [
+        name
+        for name in checkpoint.tensors
+        if name not in known and not any(fnmatchcase(name, pattern) for pattern in ignore)
+    ]
+    if unexpected:
+        named = ", ".join(unexpected[:_NAMED]) + (", ..." if len(unexpected) > _NAMED else "")
+        raise SourceError(
+            f"{len(unexpected)} tensors of {checkpoint.files[0]} are no weights of the program: {named}; "
+            "give the checkpoint that belongs to it, or patterns of what to leave out (ignore=)"
+        )
+
+
+def _values(
+    weights: Sequence[Weight], storages: Sequence[Storage], checkpoint: Checkpoint
+) -> dict[str, torch.Tensor]:
+    """A tensor for each weight that the files hold; those of one storage share its memory."""
+    maps: dict[int, mmap.mmap] = {}
+    memory: dict[int, torch.Tensor] = {}
+    values = {}
+    for weight in weights:
+        part = weight.parts[0]
+        if part.storage not in memory and storages[part.storage].extents:
+            memory[part.storage] = _memory(storages[part.storage], checkpoint, maps)
+        if part.storage in memory:
+            values[weight.fqn] = _view(memory[part.storage], part)
+    return values
+
+
+def _memory(storage: Storage, checkpoint: Checkpoint, maps: dict[int, mmap.mmap]) -> torch.Tensor:
+    """The bytes of a storage: mapped where they lie in one piece, else copied."""
+    pieces = [(extent, _mapped(extent, checkpoint, maps)) for extent in storage.extents]
+    extent, first = pieces[0]
+    if (extent.storage_offset, extent.nbytes) == (0, storage.nbytes) and first.data_ptr() % 8 == 0:
+        return first
+    whole = torch.zeros(storage.nbytes, dtype=torch.uint8)
+    for extent, piece in pieces:
+        whole[extent.storage_offset : extent.storage_offset + extent.nbytes] = piece
+    return whole
+
+
+def _mapped(extent: Extent, checkpoint: Checkpoint, maps: dict[int, mmap.mmap]) -> torch.Tensor:
+    if extent.file not in maps:
+        with Path(checkpoint.files[extent.file]).open("rb") as file:
+            maps[extent.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    if not extent.nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(
+        maps[extent.file], dtype=torch.uint8, count=extent.nbytes, offset=extent.file_offset
+    )
+
+
+def _view(memory: torch.Tensor, part: Part) -> torch.Tensor:
+    dtype = getattr(torch, part.dtype)
+    flat = memory[part.offset :]
+    return (
+        flat[: flat.numel() // dtype.itemsize * dtype.itemsize]
+        .view(dtype)
+        .as_strided(part.shape, part.stride)
+    )
+
+
+def _value(name: str, old: torch.Tensor, values: dict[str, torch.Tensor]) -> torch.Tensor:
+    found = values.get(name, old)
+    if type(found).__name__ == "FakeTensor" or found.device.type == "meta":
+        raise SourceError(
+            f"buffer {name} has no value: it is neither in the checkpoint nor computed by its module"
+        )
+    return torch.nn.Parameter(found, requires_grad=False) if isinstance(old, torch.nn.Parameter) else found

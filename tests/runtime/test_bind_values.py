@@ -1,0 +1,163 @@
+"""Binding: a program that was never built runs with a checkpoint's own bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import penstock
+
+WIDTH = 64
+
+
+class Model(nn.Module):
+    """Tied ends, a buffer that is computed and one that is stored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(96, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, 96, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.arange(WIDTH).float().add(1).rsqrt(), persistent=False)
+        self.register_buffer("shift", torch.full((WIDTH,), 0.25))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) * self.steps + self.shift
+        for layer in self.layers:
+            x = layer(x).relu()
+        return self.head(x)
+
+
+TOKENS = torch.arange(8).reshape(1, 8)
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Model().eval()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two shards and an index, as libraries write them: the tied weight once."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    state = {name: value for name, value in model.state_dict().items() if name != "head.weight"}
+    names = list(state)
+    places = {name: f"model-{1 + (k > 4)}.safetensors" for k, name in enumerate(names)}
+    for file in set(places.values()):
+        save_file({name: state[name] for name in names if places[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return folder
+
+
+def fake(device: str = "cpu") -> torch.export.ExportedProgram:
+    return penstock.fake_export(Model, (TOKENS,), device)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("form", ["index", "torch.save", "state_dict in a mapping"])
+def test_a_program_for_any_device_runs_with_the_values_of_a_checkpoint(
+    model, checkpoint, tmp_path, device, form
+) -> None:
+    files = checkpoint
+    if form != "index":
+        files = tmp_path / "model.pt"
+        state = model.state_dict()
+        torch.save(state if form == "torch.save" else {"state_dict": state}, files)
+    bound = penstock.bind(fake(device), files)
+    program = penstock.compile(bound, tmp_path / "model.penstock")
+    with torch.no_grad(), program.load("60%", device="sim:t4") as module:
+        assert torch.equal(module(TOKENS), model(TOKENS))
+        assert module.stats.bytes_moved > 0
+
+
+def test_bound_values_are_the_files_own_and_writing_to_them_does_not_reach_it(model, checkpoint) -> None:
+    before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    bound = penstock.bind(fake(), checkpoint)
+    with torch.no_grad():
+        assert torch.equal(bound.module()(TOKENS), model(TOKENS))
+        bound.state_dict["layers.0.weight"].zero_()
+    assert bound.state_dict["head.weight"].data_ptr() == bound.state_dict["embed.weight"].data_ptr()
+    assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
+    fresh = penstock.bind(fake(), checkpoint)
+    assert torch.equal(fresh.state_dict["layers.0.weight"], model.layers[0].weight)
+
+
+def test_a_fake_program_refers_to_a_checkpoint_in_place(model, checkpoint, tmp_path) -> None:
+    program = penstock.compile(fake("cuda"), tmp_path / "model.penstock", weights=checkpoint, pack=False)
+    size = sum(path.stat().st_size for path in (tmp_path / "model.penstock").glob("*.safetensors"))
+    assert size <= 8192  # the computed buffer, in a block of its own
+    for device in ("cpu", "sim:h100"):
+        with torch.no_grad(), program.load("60%", device=device) as module:
+            assert torch.equal(module(TOKENS), model(TOKENS))
+
+
+def test_names_may_differ_by_a_table_or_a_function(model, tmp_path) -> None:
+    state = {f"base.{name}": value for name, value in model.state_dict().items() if name != "head.weight"}
+    save_file(state, tmp_path / "model.safetensors")
+    bound = penstock.bind(fake(), tmp_path / "model.safetensors", rename=lambda fqn: f"base.{fqn}")
+    with torch.no_grad():
+        assert torch.equal(bound.module()(TOKENS), model(TOKENS))
+
+
+class Code:
+    def __reduce__(self) -> tuple[object, ...]:
+        return (print, ("this must not run",))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda state: state.pop("layers.2.bias"),
+            r"1 of the program's weights are not in .*: layers\.2\.bias",
+        ),
+        (lambda state: state.update(extra=torch.zeros(3)), r"1 tensors of .* are no weights of .*: extra; "),
+        (
+            lambda state: state.update({"shift": torch.zeros(WIDTH + 1)}),
+            r"shift is float32 \[64\] in the program and .* is float32 \[65\]",
+        ),
+        (
+            lambda state: state.update({"shift": torch.zeros(WIDTH, dtype=torch.float16)}),
+            r"shift is float32 \[64\] in the program and .* is float16 \[64\]",
+        ),
+    ],
+)
+def test_what_does_not_belong_to_the_program_is_refused_by_name(model, tmp_path, change, message) -> None:
+    state = {name: value.clone() for name, value in model.state_dict().items() if name != "head.weight"}
+    change(state)
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(penstock.SourceError, match=message):
+        penstock.bind(fake(), tmp_path / "model.safetensors")
+    if "extra" in state:
+        penstock.bind(fake(), tmp_path / "model.safetensors", ignore=["ex*"])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"a": Code()}, "cannot be read without running code in it"),
+        ([torch.zeros(3)], "holds a list, expected a state dict"),
+        ({"a": 3}, "holds int 'a' in its state dict, expected tensors"),
+        ({"a": torch.zeros(4, 4).t()}, "is not dense, or of the dtype torch.float32"),
+    ],
+)
+def test_files_of_torch_save_that_are_no_state_dicts_are_refused(tmp_path, capfd, content, message) -> None:
+    torch.save(content, tmp_path / "model.pt")
+    with pytest.raises(penstock.SourceError, match=message):
+        penstock.bind(fake(), tmp_path / "model.pt")
+    assert "this must not run" not in capfd.readouterr().out
+
+
+def test_a_file_that_is_cut_short_is_refused(tmp_path, model) -> None:
+    path = tmp_path / "model.pt"
+    torch.save(model.state_dict(), path)
+    path.write_bytes(path.read_bytes()[:-5000])
+    with pytest.raises(penstock.SourceError, match=r"is not a file that torch\.save wrote"):
+        penstock.bind(fake(), path)
