@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.passes.deferred import Deferred, deferred_init, join, sentence, where
 from penstock.passes.guardless import Guardless
-from penstock.passes.placement import AskedDevices, Placement, place
+from penstock.passes.placement import AskedDevices, Placement, home_of, place
 from penstock.schedule.errors import PassError
 
 BUFFERS = "penstock.buffers"
@@ -62,6 +62,7 @@ class Built:
         self.module = deferred.module
         self.buffers = {name: deferred.values(buffer) for name, buffer in _lost_buffers(self.module)}
         self.devices = place(self.module, asked, placement)
+        self._home = home_of(placement, self.devices)
         self._mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         self._fakes: dict[int, torch.Tensor] = {}
         self._storages: dict[int, torch.Tensor] = {}
@@ -119,8 +120,7 @@ class Built:
         return fake
 
     def _input(self, value: torch.Tensor) -> torch.Tensor:
-        home = next(iter(self.devices.values()), torch.device("cpu"))
-        device = value.device if value.device.type == "cuda" else home
+        device = value.device if value.device.type == "cuda" else self._home
         with self._mode:
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
 

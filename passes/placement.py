@@ -106,7 +106,7 @@ def place(module: nn.Module, asked: AskedDevices, placement: Placement) -> dict[
     devices = {pattern: _device(name) for pattern, name in placement.items()}
     chosen: dict[str, torch.device] = {}
     for pattern in devices:
-        if not any(fnmatchcase(name, pattern) for name in tensors):
+        if pattern != "*" and not any(fnmatchcase(name, pattern) for name in tensors):
             names = ", ".join(list(tensors)[:3])
             raise PassError(f"the placement pattern {pattern!r} matches nothing; there are {names}, ...")
     for name, tensor in tensors.items():
@@ -116,6 +116,15 @@ def place(module: nn.Module, asked: AskedDevices, placement: Placement) -> dict[
         default = devices.get("*", asked.of(tensor))
         chosen[name] = devices[matching[0]] if matching else default
     return chosen
+
+
+def home_of(placement: Placement, devices: Mapping[str, torch.device]) -> torch.device:
+    """Where inputs are taken to be: the default of a placement, else with the first parameter."""
+    if isinstance(placement, str | torch.device):
+        return _device(placement)
+    if placement is not None and "*" in placement:
+        return _device(placement["*"])
+    return next(iter(devices.values()), CPU)
 
 
 def _device(name: str | torch.device) -> torch.device:

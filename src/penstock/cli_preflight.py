@@ -1,0 +1,54 @@
+"""The command `penstock preflight`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock import console
+from penstock.cli_inputs import fail
+from penstock.cli_options import HostMemory, Json
+
+
+def preflight(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A transformers config.json or its folder, or module:function that returns a module and "
+            "example inputs.",
+            show_default=False,
+        ),
+    ],
+    *,
+    hardware: Annotated[list[str], typer.Option(help="A preset (rtx4090, h200, ...); may be given again.")],
+    budget: Annotated[
+        list[str] | None,
+        typer.Option(help="Bytes for weights; may be given again. Default: what the memory leaves."),
+    ] = None,
+    host_memory: HostMemory = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a call: 1 is a decoding step.")] = 1,
+    context: Annotated[int, typer.Option(min=0, help="Tokens of a key-value cache to leave room for.")] = 0,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16, ... instead of the configuration's.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write the plan as a page of HTML here.")] = None,
+    json: Json = False,
+) -> None:
+    """Say whether and how a model will run on hardware that is not here, without building it."""
+    from penstock import preflight_command as command
+
+    if report is not None and report.exists():
+        fail(f"{report} exists: choose another output")
+    asked = command.Preflight(
+        model, tuple(hardware), tuple(budget or (None,)), host_memory, tokens, context, dtype
+    )
+    with console.spinner("importing") as say:
+        found, findings = command.run(asked, say)
+    if report is not None:
+        command.write_report(findings, report)
+    if json:
+        command.print_json(found, findings)
+    else:
+        command.print_findings(found, findings)
+    if not any(finding.plan for finding in findings):
+        raise typer.Exit(1)
