@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -61,15 +62,20 @@ class Placed:
 
 
 def pack(
-    path: Path, entries: Sequence[PackEntry], *, force: bool = False, progress: Progress | None = None
+    path: Path,
+    entries: Sequence[PackEntry],
+    *,
+    dense: bool = False,
+    force: bool = False,
+    progress: Progress | None = None,
 ) -> tuple[Placed, ...]:
     """Write `entries` in their order as the safetensors file `path`, atomically, in bounded memory.
 
     Every tensor begins at a multiple of 64 bytes; those of 64 KiB or more begin and, with the pad
-    behind them, end at multiples of 4096, as do the data and the file. SourceError if `path`
-    exists without `force`, the disk is full, or an entry contradicts itself.
+    behind them, end at multiples of 4096, as do the data and the file; `dense` leaves nothing between
+    tensors. SourceError if `path` exists without `force`, the disk is full, or an entry contradicts itself.
     """
-    offsets, pads, data_nbytes = place(entries)
+    offsets, pads, data_nbytes = place_densely(entries) if dense else place(entries)
     header = _header(entries, offsets, pads)
     total = len(header) + data_nbytes
     check_space(path.parent, total)
@@ -118,6 +124,14 @@ def place(entries: Sequence[PackEntry]) -> tuple[list[int], list[tuple[int, int]
         position += entry.nbytes
         block_end = large
     return offsets, pads, _pad_to(position, BLOCK, pads)
+
+
+def place_densely(entries: Sequence[PackEntry]) -> tuple[list[int], list[tuple[int, int]], int]:
+    """As `place`, one entry right behind the other."""
+    for entry in entries:
+        _check_entry(entry)
+    ends = list(itertools.accumulate((entry.nbytes for entry in entries), initial=0))
+    return ends[:-1], [], ends[-1]
 
 
 def check_space(folder: Path, nbytes: int) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `penstock preflight | compile | plan | simulate | inspect | verify | run | demo`.
+"""The command line: `penstock preflight | convert | compile | plan | simulate | inspect | verify | run`.
 
 Exit status: 0 when done, 2 with one sentence on stderr for bad input, 130 after Ctrl-C.
 """
@@ -15,7 +15,7 @@ import typer
 from penstock import console
 from penstock.cli_inputs import fail, integer, load_exported, pairs, weight_files
 from penstock.cli_options import ArenaName, Artifact, Budget, DeviceName, HardwareName, HostMemory, Json, Keep
-from penstock.cli_preflight import preflight
+from penstock.cli_preflight import convert, preflight
 from penstock.schedule.errors import PenstockError
 from penstock.schedule.sizes import format_size
 
@@ -32,6 +32,12 @@ app.command(
     epilog="Examples: `penstock preflight Llama-3.1-405B/config.json --hardware h200 --budget 80GiB` or "
     "`penstock preflight my_models:build --hardware rtx4090 --hardware h100 --budget 50%`"
 )(preflight)
+
+
+app.command(
+    epilog="Examples: `penstock convert model.pt -o model.safetensors` or "
+    "`penstock convert model/ -o model-bf16/ --dtype bfloat16 --shard-size 5GB`"
+)(convert)
 
 
 class DemoPart(StrEnum):

@@ -1,4 +1,4 @@
-"""The command `penstock preflight`."""
+"""The commands for models that are not built here: `penstock preflight` and `penstock convert`."""
 
 from __future__ import annotations
 
@@ -52,3 +52,32 @@ def preflight(
         command.print_findings(found, findings)
     if not any(finding.plan for finding in findings):
         raise typer.Exit(1)
+
+
+def convert(
+    source: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Safetensors files, an index, a folder, or what torch.save wrote.", show_default=False
+        ),
+    ],
+    *,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="A .safetensors file, or a folder of shards.")
+    ],
+    shard_size: Annotated[str | None, typer.Option(help="Bytes of a shard at most: 5GB.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="For floating-point tensors: bfloat16, ...")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an output that exists.")] = False,
+    json: Json = False,
+) -> None:
+    """Write a checkpoint in another layout or dtype, in bounded memory."""
+    from penstock.runtime import convert as conversion
+
+    with console.byte_progress() as progress:
+        done = conversion.convert(
+            source, output, shard_size=shard_size, dtype=dtype, force=force, progress=progress
+        )
+    if json:
+        console.print_json(conversion.describe(done))
+    else:
+        console.print_facts(str(output), conversion.summary(done))

@@ -1,0 +1,154 @@
+"""Writes a checkpoint in another layout or dtype, in bounded memory, always as safetensors."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+import torch
+
+from penstock.runtime.atomic import write_artifact
+from penstock.runtime.binding import open_checkpoint
+from penstock.runtime.pack import BLOCK, PAD_PREFIX, Chunk, PackEntry, pack
+from penstock.runtime.progress import Progress, count_bytes
+from penstock.runtime.safetensors_file import TORCH_NAMES, TensorEntry
+from penstock.runtime.stamp import file_chunks
+from penstock.schedule.errors import SourceError
+from penstock.schedule.sizes import format_size, parse_size
+
+INDEX = "model.safetensors.index.json"
+_FILE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written: files, tensors, and bytes of tensors."""
+
+    files: tuple[Path, ...]
+    tensors: int
+    nbytes: int
+
+
+def convert(
+    source: str | PathLike[str] | Sequence[str | PathLike[str]],
+    target: str | PathLike[str],
+    *,
+    shard_size: int | str | None = None,
+    dtype: str | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Converted:
+    """Write the tensors of a checkpoint (safetensors, an index, a folder, a torch.save file) anew.
+
+    `target` is a `.safetensors` file, or a folder of shards of at most `shard_size` bytes with their index;
+    one tensor larger than that has a shard of its own. `dtype` (`bfloat16`, ...) converts floating-point
+    tensors, as torch does. Tensors of whole blocks come first, so that they begin at blocks. Memory is
+    bounded by a few pieces of 16 MiB, whatever the size. Writing is atomic; an existing target is refused
+    without `force`.
+
+    Raises SourceError for what cannot be read, converted or written.
+    """
+    checkpoint = open_checkpoint(source)
+    places = {name: place for name, place in checkpoint.tensors.items() if not name.startswith(PAD_PREFIX)}
+    entries = sorted(
+        (_entry(name, checkpoint.files[number], one, dtype) for name, (number, one) in places.items()),
+        key=lambda entry: (entry.nbytes % BLOCK > 0, entry.nbytes % 64 > 0),
+    )
+    if not entries:
+        raise SourceError(f"{checkpoint.files[0]} holds no tensors")
+    path = Path(target)
+    total = sum(entry.nbytes for entry in entries)
+    print(f"penstock: writing {total:,} bytes of tensors to {path}", file=sys.stderr)
+    report = count_bytes(progress, "converting", total)
+    if path.suffix == ".safetensors":
+        if shard_size is not None:
+            raise SourceError(f"shards go to a folder, and {path} is a file: give a folder, or no shard size")
+        pack(path, entries, dense=True, force=force, progress=report)
+        return Converted((path,), len(entries), total)
+    most = parse_size(shard_size, name="shard_size") if shard_size is not None else total
+    shards = _shards(entries, most)
+    names = [f"model-{k + 1:05}-of-{len(shards):05}.safetensors" for k in range(len(shards))]
+    names = names if len(shards) > 1 else [_FILE]
+
+    def build(folder: Path) -> None:
+        for name, shard in zip(names, shards, strict=True):
+            pack(folder / name, shard, dense=True, progress=report)
+        (folder / INDEX).write_text(_index(names, shards, total), encoding="utf-8")
+
+    write_artifact(path, force=force, build=build, marker=INDEX)
+    return Converted(tuple(path / name for name in names), len(entries), total)
+
+
+def _shards(entries: Sequence[PackEntry], most: int) -> list[list[PackEntry]]:
+    shards: list[list[PackEntry]] = [[]]
+    held = 0
+    for entry in entries:
+        if shards[-1] and held + entry.nbytes > most:
+            shards.append([])
+            held = 0
+        shards[-1].append(entry)
+        held += entry.nbytes
+    return shards
+
+
+def _index(names: Sequence[str], shards: Sequence[Sequence[PackEntry]], total: int) -> str:
+    places = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=1) + "\n"
+
+
+def _entry(name: str, path: Path, found: TensorEntry, dtype: str | None) -> PackEntry:
+    before = TORCH_NAMES.get(found.dtype)
+    after = _dtype_after(name, before, dtype)
+    if before is None or after is None or before == after:
+        kept = before or "uint8"
+        shape = found.shape if before else (found.nbytes,)
+        return PackEntry(name, kept, shape, found.nbytes, lambda: file_chunks(path, found.start, found.stop))
+    old, new = getattr(torch, before), getattr(torch, after)
+    nbytes = found.nbytes // old.itemsize * new.itemsize
+    return PackEntry(name, after, found.shape, nbytes, lambda: _cast(path, found, old, new))
+
+
+def _dtype_after(name: str, before: str | None, dtype: str | None) -> str | None:
+    """What a tensor becomes; SourceError for what no tensor can be."""
+    if dtype is None:
+        return before
+    wanted = getattr(torch, dtype, None)
+    if (
+        not isinstance(wanted, torch.dtype)
+        or not wanted.is_floating_point
+        or dtype not in TORCH_NAMES.values()
+    ):
+        raise SourceError(f"tensors cannot be converted to {dtype!r}: give float32, float16 or bfloat16")
+    if before is None:
+        raise SourceError(f"tensor {name!r} is packed in less than a byte and cannot be converted to {dtype}")
+    floating = getattr(torch, before).is_floating_point
+    return dtype if floating else before
+
+
+def _cast(path: Path, found: TensorEntry, old: torch.dtype, new: torch.dtype) -> Iterator[Chunk]:
+    for chunk in file_chunks(path, found.start, found.stop):  # 16 MiB, which every element divides
+        values = torch.frombuffer(bytearray(chunk), dtype=old).to(new)
+        yield values.view(torch.uint8).numpy().data
+
+
+def describe(converted: Converted) -> Mapping[str, object]:
+    """As JSON."""
+    files = [str(path) for path in converted.files]
+    return {"files": files, "tensors": converted.tensors, "bytes": converted.nbytes}
+
+
+def summary(converted: Converted) -> list[tuple[str, str]]:
+    """For people."""
+    return [
+        ("tensors", str(converted.tensors)),
+        ("bytes", format_size(converted.nbytes)),
+        (
+            "files",
+            ", ".join(path.name for path in converted.files[:3])
+            + ("..." if len(converted.files) > 3 else ""),
+        ),
+    ]
