@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from penstock.passes.lines import sentence, where
 from penstock.passes.recording import Recording
 from penstock.schedule.errors import PassError, PenstockError
 
@@ -41,10 +40,14 @@ def deferred_init(build: Callable[[], nn.Module]) -> Deferred:
 
 
 class Deferred:
-    """`module` has shapes, and no memory before it is materialised."""
+    """`module` has shapes, and no memory before it is materialised.
+
+    `allocated` are large tensors that its constructor really made: bytes, and where.
+    """
 
     def __init__(self, module: nn.Module, recording: Recording) -> None:
         self.module = module
+        self.allocated = recording.allocated
         self._recording = recording
         self._made: dict[int, torch.Tensor] = {}
 
@@ -94,24 +97,6 @@ class Deferred:
 def join(module: str, key: str) -> str:
     """The FQN of what a submodule holds."""
     return f"{module}.{key}" if module else key
-
-
-def sentence(error: Exception) -> str:
-    """What an error says first."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def where(error: BaseException) -> str:
-    """The innermost line of a traceback that is neither torch's nor this package's."""
-    own = (str(Path(torch.__file__).parent), str(Path(__file__).resolve().parent))
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not str(Path(frame.filename).resolve()).startswith(own) and not frame.filename.startswith("<")
-    ]
-    if not frames:
-        return ""
-    return f" at {frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}: {frames[-1].line}"
 
 
 def _hold_attributes(module: nn.Module) -> None:

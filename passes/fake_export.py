@@ -18,8 +18,9 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from penstock.passes.deferred import Deferred, deferred_init, join, sentence, where
+from penstock.passes.deferred import Deferred, deferred_init, join
 from penstock.passes.guardless import Guardless
+from penstock.passes.lines import sentence, where
 from penstock.passes.placement import AskedDevices, Placement, home_of, place
 from penstock.schedule.errors import PassError
 
@@ -59,7 +60,7 @@ class Built:
     """A module of fake tensors, where they are, and the values of what no checkpoint has."""
 
     def __init__(self, deferred: Deferred, asked: AskedDevices, placement: Placement) -> None:
-        self.module = deferred.module
+        self.module, self.allocated = deferred.module, deferred.allocated
         self.buffers = {name: deferred.values(buffer) for name, buffer in _lost_buffers(self.module)}
         self.devices = place(self.module, asked, placement)
         self._home = home_of(placement, self.devices)

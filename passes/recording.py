@@ -25,11 +25,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.passes.lines import caller
 from penstock.schedule.errors import PassError
 
 _META = torch.device("meta")
 _SCALARS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::item")
 """Operators that answer with a number, which needs values."""
+
+LARGE = 1 << 20
+"""Bytes of a tensor from which on it counts that a constructor really allocates it."""
 
 _SAMPLING = "_no_grad_trunc_normal_"
 """What `nn.init.trunc_normal_` calls, however a model has imported it."""
@@ -70,13 +74,17 @@ class Operation:
 
 
 class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Active as a context manager, while a constructor runs; on one thread."""
+    """Active as a context manager, while a constructor runs; on one thread.
+
+    `allocated` are tensors that were made elsewhere, with memory: their bytes, and where.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._operations: list[Operation] = []
         self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}  # by address: number, kept alive
         self._of_real: dict[int, tuple[torch.Tensor, torch.UntypedStorage]] = {}
+        self.allocated: list[tuple[int, str]] = []
         self._draws = _Draws()
         self._also = ExitStack()
 
@@ -179,6 +187,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if storage._cdata not in self._of_real:
             flat = torch.empty(0, dtype=torch.uint8).set_(storage).clone()
             twin = torch.empty(flat.numel(), dtype=torch.uint8, device=_META)
+            if storage.nbytes() >= LARGE:
+                self.allocated.append((storage.nbytes(), caller()))
             self._of_real[storage._cdata] = twin, storage
             self._operations.append(Operation(flat.clone, (), {}, (self._spec(twin),), None))
         twin = self._of_real[storage._cdata][0]

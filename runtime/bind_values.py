@@ -16,6 +16,7 @@ from penstock.passes.annotate import annotate_with_values
 from penstock.passes.fake_export import with_computed_buffers
 from penstock.runtime.binding import Checkpoint, Rename, open_checkpoint, tensor_name
 from penstock.runtime.binding import bind as find_extents
+from penstock.runtime.pack import PAD_PREFIX
 from penstock.schedule.errors import SourceError
 from penstock.schedule.model import Extent, Part, Storage, Weight
 
@@ -62,7 +63,9 @@ def _refuse_unexpected(
     unexpected = [
         name
         for name in checkpoint.tensors
-        if name not in known and not any(fnmatchcase(name, pattern) for pattern in ignore)
+        if name not in known
+        and not name.startswith(PAD_PREFIX)
+        and not any(fnmatchcase(name, pattern) for pattern in ignore)
     ]
     if unexpected:
         named = ", ".join(unexpected[:_NAMED]) + (", ..." if len(unexpected) > _NAMED else "")

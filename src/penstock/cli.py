@@ -15,7 +15,7 @@ import typer
 from penstock import console
 from penstock.cli_inputs import fail, integer, load_exported, pairs, weight_files
 from penstock.cli_options import ArenaName, Artifact, Budget, DeviceName, HardwareName, HostMemory, Json, Keep
-from penstock.cli_preflight import convert, preflight
+from penstock.cli_preflight import convert, doctor, preflight
 from penstock.schedule.errors import PenstockError
 from penstock.schedule.sizes import format_size
 
@@ -34,6 +34,7 @@ app.command(
 )(preflight)
 
 
+app.command(epilog="Example: `penstock doctor my_models:build`")(doctor)
 app.command(
     epilog="Examples: `penstock convert model.pt -o model.safetensors` or "
     "`penstock convert model/ -o model-bf16/ --dtype bfloat16 --shard-size 5GB`"

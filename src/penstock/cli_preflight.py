@@ -1,4 +1,4 @@
-"""The commands for models that are not built here: `penstock preflight` and `penstock convert`."""
+"""The commands for models that are not built here: `preflight`, `doctor` and `convert`."""
 
 from __future__ import annotations
 
@@ -51,6 +51,27 @@ def preflight(
     else:
         command.print_findings(found, findings)
     if not any(finding.plan for finding in findings):
+        raise typer.Exit(1)
+
+
+def doctor(
+    model: Annotated[
+        str,
+        typer.Argument(help="module:function that returns a module and example inputs, or a config.json."),
+    ],
+    *,
+    json: Json = False,
+) -> None:
+    """Say what of a model will export and stream, what will not, and which line is to blame."""
+    from penstock.doctor import examine, facts
+
+    with console.spinner(f"exporting {model} without building it"):
+        checks = examine(model)
+    if json:
+        console.print_json(facts(checks))
+    else:
+        console.print_facts(model, [(f"{one.outcome:7} {one.name}", one.message) for one in checks])
+    if any(one.outcome == "problem" for one in checks):
         raise typer.Exit(1)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.export import ExportedProgram
 
 from penstock.passes.activations import activation_bytes
 from penstock.passes.annotate import annotate
-from penstock.passes.deferred import sentence
 from penstock.passes.fake_export import Built
+from penstock.passes.lines import sentence
 from penstock.plan_command import host_of
 from penstock.runtime.host_weights import copied_ranges
 from penstock.runtime.memory_split import CUDA_WORKSPACE, MemorySplit
@@ -109,17 +108,30 @@ def read_model(source: str, *, tokens: int = 1, context: int = 0, dtype: str | N
 
     Raises SourceError for what cannot be read, PassError, with the line, for what does not export.
     """
-    path = Path(source)
+    build, inputs = open_source(source, tokens=tokens, dtype=dtype)
+    exported = Built.by(build, "cuda").export(inputs())
     cache = 0
-    if path.exists():
-        config = _read_config(path)
-        build = _builder(config, source, dtype)
-        inputs = _inputs(config, source, tokens)
-        cache = context * _cache_bytes_per_token(config, dtype)
-        exported = Built.by(build, "cuda").export(inputs)
-    else:
-        exported = _export_factory(source)
+    if context and Path(source).exists():
+        cache = context * _cache_bytes_per_token(_read_config(Path(source)), dtype)
     return Model(source, annotate(exported), activation_bytes(exported), cache)
+
+
+Inputs = Callable[[], Sequence[Any] | Mapping[str, Any]]
+
+
+def open_source(
+    source: str, *, tokens: int = 1, dtype: str | None = None
+) -> tuple[Callable[[], nn.Module], Inputs]:
+    """What builds the model of a configuration or of `module:function`, and, once it has, example inputs.
+
+    Raises SourceError for what cannot be read.
+    """
+    path = Path(source)
+    if not path.exists():
+        return _from_factory(source)
+    config = _read_config(path)
+    inputs = _inputs(config, source, tokens)
+    return _builder(config, source, dtype), lambda: inputs
 
 
 def find(
@@ -166,7 +178,7 @@ def _room(split: MemorySplit, budget: int, machine: Hardware) -> Iterator[str]:
         )
 
 
-def _export_factory(source: str) -> ExportedProgram:
+def _from_factory(source: str) -> tuple[Callable[[], nn.Module], Inputs]:
     function = _function(source)
     given: list[Any] = []
 
@@ -177,8 +189,7 @@ def _export_factory(source: str) -> ExportedProgram:
         given.append(found[1])
         return found[0]  # type: ignore[no-any-return]
 
-    built = Built.by(build, "cuda")
-    return built.export(given[0])
+    return build, lambda: given[0]
 
 
 def _function(source: str) -> Callable[[], Any]:
