@@ -27,17 +27,28 @@ def run(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.timeout(300)
-def test_the_first_steps_can_be_walked(tmp_path: Path) -> None:
+def walk(page: str, folder: Path) -> str:
     """Python blocks share one session; shell lines that come between them run where they stand."""
     script = ["import subprocess"]
-    for language, text in blocks("docs/first-steps.md"):
+    for language, text in blocks(page):
         if language == "python":
             script.append(text)
         else:
             script += [f"subprocess.run({line!r}, shell=True, check=True)" for line in text.splitlines()]
-    (tmp_path / "walk.py").write_text("\n".join(script))
-    output = run([sys.executable, "-W", "error", "walk.py"], tmp_path)
+    (folder / "walk.py").write_text("\n".join(script))
+    return run([sys.executable, "-W", "error", "walk.py"], folder)
+
+
+@pytest.mark.timeout(300)
+def test_large_models_can_be_walked(tmp_path: Path) -> None:
+    output = walk("docs/large-models.md", tmp_path)
+    assert "('cuda:0', 'cuda:1') ['cuda:0', 'cuda:0', 'cuda:1', 'cuda:1']" in output
+    assert (tmp_path / "shards" / "model.safetensors.index.json").exists()
+
+
+@pytest.mark.timeout(300)
+def test_the_first_steps_can_be_walked(tmp_path: Path) -> None:
+    output = walk("docs/first-steps.md", tmp_path)
     assert "below the floor" in output
     assert "reads are marked" in output
     assert (tmp_path / "out.safetensors").exists()
