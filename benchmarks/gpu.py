@@ -86,7 +86,10 @@ class Machine:
     def graph(self, call: Callable[[], object]) -> Iterator[Callable[[], object]]:
         """Replays what `call` enqueues, captured once."""
         captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
+        with (
+            torch.cuda.device(self.where),
+            torch.cuda.graph(captured, stream=torch.cuda.Stream(self.where)),  # type: ignore[no-untyped-call]
+        ):
             call()
         yield captured.replay
         captured.reset()
@@ -119,13 +122,17 @@ PEERS: dict[str, Callable[[torch.nn.Module, torch.device], None]] = {
 }
 
 
-def measure_peers(machine: Machine, module: Any, weights: Path, inputs: Any, rounds: int) -> dict[str, float]:
-    """Median seconds of a call of each peer; one that fails is left out, and named."""
+def measure_peers(
+    machine: Machine, make: Callable[[], torch.nn.Module], weights: Path, inputs: Any, rounds: int
+) -> dict[str, float]:
+    """Median seconds of a call of each peer, each with a module of its own; one that fails is named."""
     found = {}
     for name, offload in PEERS.items():
+        module = make()
         load_weights(module, weights, in_memory=True)
         try:
-            offload(module, machine.where)
+            # Groups are looked for among the children of what is given.
+            offload(getattr(module, "transformer", module), machine.where)
             module(*inputs)
             found[name] = median(machine.seconds(partial(module, *inputs)) for _ in range(rounds))
         except Exception as error:
@@ -153,15 +160,15 @@ def measure(
         resident = module.to(machine.where)
         expected = resident(*inputs)
         whole = median(machine.seconds(partial(resident, *inputs)) for _ in range(rounds))
-        del resident
+        del resident, module
         everything = program.plan("100%", device=machine.name)
         rate = everything.hardware.link_bytes_per_s
         if machine.simulated:
             whole = everything.predicted_seconds
         peers = {}
         if with_peers and not machine.simulated:
-            module = make_module(model, nbytes)
-            peers = measure_peers(machine, module, weights, inputs, rounds)
+            make = partial(make_module, model, nbytes)
+            peers = measure_peers(machine, make, weights, inputs, rounds)
         floor = program.floor(machine.name)
         cell = Cell(machine, program, inputs, expected, rounds)
         for share in SHARES:

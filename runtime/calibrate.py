@@ -21,7 +21,7 @@ from penstock.runtime.atomic import replace_file
 from penstock.runtime.queue import PIECE
 from penstock.runtime.rates import READERS, measure_read
 from penstock.runtime.source import Source
-from penstock.schedule.errors import PenstockError
+from penstock.schedule.errors import PenstockError, StreamError
 from penstock.schedule.model import Hardware, Weight
 
 _MATRIX = 512
@@ -59,30 +59,40 @@ def measure_cuda(device: str, weights: Sequence[Weight], source: Source) -> Hard
     from penstock.runtime.cuda import CudaDevice
 
     opened = CudaDevice.of(device)
-    where, dtype = opened.torch_device, _common_dtype(weights)
-    matrix = torch.ones(8 * _MATRIX, 8 * _MATRIX, dtype=dtype, device=where)
-    buffer = torch.zeros(8 * _BUFFER, dtype=torch.uint8, device=where)
-    pinned = opened.allocate_host(8 * _BUFFER)
-
-    def finish(work: Callable[[], object]) -> None:
-        work()
-        torch.cuda.synchronize(where)
-
     try:
-        return Hardware(
-            name=device,
-            flops_per_s=2 * (8 * _MATRIX) ** 3 / _best(lambda: finish(lambda: torch.mm(matrix, matrix))),
-            memory_bytes_per_s=8 * _BUFFER / _best(lambda: finish(buffer.sum)),
-            link_bytes_per_s=8
-            * _BUFFER
-            / _best(lambda: finish(lambda: buffer.copy_(pinned, non_blocking=True))),
-            link_latency_ns=_COPY_LATENCY_NS,
-            memory_nbytes=torch.cuda.mem_get_info(where)[1],
-            disk_bytes_per_s=measure_read(source) if source.files else None,
-            note=f"measured on {torch.cuda.get_device_name(where)}",
-        )
+        pinned, kind = opened.allocate_host(8 * _BUFFER), "page-locked"
+    except StreamError:
+        pinned, kind = CudaDevice.of(device, page_lock=False).allocate_host(8 * _BUFFER), "ordinary"
+    try:
+        return _measure_on(opened.torch_device, _common_dtype(weights), pinned, kind, source)
     finally:
         opened.close()
+        torch.cuda.empty_cache()  # what was measured with is not taken from the weights
+
+
+def _measure_on(
+    where: torch.device, dtype: torch.dtype, pinned: torch.Tensor, kind: str, source: Source
+) -> Hardware:
+    matrix = torch.ones(8 * _MATRIX, 8 * _MATRIX, dtype=dtype, device=where)
+    buffer = torch.zeros(8 * _BUFFER, dtype=torch.uint8, device=where)
+
+    def seconds(work: Callable[[], object]) -> float:
+        def finish() -> None:
+            work()
+            torch.cuda.synchronize(where)
+
+        return _best(finish)
+
+    return Hardware(
+        name=str(where),
+        flops_per_s=2 * (8 * _MATRIX) ** 3 / seconds(lambda: torch.mm(matrix, matrix)),
+        memory_bytes_per_s=buffer.numel() / seconds(buffer.sum),
+        link_bytes_per_s=buffer.numel() / seconds(lambda: buffer.copy_(pinned, non_blocking=True)),
+        link_latency_ns=_COPY_LATENCY_NS,
+        memory_nbytes=torch.cuda.mem_get_info(where)[1],
+        disk_bytes_per_s=measure_read(source) if source.files else None,
+        note=f"measured on {torch.cuda.get_device_name(where)}, copies from {kind} memory",
+    )
 
 
 def _remembered(dtype: torch.dtype, measure: Callable[[], tuple[float, float]]) -> tuple[float, float]:

@@ -6,6 +6,7 @@ beats copying them (arena.py). This is the reference that the other devices are 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -64,6 +65,7 @@ class CpuDevice:
         self._caller = CpuStream(None)
         self._streams: list[CpuStream] = []
         self._disks: list[DiskStream] = []
+        self._process = os.getpid()
 
     def allocate(self, nbytes: int, purpose: str) -> torch.Tensor:
         return aligned_bytes(nbytes)
@@ -122,7 +124,7 @@ class CpuDevice:
 
     def close(self) -> None:
         for stream in self._streams:
-            if stream.pool is not None:
+            if stream.pool is not None and os.getpid() == self._process:
                 stream.pool.shutdown()
         for disk in self._disks:
             disk.close()

@@ -6,6 +6,7 @@ the simulated device tests.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -49,6 +50,7 @@ class CudaDevice:
         self._streams: list[torch.cuda.Stream] = []
         self._disks: list[DiskStream] = []
         self._locked: list[torch.Tensor] = []
+        self._process = os.getpid()
 
     @classmethod
     def of(cls, name: str, *, page_lock: bool = True) -> CudaDevice:
@@ -63,9 +65,9 @@ class CudaDevice:
         return max(0, total - free - torch.cuda.memory_reserved(self.torch_device))
 
     @property
-    def peak_allocated(self) -> int:
-        """The most bytes that torch's allocator has given out in this process."""
-        return torch.cuda.max_memory_allocated(self.torch_device)
+    def allocated(self) -> int:
+        """Bytes that torch's allocator has given out in this process."""
+        return torch.cuda.memory_allocated(self.torch_device)
 
     def allocate(self, nbytes: int, purpose: str) -> torch.Tensor:
         try:
@@ -86,6 +88,8 @@ class CudaDevice:
             return memory
         code = int(_runtime().cudaHostRegister(memory.data_ptr(), nbytes, 0))
         if code:
+            with suppress(RuntimeError):  # the next kernel would raise what is left of this error
+                torch.zeros(1, device=self.torch_device)
             raise StreamError(
                 f"{format_size(nbytes)} of host memory could not be page-locked (CUDA error {code}): raise "
                 "the limit on locked memory (ulimit -l, a container's memory), load with less of it "
@@ -126,7 +130,7 @@ class CudaDevice:
     def record(self, stream: torch.cuda.Stream | DiskStream) -> torch.cuda.Event | DiskEvent:
         if isinstance(stream, DiskStream):
             return stream.record()
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 
@@ -145,6 +149,8 @@ class CudaDevice:
         event.synchronize()
 
     def close(self) -> None:
+        if os.getpid() != self._process:
+            return  # a forked child cannot use CUDA
         for disk in self._disks:
             disk.close()
         for stream in self._streams:

@@ -49,7 +49,9 @@ def aligned_bytes(nbytes: int, alignment: int = 64) -> torch.Tensor:
     """Flat bytes of ordinary memory that begin at a multiple of `alignment`."""
     import torch
 
-    whole = torch.empty(nbytes + alignment, dtype=torch.uint8)
+    if alignment == 64:  # as torch aligns all memory
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    whole = torch.empty(nbytes + alignment, dtype=torch.uint8, device="cpu")
     start = -whole.data_ptr() % alignment
     return whole[start : start + nbytes]
 

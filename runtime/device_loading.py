@@ -88,7 +88,7 @@ def load_on_device(
             methods, closers = bind_inductor(folder, payload, tensors, streamer)
         else:
             methods, closers = bind_eager(folder, payload, tensors, streamer, device.torch_device)
-        resources = Resources(streamer, (*closers, device.close, source.close), os.getpid())
+        resources = Resources(streamer, (*closers, device.close, weights.close, source.close), os.getpid())
         if split is not None:
             resources.out_of_memory = partial(_outgrown, device, weights, split)
 
@@ -136,4 +136,4 @@ def _outgrown(device: Device, weights: DeviceWeights, split: Callable[[], Memory
     """Which part of the device's memory was too small."""
     if not isinstance(device, CudaDevice):
         return f"beside {split()}"
-    return split().outgrown(device.peak_allocated - weights.held_bytes, device.held_by_others)
+    return split().outgrown(device.allocated - weights.held_bytes, device.held_by_others)

@@ -53,6 +53,11 @@ class DeviceWeights:
         """Device memory for weights."""
         return self.arena.numel() + sum(memory.numel() for memory in self.outside.values())
 
+    def close(self) -> None:
+        """Give arena, slab and ring back; what is outside the arena may be what a call has returned."""
+        self.arena.untyped_storage().resize_(0)
+        self.host.close()
+
     def moves(self, item: Range, staged: Sequence[Placed] = ()) -> list[Move]:
         """The copies that bring a range of the layout from the host, as few as addresses allow."""
         return [

@@ -13,6 +13,7 @@ from the resident ranges again. Slower, never wrong.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from penstock.runtime.queue import MethodTable, Piece, Queue, first_pass, tabula
 from penstock.runtime.ranges import cut
 from penstock.runtime.staging import Slot, Staging
 from penstock.runtime.streamer import Counters
-from penstock.schedule.errors import StreamError
+from penstock.schedule.errors import PenstockError, StreamError
 from penstock.schedule.model import Plan, Range, Storage
 
 
@@ -77,7 +78,7 @@ class DeviceStreamer:
         self._plan, self._device, self._weights, self._poison = plan, device, weights, poison
         self._copies = device.open_stream("copies")
         self._ring_bytes = weights.host.ring.numel() or None
-        self._staging = Staging(device, weights.disk, weights.host)
+        self._staging = Staging(device, weights.disk, self._copies, weights.host)
         self._closed = False
         self._lost: Exception | None = None
         self._restart(plan.schedules[0].graph)
@@ -151,6 +152,8 @@ class DeviceStreamer:
             return
         try:
             self._restart(self._position.method.graph)
+        except PenstockError:
+            raise
         except Exception as error:  # the pass has failed because the device has
             self._lost = error
 
@@ -161,11 +164,14 @@ class DeviceStreamer:
             for stream in (self._copies, self._device.current_stream()):
                 with suppress(Exception):
                     self._device.synchronize(self._device.record(stream))
+            for event in self._last_read():
+                with suppress(Exception):
+                    self._device.synchronize(event)
 
     @property
     def in_reader(self) -> bool:
-        """There are no readers."""
-        return False
+        """Whether this runs on a thread of a device: of a disk, or of copies on a CPU."""
+        return threading.current_thread().name.startswith("penstock-")
 
     # Between passes.
 
@@ -181,6 +187,8 @@ class DeviceStreamer:
 
     def _restart(self, graph: int) -> None:
         method = self.methods[graph]
+        for event in self._last_read():  # passes before may have run on another stream than the next
+            self._device.wait(self._copies, event)
         queue = first_pass(self._plan, method, resident_loaded=True, piece=self._ring_bytes)
         self._position = Position.before(queue, method)
         self._staging.restart(_ranges(queue), _ranges(method.steady))
@@ -188,6 +196,11 @@ class DeviceStreamer:
         self._next = _Pass()
         self._expected, self._demand = [], None
         self._running = False
+
+    def _last_read(self) -> list[Event]:
+        """The event behind the last step whose kernels were enqueued."""
+        passes = (self.__dict__.get("_this"), self.__dict__.get("_before"))
+        return [event for one in passes if one for event in list(one.ended.values())[-1:]][:1]
 
     # What is enqueued.
 

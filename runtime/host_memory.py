@@ -13,8 +13,9 @@ _UNLIMITED = 1 << 60  # version 1 writes a number of this size where there is no
 def available_bytes(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Bytes that could hold data or page cache: what the system has available, within every limit.
 
-    The limit of each control group of memory (version 1 or 2) from this process's up to the root
-    counts whole: its page cache can be reclaimed. None where the system does not say.
+    Of the limit of each control group of memory (version 1 or 2) from this process's up to the root,
+    what its page cache has counts as available, and what cannot be reclaimed does not. None where the
+    system does not say.
     """
     try:
         lines = (proc / "meminfo").read_text().splitlines()
@@ -49,8 +50,19 @@ def _group_limits(proc: Path, groups: Path) -> list[int]:
         for folder in (group, *group.parents):
             if not folder.is_relative_to(root):
                 break
-            limits += _limit(folder / name)
+            limits += [max(0, limit - _kept(folder)) for limit in _limit(folder / name)]
     return limits
+
+
+def _kept(group: Path) -> int:
+    """Bytes of a control group that are not page cache, and cannot be reclaimed."""
+    try:
+        lines = (group / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    pairs = [line.partition(" ") for line in lines]
+    stat = {name: int(value) for name, _, value in pairs if value.isdecimal()}
+    return stat.get("total_rss", stat.get("anon", 0))
 
 
 def _limit(file: Path) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -10,8 +10,9 @@ import torch
 
 from penstock.runtime.arena_anonymous import Piece, Pieces
 from penstock.runtime.device import Device, FileRead
-from penstock.runtime.ranges import merge, subtract
+from penstock.schedule.host import copied_ranges
 from penstock.schedule.model import Plan, Range, Storage
+from penstock.schedule.spans import subtract
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class HostWeights:
     """
 
     def __init__(self, plan: Plan, storages: Sequence[Storage], device: Device) -> None:
-        self._held = list(plan.host.resident) if plan.host else copied_ranges(plan)
+        self._held = list(plan.host.resident if plan.host else copied_ranges(plan))
         self.slab = device.allocate_host(sum(r.nbytes for r in self._held))
         self.ring = device.allocate_host(max((s.staging_bytes for s in plan.schedules), default=0), once=True)
         offsets = accumulate((r.nbytes for r in self._held), initial=0)
@@ -46,6 +47,9 @@ class HostWeights:
         ]
         layout = plan.arena.layout
         self._stop = max((segment.stop for segment in plan.arena.segments), default=0)
+        # A plan copies the same ranges again and again.
+        self._held_of: dict[Range, tuple[Placed, ...]] = {}
+        self._missing_of: dict[Range, list[Range]] = {}
         self._files = Pieces(
             [
                 Piece(start, start + e.nbytes, e.file, e.file_offset, start)
@@ -62,15 +66,23 @@ class HostWeights:
         """Host memory of slab and ring."""
         return self.slab.numel() + self.ring.numel()
 
-    def held(self, item: Range) -> Iterator[Placed]:
+    def close(self) -> None:
+        """Give slab and ring back. Idempotent."""
+        for memory in (self.slab, self.ring):
+            memory.untyped_storage().resize_(0)
+
+    def held(self, item: Range) -> tuple[Placed, ...]:
         """What the slab has of a range."""
-        for one in self._slabs:
-            if one.start < item.stop and item.start < one.stop:
-                yield one.cut(item.start, item.stop)
+        if item not in self._held_of:
+            inside = (one for one in self._slabs if one.start < item.stop and item.start < one.stop)
+            self._held_of[item] = tuple(one.cut(item.start, item.stop) for one in inside)
+        return self._held_of[item]
 
     def missing(self, item: Range) -> list[Range]:
         """What the slab lacks of a range."""
-        return subtract([item], self._held)
+        if item not in self._missing_of:
+            self._missing_of[item] = subtract([item], self._held)
+        return self._missing_of[item]
 
     def file_offset(self, start: int) -> int:
         """Where in its file the byte at layout offset `start` lies, or the next that is in a file."""
@@ -89,10 +101,3 @@ class HostWeights:
     def fill_slab(self) -> list[FileRead]:
         """The reads that fill the slab."""
         return self.reads(self._slabs)
-
-
-def copied_ranges(plan: Plan) -> list[Range]:
-    """What a pass copies, and what one that starts anew does."""
-    transfers = [Range(t.start, t.stop) for s in plan.schedules for t in s.transfers]
-    boundaries = [item for s in plan.schedules for item in plan.boundary_of(s)]
-    return merge(transfers + subtract(boundaries, merge(plan.resident)))

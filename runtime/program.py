@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from os import PathLike
@@ -16,8 +17,8 @@ from penstock.runtime.calibrate import measure_cuda
 from penstock.runtime.choice import choose, cpu_arenas, floors, preferred
 from penstock.runtime.cuda import CudaDevice
 from penstock.runtime.device_loading import device_kind, hardware_of, load_on_device, open_device
+from penstock.runtime.host_limit import check_host_limit, host_bytes, pinned_bytes
 from penstock.runtime.host_memory import usable_bytes
-from penstock.runtime.host_weights import copied_ranges
 from penstock.runtime.loading import LoadOptions, load_on_cpu, open_source
 from penstock.runtime.memory_split import CUDA_WORKSPACE, MemorySplit, Reserve, reserved_bytes
 from penstock.runtime.module import StreamedModule
@@ -111,9 +112,7 @@ class Program:
             keep=kept,
             wrap=wrap,
             names=payload.storage_names(),
-            host_memory=None
-            if host_memory is None
-            else parse_size(host_memory, total=self.weight_bytes or 100, name="host_memory"),
+            host_memory=host_bytes(host_memory, self.weight_bytes),
         )
         verify_plan(payload.storages, payload.traces, decided)
         return decided
@@ -175,6 +174,7 @@ class Program:
         return self._load_on_device(device, plan, options)
 
     def _load_on_device(self, device: str, plan: Plan, options: LoadOptions) -> StreamedModule:
+        check_host_limit(plan, usable_bytes())
         opened = open_device(device, plan, page_lock=options.page_lock)
         if isinstance(opened, SimDevice):
             opened.reserve(self.activation_bytes, "activations")
@@ -196,9 +196,7 @@ class Program:
         """The plan that `load` makes: where the host cannot hold all that streams, with its limit."""
         plan = self.plan(budget, keep=keep, device=device, arena=arena, host_memory=host_memory)
         limit = usable_bytes()
-        if device_kind(device) == "cpu" or host_memory is not None or limit is None:
-            return plan
-        if sum(item.nbytes for item in copied_ranges(plan)) <= limit:
+        if device_kind(device) == "cpu" or limit is None or pinned_bytes(plan) <= limit:
             return plan
         return self.plan(budget, keep=keep, device=device, arena=arena, host_memory=limit)
 
@@ -275,7 +273,10 @@ class Program:
         if hardware == "auto":
             with open_source(self.payload, self.path) as source:
                 choice = choose(arenas, floors, budget, source)
-            return choice.arena, choice.measure(self.payload.weights)
+            measured = choice.measure(self.payload.weights)
+            if device_kind(device) == "sim":  # what links its host to it is as fast as what is read here
+                measured = replace(measured, disk_bytes_per_s=measured.link_bytes_per_s)
+            return choice.arena, measured
         hardware = find_hardware(hardware) if isinstance(hardware, str) else hardware
         if not arena and hardware.disk_bytes_per_s is not None:
             # A device with a host before it has one buffer: nothing of a file is mapped there.

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.passes.probes import streaming_steps
-from penstock.runtime.ranges import cut, merge, step_ranges, subtract
+from penstock.runtime.ranges import cut, merge, step_ranges
 from penstock.schedule.model import Plan, Range, Schedule, Storage, Trace
+from penstock.schedule.spans import subtract
 
 PIECE = 2 << 20
 """Bytes that one reader copies at a time: large enough for a disk, small enough to share out."""

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
 from penstock.schedule.model import Arena, Plan, Range, Storage
+from penstock.schedule.spans import subtract
 
 
 def cut(ranges: Iterable[Range], piece: int) -> list[Range]:
@@ -26,25 +27,6 @@ def merge(ranges: Iterable[Range]) -> list[Range]:
         elif item.nbytes:
             union.append(item)
     return union
-
-
-def subtract(ranges: Iterable[Range], taken: Sequence[Range]) -> list[Range]:
-    """The bytes of `ranges` that are in none of `taken` (sorted, disjoint)."""
-    rest = []
-    starts = [t.start for t in taken]
-    for item in ranges:
-        start = item.start
-        for hole in taken[max(0, bisect_right(starts, start) - 1) :]:
-            if hole.start >= item.stop:
-                break
-            if hole.stop <= start:
-                continue
-            if hole.start > start:
-                rest.append(Range(start, hole.start))
-            start = hole.stop
-        if start < item.stop:
-            rest.append(Range(start, item.stop))
-    return rest
 
 
 def step_ranges(plan: Plan, storages: Sequence[Storage], reads: Iterable[int]) -> list[Range]:

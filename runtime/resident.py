@@ -63,7 +63,8 @@ def _batches(work: Sequence[Load], memory: torch.Tensor) -> Iterator[Batch]:
     half = memory.numel() // 2 // BLOCK * BLOCK or memory.numel() // 2
     which, position = 0, 0
     batch: Batch = []
-    for load in (whole.cut(at, half) for whole in work for at in range(0, whole.nbytes, half)):
+    most = half - BLOCK if half > 2 * BLOCK else half  # so that there is room to align
+    for load in (whole.cut(at, most) for whole in work for at in range(0, whole.nbytes, most)):
         skip = (load.offset - memory.data_ptr() - position) % BLOCK
         if position + skip + load.nbytes > half:
             if batch:

@@ -38,8 +38,8 @@ class SimStreamer:
 
     @property
     def in_reader(self) -> bool:
-        """There are no readers."""
-        return False
+        """That of the streamer."""
+        return self._streamer.in_reader
 
     def begin(self, graph: int) -> None:
         self._device.compute(self._traces[graph].gap_ns)

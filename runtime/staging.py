@@ -37,8 +37,8 @@ class Staging:
     Reads are enqueued as far ahead as the ring has room for, each behind the copies that free its room.
     """
 
-    def __init__(self, device: Device, disk: Stream, host: HostWeights) -> None:
-        self._device, self._disk, self._host = device, disk, host
+    def __init__(self, device: Device, disk: Stream, copies: Stream, host: HostWeights) -> None:
+        self._device, self._disk, self._copies, self._host = device, disk, copies, host
         self._slots: deque[Slot] = deque()  # in the ring, oldest first
         self._ready: deque[Slot] = deque()  # those of them that wait for their copy
         self._used, self._head = 0, 0
@@ -48,11 +48,13 @@ class Staging:
     def restart(self, first: Sequence[Range], steady: Sequence[Range]) -> None:
         """Begin to read what copies that come lack: those of `first`, then of `steady` again and again.
 
-        Reads that nothing will copy keep their room until they are done.
+        The ring begins anew, whatever an interrupt has left of it: behind all reads and copies until now.
         """
-        for slot in self._ready:
-            slot.copied = slot.read
+        for stream in (self._copies, self._disk):
+            self._device.wait(self._disk, self._device.record(stream))
+        self._slots.clear()
         self._ready.clear()
+        self._used = self._head = 0
         missing = [[item for item in items if self._host.missing(item)] for items in (first, steady)]
         self._upcoming = chain(missing[0], cycle(missing[1]))
         self._next = next(self._upcoming, None)

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from penstock.runtime.arena import WeightArena
 from penstock.runtime.position import Position
 from penstock.runtime.queue import MethodTable, Piece, first_pass, tabulate
-from penstock.runtime.ranges import merge, subtract
+from penstock.runtime.ranges import merge
 from penstock.runtime.rates import READERS
 from penstock.schedule.errors import StreamError
 from penstock.schedule.model import Plan, Range, Storage
+from penstock.schedule.spans import subtract
 
 _CHECK_EVERY_NS = 5_000_000
 

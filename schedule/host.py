@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from penstock.schedule.errors import BudgetError, PlanError
 from penstock.schedule.model import HostTier, Plan, Range, Schedule, Transfer
-from penstock.schedule.spans import merged
+from penstock.schedule.spans import merged, subtract
 from penstock.schedule.timeline import steady_period_ns
 
 _RINGS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -38,7 +38,7 @@ def with_host(plan: Plan, nbytes: int) -> Plan:
             f"the rate of the disk behind the host of {hardware.name!r} is not known: give hardware with "
             "disk_bytes_per_s, or no host memory"
         )
-    copied = merged(r for schedule in plan.schedules for r in _ranges(schedule))
+    copied = copied_ranges(plan)
     if sum(r.nbytes for r in copied) <= nbytes:
         return replace(plan, host=HostTier(nbytes, copied))
     rings = {nbytes // part // granule * granule for part in _RINGS} - {0}
@@ -50,6 +50,13 @@ def with_host(plan: Plan, nbytes: int) -> Plan:
         )
     found = (_timed(_with_ring(plan, nbytes, ring)) for ring in sorted(rings))
     return min(found, key=lambda one: one.predicted_seconds)
+
+
+def copied_ranges(plan: Plan) -> tuple[Range, ...]:
+    """What is ever copied: in a steady pass, or by one that starts anew and finds only what always stays."""
+    transfers = [r for schedule in plan.schedules for r in _ranges(schedule)]
+    boundaries = [item for schedule in plan.schedules for item in plan.boundary_of(schedule)]
+    return merged(transfers + subtract(boundaries, merged(plan.resident)))
 
 
 def _timed(plan: Plan) -> Plan:

@@ -7,6 +7,7 @@ residency is decided by group, as a number of leading spans.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -106,6 +107,25 @@ def merged(ranges: Iterable[Range], breaks: Collection[int] = ()) -> tuple[Range
         else:
             result.append(one)
     return tuple(result)
+
+
+def subtract(ranges: Iterable[Range], taken: Sequence[Range]) -> list[Range]:
+    """The bytes of `ranges` that are in none of `taken` (sorted, disjoint)."""
+    rest = []
+    starts = [t.start for t in taken]
+    for item in ranges:
+        start = item.start
+        for hole in taken[max(0, bisect_right(starts, start) - 1) :]:
+            if hole.start >= item.stop:
+                break
+            if hole.stop <= start:
+                continue
+            if hole.start > start:
+                rest.append(Range(start, hole.start))
+            start = hole.stop
+        if start < item.stop:
+            rest.append(Range(start, item.stop))
+    return rest
 
 
 def _union(steps: Iterator[tuple[int, ...]]) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ def check_host(plan: Plan) -> None:
     What is held and the ring are within the host's memory, and no transfer needs more of the ring
     than there is.
     """
-    rings = {schedule.staging_bytes for schedule in plan.schedules if any(schedule.staged)}
+    rings = {schedule.staging_bytes for schedule in plan.schedules} - {0}
     if plan.host is None:
         if rings or any(schedule.staged for schedule in plan.schedules):
             raise PlanError("transfers are staged through a host of which the plan says nothing; plan again")
@@ -27,6 +27,12 @@ def check_host(plan: Plan) -> None:
             f"{plan.host.nbytes} bytes in all; plan again"
         )
     for schedule in plan.schedules:
+        for item in plan.boundary_of(schedule):
+            if not rings and _lacks(item, plan.host.resident, plan.resident):
+                raise PlanError(
+                    f"bytes {item.start}:{item.stop} of the boundary of graph {schedule.graph} are neither "
+                    "on the device nor with the host, which has no ring; plan again"
+                )
         for problem in _staging_problems(schedule, plan.host.resident):
             raise PlanError(f"schedule of graph {schedule.graph}: {problem}; plan again")
 
@@ -57,6 +63,16 @@ def _staging_problems(schedule: Schedule, held: Sequence[Range]) -> Iterator[str
             )
         if nbytes > schedule.staging_bytes:
             yield f"{nbytes} bytes are staged at once in a ring of {schedule.staging_bytes}"
+
+
+def _lacks(item: Range, held: Sequence[Range], resident: Sequence[Range]) -> bool:
+    """Whether a byte of a range is in none of the others."""
+    position = item.start
+    for one in sorted((*held, *resident)):
+        if one.start > position:
+            break
+        position = max(position, one.stop)
+    return position < item.stop
 
 
 def _missing(transfer: Transfer, held: Sequence[Range]) -> int:

@@ -18,11 +18,11 @@ from penstock.passes.annotate import annotate
 from penstock.passes.fake_export import Built
 from penstock.passes.lines import sentence
 from penstock.plan_command import host_of
-from penstock.runtime.host_weights import copied_ranges
 from penstock.runtime.memory_split import CUDA_WORKSPACE, MemorySplit
 from penstock.schedule import whatif
 from penstock.schedule.costs import with_times
 from penstock.schedule.errors import BudgetError, PassError, SourceError
+from penstock.schedule.host import copied_ranges
 from penstock.schedule.layout import packed_arena
 from penstock.schedule.model import Arena, Hardware, Plan
 from penstock.schedule.payload import Payload

@@ -133,8 +133,16 @@ STAGING = {
     ),
     "a read lies 64 bytes too far": ("% size\n", "% size + 64\n"),
     "a read forgets its room": ("self._used += nbytes", "self._used += nbytes - 64"),
-    "abandoned reads keep their room": ("slot.copied = slot.read", "pass"),
-    "abandoned reads wait for their copies": ("self._ready.clear()", "pass"),
+    "a ring that begins anew does not wait for copies": (
+        "for stream in (self._copies, self._disk):",
+        "for stream in (self._disk,):",
+    ),
+    "a ring that begins anew does not wait for reads": (
+        "for stream in (self._copies, self._disk):",
+        "for stream in (self._copies,):",
+    ),
+    "a ring that begins anew keeps its slots": ("self._slots.clear()", "pass"),
+    "a ring that begins anew keeps what was read": ("self._ready.clear()", "pass"),
     "reads end with the first copy": (
         "self._ready.popleft()\n        self._read_ahead()",
         "self._ready.popleft()",
@@ -149,7 +157,7 @@ STAGING = {
 
 HOST = {
     "the slab begins 64 bytes late": ("initial=0", "initial=64"),
-    "what the host lacks is not read": ("return subtract([item], self._held)", "return []"),
+    "what the host lacks is not read": ("= subtract([item], self._held)", "= []"),
     "the disk is read 64 bytes late": (
         "FileRead(piece.file, piece.file_offset,",
         "FileRead(piece.file, piece.file_offset + 64,",

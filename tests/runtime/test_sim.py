@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -203,55 +202,6 @@ def test_random_plans_of_two_methods_with_a_host_between(p: Problem, share: floa
     one = case_of(p, share)
     if one.plan.arena_bytes:
         Run(one, SimDevice(one.plan.hardware, policy="random", seed=1)).go()
-
-
-@pytest.mark.parametrize("host_memory", ["25%", "60%", "64KiB"])
-@pytest.mark.parametrize("wrap", ["overlap", "barrier"])
-def test_a_host_that_holds_a_part_streams_the_rest_from_the_files(stack, host_memory, wrap):
-    program = stack.open()
-    budget = program.floor("sim:rtx4090") + (1 << 20)
-    plan = program.plan(budget, device="sim:rtx4090", wrap=wrap, host_memory=host_memory)
-    with torch.no_grad(), program.load(plan=plan, device="sim:rtx4090") as module:
-        times = []
-        for _ in range(4):
-            assert torch.equal(module(stack.tokens), stack.expected)
-            times.append(module.stats.simulated_seconds)
-        assert module.stats.misses == 0
-        assert 0 < module.stats.pinned_bytes <= plan.host.nbytes
-        # To let reads go past the page cache, the ring gives up to 4 KiB for each large one.
-        assert times[-1] - times[-2] == pytest.approx(plan.predicted_seconds, rel=1e-3)
-
-
-def test_host_memory_is_capped_as_the_machine_is(stack, monkeypatch):
-    program = stack.open()
-    budget = program.floor("sim:h100")
-    monkeypatch.setattr("penstock.runtime.program.usable_bytes", lambda: 2 << 20)
-    with torch.no_grad(), program.load(budget, device="sim:h100") as module:
-        assert torch.equal(module(stack.tokens), stack.expected)
-        assert 0 < module.stats.pinned_bytes <= 2 << 20
-    with program.load(budget, device="sim:h100", host_memory="3MiB") as module:
-        assert 2 << 20 < module.stats.pinned_bytes <= 3 << 20
-    with pytest.raises(penstock.BudgetError, match="a CPU has no host behind it"):
-        program.load("50%", host_memory="3MiB")
-    with pytest.raises(penstock.PlanError, match="host_memory= are decided by the plan"):
-        program.load(plan=program.plan("50%", device="sim"), device="sim", host_memory="3MiB")
-
-
-def test_a_file_that_changes_while_it_streams_is_an_error_and_the_next_load_says_so(stack, tmp_path):
-    path = tmp_path / "copy.penstock"
-    shutil.copytree(stack.path, path)
-    program = penstock.open(path)
-    module = program.load(program.floor("sim:h100"), device="sim:h100", host_memory="1MiB")
-    with torch.no_grad():
-        module(stack.tokens)
-        weights = max(path.iterdir(), key=lambda file: file.stat().st_size)
-        os.truncate(weights, weights.stat().st_size - 4096)
-        for _ in range(2):
-            with pytest.raises(penstock.SourceError, match="truncated while in use"):
-                module(stack.tokens)
-    module.close()
-    with pytest.raises(penstock.SourceError):
-        penstock.open(path)
 
 
 def test_a_cap_on_all_memory_leaves_room_for_activations(stack, capsys):
