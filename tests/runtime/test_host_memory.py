@@ -42,6 +42,22 @@ def test_a_group_or_one_above_it_limits(
     assert available_bytes(proc, tmp_path / "groups") == expected
 
 
+@pytest.mark.parametrize(
+    ("membership", "folder", "name", "stat"),
+    [
+        ("4:memory:/a", "memory/a", "memory.limit_in_bytes", "cache 900\ntotal_rss 3000\ntotal_cache 900\n"),
+        ("0::/a", "a", "memory.max", "anon 3000\nfile 900\ninactive_file 900\n"),
+    ],
+)
+def test_what_a_group_cannot_give_back_is_not_available(
+    proc: Path, tmp_path: Path, *, membership, folder, name, stat
+) -> None:
+    (proc / "self/cgroup").write_text(membership + "\n")
+    write_limit(tmp_path / "groups" / folder / name, "10000\n")
+    write_limit(tmp_path / "groups" / folder / "memory.stat", stat)
+    assert available_bytes(proc, tmp_path / "groups") == 7000
+
+
 def test_a_system_that_does_not_say(tmp_path: Path) -> None:
     assert available_bytes(tmp_path) is None
 
