@@ -76,7 +76,8 @@ class CudaDevice:
             free, total = torch.cuda.mem_get_info(self.torch_device)
             raise StreamError(
                 f"{self.name} is out of memory: {format_size(nbytes)} for {purpose} do not fit into the "
-                f"{format_size(free)} that are free of {format_size(total)}; lower the budget"
+                f"{format_size(free)} that are free of {format_size(total)}: lower the budget by "
+                f"{format_size(max(nbytes - free, 1 << 20))} at least"
             ) from error
 
     def allocate_host(self, nbytes: int, *, once: bool = False) -> torch.Tensor:

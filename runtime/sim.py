@@ -69,7 +69,8 @@ class SimDevice:
             parts = ", ".join(f"{format_size(n)} for {what}" for what, n in self._held.items())
             raise StreamError(
                 f"{self.name} is out of memory: {format_size(nbytes)} for {purpose} do not fit beside "
-                f"{parts or 'nothing'}; it has {format_size(most)}, so lower the budget"
+                f"{parts or 'nothing'}; it has {format_size(most)}: lower the budget by "
+                f"{format_size(held + nbytes - most)}"
             )
         self._held[purpose] = self._held.get(purpose, 0) + nbytes
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
 WAIT = "self._device.wait(self._copies, self._freed(piece))"
 _COPY = 'self._copy(item, f"for step {piece.step}", slot)'
 _RECORD = "self._arrived = reading.arrived[piece.step] = self._device.record(self._copies)"
@@ -199,3 +203,15 @@ MEMORY = {
     "what is staged is left out": ("(*self.host.held(item), *staged)", "self.host.held(item)"),
     "what is held is left out": ("(*self.host.held(item), *staged)", "staged"),
 }
+
+
+def mutant(module: ModuleType, old: str, new: str) -> ModuleType:
+    """The module with one piece of its source replaced, which must be there once."""
+    assert module.__file__
+    source = Path(module.__file__).read_text(encoding="utf-8")
+    assert source.count(old) == 1, f"{source.count(old)} times: {old}"
+    spec = importlib.util.spec_from_loader(module.__name__, loader=None)
+    assert spec
+    changed = importlib.util.module_from_spec(spec)
+    exec(compile(source.replace(old, new), module.__file__, "exec"), changed.__dict__)
+    return changed

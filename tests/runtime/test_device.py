@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from penstock.runtime import device_memory
 from penstock.runtime.cpu import CpuDevice
 from penstock.runtime.cuda import CudaDevice
 from penstock.runtime.device import Device, FileRead, Move
@@ -16,6 +18,7 @@ from penstock.runtime.device_streamer import DeviceStreamer
 from penstock.runtime.sim import SimDevice
 from penstock.schedule.errors import SourceError, StreamError
 from tests.runtime.device_runs import HARDWARE, Case, Memory, cases, disk_cases
+from tests.runtime.mutants import MEMORY, mutant
 
 DEVICES = {
     "cpu": CpuDevice,
@@ -119,6 +122,42 @@ def test_plans_run_on_every_device(device: Device, case: Case) -> None:
     streamer.close()
     with pytest.raises(StreamError, match="closed"):
         streamer.begin(0)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", MEMORY)
+def test_copies_of_wrong_bytes_are_caught_on_real_devices(kind: str, name: str) -> None:
+    """The mutants that no order of streams can hide; those of waits need the simulated device."""
+    if kind == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no GPU here: `make gpu` runs this where there is one")
+    changed = mutant(device_memory, *MEMORY[name])
+    with pytest.raises((AssertionError, RuntimeError, StreamError)):
+        run_on(CpuDevice if kind == "cpu" else CudaDevice, changed)
+
+
+def run_on(kind: type[CpuDevice] | type[CudaDevice], memories: ModuleType) -> None:
+    for one in (*cases()[:3], disk_cases()[0]):
+        device, source = kind(), one.source
+        try:
+            weights = memories.DeviceWeights(one.plan, one.storages, device, source)
+            run_pass(one, weights, DeviceStreamer(one.plan, one.storages, device, weights, poison=True))
+        finally:
+            device.close()
+
+
+def run_pass(one: Case, weights: DeviceWeights, streamer: DeviceStreamer) -> None:
+    method, source = streamer.methods[0], one.source
+    for storage in one.plan.outside:
+        assert found(weights, storage).tolist() == list(contents(one, source, storage))
+    streamer.begin(0)
+    for number, step in enumerate(one.plan.traces[0].steps):
+        if number in method.probed:
+            streamer.acquire(0, number)
+        for storage in step.reads:
+            assert found(weights, storage).tolist() == list(contents(one, source, storage))
+        if number in method.probed:
+            streamer.release(0, number)
+    streamer.end(0)
 
 
 def found(weights: DeviceWeights, storage: int) -> torch.Tensor:

@@ -6,11 +6,8 @@ a plan has to be refused by the verifier, or be right: what the device catches, 
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -31,22 +28,10 @@ from tests.runtime.device_runs import (
     run_everywhere,
     small_disk_cases,
 )
-from tests.runtime.mutants import HOST, MEMORY, RESIDENT, STAGING, STREAMER, WAIT
+from tests.runtime.mutants import HOST, MEMORY, RESIDENT, STAGING, STREAMER, WAIT, mutant
 
 CAUGHT = (WrongBytesError, SlowPassError, PenstockError, KeyError, IndexError, AttributeError)
 """RaceError and bounds are PenstockErrors; a lookup that fails is an event that was never recorded."""
-
-
-def mutant(module: ModuleType, old: str, new: str) -> ModuleType:
-    """The module with one piece of its source replaced, which must be there once."""
-    assert module.__file__
-    source = Path(module.__file__).read_text(encoding="utf-8")
-    assert source.count(old) == 1, f"{source.count(old)} times: {old}"
-    spec = importlib.util.spec_from_loader(module.__name__, loader=None)
-    assert spec
-    changed = importlib.util.module_from_spec(spec)
-    exec(compile(source.replace(old, new), module.__file__, "exec"), changed.__dict__)
-    return changed
 
 
 def test_nothing_is_caught_where_nothing_is_changed() -> None:

@@ -1,0 +1,286 @@
+"""How long until a checkpoint in shards can be used, and what memory that takes.
+
+A Llama-shaped transformers model in bfloat16, written by transformers. Each way of loading it runs in a
+process of its own, in turn, with the page cache cold or warm: time until the model is ready, until its first
+output, and the most anonymous and total memory meanwhile (sampled every 10 ms, above what libraries hold).
+penstock refers to the checkpoint in place: what compiling it once costs is a line of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.machine import describe_machine, read_memory
+from penstock.schedule.sizes import format_size, parse_size
+
+WAYS = ("plain", "assign", "accelerate", "transformers", "penstock 25%", "penstock 100%")
+COMPILE = "compile"
+TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What one process measured: seconds since it began to load, bytes, and the sha256 of its output."""
+
+    ready_s: float
+    first_output_s: float
+    anonymous: int
+    total: int
+    output: str
+
+
+class Peak:
+    """The most memory that this process has while it is sampled, above what it has now."""
+
+    def __init__(self) -> None:
+        self._before = read_memory()
+        self.anonymous = self.total = 0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+
+    def _sample(self) -> None:
+        while not self._done.wait(0.01):
+            now = read_memory()
+            self.anonymous = max(self.anonymous, now.anonymous - self._before.anonymous)
+            self.total = max(self.total, now.total - self._before.total)
+
+    def stop(self) -> None:
+        self._done.set()
+        self._thread.join()
+
+
+def make_config(nbytes: int) -> Any:
+    from transformers import LlamaConfig
+
+    layer = 2 * (2 * 2048 * 2048 + 2 * 2048 * 512 + 3 * 2048 * 5632)
+    return LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=max(1, round((nbytes - 2 * 2 * 32000 * 2048) / layer)),
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        vocab_size=32000,
+        dtype="bfloat16",
+        use_cache=False,
+    )
+
+
+def write_checkpoint(folder: Path, nbytes: int) -> None:
+    """Written by the library itself, in shards of 500 MB."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(make_config(nbytes), dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="500MB")
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def forget_pages(folder: Path) -> None:
+    for path in shards(folder):
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def warm_pages(folder: Path) -> None:
+    for path in shards(folder):
+        with path.open("rb", buffering=0) as file:
+            while file.read(1 << 24):
+                pass
+
+
+def load_plain(folder: Path) -> Any:
+    from safetensors.torch import load_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    for path in shards(folder):
+        model.load_state_dict(load_file(path), strict=False)
+    return model.eval()
+
+
+def load_assign(folder: Path) -> Any:
+    from accelerate import init_empty_weights
+    from safetensors.torch import load_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    for path in shards(folder):
+        model.load_state_dict(load_file(path), strict=False, assign=True)
+    return model.eval()
+
+
+def load_accelerate(folder: Path) -> Any:
+    from accelerate import init_empty_weights, load_checkpoint_and_dispatch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    return load_checkpoint_and_dispatch(model, folder, device_map={"": "cpu"}).eval()
+
+
+def load_transformers(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+
+
+def load_penstock(folder: Path, budget: str) -> Any:
+    import penstock
+
+    return penstock.open(folder / "model.penstock").load(budget)
+
+
+LOADERS: dict[str, Callable[[Path], Any]] = {
+    "plain": load_plain,
+    "assign": load_assign,
+    "accelerate": load_accelerate,
+    "transformers": load_transformers,
+    "penstock 25%": lambda folder: load_penstock(folder, "25%"),
+    "penstock 100%": lambda folder: load_penstock(folder, "100%"),
+}
+
+
+def inputs() -> dict[str, Any]:
+    return {"input_ids": torch.arange(TOKENS)[None], "use_cache": False}
+
+
+def compile_in_place(folder: Path) -> None:
+    """The artifact that refers to the checkpoint's own bytes, from the configuration alone."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import penstock
+
+    config = AutoConfig.from_pretrained(folder)
+    exported = penstock.fake_export(
+        lambda: AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), inputs()
+    )
+    penstock.compile(exported, folder / "model.penstock", weights=folder, pack=False)
+
+
+def measure_here(way: str, folder: Path) -> Loaded:
+    """Load and call once, in this process, libraries imported before."""
+    import accelerate  # noqa: F401
+    import transformers  # noqa: F401
+
+    import penstock
+
+    penstock.open  # noqa: B018 (imported now, not while the clock runs)
+    peak = Peak()
+    began = time.perf_counter()
+    with torch.no_grad():
+        model = LOADERS[way](folder)
+        ready = time.perf_counter() - began
+        output = model(**inputs()).logits
+    first = time.perf_counter() - began
+    peak.stop()
+    digest = hashlib.sha256(output.float().numpy().tobytes()).hexdigest()
+    return Loaded(ready, first, peak.anonymous, peak.total, digest)
+
+
+@contextmanager
+def checkpoint(folder: Path | None, nbytes: int) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        typer.echo(f"writing {format_size(nbytes)} of weights", err=True)
+        write_checkpoint(Path(made), nbytes)
+        yield Path(made)
+
+
+def run_apart(way: str, folder: Path) -> Loaded:
+    command = [sys.executable, __file__, "--way", way, "--folder", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{way} failed: {done.stderr.strip().splitlines()[-1]}")
+    return Loaded(**json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def render(rows: dict[str, list[Loaded]], title: str) -> str:
+    lines = [
+        f"{title}:",
+        "",
+        "| way | ready, s | first output, s | anonymous | total | output |",
+        "|---" * 6 + "|",
+    ]
+    for way, found in rows.items():
+        ready, first = (median(getattr(one, name) for one in found) for name in ("ready_s", "first_output_s"))
+        anonymous, total = (max(getattr(one, name) for one in found) for name in ("anonymous", "total"))
+        lines.append(
+            f"| {way} | {ready:.2f} | {first:.2f} | {format_size(anonymous)} | {format_size(total)} "
+            f"| {found[0].output[:8]} |"
+        )
+    return "\n".join(lines)
+
+
+def main(
+    *,
+    size: Annotated[str, typer.Option(help="Bytes of weights.")] = "2GiB",
+    rounds: Annotated[int, typer.Option(min=1)] = 3,
+    folder: Annotated[Path | None, typer.Option(help="Where the checkpoint is made.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
+    way: Annotated[str | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Measure all ways of loading in turn.
+
+    Example: python benchmarks/loading.py --size 4GiB --json benchmarks/results/loading.json
+    """
+    if way is not None:
+        assert folder is not None
+        if way == COMPILE:
+            compile_in_place(folder)
+            return
+        typer.echo(json.dumps(asdict(measure_here(way, folder))))
+        return
+    with checkpoint(folder, parse_size(size)) as made:
+        began = time.perf_counter()
+        subprocess.run([sys.executable, __file__, "--way", COMPILE, "--folder", str(made)], check=True)
+        compiled = time.perf_counter() - began
+        results: dict[str, dict[str, list[Loaded]]] = {}
+        for state, prepare in (("cold", forget_pages), ("warm", warm_pages)):
+            found: dict[str, list[Loaded]] = {one: [] for one in WAYS}
+            for number in range(rounds):
+                for one in WAYS[number % len(WAYS) :] + WAYS[: number % len(WAYS)]:
+                    prepare(made)
+                    found[one].append(run_apart(one, made))
+            results[state] = found
+            typer.echo(render(found, f"{size}, {state}") + "\n")
+        typer.echo(f"compiling in place, once: {compiled:.1f} s")
+    if json_path:
+        facts = {
+            "machine": describe_machine(),
+            "torch": torch.__version__,
+            "size": size,
+            "compile_s": compiled,
+            "results": {
+                state: {one: [asdict(loaded) for loaded in found] for one, found in rows.items()}
+                for state, rows in results.items()
+            },
+        }
+        json_path.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
