@@ -23,6 +23,11 @@ def deferred_init(build: Callable[[], nn.Module]) -> Deferred:
 
     Raises PassError, with the line of the model that causes it, where that cannot be.
     """
+    if isinstance(build, nn.Module):
+        raise PassError(
+            f"expected a function that builds the model, got a {type(build).__name__} that is built: give "
+            "lambda: Model(...), or export the module itself with torch.export.export"
+        )
     recording = Recording()
     try:
         with recording, torch.no_grad():

@@ -134,6 +134,7 @@ def test_seeding_in_the_constructor_counts() -> None:
     ("build", "message"),
     [
         (lambda: torch.zeros(3), "expected a function that returns a module, got Tensor"),
+        (nn.Linear(2, 2), "expected a function that builds the model, got a Linear that is built"),
         (
             lambda: nn.Linear(2, "x"),
             r"without memory at .*test_deferred\.py:\d+, in <lambda>",
