@@ -81,6 +81,7 @@ class DeviceStreamer:
         self._staging = Staging(device, weights.disk, self._copies, weights.host)
         self._closed = False
         self._lost: Exception | None = None
+        self._before = self._this = _Pass()
         self._restart(plan.schedules[0].graph)
 
     # The pass.
@@ -199,8 +200,8 @@ class DeviceStreamer:
 
     def _last_read(self) -> list[Event]:
         """The event behind the last step whose kernels were enqueued."""
-        passes = (self.__dict__.get("_this"), self.__dict__.get("_before"))
-        return [event for one in passes if one for event in list(one.ended.values())[-1:]][:1]
+        passes = (self._this, self._before)
+        return [event for one in passes for event in list(one.ended.values())[-1:]][:1]
 
     # What is enqueued.
 

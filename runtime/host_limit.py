@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.schedule.errors import BudgetError, StreamError
-from penstock.schedule.host import copied_ranges
+from penstock.schedule.host import host_bytes
 from penstock.schedule.model import Plan
 from penstock.schedule.sizes import format_size, parse_size
 
@@ -11,7 +11,7 @@ LEAST_BYTES = 16 << 10
 """Two blocks of a disk, in two halves: resident weights pass through them."""
 
 
-def host_bytes(host_memory: int | str | None, weight_bytes: int) -> int | None:
+def parse_host_memory(host_memory: int | str | None, weight_bytes: int) -> int | None:
     """The bytes that `host_memory` stands for; BudgetError for fewer than weights can pass through."""
     if host_memory is None:
         return None
@@ -25,14 +25,14 @@ def host_bytes(host_memory: int | str | None, weight_bytes: int) -> int | None:
     return nbytes
 
 
-def pinned_bytes(plan: Plan) -> int:
+def unlimited_bytes(plan: Plan) -> int:
     """What the host holds of the weights, where nothing limits it."""
-    return 0 if plan.host else sum(item.nbytes for item in copied_ranges(plan))
+    return 0 if plan.host else host_bytes(plan)
 
 
 def check_host_limit(plan: Plan, limit: int | None) -> None:
     """Raise StreamError for a plan without a host's limit that takes more than `limit` bytes of it."""
-    taken = pinned_bytes(plan)
+    taken = unlimited_bytes(plan)
     if limit is not None and taken > limit:
         raise StreamError(
             f"the plan keeps {format_size(taken)} of weights in the host's memory, of which "

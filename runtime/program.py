@@ -17,7 +17,7 @@ from penstock.runtime.calibrate import measure_cuda
 from penstock.runtime.choice import choose, cpu_arenas, floors, preferred
 from penstock.runtime.cuda import CudaDevice
 from penstock.runtime.device_loading import device_kind, hardware_of, load_on_device, open_device
-from penstock.runtime.host_limit import check_host_limit, host_bytes, pinned_bytes
+from penstock.runtime.host_limit import check_host_limit, parse_host_memory, unlimited_bytes
 from penstock.runtime.host_memory import usable_bytes
 from penstock.runtime.loading import LoadOptions, load_on_cpu, open_source
 from penstock.runtime.memory_split import CUDA_WORKSPACE, MemorySplit, Reserve, reserved_bytes
@@ -112,7 +112,7 @@ class Program:
             keep=kept,
             wrap=wrap,
             names=payload.storage_names(),
-            host_memory=host_bytes(host_memory, self.weight_bytes),
+            host_memory=parse_host_memory(host_memory, self.weight_bytes),
         )
         verify_plan(payload.storages, payload.traces, decided)
         return decided
@@ -196,7 +196,7 @@ class Program:
         """The plan that `load` makes: where the host cannot hold all that streams, with its limit."""
         plan = self.plan(budget, keep=keep, device=device, arena=arena, host_memory=host_memory)
         limit = usable_bytes()
-        if device_kind(device) == "cpu" or limit is None or pinned_bytes(plan) <= limit:
+        if device_kind(device) == "cpu" or limit is None or unlimited_bytes(plan) <= limit:
             return plan
         return self.plan(budget, keep=keep, device=device, arena=arena, host_memory=limit)
 

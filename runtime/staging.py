@@ -50,6 +50,8 @@ class Staging:
 
         The ring begins anew, whatever an interrupt has left of it: behind all reads and copies until now.
         """
+        if not self._host.ring.numel():
+            return
         for stream in (self._copies, self._disk):
             self._device.wait(self._disk, self._device.record(stream))
         self._slots.clear()

@@ -59,6 +59,12 @@ def copied_ranges(plan: Plan) -> tuple[Range, ...]:
     return merged(transfers + subtract(boundaries, merged(plan.resident)))
 
 
+def host_bytes(plan: Plan) -> int:
+    """Memory of the host for what streams, its ring included."""
+    held = copied_ranges(plan) if plan.host is None else plan.host.resident
+    return sum(item.nbytes for item in held) + max((s.staging_bytes for s in plan.schedules), default=0)
+
+
 def _timed(plan: Plan) -> Plan:
     """The plan with its schedules' periods."""
     timed = []

@@ -14,8 +14,8 @@ import typer
 
 from penstock import console
 from penstock.cli_inputs import fail, integer, load_exported, pairs, weight_files
+from penstock.cli_models import convert, doctor, preflight
 from penstock.cli_options import ArenaName, Artifact, Budget, DeviceName, HardwareName, HostMemory, Json, Keep
-from penstock.cli_preflight import convert, doctor, preflight
 from penstock.schedule.errors import PenstockError
 from penstock.schedule.sizes import format_size
 

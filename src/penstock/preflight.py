@@ -18,11 +18,12 @@ from penstock.passes.annotate import annotate
 from penstock.passes.fake_export import Built
 from penstock.passes.lines import sentence
 from penstock.plan_command import host_of
+from penstock.runtime.host_limit import parse_host_memory
 from penstock.runtime.memory_split import CUDA_WORKSPACE, MemorySplit
 from penstock.schedule import whatif
 from penstock.schedule.costs import with_times
 from penstock.schedule.errors import BudgetError, PassError, SourceError
-from penstock.schedule.host import copied_ranges
+from penstock.schedule.host import host_bytes
 from penstock.schedule.layout import packed_arena
 from penstock.schedule.model import Arena, Hardware, Plan
 from penstock.schedule.payload import Payload
@@ -92,14 +93,6 @@ class Finding:
         }
 
 
-def host_bytes(plan: Plan) -> int:
-    """Memory of the host for what streams, its ring included."""
-    if plan.host is None:
-        return sum(item.nbytes for item in copied_ranges(plan))
-    ring = max((s.staging_bytes for s in plan.schedules), default=0)
-    return ring + sum(item.nbytes for item in plan.host.resident)
-
-
 def read_model(source: str, *, tokens: int = 1, context: int = 0, dtype: str | None = None) -> Model:
     """Export the model of a transformers `config.json` (or its folder), or of `module:function`, fake.
 
@@ -134,9 +127,7 @@ def open_source(
     return _builder(config, source, dtype), lambda: inputs
 
 
-def find(
-    model: Model, hardware: str, budget: str | None, host_memory: str | None = None, keep: Sequence[int] = ()
-) -> Finding:
+def find(model: Model, hardware: str, budget: str | None, host_memory: str | None = None) -> Finding:
     """Plan a model for a preset; `budget` None is all that its memory leaves for weights."""
     machine = find_hardware(hardware)
     storages, arena = model.payload.storages, model.arena
@@ -145,7 +136,7 @@ def find(
     split = MemorySplit(total, model.activations, CUDA_WORKSPACE, model.cache_bytes)
     asked = split.weights if budget is None else parse_size(budget, total=model.weight_bytes)
     asked = max(0, min(asked, model.weight_bytes))
-    least = floor(storages, traces, arena, keep=frozenset(keep)).upper_bytes
+    least = floor(storages, traces, arena).upper_bytes
     names = model.payload.storage_names()
 
     def plan(nbytes: int) -> Plan:
@@ -156,7 +147,7 @@ def find(
             budget=nbytes,
             hardware=machine,
             names=names,
-            host_memory=parse_size(host_memory, total=model.weight_bytes) if host_memory else None,
+            host_memory=parse_host_memory(host_memory, model.weight_bytes),
         )
 
     try:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock import console
-from penstock.preflight import Finding, Model, find, host_bytes, read_model
+from penstock.preflight import Finding, Model, find, read_model
 from penstock.schedule.errors import PlanError
+from penstock.schedule.host import host_bytes
 from penstock.schedule.sizes import format_size
 
 

@@ -64,7 +64,7 @@ def test_programs_for_one_device_are_planned_and_those_for_several_refused_by_na
         penstock.annotate(several)
 
 
-def test_nothing_is_allocated_whatever_the_size(monkeypatch) -> None:
+def test_nothing_is_allocated_whatever_the_size() -> None:
     exported = penstock.fake_export(lambda: Mlp("cuda", "cuda", 1 << 20), {"x": torch.empty(1, 1 << 20)})
     assert sum(s.nbytes for s in penstock.annotate(exported).storages) > 16e12
 
