@@ -14,7 +14,8 @@ from penstock.passes.annotate import Annotated, annotate_with_values
 from penstock.passes.lowering import eager, inductor
 from penstock.runtime.artifact_files import DIGEST, PAYLOAD, digest_line
 from penstock.runtime.atomic import write_artifact
-from penstock.runtime.binding import Checkpoint, Rename, bind, read_checkpoint
+from penstock.runtime.binding import Rename, Span, bind
+from penstock.runtime.checkpoint import Checkpoint, Paths, open_checkpoint
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.pack import (
     BLOCK_ALIGNED_FROM,
@@ -28,9 +29,8 @@ from penstock.runtime.pack import (
 from penstock.runtime.program import Program
 from penstock.runtime.program import open as open_program
 from penstock.runtime.progress import Progress, count_bytes
-from penstock.runtime.safetensors_file import index_files
-from penstock.runtime.stamp import file_chunks, hash_storage, stamp_file
-from penstock.schedule.errors import PassError
+from penstock.runtime.stamp import hash_storage, stamp_file
+from penstock.schedule.errors import PassError, SourceError
 from penstock.schedule.model import Extent, Method, Part, Storage, Weight, WeightFile
 from penstock.schedule.payload import Lowering, Payload, ProgramFile
 from penstock.schedule.payload_checks import part_nbytes
@@ -50,7 +50,7 @@ def compile(
     path: str | PathLike[str],
     *,
     lowering: str = "eager",
-    weights: str | PathLike[str] | Sequence[str | PathLike[str]] | None = None,
+    weights: Paths | None = None,
     rename: Rename = None,
     pack: bool = True,
     options: Mapping[str, Any] | None = None,
@@ -60,10 +60,10 @@ def compile(
 ) -> Program:
     """Compile an exported program into the artifact folder `path`, and open it.
 
-    Values come from the program itself, or from the safetensors files `weights` (a file, an index,
-    a folder or a list of files), where `rename` maps an FQN to a tensor's name. They are packed in
-    the order of their first use (small ones before large ones), or, with `pack=False`, left where they
-    are and referred to.
+    Values come from the program itself, or from the checkpoint `weights` (safetensors files, an index, a
+    folder, what torch.save or torch.distributed wrote), where `rename` maps an FQN to a tensor's name.
+    They are packed in the order of their first use (small ones before large ones), or, with `pack=False`,
+    left where they are and referred to (safetensors only).
 
     `lowering="inductor"` compiles with AOTInductor, whose `options` are those of `torch.compile`. Weights of
     less than `resident_below` bytes (None: 64 KiB) then stay in memory and cost no probes. Such an artifact
@@ -81,7 +81,7 @@ def compile(
     compiled = _compile(annotated, options, resident_below) if lowering == "inductor" else None
     if compiled is not None:
         annotated = replace(annotated, payload=compiled.payload)
-    checkpoint = None if weights is None else read_checkpoint(_files(weights))
+    checkpoint = None if weights is None else _open(weights, pack)
     writer = _Writer(annotated, checkpoint, rename, in_place=not pack, progress=progress)
     folder = Path(path)
     kind: Lowering = "inductor" if compiled else "eager"
@@ -127,10 +127,15 @@ def _compile(
     return inductor.lower(annotated.payload, annotated.programs, options=options, resident_below=smallest)
 
 
-def _files(weights: str | PathLike[str] | Sequence[str | PathLike[str]]) -> tuple[Path, ...]:
-    if isinstance(weights, str | PathLike):
-        return tuple(p.resolve() for p in index_files(Path(weights)))
-    return tuple(p.resolve() for p in index_files([Path(w) for w in weights]))
+def _open(weights: Paths, pack: bool) -> Checkpoint:
+    checkpoint = open_checkpoint(weights)
+    others = [path for path in checkpoint.files if path.suffix != ".safetensors"]
+    if others and not pack:
+        raise SourceError(
+            f"{others[0]} is no safetensors file, and only those are used in place: leave out pack=False, or "
+            "write safetensors with `penstock convert`"
+        )
+    return checkpoint
 
 
 class _Writer:
@@ -150,8 +155,10 @@ class _Writer:
         self._in_place = in_place
         self._progress = progress
         self._storages = self._payload.storages
+        self._spans: Mapping[int, Sequence[Span]] = {}
         if checkpoint is not None:
-            self._storages = bind(self._payload.weights, self._storages, checkpoint, rename)
+            bound = bind(self._payload.weights, self._storages, checkpoint, rename)
+            self._storages, self._spans = bound.storages, bound.spans
 
     def write_weights(self, folder: Path) -> Payload:
         """Write the packed file, if one is needed, and return the payload with files and extents."""
@@ -191,7 +198,7 @@ class _Writer:
         weight, part = _named_by(self._payload.weights, s)
         dense = _is_dense(part) and part_nbytes(part) == storage.nbytes
         dtype, shape = (part.dtype, part.shape) if dense else ("uint8", (storage.nbytes,))
-        chunks = self._file_chunks(storage) if storage.extents else self._value_chunks(s, weight)
+        chunks = self._file_chunks(s) if s in self._spans else self._value_chunks(s, weight)
         return PackEntry(weight.fqn + part.name, dtype, shape, storage.nbytes, chunks)
 
     def _value_chunks(self, s: int, weight: Weight) -> Chunks:
@@ -202,18 +209,17 @@ class _Writer:
             )
         return lambda: tensor_chunks(storage_bytes(value)[: self._storages[s].nbytes])
 
-    def _file_chunks(self, storage: Storage) -> Chunks:
+    def _file_chunks(self, s: int) -> Chunks:
         assert self._checkpoint is not None
-        files = self._checkpoint.files
+        files, spans, nbytes = self._checkpoint.files, self._spans[s], self._storages[s].nbytes
 
         def chunks() -> Iterator[Chunk]:
             position = 0
-            for extent in storage.extents:
-                yield bytes(extent.storage_offset - position)
-                start = extent.file_offset
-                yield from file_chunks(files[extent.file], start, start + extent.nbytes)
-                position = extent.storage_offset + extent.nbytes
-            yield bytes(storage.nbytes - position)
+            for span in spans:
+                yield bytes(span.offset - position)
+                yield from span.chunks(files)
+                position = span.stop
+            yield bytes(nbytes - position)
 
         return chunks
 

@@ -14,8 +14,9 @@ from torch.export import ExportedProgram
 
 from penstock.passes.annotate import annotate_with_values
 from penstock.passes.fake_export import with_computed_buffers
-from penstock.runtime.binding import Checkpoint, Rename, open_checkpoint, tensor_name
-from penstock.runtime.binding import bind as find_extents
+from penstock.runtime.binding import Bound, Rename, Span, tensor_name
+from penstock.runtime.binding import bind as find_values
+from penstock.runtime.checkpoint import Checkpoint, open_checkpoint
 from penstock.runtime.pack import PAD_PREFIX
 from penstock.schedule.errors import SourceError
 from penstock.schedule.model import Extent, Part, Storage, Weight
@@ -32,7 +33,8 @@ def bind(
 ) -> ExportedProgram:
     """A copy of the program whose weights are those of a checkpoint, mapped from its files.
 
-    `checkpoint` is a safetensors file, an index, a folder, several files, or a file that torch.save wrote.
+    `checkpoint` is a safetensors file, an index, a folder, several files, a file that torch.save wrote, or a
+    folder of torch.distributed (whose chunks are copied into memory where a tensor has several).
     `rename` maps an FQN to a tensor's name there; tied weights need one of their names. Non-persistent
     buffers of a program of fake_export get the values that their module computes. Writing to a bound
     value changes memory, not the file. Nothing is read before it is used.
@@ -43,9 +45,9 @@ def bind(
     files = open_checkpoint(checkpoint)
     annotated = annotate_with_values(exported)
     weights = annotated.payload.weights
-    storages = find_extents(weights, annotated.payload.storages, files, rename)
+    found = find_values(weights, annotated.payload.storages, files, rename)
     _refuse_unexpected(weights, files, rename, ignore)
-    values = _values(weights, storages, files)
+    values = _values(weights, found, files)
     exported = with_computed_buffers(exported)
     bound = copy.copy(exported)
     bound._state_dict = {name: _value(name, old, values) for name, old in exported.state_dict.items()}
@@ -69,37 +71,43 @@ def _refuse_unexpected(
     ]
     if unexpected:
         named = ", ".join(unexpected[:_NAMED]) + (", ..." if len(unexpected) > _NAMED else "")
+        origin = checkpoint.tensors[unexpected[0]].origin
         raise SourceError(
-            f"{len(unexpected)} tensors of {checkpoint.files[0]} are no weights of the program: {named}; "
+            f"{len(unexpected)} tensors of {origin} are no weights of the program: {named}; "
             "give the checkpoint that belongs to it, or patterns of what to leave out (ignore=)"
         )
 
 
-def _values(
-    weights: Sequence[Weight], storages: Sequence[Storage], checkpoint: Checkpoint
-) -> dict[str, torch.Tensor]:
+def _values(weights: Sequence[Weight], bound: Bound, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """A tensor for each weight that the files hold; those of one storage share its memory."""
     maps: dict[int, mmap.mmap] = {}
     memory: dict[int, torch.Tensor] = {}
     values = {}
     for weight in weights:
         part = weight.parts[0]
-        if part.storage not in memory and storages[part.storage].extents:
-            memory[part.storage] = _memory(storages[part.storage], checkpoint, maps)
+        storage = bound.storages[part.storage]
+        if part.storage not in memory and part.storage in bound.spans:
+            memory[part.storage] = _memory(storage, bound.spans[part.storage], checkpoint, maps)
         if part.storage in memory:
             values[weight.fqn] = _view(memory[part.storage], part)
     return values
 
 
-def _memory(storage: Storage, checkpoint: Checkpoint, maps: dict[int, mmap.mmap]) -> torch.Tensor:
+def _memory(
+    storage: Storage, spans: Sequence[Span], checkpoint: Checkpoint, maps: dict[int, mmap.mmap]
+) -> torch.Tensor:
     """The bytes of a storage: mapped where they lie in one piece, else copied."""
-    pieces = [(extent, _mapped(extent, checkpoint, maps)) for extent in storage.extents]
-    extent, first = pieces[0]
-    if (extent.storage_offset, extent.nbytes) == (0, storage.nbytes) and first.data_ptr() % 8 == 0:
-        return first
+    if len(storage.extents) == 1 and storage.extents[0].nbytes == storage.nbytes:
+        mapped = _mapped(storage.extents[0], checkpoint, maps)
+        if mapped.data_ptr() % 8 == 0:
+            return mapped
     whole = torch.zeros(storage.nbytes, dtype=torch.uint8)
-    for extent, piece in pieces:
-        whole[extent.storage_offset : extent.storage_offset + extent.nbytes] = piece
+    for span in spans:
+        position = span.offset
+        for chunk in span.chunks(checkpoint.files):
+            if len(chunk):
+                whole[position : position + len(chunk)] = torch.frombuffer(chunk, dtype=torch.uint8)
+            position += len(chunk)
     return whole
 
 

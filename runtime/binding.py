@@ -1,16 +1,16 @@
-"""Finds the bytes of a program's weights in safetensors files, by FQN."""
+"""Finds the bytes of a program's weights in a checkpoint, by FQN."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from os import PathLike
 from pathlib import Path
 
-from penstock.runtime.safetensors_file import TORCH_NAMES, TensorEntry, index_files, read_header
-from penstock.runtime.stamp import file_chunks
-from penstock.runtime.torch_file import SUFFIXES, read_entries
+from penstock.runtime.checkpoint import Checkpoint
+from penstock.runtime.pack import Chunk
+from penstock.runtime.safetensors_file import TORCH_NAMES
+from penstock.runtime.stored_tensor import Reading, StoredTensor
 from penstock.schedule.errors import SourceError
 from penstock.schedule.model import Extent, Part, Storage, Weight
 from penstock.schedule.payload_checks import part_nbytes
@@ -22,49 +22,56 @@ _NAMED = 5
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """The tensors of some safetensors files: their names, and for each its file number and place."""
+class Span:
+    """What lies at byte `offset` of a storage: a reading without its first `skip` bytes."""
 
-    files: tuple[Path, ...]
-    tensors: Mapping[str, tuple[int, TensorEntry]]
+    offset: int
+    skip: int
+    reading: Reading
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.reading.nbytes - self.skip
+
+    def extents(self) -> Iterator[Extent]:
+        """Where its bytes lie in the files, as runs."""
+        position = self.offset - self.skip
+        for file, start, nbytes in self.reading.runs():
+            known = min(max(self.offset - position, 0), nbytes)
+            if nbytes > known:
+                yield Extent(file, start + known, position + known, nbytes - known)
+            position += nbytes
+
+    def chunks(self, files: Sequence[Path]) -> Iterator[Chunk]:
+        """Its bytes, at most 16 MiB at a time."""
+        skip = self.skip
+        for chunk in self.reading.chunks(files):
+            yield memoryview(chunk)[skip:]
+            skip = max(skip - len(chunk), 0)
 
 
-def open_checkpoint(paths: str | PathLike[str] | Sequence[str | PathLike[str]]) -> Checkpoint:
-    """A checkpoint's files: safetensors, an index, a folder, several of them, or what torch.save wrote."""
-    given = [paths] if isinstance(paths, str | PathLike) else paths
-    files: dict[Path, None] = {}
-    for path in map(Path, given):
-        found = (path,) if path.suffix in SUFFIXES and path.is_file() else index_files(path)
-        files |= dict.fromkeys(file.resolve() for file in found)
-    return read_checkpoint(tuple(files))
+@dataclass(frozen=True)
+class Bound:
+    """Storages, and the bytes that the files give them: `spans`, by storage.
 
+    A storage whose bytes are gathered from many places has spans and no extents.
+    """
 
-def read_checkpoint(files: Sequence[Path]) -> Checkpoint:
-    """The headers of `files`, strictly parsed. SourceError for a tensor that two files hold."""
-    tensors: dict[str, tuple[int, TensorEntry]] = {}
-    for number, path in enumerate(files):
-        entries = read_entries(path) if path.suffix in SUFFIXES else read_header(path).entries
-        for name, entry in entries.items():
-            if name in tensors:
-                raise SourceError(
-                    f"tensor {name!r} is in {files[tensors[name][0]]} and in {path}: "
-                    "give the shards of one checkpoint only"
-                )
-            tensors[name] = (number, entry)
-    return Checkpoint(tuple(files), tensors)
+    storages: tuple[Storage, ...]
+    spans: Mapping[int, tuple[Span, ...]]
 
 
 def bind(
     weights: Sequence[Weight], storages: Sequence[Storage], checkpoint: Checkpoint, rename: Rename = None
-) -> tuple[Storage, ...]:
-    """`storages` with the extents that the checkpoint gives them.
+) -> Bound:
+    """`storages` with the bytes that the checkpoint gives them.
 
     Tied weights need one of their names in the files, and the same bytes under all that are there. A
     parameter that no file has is an error, as is one of another dtype, shape or order of elements; a
     buffer or constant may be missing with all of its storage, which then has no extents. Raises
     SourceError naming what is wrong, all missing ones counted.
     """
-    found: dict[int, dict[tuple[int, int], Extent]] = {}
+    found: dict[int, dict[tuple[int, int], Reading]] = {}
     absent: list[Weight] = []
     for weight in weights:
         for part in weight.parts:
@@ -72,22 +79,21 @@ def bind(
             if name not in checkpoint.tensors:
                 absent.append(weight)
                 continue
-            number, entry = checkpoint.tensors[name]
-            _check_tensor(weight, part, name, entry, checkpoint.files[number])
-            extent = Extent(number, entry.start, part.offset, entry.nbytes)
-            first = found.setdefault(part.storage, {}).setdefault((part.offset, entry.nbytes), extent)
-            if first != extent:
-                _check_tie(weight, name, (first, extent), checkpoint)
-    bound = tuple(
-        replace(storage, extents=_disjoint(found[index].values())) if index in found else storage
-        for index, storage in enumerate(storages)
-    )
-    missing = [w for w in absent if not _covered(w, bound)]
+            reading = _reading(weight, part, name, checkpoint.tensors[name])
+            first = found.setdefault(part.storage, {}).setdefault((part.offset, reading.nbytes), reading)
+            if first != reading:
+                _check_tie(weight, name, (first, reading), checkpoint.files)
+    spans = {index: _disjoint(places) for index, places in found.items()}
+    missing = [w for w in absent if not _covered(w, spans)]
     # What shares a storage with a weight from the files has no other place to come from.
     _refuse_missing(
         [w for w in missing if w.role == "parameter" or any(p.storage in found for p in w.parts)], checkpoint
     )
-    return bound
+    placed = list(storages)
+    for s, own in spans.items():
+        if all(span.reading.contiguous for span in own):
+            placed[s] = replace(placed[s], extents=tuple(e for span in own for e in span.extents()))
+    return Bound(tuple(placed), spans)
 
 
 def tensor_name(fqn: str, rename: Rename) -> str:
@@ -97,11 +103,12 @@ def tensor_name(fqn: str, rename: Rename) -> str:
     return rename.get(fqn, fqn) if isinstance(rename, Mapping) else rename(fqn)
 
 
-def _check_tensor(weight: Weight, part: Part, name: str, entry: TensorEntry, path: Path) -> None:
-    if (TORCH_NAMES.get(entry.dtype), entry.shape) != (part.dtype, part.shape):
+def _reading(weight: Weight, part: Part, name: str, tensor: StoredTensor) -> Reading:
+    """What of a tensor is a part's value; SourceError where it cannot be that."""
+    if (TORCH_NAMES.get(tensor.dtype), tensor.shape) != (part.dtype, part.shape):
         raise SourceError(
             f"weight {weight.fqn} is {part.dtype} {list(part.shape)} in the program and tensor {name!r} of "
-            f"{path} is {TORCH_NAMES.get(entry.dtype, entry.dtype)} {list(entry.shape)}: "
+            f"{tensor.origin} is {TORCH_NAMES.get(tensor.dtype, tensor.dtype)} {list(tensor.shape)}: "
             "give the checkpoint that belongs to the program"
         )
     dense = [prod(part.shape[i + 1 :]) for i in range(len(part.shape))]
@@ -110,13 +117,12 @@ def _check_tensor(weight: Weight, part: Part, name: str, entry: TensorEntry, pat
             f"weight {weight.fqn} has strides {list(part.stride)} in the program, but safetensors files hold "
             "dense tensors: make it contiguous before the export, or compile without weights="
         )
+    return Reading(tensor, tensor.whole)
 
 
-def _check_tie(weight: Weight, name: str, places: tuple[Extent, Extent], checkpoint: Checkpoint) -> None:
+def _check_tie(weight: Weight, name: str, readings: tuple[Reading, Reading], files: Sequence[Path]) -> None:
     """Compare the bytes of two tensors of the files that are one weight of the program."""
-    first, second = (
-        file_chunks(checkpoint.files[e.file], e.file_offset, e.file_offset + e.nbytes) for e in places
-    )
+    first, second = (reading.chunks(files) for reading in readings)
     if any(a != b for a, b in zip(first, second, strict=True)):
         raise SourceError(
             f"weight {weight.fqn} is tied to another in the program, but tensor {name!r} holds other values "
@@ -124,27 +130,26 @@ def _check_tie(weight: Weight, name: str, places: tuple[Extent, Extent], checkpo
         )
 
 
-def _disjoint(extents: Iterable[Extent]) -> tuple[Extent, ...]:
-    """Extents by place in the storage, without the bytes that an earlier one holds as well."""
-    result: list[Extent] = []
+def _disjoint(places: Mapping[tuple[int, int], Reading]) -> tuple[Span, ...]:
+    """Readings by place in the storage, without the bytes that an earlier one holds as well."""
+    result: list[Span] = []
     end = 0
-    for extent in sorted(extents, key=lambda e: (e.storage_offset, -e.nbytes)):
-        known = max(end - extent.storage_offset, 0)
-        if known < extent.nbytes:
-            start = extent.storage_offset + known
-            result.append(Extent(extent.file, extent.file_offset + known, start, extent.nbytes - known))
-            end = start + extent.nbytes - known
+    for (offset, nbytes), reading in sorted(places.items(), key=lambda item: (item[0][0], -item[0][1])):
+        known = max(end - offset, 0)
+        if known < nbytes:
+            result.append(Span(offset + known, known, reading))
+            end = offset + nbytes
     return tuple(result)
 
 
-def _covered(weight: Weight, storages: Sequence[Storage]) -> bool:
+def _covered(weight: Weight, spans: Mapping[int, Sequence[Span]]) -> bool:
     """Whether the bytes of every part were found under another weight's name."""
     for part in weight.parts:
         position = part.offset
         stop = part.offset + part_nbytes(part)
-        for extent in storages[part.storage].extents:
-            if extent.storage_offset <= position < extent.storage_offset + extent.nbytes:
-                position = extent.storage_offset + extent.nbytes
+        for span in spans.get(part.storage, ()):
+            if span.offset <= position < span.stop:
+                position = span.stop
         if position < stop:
             return False
     return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 
 from penstock.runtime.atomic import write_artifact
-from penstock.runtime.binding import open_checkpoint
+from penstock.runtime.checkpoint import open_checkpoint
 from penstock.runtime.pack import BLOCK, PAD_PREFIX, Chunk, PackEntry, pack
 from penstock.runtime.progress import Progress, count_bytes
-from penstock.runtime.safetensors_file import TORCH_NAMES, TensorEntry
-from penstock.runtime.stamp import file_chunks
+from penstock.runtime.safetensors_file import TORCH_NAMES
+from penstock.runtime.stored_tensor import Reading, StoredTensor
 from penstock.schedule.errors import SourceError
 from penstock.schedule.sizes import format_size, parse_size
 
@@ -42,7 +42,7 @@ def convert(
     force: bool = False,
     progress: Progress | None = None,
 ) -> Converted:
-    """Write the tensors of a checkpoint (safetensors, an index, a folder, a torch.save file) anew.
+    """Write the tensors of a checkpoint (safetensors, an index, a folder, what torch wrote) anew.
 
     `target` is a `.safetensors` file, or a folder of shards of at most `shard_size` bytes with their index;
     one tensor larger than that has a shard of its own. `dtype` (`bfloat16`, ...) converts floating-point
@@ -53,13 +53,13 @@ def convert(
     Raises SourceError for what cannot be read, converted or written.
     """
     checkpoint = open_checkpoint(source)
-    places = {name: place for name, place in checkpoint.tensors.items() if not name.startswith(PAD_PREFIX)}
+    kept = {name: one for name, one in checkpoint.tensors.items() if not name.startswith(PAD_PREFIX)}
     entries = sorted(
-        (_entry(name, checkpoint.files[number], one, dtype) for name, (number, one) in places.items()),
+        (_entry(name, one, checkpoint.files, dtype) for name, one in kept.items()),
         key=lambda entry: (entry.nbytes % BLOCK > 0, entry.nbytes % 64 > 0),
     )
     if not entries:
-        raise SourceError(f"{checkpoint.files[0]} holds no tensors")
+        raise SourceError(f"{source} holds no tensors")
     path = Path(target)
     total = sum(entry.nbytes for entry in entries)
     print(f"penstock: writing {total:,} bytes of tensors to {path}", file=sys.stderr)
@@ -100,16 +100,17 @@ def _index(names: Sequence[str], shards: Sequence[Sequence[PackEntry]], total: i
     return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=1) + "\n"
 
 
-def _entry(name: str, path: Path, found: TensorEntry, dtype: str | None) -> PackEntry:
+def _entry(name: str, found: StoredTensor, files: Sequence[Path], dtype: str | None) -> PackEntry:
     before = TORCH_NAMES.get(found.dtype)
     after = _dtype_after(name, before, dtype)
+    reading = Reading(found, found.whole)
     if before is None or after is None or before == after:
         kept = before or "uint8"
         shape = found.shape if before else (found.nbytes,)
-        return PackEntry(name, kept, shape, found.nbytes, lambda: file_chunks(path, found.start, found.stop))
+        return PackEntry(name, kept, shape, found.nbytes, lambda: reading.chunks(files))
     old, new = getattr(torch, before), getattr(torch, after)
     nbytes = found.nbytes // old.itemsize * new.itemsize
-    return PackEntry(name, after, found.shape, nbytes, lambda: _cast(path, found, old, new))
+    return PackEntry(name, after, found.shape, nbytes, lambda: _cast(reading.chunks(files), old, new))
 
 
 def _dtype_after(name: str, before: str | None, dtype: str | None) -> str | None:
@@ -129,9 +130,9 @@ def _dtype_after(name: str, before: str | None, dtype: str | None) -> str | None
     return dtype if floating else before
 
 
-def _cast(path: Path, found: TensorEntry, old: torch.dtype, new: torch.dtype) -> Iterator[Chunk]:
-    for chunk in file_chunks(path, found.start, found.stop):  # 16 MiB, which every element divides
-        values = torch.frombuffer(bytearray(chunk), dtype=old).to(new)
+def _cast(chunks: Iterable[Chunk], old: torch.dtype, new: torch.dtype) -> Iterator[Chunk]:
+    for chunk in chunks:  # 16 MiB, which every element divides
+        values = torch.frombuffer(chunk, dtype=old).to(new)
         yield values.view(torch.uint8).numpy().data
 
 

@@ -24,20 +24,29 @@ def read_entries(path: Path) -> dict[str, TensorEntry]:
     """
     if not zipfile.is_zipfile(path):
         raise SourceError(f"{path} is not a file that torch.save wrote (a zip): convert it with torch first")
-    try:
-        with FakeTensorMode():  # tensors have then no memory, and know their place in the file
-            found: Any = torch.load(path, weights_only=True)
-    except Exception as error:
-        raise SourceError(
-            f"{path} cannot be read without running code in it ({str(error).splitlines()[0]}): load it with "
-            "torch.load where you trust it, and save its state dict"
-        ) from error
+    found = _load(path, path)
     if isinstance(found, Mapping) and isinstance(found.get("state_dict"), Mapping):
         found = found["state_dict"]
     if not isinstance(found, Mapping):
         raise SourceError(f"{path} holds a {type(found).__name__}, expected a state dict")
     nbytes = path.stat().st_size
     return {name: _entry(path, name, value, nbytes) for name, value in found.items()}
+
+
+def read_tensor(file: Any, path: Path, name: str, nbytes: int) -> TensorEntry:
+    """Where the one tensor that torch.save wrote to `file` lies; `path` and `name` are for messages."""
+    return _entry(path, name, _load(file, path), nbytes)
+
+
+def _load(file: Any, path: Path) -> Any:
+    try:
+        with FakeTensorMode():  # tensors have then no memory, and know their place in the file
+            return torch.load(file, weights_only=True)
+    except Exception as error:
+        raise SourceError(
+            f"{path} cannot be read without running code in it ({str(error).splitlines()[0]}): load it with "
+            "torch.load where you trust it, and save its state dict"
+        ) from error
 
 
 def _entry(path: Path, name: object, value: object, file_nbytes: int) -> TensorEntry:

@@ -79,7 +79,8 @@ def convert(
     source: Annotated[
         list[Path],
         typer.Argument(
-            help="Safetensors files, an index, a folder, or what torch.save wrote.", show_default=False
+            help="Safetensors, an index, a folder, or what torch.save or torch.distributed wrote.",
+            show_default=False,
         ),
     ],
     *,
