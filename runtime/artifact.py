@@ -14,7 +14,7 @@ from penstock.passes.annotate import Annotated, annotate_with_values
 from penstock.passes.lowering import eager, inductor
 from penstock.runtime.artifact_files import DIGEST, PAYLOAD, digest_line
 from penstock.runtime.atomic import write_artifact
-from penstock.runtime.binding import Rename, Span, bind
+from penstock.runtime.binding import Rename, Rules, Span, bind
 from penstock.runtime.checkpoint import Checkpoint, Paths, open_checkpoint
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.pack import (
@@ -52,6 +52,7 @@ def compile(
     lowering: str = "eager",
     weights: Paths | None = None,
     rename: Rename = None,
+    cast: bool = False,
     pack: bool = True,
     options: Mapping[str, Any] | None = None,
     resident_below: int | str | None = None,
@@ -63,7 +64,8 @@ def compile(
     Values come from the program itself, or from the checkpoint `weights` (safetensors files, an index, a
     folder, what torch.save or torch.distributed wrote), where `rename` maps an FQN to a tensor's name.
     They are packed in the order of their first use (small ones before large ones), or, with `pack=False`,
-    left where they are and referred to (safetensors only).
+    left where they are and referred to (safetensors only). With `cast`, floating-point tensors of another
+    dtype than their weight's are converted while they are packed, as torch does.
 
     `lowering="inductor"` compiles with AOTInductor, whose `options` are those of `torch.compile`. Weights of
     less than `resident_below` bytes (None: 64 KiB) then stay in memory and cost no probes. Such an artifact
@@ -74,32 +76,47 @@ def compile(
     not the program's and for an output that cannot be written.
     """
     _check_lowering(lowering, options, resident_below)
-    if not pack and weights is None:
-        raise PassError("pack=False refers to weight files in place: name them with weights=")
+    _check_packing(weights, pack, cast)
     annotated = annotate_with_values(exported)
     _check_names(annotated.payload.methods)
     compiled = _compile(annotated, options, resident_below) if lowering == "inductor" else None
     if compiled is not None:
         annotated = replace(annotated, payload=compiled.payload)
     checkpoint = None if weights is None else _open(weights, pack)
-    writer = _Writer(annotated, checkpoint, rename, in_place=not pack, progress=progress)
+    writer = _Writer(annotated, checkpoint, Rules(rename, cast), in_place=not pack, progress=progress)
     folder = Path(path)
     kind: Lowering = "inductor" if compiled else "eager"
 
     def build(temporary: Path) -> None:
         catalog = writer.write_weights(temporary)
-        if compiled is None:
-            programs, machine = eager.save(annotated.programs, temporary), ""
-        else:
-            programs, machine = inductor.save(compiled, annotated.programs, temporary), compiled.machine
-        digest = hashlib.sha256((temporary / programs).read_bytes()).hexdigest()
-        payload = replace(catalog, lowering=kind, program=ProgramFile(programs, digest, machine))
+        program = _save_program(annotated, compiled, temporary)
+        payload = replace(catalog, lowering=kind, program=program)
         data = payload.to_bytes()
         (temporary / PAYLOAD).write_bytes(data)
         (temporary / DIGEST).write_bytes(digest_line(data))
 
     write_artifact(folder, force=force, build=build)
     return open_program(folder)
+
+
+def _save_program(annotated: Annotated, compiled: inductor.Compiled | None, folder: Path) -> ProgramFile:
+    if compiled is None:
+        programs, machine = eager.save(annotated.programs, folder), ""
+    else:
+        programs, machine = inductor.save(compiled, annotated.programs, folder), compiled.machine
+    return ProgramFile(programs, hashlib.sha256((folder / programs).read_bytes()).hexdigest(), machine)
+
+
+def _check_packing(weights: Paths | None, pack: bool, cast: bool) -> None:
+    if not pack and weights is None:
+        raise PassError("pack=False refers to weight files in place: name them with weights=")
+    if not pack and cast:
+        raise PassError(
+            "cast=True converts weights while they are packed: leave out pack=False, or convert the files "
+            "with `penstock convert --dtype`"
+        )
+    if cast and weights is None:
+        raise PassError("cast=True converts a checkpoint's tensors: name its files with weights=")
 
 
 def _check_lowering(
@@ -145,7 +162,7 @@ class _Writer:
         self,
         annotated: Annotated,
         checkpoint: Checkpoint | None,
-        rename: Rename,
+        rules: Rules,
         *,
         in_place: bool,
         progress: Progress | None,
@@ -157,7 +174,7 @@ class _Writer:
         self._storages = self._payload.storages
         self._spans: Mapping[int, Sequence[Span]] = {}
         if checkpoint is not None:
-            bound = bind(self._payload.weights, self._storages, checkpoint, rename)
+            bound = bind(self._payload.weights, self._storages, checkpoint, rules)
             self._storages, self._spans = bound.storages, bound.spans
 
     def write_weights(self, folder: Path) -> Payload:

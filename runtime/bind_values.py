@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 
 from penstock.passes.annotate import annotate_with_values
 from penstock.passes.fake_export import with_computed_buffers
-from penstock.runtime.binding import Bound, Rename, Span, tensor_name
+from penstock.runtime.binding import Bound, Rename, Rules, Span, tensor_name
 from penstock.runtime.binding import bind as find_values
 from penstock.runtime.checkpoint import Checkpoint, open_checkpoint
 from penstock.runtime.pack import PAD_PREFIX
@@ -29,6 +29,7 @@ def bind(
     checkpoint: str | PathLike[str] | Sequence[str | PathLike[str]],
     *,
     rename: Rename = None,
+    cast: bool = False,
     ignore: Sequence[str] = (),
 ) -> ExportedProgram:
     """A copy of the program whose weights are those of a checkpoint, mapped from its files.
@@ -37,7 +38,10 @@ def bind(
     folder of torch.distributed (whose chunks are copied into memory where a tensor has several).
     `rename` maps an FQN to a tensor's name there; tied weights need one of their names. Non-persistent
     buffers of a program of fake_export get the values that their module computes. Writing to a bound
-    value changes memory, not the file. Nothing is read before it is used.
+    value changes memory, not the file. Nothing is read before it is used, but for what is copied.
+
+    With `cast`, floating-point tensors of another dtype than their weight's are converted to it, as torch
+    does; the converted copy is in memory.
 
     Raises SourceError for weights that are missing or of another dtype or shape, and for tensors that the
     program has no use for, unless a pattern of `ignore` matches them.
@@ -45,7 +49,7 @@ def bind(
     files = open_checkpoint(checkpoint)
     annotated = annotate_with_values(exported)
     weights = annotated.payload.weights
-    found = find_values(weights, annotated.payload.storages, files, rename)
+    found = find_values(weights, annotated.payload.storages, files, Rules(rename, cast))
     _refuse_unexpected(weights, files, rename, ignore)
     values = _values(weights, found, files)
     exported = with_computed_buffers(exported)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from penstock.runtime.checkpoint import Checkpoint
 from penstock.runtime.pack import Chunk
-from penstock.runtime.safetensors_file import TORCH_NAMES
+from penstock.runtime.safetensors_file import FLOATS, TORCH_NAMES
 from penstock.runtime.stored_tensor import Reading, StoredTensor
 from penstock.schedule.errors import SourceError
 from penstock.schedule.model import Extent, Part, Storage, Weight
@@ -19,6 +20,14 @@ Rename = Callable[[str], str] | Mapping[str, str] | None
 """How an FQN of the program becomes a tensor's name in the files: a function, or a table of exceptions."""
 
 _NAMED = 5
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How tensors of the files become weights: by which names, and whether in the weight's own dtype."""
+
+    rename: Rename = None
+    cast: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,7 +63,7 @@ class Span:
 class Bound:
     """Storages, and the bytes that the files give them: `spans`, by storage.
 
-    A storage whose bytes are gathered from many places has spans and no extents.
+    A storage whose bytes are gathered from many places, or cast, has spans and no extents.
     """
 
     storages: tuple[Storage, ...]
@@ -62,12 +71,13 @@ class Bound:
 
 
 def bind(
-    weights: Sequence[Weight], storages: Sequence[Storage], checkpoint: Checkpoint, rename: Rename = None
+    weights: Sequence[Weight], storages: Sequence[Storage], checkpoint: Checkpoint, rules: Rules
 ) -> Bound:
     """`storages` with the bytes that the checkpoint gives them.
 
     Tied weights need one of their names in the files, and the same bytes under all that are there. A
-    parameter that no file has is an error, as is one of another dtype, shape or order of elements; a
+    parameter that no file has is an error, as is one of another dtype (unless the rules say that it is cast),
+    shape or order of elements; a
     buffer or constant may be missing with all of its storage, which then has no extents. Raises
     SourceError naming what is wrong, all missing ones counted.
     """
@@ -75,11 +85,11 @@ def bind(
     absent: list[Weight] = []
     for weight in weights:
         for part in weight.parts:
-            name = tensor_name(weight.fqn, rename) + part.name
+            name = tensor_name(weight.fqn, rules.rename) + part.name
             if name not in checkpoint.tensors:
                 absent.append(weight)
                 continue
-            reading = _reading(weight, part, name, checkpoint.tensors[name])
+            reading = _reading(weight, part, (name, checkpoint.tensors[name]), rules)
             first = found.setdefault(part.storage, {}).setdefault((part.offset, reading.nbytes), reading)
             if first != reading:
                 _check_tie(weight, name, (first, reading), checkpoint.files)
@@ -91,7 +101,7 @@ def bind(
     )
     placed = list(storages)
     for s, own in spans.items():
-        if all(span.reading.contiguous for span in own):
+        if all(span.reading.as_stored for span in own):
             placed[s] = replace(placed[s], extents=tuple(e for span in own for e in span.extents()))
     return Bound(tuple(placed), spans)
 
@@ -103,13 +113,17 @@ def tensor_name(fqn: str, rename: Rename) -> str:
     return rename.get(fqn, fqn) if isinstance(rename, Mapping) else rename(fqn)
 
 
-def _reading(weight: Weight, part: Part, name: str, tensor: StoredTensor) -> Reading:
+def _reading(weight: Weight, part: Part, named: tuple[str, StoredTensor], rules: Rules) -> Reading:
     """What of a tensor is a part's value; SourceError where it cannot be that."""
-    if (TORCH_NAMES.get(tensor.dtype), tensor.shape) != (part.dtype, part.shape):
+    name, tensor = named
+    before = TORCH_NAMES.get(tensor.dtype, tensor.dtype)
+    floats = before in FLOATS and part.dtype in FLOATS
+    if tensor.shape != part.shape or (before != part.dtype and not (rules.cast and floats)):
+        advice = ", or cast it (cast=True)" if floats and tensor.shape == part.shape else ""
         raise SourceError(
             f"weight {weight.fqn} is {part.dtype} {list(part.shape)} in the program and tensor {name!r} of "
-            f"{tensor.origin} is {TORCH_NAMES.get(tensor.dtype, tensor.dtype)} {list(tensor.shape)}: "
-            "give the checkpoint that belongs to the program"
+            f"{tensor.origin} is {before} {list(tensor.shape)}: "
+            f"give the checkpoint that belongs to the program{advice}"
         )
     dense = [prod(part.shape[i + 1 :]) for i in range(len(part.shape))]
     if any(size > 1 and a != b for size, a, b in zip(part.shape, part.stride, dense, strict=True)):
@@ -117,17 +131,23 @@ def _reading(weight: Weight, part: Part, name: str, tensor: StoredTensor) -> Rea
             f"weight {weight.fqn} has strides {list(part.stride)} in the program, but safetensors files hold "
             "dense tensors: make it contiguous before the export, or compile without weights="
         )
-    return Reading(tensor, tensor.whole)
+    return Reading(tensor, tensor.whole, cast=part.dtype if before != part.dtype else None)
 
 
 def _check_tie(weight: Weight, name: str, readings: tuple[Reading, Reading], files: Sequence[Path]) -> None:
     """Compare the bytes of two tensors of the files that are one weight of the program."""
-    first, second = (reading.chunks(files) for reading in readings)
-    if any(a != b for a, b in zip(first, second, strict=True)):
+    if len({_digest(reading.chunks(files)) for reading in readings}) > 1:
         raise SourceError(
             f"weight {weight.fqn} is tied to another in the program, but tensor {name!r} holds other values "
             "than that one's: export it with the checkpoint loaded, or rename one of them"
         )
+
+
+def _digest(chunks: Iterator[Chunk]) -> str:
+    digest = hashlib.sha256()
+    for chunk in chunks:
+        digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _disjoint(places: Mapping[tuple[int, int], Reading]) -> tuple[Span, ...]:

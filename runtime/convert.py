@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 
 from penstock.runtime.atomic import write_artifact
 from penstock.runtime.checkpoint import open_checkpoint
-from penstock.runtime.pack import BLOCK, PAD_PREFIX, Chunk, PackEntry, pack
+from penstock.runtime.pack import BLOCK, PAD_PREFIX, PackEntry, pack
 from penstock.runtime.progress import Progress, count_bytes
 from penstock.runtime.safetensors_file import TORCH_NAMES
 from penstock.runtime.stored_tensor import Reading, StoredTensor
@@ -103,14 +103,11 @@ def _index(names: Sequence[str], shards: Sequence[Sequence[PackEntry]], total: i
 def _entry(name: str, found: StoredTensor, files: Sequence[Path], dtype: str | None) -> PackEntry:
     before = TORCH_NAMES.get(found.dtype)
     after = _dtype_after(name, before, dtype)
-    reading = Reading(found, found.whole)
-    if before is None or after is None or before == after:
-        kept = before or "uint8"
-        shape = found.shape if before else (found.nbytes,)
-        return PackEntry(name, kept, shape, found.nbytes, lambda: reading.chunks(files))
-    old, new = getattr(torch, before), getattr(torch, after)
-    nbytes = found.nbytes // old.itemsize * new.itemsize
-    return PackEntry(name, after, found.shape, nbytes, lambda: _cast(reading.chunks(files), old, new))
+    if before is None or after is None:
+        whole = Reading(found, found.whole)
+        return PackEntry(name, "uint8", (found.nbytes,), found.nbytes, lambda: whole.chunks(files))
+    reading = Reading(found, found.whole, cast=after if after != before else None)
+    return PackEntry(name, after, found.shape, reading.nbytes, lambda: reading.chunks(files))
 
 
 def _dtype_after(name: str, before: str | None, dtype: str | None) -> str | None:
@@ -128,12 +125,6 @@ def _dtype_after(name: str, before: str | None, dtype: str | None) -> str | None
         raise SourceError(f"tensor {name!r} is packed in less than a byte and cannot be converted to {dtype}")
     floating = getattr(torch, before).is_floating_point
     return dtype if floating else before
-
-
-def _cast(chunks: Iterable[Chunk], old: torch.dtype, new: torch.dtype) -> Iterator[Chunk]:
-    for chunk in chunks:  # 16 MiB, which every element divides
-        values = torch.frombuffer(chunk, dtype=old).to(new)
-        yield values.view(torch.uint8).numpy().data
 
 
 def describe(converted: Converted) -> Mapping[str, object]:

@@ -13,7 +13,7 @@ import torch
 
 from penstock.passes.graphs import dtype_name
 from penstock.passes.weights import storage_identity
-from penstock.runtime.binding import Rename, bind
+from penstock.runtime.binding import Rename, Rules, bind
 from penstock.runtime.checkpoint import open_checkpoint
 from penstock.runtime.pack import storage_bytes
 from penstock.runtime.safetensors_file import index_files
@@ -79,7 +79,7 @@ def offload(
     files = tuple(path.resolve() for path in index_files([Path(one) for one in given]))
     parameters = _streamable(module)
     weights, storages = _catalog(parameters)
-    storages = bind(weights, storages, open_checkpoint(files), rename).storages
+    storages = bind(weights, storages, open_checkpoint(files), Rules(rename)).storages
     _check_values(weights, storages, parameters, files)
     stamps = tuple(stamp_file(path, recorded_path=str(path)) for path in files)
     identities = {storage_identity(p): p for p in parameters.values() if p.device.type != "meta"}

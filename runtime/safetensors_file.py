@@ -54,6 +54,11 @@ TORCH_NAMES: Mapping[str, str] = {
 }
 """torch's name (without prefix) of each dtype whose elements are whole bytes."""
 
+FLOATS = frozenset(
+    name for key, name in TORCH_NAMES.items() if key.startswith(("F", "BF")) and key != "F8_E8M0"
+)
+"""The floating-point dtypes that torch converts into one another, by torch's name."""
+
 SAFETENSORS_NAMES: Mapping[str, str] = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 """The way back. A torch dtype that is missing (complex128, packed float4) is stored as U8 bytes."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,7 +10,14 @@ from math import prod
 from pathlib import Path
 
 from penstock.runtime.pack import Chunk
-from penstock.runtime.safetensors_file import TensorEntry, open_for_reading, read_exactly
+from penstock.runtime.safetensors_file import (
+    ITEM_BITS,
+    SAFETENSORS_NAMES,
+    TORCH_NAMES,
+    TensorEntry,
+    open_for_reading,
+    read_exactly,
+)
 from penstock.runtime.stamp import CHUNK_BYTES
 
 Region = tuple[tuple[int, int], ...]
@@ -50,23 +57,31 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Reading:
-    """A region of a stored tensor, in the order of its elements."""
+    """A region of a stored tensor, in the order of its elements; `cast` is the dtype that they become."""
 
     tensor: StoredTensor
     region: Region
+    cast: str | None = None
 
     @property
     def nbytes(self) -> int:
+        if self.cast is not None:
+            item = ITEM_BITS[SAFETENSORS_NAMES[self.cast]] // 8
+            return prod(stop - start for start, stop in self.region) * item
         if self.region == self.tensor.whole:
             return self.tensor.nbytes
         return prod(stop - start for start, stop in self.region) * self._item
 
     @property
-    def contiguous(self) -> bool:
-        """Whether every box gives one run at most: boxes and region are whole but for the first dimension."""
+    def as_stored(self) -> bool:
+        """Whether its bytes lie in one run of each box: all are whole but for the first dimension."""
         inner = self.tensor.whole[1:]
         sizes = self.tensor.shape[1:]
-        return self.region[1:] == inner and all(box.sizes[1:] == sizes for box in self.tensor.boxes)
+        return (
+            self.cast is None
+            and self.region[1:] == inner
+            and all(box.sizes[1:] == sizes for box in self.tensor.boxes)
+        )
 
     @property
     def _item(self) -> int:
@@ -82,7 +97,8 @@ class Reading:
 
     def chunks(self, files: Sequence[Path]) -> Iterator[Chunk]:
         """The bytes of the region, at most 16 MiB at a time; SourceError if a file cannot be read."""
-        return read_runs(self.runs(), files)
+        chunks = read_runs(self.runs(), files)
+        return chunks if self.cast is None else _cast(chunks, TORCH_NAMES[self.tensor.dtype], self.cast)
 
     def _runs(self, dim: int, boxes: Sequence[tuple[Box, int]]) -> Iterator[Run]:
         """The runs of one index of all dimensions before `dim`; beside each box, where that index begins."""
@@ -119,6 +135,14 @@ def from_entry(path: Path, number: int, entry: TensorEntry) -> StoredTensor:
     """A tensor that lies in one piece, in file `number`."""
     box = Box(number, entry.start, (0,) * len(entry.shape), entry.shape)
     return StoredTensor(path, entry.dtype, entry.shape, entry.nbytes, (box,))
+
+
+def _cast(chunks: Iterable[Chunk], before: str, after: str) -> Iterator[Chunk]:
+    import torch
+
+    old, new = getattr(torch, before), getattr(torch, after)
+    for chunk in chunks:
+        yield torch.frombuffer(chunk, dtype=old).to(new).view(torch.uint8).numpy().data
 
 
 def read_runs(runs: Iterator[Run], files: Sequence[Path]) -> Iterator[Chunk]:

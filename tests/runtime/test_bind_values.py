@@ -161,3 +161,44 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path, model) -> None:
     path.write_bytes(path.read_bytes()[:-5000])
     with pytest.raises(penstock.SourceError, match=r"is not a file that torch\.save wrote"):
         penstock.bind(fake(), path)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float64])
+def test_floating_point_tensors_are_cast_where_that_is_asked(tmp_path, stored) -> None:
+    torch.manual_seed(1)
+    reference = Model().eval()
+    state = {name: value.to(stored) for name, value in reference.state_dict().items()}
+    state["head.weight"] = state["embed.weight"].clone()
+    save_file(state, tmp_path / "model.safetensors")
+    reference.load_state_dict(state)  # converts as torch does
+    with pytest.raises(penstock.SourceError, match=r"is float32 .* is \w*float.*cast it \(cast=True\)"):
+        penstock.bind(fake(), tmp_path / "model.safetensors")
+    bound = penstock.bind(fake(), tmp_path / "model.safetensors", cast=True)
+    program = penstock.compile(
+        fake(), tmp_path / "a.penstock", weights=tmp_path / "model.safetensors", cast=True
+    )
+    with torch.no_grad(), program.load("100%") as module:
+        assert torch.equal(bound.module()(TOKENS), reference(TOKENS))
+        assert torch.equal(module(TOKENS), reference(TOKENS))
+    program.verify()
+
+
+def test_what_cannot_be_cast_is_refused(model, checkpoint, tmp_path) -> None:
+    state = {name: value.clone() for name, value in model.state_dict().items() if name != "head.weight"}
+    save_file(state | {"shift": torch.zeros(WIDTH, dtype=torch.int64)}, tmp_path / "model.safetensors")
+    with pytest.raises(penstock.SourceError, match=r"shift is float32 .* is int64 \[64\]: .* program$"):
+        penstock.bind(fake(), tmp_path / "model.safetensors", cast=True)
+    for options in ({"weights": checkpoint, "pack": False}, {}):
+        with pytest.raises(penstock.PassError, match="cast=True converts"):
+            penstock.compile(fake(), tmp_path / "a.penstock", cast=True, **options)
+
+
+def test_a_tie_is_compared_after_casting(model, tmp_path) -> None:
+    state = {name: value.bfloat16() for name, value in model.state_dict().items()}
+    state["head.weight"] = state["head.weight"].float()
+    save_file(state, tmp_path / "model.safetensors")
+    penstock.bind(fake(), tmp_path / "model.safetensors", cast=True)
+    state["head.weight"] = state["head.weight"] + 1
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(penstock.SourceError, match="is tied to another"):
+        penstock.bind(fake(), tmp_path / "model.safetensors", cast=True)
