@@ -29,6 +29,7 @@ from penstock.runtime.pack import (
 from penstock.runtime.program import Program
 from penstock.runtime.program import open as open_program
 from penstock.runtime.progress import Progress, count_bytes
+from penstock.runtime.slices import Slices
 from penstock.runtime.stamp import hash_storage, stamp_file
 from penstock.schedule.errors import PassError, SourceError
 from penstock.schedule.model import Extent, Method, Part, Storage, Weight, WeightFile
@@ -53,6 +54,7 @@ def compile(
     weights: Paths | None = None,
     rename: Rename = None,
     cast: bool = False,
+    slices: Slices | None = None,
     pack: bool = True,
     options: Mapping[str, Any] | None = None,
     resident_below: int | str | None = None,
@@ -65,7 +67,8 @@ def compile(
     folder, what torch.save or torch.distributed wrote), where `rename` maps an FQN to a tensor's name.
     They are packed in the order of their first use (small ones before large ones), or, with `pack=False`,
     left where they are and referred to (safetensors only). With `cast`, floating-point tensors of another
-    dtype than their weight's are converted while they are packed, as torch does.
+    dtype than their weight's are converted while they are packed, as torch does. `slices` gives weights one
+    rank's part of a tensor, as for `bind`; parts that are not rows are packed even with `pack=False`.
 
     `lowering="inductor"` compiles with AOTInductor, whose `options` are those of `torch.compile`. Weights of
     less than `resident_below` bytes (None: 64 KiB) then stay in memory and cost no probes. Such an artifact
@@ -76,14 +79,14 @@ def compile(
     not the program's and for an output that cannot be written.
     """
     _check_lowering(lowering, options, resident_below)
-    _check_packing(weights, pack, cast)
+    _check_packing(weights, pack, cast, slices)
     annotated = annotate_with_values(exported)
     _check_names(annotated.payload.methods)
     compiled = _compile(annotated, options, resident_below) if lowering == "inductor" else None
     if compiled is not None:
         annotated = replace(annotated, payload=compiled.payload)
     checkpoint = None if weights is None else _open(weights, pack)
-    writer = _Writer(annotated, checkpoint, Rules(rename, cast), in_place=not pack, progress=progress)
+    writer = _Writer(annotated, checkpoint, Rules(rename, cast, slices), in_place=not pack, progress=progress)
     folder = Path(path)
     kind: Lowering = "inductor" if compiled else "eager"
 
@@ -107,7 +110,7 @@ def _save_program(annotated: Annotated, compiled: inductor.Compiled | None, fold
     return ProgramFile(programs, hashlib.sha256((folder / programs).read_bytes()).hexdigest(), machine)
 
 
-def _check_packing(weights: Paths | None, pack: bool, cast: bool) -> None:
+def _check_packing(weights: Paths | None, pack: bool, cast: bool, slices: Slices | None) -> None:
     if not pack and weights is None:
         raise PassError("pack=False refers to weight files in place: name them with weights=")
     if not pack and cast:
@@ -115,8 +118,9 @@ def _check_packing(weights: Paths | None, pack: bool, cast: bool) -> None:
             "cast=True converts weights while they are packed: leave out pack=False, or convert the files "
             "with `penstock convert --dtype`"
         )
-    if cast and weights is None:
-        raise PassError("cast=True converts a checkpoint's tensors: name its files with weights=")
+    if (cast or slices) and weights is None:
+        what = "cast=True converts" if cast else "slices= divides"
+        raise PassError(f"{what} a checkpoint's tensors: name its files with weights=")
 
 
 def _check_lowering(

@@ -18,6 +18,7 @@ from penstock.runtime.binding import Bound, Rename, Rules, Span, tensor_name
 from penstock.runtime.binding import bind as find_values
 from penstock.runtime.checkpoint import Checkpoint, open_checkpoint
 from penstock.runtime.pack import PAD_PREFIX
+from penstock.runtime.slices import Slices
 from penstock.schedule.errors import SourceError
 from penstock.schedule.model import Extent, Part, Storage, Weight
 
@@ -30,6 +31,8 @@ def bind(
     *,
     rename: Rename = None,
     cast: bool = False,
+    slices: Slices | None = None,
+    only: str | Sequence[str] = (),
     ignore: Sequence[str] = (),
 ) -> ExportedProgram:
     """A copy of the program whose weights are those of a checkpoint, mapped from its files.
@@ -41,15 +44,18 @@ def bind(
     value changes memory, not the file. Nothing is read before it is used, but for what is copied.
 
     With `cast`, floating-point tensors of another dtype than their weight's are converted to it, as torch
-    does; the converted copy is in memory.
+    does; the converted copy is in memory. `slices` gives weights one rank's equal part of a tensor, by
+    patterns of FQNs: `{"*.q_proj.weight": (0, rank, ranks)}` takes rows, which are mapped, too; parts of
+    other dimensions are copied, reading nothing else. `only` has patterns of tensor names: all others are
+    as if they were not there, and neither are shards of an index that hold nothing else.
 
     Raises SourceError for weights that are missing or of another dtype or shape, and for tensors that the
     program has no use for, unless a pattern of `ignore` matches them.
     """
-    files = open_checkpoint(checkpoint)
+    files = open_checkpoint(checkpoint, only)
     annotated = annotate_with_values(exported)
     weights = annotated.payload.weights
-    found = find_values(weights, annotated.payload.storages, files, Rules(rename, cast))
+    found = find_values(weights, annotated.payload.storages, files, Rules(rename, cast, slices))
     _refuse_unexpected(weights, files, rename, ignore)
     values = _values(weights, found, files)
     exported = with_computed_buffers(exported)

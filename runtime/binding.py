@@ -11,7 +11,8 @@ from pathlib import Path
 from penstock.runtime.checkpoint import Checkpoint
 from penstock.runtime.pack import Chunk
 from penstock.runtime.safetensors_file import FLOATS, TORCH_NAMES
-from penstock.runtime.stored_tensor import Reading, StoredTensor
+from penstock.runtime.slices import Slices, match_slices, region
+from penstock.runtime.stored_tensor import Reading
 from penstock.schedule.errors import SourceError
 from penstock.schedule.model import Extent, Part, Storage, Weight
 from penstock.schedule.payload_checks import part_nbytes
@@ -24,10 +25,11 @@ _NAMED = 5
 
 @dataclass(frozen=True)
 class Rules:
-    """How tensors of the files become weights: by which names, and whether in the weight's own dtype."""
+    """How tensors of the files become weights: names, whether cast to the weight's dtype, and slices."""
 
     rename: Rename = None
     cast: bool = False
+    slices: Slices | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ def bind(
     buffer or constant may be missing with all of its storage, which then has no extents. Raises
     SourceError naming what is wrong, all missing ones counted.
     """
+    shares = match_slices(weights, rules.slices or {})
     found: dict[int, dict[tuple[int, int], Reading]] = {}
     absent: list[Weight] = []
     for weight in weights:
@@ -89,7 +92,9 @@ def bind(
             if name not in checkpoint.tensors:
                 absent.append(weight)
                 continue
-            reading = _reading(weight, part, (name, checkpoint.tensors[name]), rules)
+            whole = checkpoint.tensors[name]
+            taken = Reading(whole, region(weight.fqn, name, whole, shares.get(weight.fqn)))
+            reading = _reading(weight, part, (name, taken), rules.cast)
             first = found.setdefault(part.storage, {}).setdefault((part.offset, reading.nbytes), reading)
             if first != reading:
                 _check_tie(weight, name, (first, reading), checkpoint.files)
@@ -113,16 +118,18 @@ def tensor_name(fqn: str, rename: Rename) -> str:
     return rename.get(fqn, fqn) if isinstance(rename, Mapping) else rename(fqn)
 
 
-def _reading(weight: Weight, part: Part, named: tuple[str, StoredTensor], rules: Rules) -> Reading:
+def _reading(weight: Weight, part: Part, named: tuple[str, Reading], cast: bool) -> Reading:
     """What of a tensor is a part's value; SourceError where it cannot be that."""
-    name, tensor = named
+    name, taken = named
+    tensor, shape = taken.tensor, taken.shape
     before = TORCH_NAMES.get(tensor.dtype, tensor.dtype)
     floats = before in FLOATS and part.dtype in FLOATS
-    if tensor.shape != part.shape or (before != part.dtype and not (rules.cast and floats)):
-        advice = ", or cast it (cast=True)" if floats and tensor.shape == part.shape else ""
+    if shape != part.shape or (before != part.dtype and not (cast and floats)):
+        of = "" if shape == tensor.shape else f" of {list(tensor.shape)}"
+        advice = ", or cast it (cast=True)" if floats and shape == part.shape else ""
         raise SourceError(
             f"weight {weight.fqn} is {part.dtype} {list(part.shape)} in the program and tensor {name!r} of "
-            f"{tensor.origin} is {before} {list(tensor.shape)}: "
+            f"{tensor.origin} is {before} {list(shape)}{of}: "
             f"give the checkpoint that belongs to the program{advice}"
         )
     dense = [prod(part.shape[i + 1 :]) for i in range(len(part.shape))]
@@ -131,7 +138,7 @@ def _reading(weight: Weight, part: Part, named: tuple[str, StoredTensor], rules:
             f"weight {weight.fqn} has strides {list(part.stride)} in the program, but safetensors files hold "
             "dense tensors: make it contiguous before the export, or compile without weights="
         )
-    return Reading(tensor, tensor.whole, cast=part.dtype if before != part.dtype else None)
+    return replace(taken, cast=part.dtype if before != part.dtype else None)
 
 
 def _check_tie(weight: Weight, name: str, readings: tuple[Reading, Reading], files: Sequence[Path]) -> None:

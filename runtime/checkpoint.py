@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from os import PathLike
 from pathlib import Path
 
@@ -24,29 +25,41 @@ class Checkpoint:
     tensors: Mapping[str, StoredTensor]
 
 
-def open_checkpoint(paths: Paths) -> Checkpoint:
+def open_checkpoint(paths: Paths, only: str | Sequence[str] = ()) -> Checkpoint:
     """A checkpoint's tensors: of safetensors, an index, a folder, several of them, or what torch wrote.
 
-    SourceError for what cannot be read, and for a tensor that two files hold.
+    `only` has patterns of names; files that hold no such tensor may be missing where an index says so.
+    SourceError for what cannot be read, for a tensor that two files hold, and for a pattern of no tensor.
     """
+    patterns = (only,) if isinstance(only, str) else tuple(only)
+
+    def wanted(name: str) -> bool:
+        return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
+
     given = [paths] if isinstance(paths, str | PathLike) else paths
     folders = [path for path in map(Path, given) if is_distributed(path)]
     found: dict[Path, None] = {}
     for path in map(Path, given):
         if path not in folders:
-            own = (path,) if path.suffix in SUFFIXES and path.is_file() else index_files(path)
-            found |= dict.fromkeys(file.resolve() for file in own)
+            parts = (path,) if path.suffix in SUFFIXES and path.is_file() else index_files(path, wanted)
+            found |= dict.fromkeys(file.resolve() for file in parts)
     files = {path: number for number, path in enumerate(found)}
     tensors: dict[str, StoredTensor] = {}
     for path, number in list(files.items()):
         entries = read_entries(path) if path.suffix in SUFFIXES else read_header(path).entries
-        _add(tensors, {name: from_entry(path, number, entry) for name, entry in entries.items()})
+        _add(
+            tensors,
+            {name: from_entry(path, number, entry) for name, entry in entries.items() if wanted(name)},
+        )
     for folder in folders:
         if any(folder.glob("*.safetensors")):
             raise SourceError(
                 f"{folder} holds {METADATA} and safetensors files: name the files of one checkpoint"
             )
-        _add(tensors, read_tensors(folder.resolve(), files))
+        _add(tensors, read_tensors(folder.resolve(), files, wanted))
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in tensors):
+            raise SourceError(f"no tensor of {paths} is called {pattern!r} (only=): correct the pattern")
     return Checkpoint(tuple(files), tensors)
 
 

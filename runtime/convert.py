@@ -39,6 +39,7 @@ def convert(
     *,
     shard_size: int | str | None = None,
     dtype: str | None = None,
+    only: str | Sequence[str] = (),
     force: bool = False,
     progress: Progress | None = None,
 ) -> Converted:
@@ -46,13 +47,13 @@ def convert(
 
     `target` is a `.safetensors` file, or a folder of shards of at most `shard_size` bytes with their index;
     one tensor larger than that has a shard of its own. `dtype` (`bfloat16`, ...) converts floating-point
-    tensors, as torch does. Tensors of whole blocks come first, so that they begin at blocks. Memory is
-    bounded by a few pieces of 16 MiB, whatever the size. Writing is atomic; an existing target is refused
-    without `force`.
+    tensors, as torch does; `only` has patterns of the names to take. Tensors of whole blocks come first, so
+    that they begin at blocks. Memory is bounded by a few pieces of 16 MiB, whatever the size. Writing is
+    atomic; an existing target is refused without `force`.
 
     Raises SourceError for what cannot be read, converted or written.
     """
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(source, only)
     kept = {name: one for name, one in checkpoint.tensors.items() if not name.startswith(PAD_PREFIX)}
     entries = sorted(
         (_entry(name, one, checkpoint.files, dtype) for name, one in kept.items()),

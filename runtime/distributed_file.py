@@ -117,10 +117,13 @@ def is_distributed(path: Path) -> bool:
     return (path / METADATA).is_file()
 
 
-def read_tensors(folder: Path, files: dict[Path, int]) -> dict[str, StoredTensor]:
+def read_tensors(
+    folder: Path, files: dict[Path, int], wanted: Callable[[str], bool]
+) -> dict[str, StoredTensor]:
     """The tensors of a folder by name (flattened as torch does: `model.layers.0.weight`).
 
-    Files that hold them are added to `files`, which numbers them. Values that are no tensors are left out.
+    Files that hold those that are `wanted` are added to `files`, which numbers them. Values that are no
+    tensors are left out.
     Raises SourceError naming what cannot be trusted: classes that are not admitted, ranges outside their
     file or the folder, chunks that leave a hole or overlap.
     """
@@ -133,6 +136,8 @@ def read_tensors(folder: Path, files: dict[Path, int]) -> dict[str, StoredTensor
         _refuse(path, f"it cannot be read ({type(error).__name__}: {error})")
     tensors = {}
     for name, (dtype, shape, chunks) in described.items():
+        if not wanted(name):
+            continue
         _check_cover(path, name, shape, chunks)
         boxes = [
             _box(folder, name, (dtype, *chunk), places.get((name, chunk[0])), files)
@@ -141,7 +146,7 @@ def read_tensors(folder: Path, files: dict[Path, int]) -> dict[str, StoredTensor
         ]
         nbytes = prod(shape) * ITEM_BITS[dtype] // 8
         tensors[name] = StoredTensor(path, dtype, shape, nbytes, tuple(boxes))
-    if not tensors:
+    if not described:
         raise SourceError(f"{folder} holds no tensors; give the folder of a checkpoint")
     return tensors
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,21 +149,22 @@ def read_exactly(fd: int, offset: int, nbytes: int, path: Path) -> bytes:
     return b"".join(parts)
 
 
-def index_files(path: Path | Sequence[Path]) -> tuple[Path, ...]:
+def index_files(path: Path | Sequence[Path], wanted: Callable[[str], bool] | None = None) -> tuple[Path, ...]:
     """The safetensors files that `path` stands for, in order, each once.
 
     `path` is a `.safetensors` file, several, a checkpoint's `*.safetensors.index.json`, or a folder
-    (its index if it has one, else all its `.safetensors` files by name). SourceError names what is
+    (its index if it has one, else all its `.safetensors` files by name). Of an index, the files that hold a
+    tensor whose name is `wanted`. SourceError names what is
     missing, or an index that reaches outside its own folder.
     """
     if not isinstance(path, Path):
-        return tuple(dict.fromkeys(file for one in path for file in index_files(one)))
+        return tuple(dict.fromkeys(file for one in path for file in index_files(one, wanted)))
     if path.is_dir():
-        return _folder_files(path)
+        return _folder_files(path, wanted)
     if not path.is_file():
         raise SourceError(f"{path} is not a file or folder that exists; give a checkpoint's path")
     if path.name.endswith(".safetensors.index.json"):
-        return _indexed_files(path)
+        return _indexed_files(path, wanted)
     if path.suffix != ".safetensors":
         raise SourceError(f"{path} is neither a .safetensors file nor a .safetensors.index.json")
     return (path,)
@@ -193,24 +194,24 @@ def open_descriptor(path: Path) -> int:
         ) from error
 
 
-def _folder_files(folder: Path) -> tuple[Path, ...]:
+def _folder_files(folder: Path, wanted: Callable[[str], bool] | None) -> tuple[Path, ...]:
     indices = sorted(folder.glob("*.safetensors.index.json"))
     if len(indices) > 1:
         names = ", ".join(index.name for index in indices)
         raise SourceError(f"{folder} holds several checkpoints ({names}); name the index of one")
-    files = _indexed_files(indices[0]) if indices else tuple(sorted(folder.glob("*.safetensors")))
-    if not files:
+    files = _indexed_files(indices[0], wanted) if indices else tuple(sorted(folder.glob("*.safetensors")))
+    if not files and (wanted is None or not indices):
         raise SourceError(f"{folder} holds no .safetensors file; give the folder of a checkpoint")
     return files
 
 
-def _indexed_files(index: Path) -> tuple[Path, ...]:
+def _indexed_files(index: Path, wanted: Callable[[str], bool] | None) -> tuple[Path, ...]:
     with open_for_reading(index) as fd:
         fields = _parse_json(read_exactly(fd, 0, os.fstat(fd).st_size, index), index)
     weight_map = fields.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         _refuse(index, "weight_map is not an object that gives each tensor its file", what="an index")
-    names = dict.fromkeys(weight_map.values())
+    names = dict.fromkeys(file for name, file in weight_map.items() if wanted is None or wanted(name))
     for name in names:
         if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
             raise SourceError(f"{index} names {name!r}, which is outside its folder; correct the index")

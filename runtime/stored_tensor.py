@@ -64,13 +64,17 @@ class Reading:
     cast: str | None = None
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.region)
+
+    @property
     def nbytes(self) -> int:
         if self.cast is not None:
             item = ITEM_BITS[SAFETENSORS_NAMES[self.cast]] // 8
-            return prod(stop - start for start, stop in self.region) * item
+            return prod(self.shape) * item
         if self.region == self.tensor.whole:
             return self.tensor.nbytes
-        return prod(stop - start for start, stop in self.region) * self._item
+        return prod(self.shape) * self._item
 
     @property
     def as_stored(self) -> bool:

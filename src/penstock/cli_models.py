@@ -89,6 +89,9 @@ def convert(
     ],
     shard_size: Annotated[str | None, typer.Option(help="Bytes of a shard at most: 5GB.")] = None,
     dtype: Annotated[str | None, typer.Option(help="For floating-point tensors: bfloat16, ...")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="A pattern of names to take; may be given again.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an output that exists.")] = False,
     json: Json = False,
 ) -> None:
@@ -97,7 +100,13 @@ def convert(
 
     with console.byte_progress() as progress:
         done = conversion.convert(
-            source, output, shard_size=shard_size, dtype=dtype, force=force, progress=progress
+            source,
+            output,
+            shard_size=shard_size,
+            dtype=dtype,
+            only=only or (),
+            force=force,
+            progress=progress,
         )
     if json:
         console.print_json(conversion.describe(done))
