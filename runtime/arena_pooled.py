@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class PooledArena(BaseArena):
     """Every storage lies at its layout offset; a pool of granules moves behind what is filled.
 
-    The pool has the plan's size and is taken when the arena opens, in huge pages where the system
-    has them. Filling moves free granules to the range's addresses and reads into them, so nothing
-    is allocated, zeroed or copied while running, and direct reads meet huge pages.
+    The pool has the plan's size. Filling moves free granules to the range's addresses and reads into them,
+    in huge pages where the system has them. A granule's memory is taken by the reader that fills it first,
+    so opening takes no time; from then on nothing is allocated, zeroed or copied.
     """
 
     def __init__(
@@ -51,8 +51,7 @@ class PooledArena(BaseArena):
             self._pieces = Pieces(pieces_of(plan, storages, self._places, self._memory), gap=PAGE)
             self._memory.map_anonymous(0, self._memory.nbytes)
             hint(self._memory.address, self._memory.nbytes, MADV_HUGEPAGE)
-            pool = self._memory.address + layout_bytes
-            populate(pool, plan.arena_bytes)
+            self._pool = pool = self._memory.address + layout_bytes
             if debug:
                 protect(self._memory.address, layout_bytes, PROT_NONE)
         except BaseException:
@@ -70,16 +69,21 @@ class PooledArena(BaseArena):
 
     def _put(self, address: int) -> None:
         """Have a granule at `address`: the one that was dropped there, or any other."""
+        fresh = False
         with self._lock:
             if address in self._free:
                 del self._free[address]
             elif self._free:
-                self._move(next(reversed(self._free)), address)
+                free = next(reversed(self._free))
+                fresh = free >= self._pool  # what has left the pool never lies there again
+                self._move(free, address)
             else:
                 raise StreamError("the plan fills more than its arena holds: plan again")
             self._filled.add(address)
         if self._debug:
             protect(address, self._granule, mmap.PROT_READ | mmap.PROT_WRITE)
+        if fresh:
+            populate(address, self._granule)
 
     def _move(self, free: int, address: int) -> None:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -16,12 +16,12 @@ from penstock.runtime.arena import WeightArena, open_arena
 from penstock.runtime.memory_split import MemorySplit
 from penstock.runtime.module import BoundMethod, Resources, StreamedModule
 from penstock.runtime.rates import READERS
-from penstock.runtime.reading import read_extents
+from penstock.runtime.reading import HeldStorages
 from penstock.runtime.source import Source
 from penstock.runtime.streamer import Counters, Streamer
 from penstock.runtime.streaming import Stats, StepStreamer
 from penstock.schedule.errors import StreamError
-from penstock.schedule.model import Method, Part, Plan, Storage
+from penstock.schedule.model import Method, Part, Plan
 from penstock.schedule.payload import Payload
 from penstock.schedule.sizes import format_size
 
@@ -62,12 +62,16 @@ def open_source(payload: Payload, folder: Path) -> Source:
 
 @dataclass(frozen=True)
 class StreamedWeights:
-    """The weights of a plan as tensors by FQN, and what moves them; `closers` free memory, then files."""
+    """The weights of a plan as tensors by FQN, and what moves them; `closers` free memory, then files.
+
+    What streams is waited for by the streamer; the rest is there once `wait` has returned.
+    """
 
     tensors: dict[str, torch.Tensor]
     streamer: Streamer | None
     closers: tuple[Callable[[], None], ...]
     read_stats: Callable[[int], Stats]
+    wait: Callable[[], None]
 
 
 def load_on_cpu(folder: Path, payload: Payload, plan: Plan, options: LoadOptions) -> StreamedModule:
@@ -79,7 +83,7 @@ def load_on_cpu(folder: Path, payload: Payload, plan: Plan, options: LoadOptions
     except BaseException:
         Resources(weights.streamer, weights.closers, os.getpid()).close()
         raise
-    resources = Resources(weights.streamer, (*closers, *weights.closers), os.getpid())
+    resources = Resources(weights.streamer, (*closers, *weights.closers), os.getpid(), wait=weights.wait)
     return StreamedModule(methods, plan, resources, weights.read_stats)
 
 
@@ -93,7 +97,8 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
         maps = plan.arena_bytes > 0 and plan.arena.backing == "mapped"
         source = Source(payload.files, folder, mode="direct") if maps else open_source(payload, folder)
         opened.callback(source.close)
-        outside = _load_outside(payload.storages, plan.outside, source, options.readers)
+        held = HeldStorages(payload.storages, plan.outside, source, options.readers)
+        opened.callback(held.close)
         arena, streamer = None, None
         if plan.arena_bytes:
             arena = open_arena(plan, payload.storages, source, debug=options.debug, poison=options.poison)
@@ -101,12 +106,12 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
             at_once = options.debug or options.poison
             streamer = Streamer(plan, payload.storages, arena, readers=options.readers, drop_at_once=at_once)
             opened.callback(streamer.close)
+        outside = held.buffers
         tensors = {weight.fqn: _tensor(weight.parts[0], plan, outside, arena) for weight in payload.weights}
-        closers = (source.close,) if arena is None else (arena.close, source.close)
-        held = sum(buffer.nbytes for buffer in outside.values())
-        meter = _Meter(plan, arena, streamer, options.readers, held)
+        closers = (held.close, *(() if arena is None else (arena.close,)), source.close)
+        meter = _Meter(plan, arena, streamer, options.readers, held.nbytes)
         opened.pop_all()
-    return StreamedWeights(tensors, streamer, closers, meter.read)
+    return StreamedWeights(tensors, streamer, closers, meter.read, held.wait)
 
 
 def bind_eager(
@@ -186,15 +191,6 @@ def describe_arena(plan: Plan) -> str:
         return "ordinary memory: everything fits"
     backing = f" {plan.arena.backing}" if plan.arena.kind == "paged" else ""
     return f"a {plan.arena.kind}{backing} arena of {format_size(plan.arena_bytes)}; {plan.hardware.note}"
-
-
-def _load_outside(
-    storages: Sequence[Storage], chosen: Sequence[int], source: Source, readers: int
-) -> dict[int, torch.Tensor]:
-    """The storages held whole in ordinary memory, which torch aligns to 64 bytes."""
-    buffers = {s: torch.empty(storages[s].nbytes, dtype=torch.uint8) for s in chosen}
-    read_extents(source, [(e, buffers[s].data_ptr()) for s in chosen for e in storages[s].extents], readers)
-    return buffers
 
 
 def _tensor(

@@ -56,13 +56,14 @@ class BoundMethod:
 class Resources:
     """What must be given back in order: readers first, then the memory they write, then the files.
 
-    Every closer may be called again. `out_of_memory` says which part of a device's memory was too small.
+    Every closer may be called again. `wait` returns once what does not stream is in memory. `out_of_memory` says which part of a device's memory was too small.
     """
 
     streamer: StepStreamer | None
     closers: tuple[Callable[[], None], ...]
     owner: int
     closed: bool = False
+    wait: Callable[[], None] = lambda: None
     out_of_memory: Callable[[], str] = lambda: "activations outgrew what was left beside weights"
 
     def close(self) -> None:
@@ -163,6 +164,7 @@ class StreamedModule(torch.nn.Module):
 
     def _measure(self, method: BoundMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
         with self._exclusive():
+            self._resources.wait()
             timed = method.probe_all()
             leaves = _checked(timed, args, kwargs)
             stopwatch = Stopwatch(self._resources.streamer, method.probed, len(method.trace.steps))
@@ -196,6 +198,7 @@ class StreamedModule(torch.nn.Module):
             calls = self._calls.get(name)
             run = _running(method.program, _checked(method.program, args, kwargs), calls)
             probes = calls or self._resources.streamer
+            self._resources.wait()
             try:
                 output = run() if probes is None else self._stream(method.trace.graph, probes, run)
             except torch.OutOfMemoryError as error:

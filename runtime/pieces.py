@@ -188,6 +188,7 @@ class Session:
         loaded = load_weights(Path(), self._payload, self.plan, LoadOptions())
         resources = Resources(loaded.streamer, loaded.closers, os.getpid())
         self._finalizer = weakref.finalize(self, resources.close)
+        loaded.wait()
         for order in self._payload.probes:
             probed = loaded.streamer.methods[order.graph].probed if loaded.streamer else ()
             self._calls[order.graph] = probe_calls(order, probed, loaded.streamer)

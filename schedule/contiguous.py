@@ -81,10 +81,16 @@ def search(
     keep: Collection[int],
     wrap: Wrap,
     relaxed: Sequence[Relaxation | None],
+    effort: float = 1.0,
 ) -> Decisions:
-    """The best decisions found for `cap` bytes of arena, which are at least what is needed."""
+    """The best decisions found for `cap` bytes of arena, which are at least what is needed.
+
+    `effort` is the share of the usual search.
+    """
     blocks = blocks_of(storages, traces, arena, keep)
-    found = search_blocks(blocks, traces, arena, cap=cap, hardware=hardware, wrap=wrap, relaxed=relaxed)
+    found = search_blocks(
+        blocks, traces, arena, cap=cap, hardware=hardware, wrap=wrap, relaxed=relaxed, effort=effort
+    )
     assert found is not None  # the floor is that of a placement which is tried as well
     return found
 
@@ -98,12 +104,15 @@ def search_blocks(
     hardware: Hardware,
     wrap: Wrap,
     relaxed: Sequence[Relaxation | None],
+    effort: float = 1.0,
 ) -> Decisions | None:
     """As `search`, of any blocks: in a paged arena addresses only say what takes whose room.
 
     None where no placement of the blocks is found.
     """
-    return _Search(blocks, traces, arena, cap=cap, hardware=hardware, wrap=wrap).run(relaxed)
+    one = _Search(blocks, traces, arena, cap=cap, hardware=hardware, wrap=wrap)
+    one.effort = int(one.effort * effort)
+    return one.run(relaxed)
 
 
 class _Search:

@@ -47,15 +47,18 @@ def search(
     keep: Collection[int],
     wrap: Wrap,
     relaxed: Sequence[Relaxation | None],
+    effort: float = 1.0,
 ) -> Decisions:
     """The best decisions found for `cap` bytes of arena, which are at least what is needed.
 
-    `relaxed` has the relaxation of each trace for that memory, where there is one.
+    `relaxed` has the relaxation of each trace for that memory, where there is one; `effort` is the share
+    of the usual search.
     """
     groups = _groups(storages, traces, arena, keep)
     breaks = frozenset(segment.start for segment in arena.segments)
     if len(traces) == 1:
         one = OneTrace(groups, traces[0], hardware, wrap=wrap, cap=cap, breaks=breaks)
+        one.effort = int(one.effort * effort)
         streaming, stays = one.best(relaxed[0])
         streams: tuple[Streaming, ...] = (streaming,)
     else:
@@ -67,7 +70,9 @@ def search(
     if near or (hardware.link_in_flight_bytes and len(traces) == 1):
         return found  # the other search leaves no room for copies on their way
     runs = read_runs(storages, traces, arena, keep=keep)
-    other = search_runs(runs, traces, arena, cap=cap, hardware=hardware, wrap=wrap, relaxed=relaxed)
+    other = search_runs(
+        runs, traces, arena, cap=cap, hardware=hardware, wrap=wrap, relaxed=relaxed, effort=effort
+    )
     return other if other and _period_ns(traces, other, hardware, wrap) < period_ns else found
 
 

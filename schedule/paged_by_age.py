@@ -25,6 +25,7 @@ def search_runs(
     hardware: Hardware,
     wrap: Wrap,
     relaxed: Sequence[Relaxation | None],
+    effort: float = 1.0,
 ) -> Decisions | None:
     """The decisions for runs as blocks of whole granules; None where no placement of them is found."""
     granule = arena.granule
@@ -33,7 +34,9 @@ def search_runs(
         whole = Range(run.range.start // granule * granule, run.range.stop)
         size = -(-whole.nbytes // granule) * granule
         blocks.append(Block(number, whole, size, run.reads, run.kept))
-    found = search_blocks(blocks, traces, arena, cap=cap, hardware=hardware, wrap=wrap, relaxed=relaxed)
+    found = search_blocks(
+        blocks, traces, arena, cap=cap, hardware=hardware, wrap=wrap, relaxed=relaxed, effort=effort
+    )
     return _clipped(found, arena) if found else None
 
 

@@ -76,11 +76,13 @@ def make_plan(
     wrap: Wrap = "overlap",
     names: Sequence[str] | None = None,
     host_memory: int | None = None,
+    effort: float = 1.0,
 ) -> Plan:
     """The fastest plan found within `budget` bytes; `keep` lists storages that never leave.
 
     When all that is read fits, everything is held outside the arena and nothing moves. `names[s]` is what
     messages call storage s. What `host_memory` bytes of a host cannot hold of the rest comes from its disk.
+    `effort` is the share of the usual search: a plan for one run need not be the last 0.1 % faster.
 
     Raises:
         BudgetError: the budget is below the floor, which the error names with its step and weights.
@@ -103,7 +105,9 @@ def make_plan(
     else:
         _check_floor(storages, traces, arena, budget=budget, keep=keep, names=names)
         tiers = _Tiers(hardware, host_memory)
-        found, schedules = _fastest(storages, traces, arena, cap=cap, tiers=tiers, keep=keep, wrap=wrap)
+        found, schedules = _fastest(
+            storages, traces, arena, cap=cap, tiers=tiers, keep=keep, wrap=wrap, effort=effort
+        )
     plan = Plan(
         budget=budget,
         arena=arena,
@@ -146,6 +150,7 @@ def _fastest(
     tiers: _Tiers,
     keep: Collection[int],
     wrap: Wrap,
+    effort: float,
 ) -> tuple[Decisions, tuple[Schedule, ...]]:
     """The fastest decisions for `cap` bytes of arena and for the rungs below that can still be faster."""
     hardware = tiers.hardware
@@ -163,7 +168,15 @@ def _fastest(
         relaxed = [relax(groups, trace, shapes, wrap, which=which) for which, trace in enumerate(traces)]
         bounds = bounds or tuple(one.bound_ns if one else None for one in relaxed)
         found = search(
-            storages, traces, arena, cap=rung, hardware=hardware, keep=keep, wrap=wrap, relaxed=relaxed
+            storages,
+            traces,
+            arena,
+            cap=rung,
+            hardware=hardware,
+            keep=keep,
+            wrap=wrap,
+            relaxed=relaxed,
+            effort=effort,
         )
         schedules = _timed(traces, found, hardware, wrap)
         if best is None or _total_ns(schedules) < _total_ns(best[1]):

@@ -66,13 +66,17 @@ def test_filled_granules_hold_the_weights_wherever_they_moved(stack, arena, plan
             arena.drop(start, start + granules * GRANULE)
 
 
-def test_the_pool_is_taken_once_and_never_grows(arena, plan):
+def test_the_pool_takes_memory_as_it_is_filled_and_never_grows(arena, plan):
     stop = plan.arena.segments[-1].stop
-    assert arena.mapped_bytes() == plan.arena_bytes
+    assert arena.mapped_bytes() == 0
+    arena.fill(0, GRANULE)
+    assert arena.mapped_bytes() == GRANULE
+    arena.fill(GRANULE, plan.arena_bytes)
+    arena.drop(0, plan.arena_bytes)
     for start in range(0, stop, GRANULE):
+        assert arena.mapped_bytes() == plan.arena_bytes
         arena.fill(start, start + GRANULE)
         arena.drop(start, start + GRANULE)
-        assert arena.mapped_bytes() == plan.arena_bytes
 
 
 def test_filling_again_where_a_free_granule_still_lies(stack, arena):
