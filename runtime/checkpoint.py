@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from os import PathLike
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from penstock.runtime.distributed_file import METADATA, is_distributed, read_tensors
 from penstock.runtime.safetensors_file import index_files, read_header
+from penstock.runtime.shards import check_names, check_total, find_index
 from penstock.runtime.stored_tensor import StoredTensor, from_entry
 from penstock.runtime.torch_file import SUFFIXES, read_entries
 from penstock.schedule.errors import SourceError
@@ -36,21 +37,22 @@ def open_checkpoint(paths: Paths, only: str | Sequence[str] = ()) -> Checkpoint:
     def wanted(name: str) -> bool:
         return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
 
-    given = [paths] if isinstance(paths, str | PathLike) else paths
-    folders = [path for path in map(Path, given) if is_distributed(path)]
-    found: dict[Path, None] = {}
-    for path in map(Path, given):
-        if path not in folders:
-            parts = (path,) if path.suffix in SUFFIXES and path.is_file() else index_files(path, wanted)
-            found |= dict.fromkeys(file.resolve() for file in parts)
-    files = {path: number for number, path in enumerate(found)}
+    given = [Path(path) for path in ([paths] if isinstance(paths, str | PathLike) else paths)]
+    folders = [path for path in given if is_distributed(path)]
+    others = [path for path in given if path not in folders]
+    files: dict[Path, int] = {}
+    for path in others:
+        for file in _files(path, wanted):
+            files.setdefault(file.resolve(), len(files))
     tensors: dict[str, StoredTensor] = {}
+    nbytes: dict[Path, int] = {}
     for path, number in list(files.items()):
         entries = read_entries(path) if path.suffix in SUFFIXES else read_header(path).entries
-        _add(
-            tensors,
-            {name: from_entry(path, number, entry) for name, entry in entries.items() if wanted(name)},
-        )
+        nbytes[path] = sum(entry.nbytes for entry in entries.values())
+        own = {name: from_entry(path, number, entry) for name, entry in entries.items() if wanted(name)}
+        _add(tensors, own)
+    if not patterns:
+        _check_shards(others, nbytes)
     for folder in folders:
         if any(folder.glob("*.safetensors")):
             raise SourceError(
@@ -61,6 +63,17 @@ def open_checkpoint(paths: Paths, only: str | Sequence[str] = ()) -> Checkpoint:
         if not any(fnmatchcase(name, pattern) for name in tensors):
             raise SourceError(f"no tensor of {paths} is called {pattern!r} (only=): correct the pattern")
     return Checkpoint(tuple(files), tensors)
+
+
+def _files(path: Path, wanted: Callable[[str], bool] | None = None) -> tuple[Path, ...]:
+    return (path,) if path.suffix in SUFFIXES and path.is_file() else index_files(path, wanted)
+
+
+def _check_shards(given: Sequence[Path], nbytes: Mapping[Path, int]) -> None:
+    check_names(file for path in given if not find_index(path) for file in _files(path))
+    for path in given:
+        if index := find_index(path):
+            check_total(index, nbytes)
 
 
 def _add(tensors: dict[str, StoredTensor], more: Mapping[str, StoredTensor]) -> None:
