@@ -96,12 +96,8 @@ def make_plan(
     streamed = first_uses(storages, traces)
     cap = budget - sum(storages[s].nbytes for s in outside)
     if sum(storages[s].nbytes for s in streamed) <= cap:
-        found = _nothing_streamed(storages, traces, arena)
         outside = tuple(sorted((*outside, *streamed)))
-        schedules = tuple(
-            replace(one, lower_bound_ns=trace.compute_ns)
-            for one, trace in zip(_timed(traces, found, hardware, wrap), traces, strict=True)
-        )
+        found, schedules = _nothing_streamed(storages, traces, arena, hardware, wrap=wrap)
     else:
         _check_floor(storages, traces, arena, budget=budget, keep=keep, names=names)
         tiers = _Tiers(hardware, host_memory)
@@ -283,6 +279,17 @@ def _check_floor(
     )
 
 
-def _nothing_streamed(storages: Sequence[Storage], traces: Sequence[Trace], arena: Arena) -> Decisions:
+def _nothing_streamed(
+    storages: Sequence[Storage],
+    traces: Sequence[Trace],
+    arena: Arena,
+    hardware: Hardware,
+    *,
+    wrap: Wrap,
+) -> tuple[Decisions, tuple[Schedule, ...]]:
+    """No copies, and passes that take as long as their compute."""
     places = (-1,) * len(storages) if arena.kind == "contiguous" else ()
-    return Decisions(0, places, (), (), tuple(((), ()) for _ in traces))
+    found = Decisions(0, places, (), (), tuple(((), ()) for _ in traces))
+    timed = _timed(traces, found, hardware, wrap)
+    bounds = [trace.compute_ns for trace in traces]
+    return found, tuple(replace(one, lower_bound_ns=ns) for one, ns in zip(timed, bounds, strict=True))
