@@ -258,7 +258,7 @@ def _entry(file: Path, name: str, place: _Place) -> TensorEntry:
         opened.seek(place.start)
         if opened.read(len(_ZIP)) == _ZIP:
             window = _Range(opened, place.start, place.nbytes)
-            found = read_tensor(window, file, name, place.nbytes)
+            found = read_tensor(window, file, name)
             return TensorEntry(found.dtype, found.shape, place.start + found.start, place.start + found.stop)
     entries = read_header(file).entries
     if name not in entries:

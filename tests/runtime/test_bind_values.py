@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,29 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path, model) -> None:
     path.write_bytes(path.read_bytes()[:-5000])
     with pytest.raises(penstock.SourceError, match=r"is not a file that torch\.save wrote"):
         penstock.bind(fake(), path)
+
+
+def pack_again(path: Path, method: int = zipfile.ZIP_STORED, order: str = "little") -> None:
+    """Write the zip as another program than torch lays it out."""
+    with zipfile.ZipFile(path) as old:
+        records = {name: old.read(name) for name in old.namelist()}
+    with zipfile.ZipFile(path, "w") as new:
+        for name, data in records.items():
+            own = order.encode() if name.endswith("/byteorder") else data
+            new.writestr(name, own, compress_type=method if "/data/" in name else zipfile.ZIP_STORED)
+
+
+def test_values_that_are_not_where_torch_works_them_out_to_be_are_refused(tmp_path, model) -> None:
+    for method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        torch.save(model.state_dict(), tmp_path / "model.pt")
+        pack_again(tmp_path / "model.pt", method)
+        torch.load(tmp_path / "model.pt")
+        with pytest.raises(penstock.SourceError, match=r"model\.pt is not where torch\.save puts it"):
+            penstock.bind(fake(), tmp_path / "model.pt")
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    pack_again(tmp_path / "model.pt", order="big")
+    with pytest.raises(penstock.SourceError, match="big-endian"):
+        penstock.bind(fake(), tmp_path / "model.pt")
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float64])
