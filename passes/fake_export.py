@@ -8,7 +8,7 @@ so the graph shows what a machine that has the devices would show.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,12 +56,22 @@ def with_computed_buffers(exported: ExportedProgram) -> ExportedProgram:
     return changed
 
 
+def computed_buffers(programs: Iterable[ExportedProgram]) -> set[str]:
+    """The FQNs of the buffers that the programs' modules compute: torch neither saves nor loads them."""
+    return {name for exported in programs for name in exported.graph_module.meta.get(BUFFERS) or ()}
+
+
 class Built:
     """A module of fake tensors, where they are, and the values of what no checkpoint has."""
 
     def __init__(self, deferred: Deferred, asked: AskedDevices, placement: Placement) -> None:
         self.module, self.allocated = deferred.module, deferred.allocated
-        self.buffers = {name: deferred.values(buffer) for name, buffer in _lost_buffers(self.module)}
+        values: dict[int, torch.Tensor] = {}
+        self.buffers: dict[str, torch.Tensor] = {}
+        for name, buffer in _lost_buffers(self.module):
+            if id(buffer) not in values:
+                values[id(buffer)] = deferred.values(buffer)
+            self.buffers[name] = values[id(buffer)]
         self.devices = place(self.module, asked, placement)
         self._home = home_of(placement, self.devices)
         self._mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
@@ -127,10 +137,17 @@ class Built:
 
 
 def _lost_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The buffers that no checkpoint has."""
+    """The buffers that no checkpoint has, not even as a view of something else."""
+    saved = {
+        tensor.untyped_storage()._cdata
+        for tensor in module.state_dict(keep_vars=True).values()
+        if isinstance(tensor, torch.Tensor)
+    }
     return [
         (join(name, key), tensor)
-        for name, child in module.named_modules()
+        for name, child in module.named_modules(remove_duplicate=False)
         for key, tensor in child._buffers.items()
-        if key in child._non_persistent_buffers_set and tensor is not None
+        if key in child._non_persistent_buffers_set
+        and tensor is not None
+        and tensor.untyped_storage()._cdata not in saved
     ]

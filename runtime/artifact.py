@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.passes.annotate import Annotated, annotate_with_values
+from penstock.passes.fake_export import computed_buffers
 from penstock.passes.lowering import eager, inductor
 from penstock.runtime.artifact_files import DIGEST, PAYLOAD, digest_line
 from penstock.runtime.atomic import write_artifact
-from penstock.runtime.binding import Rename, Rules, Span, bind
+from penstock.runtime.binding import Rename, Rules, Span, bind, without
 from penstock.runtime.checkpoint import Checkpoint, Paths, open_checkpoint
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.pack import (
@@ -85,7 +86,9 @@ def compile(
     compiled = _compile(annotated, options, resident_below) if lowering == "inductor" else None
     if compiled is not None:
         annotated = replace(annotated, payload=compiled.payload)
-    checkpoint = None if weights is None else _open(weights, pack)
+    checkpoint = None
+    if weights is not None:
+        checkpoint = without(_open(weights, pack), computed_buffers(annotated.programs.values()), rename)
     writer = _Writer(annotated, checkpoint, Rules(rename, cast, slices), in_place=not pack, progress=progress)
     folder = Path(path)
     kind: Lowering = "inductor" if compiled else "eager"

@@ -13,8 +13,8 @@ import torch
 from torch.export import ExportedProgram
 
 from penstock.passes.annotate import annotate_with_values
-from penstock.passes.fake_export import with_computed_buffers
-from penstock.runtime.binding import Bound, Rename, Rules, Span, tensor_name
+from penstock.passes.fake_export import computed_buffers, with_computed_buffers
+from penstock.runtime.binding import Bound, Rename, Rules, Span, tensor_name, without
 from penstock.runtime.binding import bind as find_values
 from penstock.runtime.checkpoint import Checkpoint, open_checkpoint
 from penstock.runtime.pack import PAD_PREFIX
@@ -52,7 +52,7 @@ def bind(
     Raises SourceError for weights that are missing or of another dtype or shape, and for tensors that the
     program has no use for, unless a pattern of `ignore` matches them.
     """
-    files = open_checkpoint(checkpoint, only)
+    files = without(open_checkpoint(checkpoint, only), computed_buffers([exported]), rename)
     annotated = annotate_with_values(exported)
     weights = annotated.payload.weights
     found = find_values(weights, annotated.payload.storages, files, Rules(rename, cast, slices))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -109,6 +109,12 @@ def bind(
         if all(span.reading.as_stored for span in own):
             placed[s] = replace(placed[s], extents=tuple(e for span in own for e in span.extents()))
     return Bound(tuple(placed), spans)
+
+
+def without(checkpoint: Checkpoint, fqns: Iterable[str], rename: Rename) -> Checkpoint:
+    """The checkpoint as if some weights were not in it."""
+    names = {tensor_name(fqn, rename) for fqn in fqns}
+    return replace(checkpoint, tensors={n: t for n, t in checkpoint.tensors.items() if n not in names})
 
 
 def tensor_name(fqn: str, rename: Rename) -> str:

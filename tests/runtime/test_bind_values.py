@@ -226,3 +226,33 @@ def test_a_tie_is_compared_after_casting(model, tmp_path) -> None:
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(penstock.SourceError, match="is tied to another"):
         penstock.bind(fake(), tmp_path / "model.safetensors", cast=True)
+
+
+class Buffers(nn.Module):
+    """One that is a view of a parameter, one that is computed and has two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(8, 8), nn.Identity()
+        self.register_buffer("rows", self.layer.weight.detach()[2:4], persistent=False)
+        self.register_buffer("scale", torch.arange(8).float(), persistent=False)
+        self.other.register_buffer("scale", self.scale, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.scale + self.rows.sum() + self.other.scale
+
+
+@pytest.mark.parametrize("stale", [torch.zeros(8), torch.zeros(8).half(), torch.zeros(3)])
+def test_buffers_that_are_not_saved_are_views_of_the_checkpoint_or_computed(tmp_path, stale) -> None:
+    torch.manual_seed(3)
+    model, x, path = Buffers(), torch.ones(1, 8), tmp_path / "model.safetensors"
+    save_file(model.state_dict() | {"scale": stale}, path)  # as older libraries wrote them
+    exported = penstock.fake_export(Buffers, (x,))
+    bound = penstock.bind(exported, path)
+    assert bound.constants["scale"].data_ptr() == bound.constants["other.scale"].data_ptr()
+    with torch.no_grad():
+        assert torch.equal(bound.module()(x), model(x))
+        for program, options in ((bound, {}), (exported, {"weights": path})):
+            artifact = penstock.compile(program, tmp_path / "a.penstock", force=True, **options)
+            with artifact.load("100%") as module:
+                assert torch.equal(module(x), model(x))
