@@ -66,12 +66,7 @@ class Built:
 
     def __init__(self, deferred: Deferred, asked: AskedDevices, placement: Placement) -> None:
         self.module, self.allocated = deferred.module, deferred.allocated
-        values: dict[int, torch.Tensor] = {}
-        self.buffers: dict[str, torch.Tensor] = {}
-        for name, buffer in _lost_buffers(self.module):
-            if id(buffer) not in values:
-                values[id(buffer)] = deferred.values(buffer)
-            self.buffers[name] = values[id(buffer)]
+        self.buffers = _computed(self.module, deferred.values)
         self.devices = place(self.module, asked, placement)
         self._home = home_of(placement, self.devices)
         self._mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
@@ -134,6 +129,17 @@ class Built:
         device = value.device if value.device.type == "cuda" else self._home
         with self._mode:
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+
+
+def _computed(module: nn.Module, values: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The values of the buffers that no checkpoint has, by each name; one tensor for each of theirs."""
+    made: dict[int, torch.Tensor] = {}
+    found = {}
+    for name, buffer in _lost_buffers(module):
+        if id(buffer) not in made:
+            made[id(buffer)] = values(buffer)
+        found[name] = made[id(buffer)]
+    return found
 
 
 def _lost_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -86,9 +86,7 @@ def compile(
     compiled = _compile(annotated, options, resident_below) if lowering == "inductor" else None
     if compiled is not None:
         annotated = replace(annotated, payload=compiled.payload)
-    checkpoint = None
-    if weights is not None:
-        checkpoint = without(_open(weights, pack), computed_buffers(annotated.programs.values()), rename)
+    checkpoint = None if weights is None else _open(weights, annotated, rename, pack=pack)
     writer = _Writer(annotated, checkpoint, Rules(rename, cast, slices), in_place=not pack, progress=progress)
     folder = Path(path)
     kind: Lowering = "inductor" if compiled else "eager"
@@ -151,8 +149,9 @@ def _compile(
     return inductor.lower(annotated.payload, annotated.programs, options=options, resident_below=smallest)
 
 
-def _open(weights: Paths, pack: bool) -> Checkpoint:
-    checkpoint = open_checkpoint(weights)
+def _open(weights: Paths, annotated: Annotated, rename: Rename, *, pack: bool) -> Checkpoint:
+    computed = computed_buffers(annotated.programs.values())
+    checkpoint = without(open_checkpoint(weights), computed, rename)
     others = [path for path in checkpoint.files if path.suffix != ".safetensors"]
     if others and not pack:
         raise SourceError(
