@@ -13,11 +13,13 @@ from penstock.passes.fake_export import with_computed_buffers
 from penstock.passes.grad_regions import without_grad_regions
 from penstock.passes.inputs import describe_method
 from penstock.passes.retarget import exported_device
+from penstock.passes.subclasses import parts_of, with_plain_parts
 from penstock.passes.trace import PRESET_CPU, observe
 from penstock.passes.usage import Usage, find_usage
 from penstock.passes.weights import Weights, find_weights, storage_identity
 from penstock.schedule.errors import PassError
 from penstock.schedule.model import Hardware, Kind, Method, Storage, Weight
+from penstock.schedule.parts import join_parts, read_together
 from penstock.schedule.payload import Payload
 
 
@@ -70,6 +72,7 @@ def annotate_with_values(
 ) -> Annotated:
     """Does what `annotate` does, and keeps the tensors, for whoever writes them to files."""
     programs = {name: with_computed_buffers(one) for name, one in _programs(exported).items()}
+    programs = {name: with_plain_parts(program) for name, program in programs.items()}
     programs = {name: without_grad_regions(program) for name, program in programs.items()}
     if not programs:
         raise PassError("there is no method to annotate: give an exported program, or {name: program}")
@@ -79,10 +82,11 @@ def annotate_with_values(
     for graph, (name, program) in enumerate(programs.items()):
         check_signature(program)
         methods.append(describe_method(program, name, graph))
-        weights = find_weights(program)
-        usage = find_usage(program, weights)
-        usages.append((usage, catalog.add(program, weights, usage.kinds)))
+        found = find_weights(program)
+        usage = find_usage(program, found)
+        usages.append((usage, catalog.add(program, found, usage.kinds)))
     catalog.check()
+    weights = join_parts(catalog.weights.values(), _parts(programs))
     # Only now, because a method may write what another only reads.
     traces = tuple(
         observe(_in_catalog(usage, numbers, catalog), method=method, hardware=hardware)
@@ -92,11 +96,29 @@ def annotate_with_values(
         lowering="none",
         torch=torch.__version__.split("+", maxsplit=1)[0],
         storages=tuple(map(Storage, catalog.nbytes, catalog.kinds)),
-        weights=tuple(catalog.weights.values()),
+        weights=weights,
         methods=tuple(methods),
-        traces=traces,
+        traces=tuple(read_together(trace, weights) for trace in traces),
     )
     return Annotated(payload, tuple(catalog.values), programs)
+
+
+def _parts(programs: Mapping[str, ExportedProgram]) -> dict[str, tuple[str, str]]:
+    """FQN and name of each part, by its tensor's name; PassError where methods have other parts."""
+    known: dict[str, tuple[str, str]] = {}
+    names: dict[str, set[str]] = {}
+    for program in programs.values():
+        own: dict[str, set[str]] = {}
+        for fqn, part in parts_of(program).values():
+            own.setdefault(fqn, set()).add(part)
+        for fqn, parts in own.items():
+            if names.setdefault(fqn, parts) != parts:
+                raise PassError(
+                    f"weight {fqn!r} has the parts {sorted(names[fqn])} in one method and {sorted(parts)} in "
+                    "another: export the methods from one model"
+                )
+        known |= parts_of(program)
+    return known
 
 
 class _Catalog:

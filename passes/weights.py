@@ -99,8 +99,8 @@ def _value_of(exported: ExportedProgram, spec: InputSpec) -> torch.Tensor:
         raise PassError(f"{name} has no value in the exported program: export the model again")
     if type(tensor) not in _PLAIN_TYPES:
         raise PassError(
-            f"{name} is a {type(tensor).__name__}, expected a plain tensor: "
-            "unwrap the tensor subclass before exporting"
+            f"{name} is a {type(tensor).__name__}, which does not say what it is made of, expected a plain "
+            "tensor or a subclass with __tensor_flatten__: make it plain before the export (dequantise it)"
         )
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         raise PassError(

@@ -27,6 +27,7 @@ from penstock.runtime.pack import (
     storage_bytes,
     tensor_chunks,
 )
+from penstock.runtime.part_names import check_parts, part_names
 from penstock.runtime.program import Program
 from penstock.runtime.program import open as open_program
 from penstock.runtime.progress import Progress, count_bytes
@@ -34,6 +35,7 @@ from penstock.runtime.slices import Slices
 from penstock.runtime.stamp import hash_storage, stamp_file
 from penstock.schedule.errors import PassError, SourceError
 from penstock.schedule.model import Extent, Method, Part, Storage, Weight, WeightFile
+from penstock.schedule.parts import storages_together
 from penstock.schedule.payload import Lowering, Payload, ProgramFile
 from penstock.schedule.payload_checks import part_nbytes
 from penstock.schedule.sizes import parse_size
@@ -180,7 +182,10 @@ class _Writer:
         self._storages = self._payload.storages
         self._spans: Mapping[int, Sequence[Span]] = {}
         if checkpoint is not None:
-            bound = bind(self._payload.weights, self._storages, checkpoint, rules)
+            weights = self._payload.weights
+            rules = replace(rules, rename=part_names(weights, rules.rename, checkpoint.tensors))
+            bound = bind(self._payload.tensors, self._storages, checkpoint, rules)
+            check_parts(weights, bound.spans)
             self._storages, self._spans = bound.storages, bound.spans
 
     def write_weights(self, folder: Path) -> Payload:
@@ -218,11 +223,11 @@ class _Writer:
 
     def _entry(self, s: int) -> PackEntry:
         storage = self._storages[s]
-        weight, part = _named_by(self._payload.weights, s)
+        weight, part = _named_by(self._payload.tensors, s)
         dense = _is_dense(part) and part_nbytes(part) == storage.nbytes
         dtype, shape = (part.dtype, part.shape) if dense else ("uint8", (storage.nbytes,))
         chunks = self._file_chunks(s) if s in self._spans else self._value_chunks(s, weight)
-        return PackEntry(weight.fqn + part.name, dtype, shape, storage.nbytes, chunks)
+        return PackEntry(weight.fqn, dtype, shape, storage.nbytes, chunks)
 
     def _value_chunks(self, s: int, weight: Weight) -> Chunks:
         value: torch.Tensor = self._values[s]
@@ -255,7 +260,11 @@ def _packing_order(payload: Payload) -> list[int]:
     """
     order = dict.fromkeys(s for trace in payload.traces for step in trace.steps for s in step.reads)
     order |= dict.fromkeys(range(len(payload.storages)))
-    return sorted(order, key=lambda s: payload.storages[s].nbytes >= BLOCK_ALIGNED_FROM)
+    sizes = [storage.nbytes for storage in payload.storages]
+    for together in storages_together(payload.weights).values():
+        for s in together:  # a small scale lies beside the data that it belongs to
+            sizes[s] = sum(payload.storages[other].nbytes for other in together)
+    return sorted(order, key=lambda s: sizes[s] >= BLOCK_ALIGNED_FROM)
 
 
 def _named_by(weights: Sequence[Weight], storage: int) -> tuple[Weight, Part]:

@@ -14,10 +14,12 @@ from torch.export import ExportedProgram
 
 from penstock.passes.annotate import annotate_with_values
 from penstock.passes.fake_export import computed_buffers, with_computed_buffers
+from penstock.passes.subclasses import with_plain_parts
 from penstock.runtime.binding import Bound, Rename, Rules, Span, tensor_name, without
 from penstock.runtime.binding import bind as find_values
 from penstock.runtime.checkpoint import Checkpoint, open_checkpoint
 from penstock.runtime.pack import PAD_PREFIX
+from penstock.runtime.part_names import check_parts, part_names
 from penstock.runtime.slices import Slices
 from penstock.schedule.errors import SourceError
 from penstock.schedule.model import Extent, Part, Storage, Weight
@@ -54,11 +56,13 @@ def bind(
     """
     files = without(open_checkpoint(checkpoint, only), computed_buffers([exported]), rename)
     annotated = annotate_with_values(exported)
-    weights = annotated.payload.weights
-    found = find_values(weights, annotated.payload.storages, files, Rules(rename, cast, slices))
-    _refuse_unexpected(weights, files, rename, ignore)
+    names = part_names(annotated.payload.weights, rename, files.tensors)
+    weights = annotated.payload.tensors
+    found = find_values(weights, annotated.payload.storages, files, Rules(names, cast, slices))
+    check_parts(annotated.payload.weights, found.spans)
+    _refuse_unexpected(weights, files, names, ignore)
     values = _values(weights, found, files)
-    exported = with_computed_buffers(exported)
+    exported = with_plain_parts(with_computed_buffers(exported))
     bound = copy.copy(exported)
     bound._state_dict = {name: _value(name, old, values) for name, old in exported.state_dict.items()}
     bound._constants = {

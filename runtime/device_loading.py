@@ -83,7 +83,7 @@ def load_on_device(
         streamer = _open_streamer(plan, payload.storages, device, weights, poison=options.poison)
         if streamer is not None:
             opened.callback(streamer.close)
-        tensors = {weight.fqn: weights.tensor(weight.parts[0]) for weight in payload.weights}
+        tensors = {weight.fqn: weights.tensor(weight.parts[0]) for weight in payload.tensors}
         if payload.lowering == "inductor":
             methods, closers = bind_inductor(folder, payload, tensors, streamer)
         else:

@@ -107,7 +107,7 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
             streamer = Streamer(plan, payload.storages, arena, readers=options.readers, drop_at_once=at_once)
             opened.callback(streamer.close)
         outside = held.buffers
-        tensors = {weight.fqn: _tensor(weight.parts[0], plan, outside, arena) for weight in payload.weights}
+        tensors = {weight.fqn: _tensor(weight.parts[0], plan, outside, arena) for weight in payload.tensors}
         closers = (held.close, *(() if arena is None else (arena.close,)), source.close)
         meter = _Meter(plan, arena, streamer, options.readers, held.nbytes)
         opened.pop_all()

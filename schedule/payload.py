@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 from penstock.schedule.errors import PayloadError, PlanError
 from penstock.schedule.hardware import STRICT
 from penstock.schedule.model import Hardware, Method, Plan, Storage, Trace, Weight, WeightFile
+from penstock.schedule.parts import plain_weights, tensor_of
 from penstock.schedule.payload_checks import check_payload, check_plan
 from penstock.schedule.verify import verify_plan
 
@@ -98,12 +99,17 @@ class Payload:
         check_payload(payload, source)
         return payload
 
+    @property
+    def tensors(self) -> tuple[Weight, ...]:
+        """The weights with each part of a quantised one as a weight of its own, called `FQN.PART`."""
+        return plain_weights(self.weights)
+
     def storage_names(self) -> tuple[str, ...]:
         """For each storage the first FQN that lies in it, for messages."""
         names: dict[int, str] = {}
         for weight in self.weights:
             for part in weight.parts:
-                names.setdefault(part.storage, f"{weight.fqn}.{part.name}" if part.name else weight.fqn)
+                names.setdefault(part.storage, tensor_of(weight, part))
         return tuple(names.get(s, f"storage {s}") for s in range(len(self.storages)))
 
     def trace_for(self, graph: int) -> Trace:

@@ -79,7 +79,7 @@ class CompiledMethod:
             spec.arg for spec in program.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT
         ]
         self._runner = package.runners[method.name]
-        weights = {weight.fqn: weight for weight in package.payload.weights}
+        weights = {weight.fqn: weight for weight in package.payload.tensors}
         names = self._runner.get_constant_fqns()
         self._tensors = {name: checked_weight(weights, name, tensors) for name in names}
         # No copies: the runner reads these tensors where they are, and takes no reference to them.

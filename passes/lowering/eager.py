@@ -162,7 +162,7 @@ def bind(
     source = exported_device(program.graph_module)
     sites = _sites(program, payload, payload.trace_for(method.graph), probed)
     graph_module = insert_sites(retarget(program.graph_module, target), method.graph, sites)
-    weights = {weight.fqn: weight for weight in payload.weights}
+    weights = {weight.fqn: weight for weight in payload.tensors}
     lifted = tuple(
         checked_weight(weights, str(spec.target), tensors)
         for spec in program.graph_signature.input_specs
@@ -173,7 +173,7 @@ def bind(
 
 def _sites(program: ExportedProgram, payload: Payload, trace: Trace, probed: Iterable[int]) -> list[Site]:
     """Names for each probed step the placeholders of the storages it reads."""
-    storages = {weight.fqn: {part.storage for part in weight.parts} for weight in payload.weights}
+    storages = {weight.fqn: {part.storage for part in weight.parts} for weight in payload.tensors}
     placeholders: dict[int, list[str]] = {}
     used = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
     for spec in program.graph_signature.input_specs:

@@ -35,6 +35,7 @@ from penstock.passes.weights import Weights
 from penstock.schedule.costs import with_times
 from penstock.schedule.errors import PassError
 from penstock.schedule.model import Method, Step, Storage, Trace, Weight, Work
+from penstock.schedule.parts import read_together
 from penstock.schedule.payload import Payload, ProbeOrder
 
 PROGRAM = "program.zip"
@@ -75,7 +76,7 @@ def lower(
         one = _Method(payload, programs[method.name], method)
         files[method.name], observation, placement = one.compile(options)
         trace, order = observed(payload.trace_for(method.graph), observation, placement)
-        traces.append(trace)
+        traces.append(read_together(trace, payload.weights))
         orders.append(order)
         bound |= set(observation.bound)
         machine = one.machine
@@ -127,7 +128,7 @@ class _Method:
         """The files that Inductor wrote, what they read, and where the probes went."""
         streamed = {
             weight.fqn: weight.parts[0].storage
-            for weight in self._payload.weights
+            for weight in self._payload.tensors
             if self._payload.storages[weight.parts[0].storage].kind == "streamable"
         }
         weights = _in_catalog(self._weights, self._payload)
@@ -208,15 +209,15 @@ def _with_inlined(payload: Payload, bound: set[str], programs: Mapping[str, Expo
         for spec in program.graph_signature.input_specs
         if spec.kind is not InputKind.USER_INPUT and _is_used(program, spec.arg.name)
     }
-    known = {weight.fqn for weight in payload.weights}
+    known = {weight.fqn for weight in payload.tensors}
     for name in sorted(bound - known):
         raise PassError(
             f"the compiler made a constant {name!r} of its own from the program's weights: "
             "clone small views of large weights in the model"
         )
-    entered = {w.parts[0].storage for w in payload.weights if w.fqn in bound}
+    entered = {w.parts[0].storage for w in payload.tensors if w.fqn in bound}
     storages = list(payload.storages)
-    for weight in payload.weights:
+    for weight in payload.tensors:
         s = weight.parts[0].storage
         if weight.fqn in bound or weight.fqn not in used or not storages[s].nbytes:
             continue
@@ -244,7 +245,7 @@ def _is_used(program: ExportedProgram, name: str) -> bool:
 
 def _in_catalog(weights: Weights, payload: Payload) -> Weights:
     """The method's weights with the storages of the payload."""
-    known = {weight.fqn: weight for weight in payload.weights}
+    known = {weight.fqn: weight for weight in payload.tensors}
     return Weights(
         tuple(known[weight.fqn] for weight in weights.weights),
         payload.storages,

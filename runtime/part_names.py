@@ -1,0 +1,47 @@
+"""What the parts of quantised weights are called in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+
+from penstock.runtime.binding import Rename, tensor_name
+from penstock.schedule.errors import SourceError
+from penstock.schedule.model import Weight
+from penstock.schedule.parts import tensor_of
+
+
+def part_names(weights: Sequence[Weight], rename: Rename, known: Container[str]) -> dict[str, str]:
+    """Names in the files of every weight, and of every part of a quantised one, by `FQN` or `FQN.PART`.
+
+    Where `rename` says nothing about a part it is looked for as the weight's name in the files and `.PART`,
+    then as torchao's safetensors files have it (`layer._weight_PART`).
+    """
+    names: dict[str, str] = {}
+    for weight in weights:
+        for part in weight.parts:
+            candidates = list(_candidates(weight.fqn, part.name, rename))
+            names[tensor_of(weight, part)] = next((n for n in candidates if n in known), candidates[0])
+    return names
+
+
+def _candidates(fqn: str, part: str, rename: Rename) -> Iterator[str]:
+    if not part:
+        yield tensor_name(fqn, rename)
+        return
+    yield tensor_name(f"{fqn}.{part}", rename)
+    whole = tensor_name(fqn, rename)
+    yield f"{whole}.{part}"
+    module, dot, attribute = whole.rpartition(".")
+    yield f"{module}{dot}_{attribute}_{part}"
+
+
+def check_parts(weights: Sequence[Weight], found: Mapping[int, object]) -> None:
+    """SourceError for a weight of which the files, with the storages `found`, have only some parts."""
+    for weight in weights:
+        missing = [part for part in weight.parts if part.storage not in found]
+        if missing and len(missing) < len(weight.parts):
+            names = ", ".join(tensor_of(weight, part) for part in missing)
+            raise SourceError(
+                f"the files have only some parts of weight {weight.fqn}: {names} is missing; values of two "
+                "checkpoints do not belong together: give the missing shards, or name them with rename="
+            )
