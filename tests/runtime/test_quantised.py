@@ -1,0 +1,228 @@
+"""Weights of several parts from export to outputs: packed, in place, streamed under every budget."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.export import ExportedProgram, export
+
+import penstock
+from penstock.runtime.program import Program
+from penstock.schedule.errors import SourceError
+from tests.quantised_models import Hidden, Packed, Shown, linears, pack, quantise
+
+x = torch.linspace(-1, 1, 3 * 256).reshape(3, 256)
+KINDS = [Shown, Hidden]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: kind.__name__)
+def module(request) -> nn.Sequential:
+    return quantise(linears(), request.param)
+
+
+@pytest.fixture(scope="module")
+def exported(module) -> ExportedProgram:
+    return export(module, (x,))
+
+
+@pytest.fixture(scope="module")
+def program(exported, tmp_path_factory) -> Program:
+    return penstock.compile(exported, tmp_path_factory.mktemp("quantised") / "a.penstock")
+
+
+def parts_of(module: nn.Sequential) -> dict[str, torch.Tensor]:
+    """Every tensor of the module by the name it has in penstock's files."""
+    values = {}
+    for name, value in module.state_dict().items():
+        if isinstance(value, Packed):
+            values |= {f"{name}.data_": value.data_, f"{name}.scale": value.scale}
+        else:
+            values[name] = value
+    return values
+
+
+def expected(module: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return module(x)
+
+
+def run(program: Program, budget: int | str, **options) -> torch.Tensor:
+    with program.load(budget, **options) as streamed:
+        streamed(x)
+        output = streamed(x)
+        assert streamed.stats.misses == 0
+        return output
+
+
+@pytest.mark.parametrize("arena", [None, "contiguous", "paged", "mapped"])
+@pytest.mark.parametrize("budget", ["floor", "50%", "100%"])
+def test_outputs_are_those_of_the_quantised_module(program, module, arena, budget):
+    least = program.floor(arena=arena)  # of a mapped arena one granule, more than half of this model
+    nbytes = {"floor": least, "50%": max(least, program.weight_bytes // 2), "100%": "100%"}[budget]
+    assert torch.equal(run(program, nbytes, arena=arena, poison=True), expected(module))
+
+
+@pytest.mark.parametrize("budget", ["floor", "50%"])
+def test_the_simulated_device_says_the_same(program, module, budget):
+    nbytes = program.floor(device="sim") if budget == "floor" else budget
+    assert torch.equal(run(program, nbytes, device="sim", poison=True), expected(module))
+
+
+def test_packed_parts_lie_side_by_side_under_their_names(program, module):
+    packed = load_file(program.path / "weights.safetensors")
+    for name, value in parts_of(module).items():
+        assert torch.equal(packed[name], value), name
+    for weight in (w for w in program.payload.weights if len(w.parts) > 1):
+        data, scale = (program.payload.storages[p.storage].extents[0] for p in weight.parts)
+        assert scale.file_offset == data.file_offset + data.nbytes
+
+
+def test_parts_are_on_the_device_together(program):
+    """Between any two steps a plan holds the whole of a weight or nothing of it that it will read."""
+    plan = program.plan(program.floor(arena="contiguous"), arena="contiguous")
+    (trace,) = program.payload.traces
+    for weight in (w for w in program.payload.weights if len(w.parts) > 1):
+        one, other = ([s.name for s in trace.steps if p.storage in s.reads] for p in weight.parts)
+        assert one == other
+        assert len(one) == 2  # the data at the first, the scale at the second
+    assert plan.streamed_bytes
+
+
+def test_keeping_a_weight_keeps_its_parts(program):
+    plan = program.plan("60%", keep=["2.weight"], arena="contiguous")
+    weight = next(w for w in program.payload.weights if w.fqn == "2.weight")
+    for part in weight.parts:
+        start = plan.arena.layout[part.storage]
+        stop = start + program.payload.storages[part.storage].nbytes
+        assert any(r.start <= start and stop <= r.stop for r in plan.resident), part.name
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("names", ["own", "torchao"])
+def test_parts_come_from_a_checkpoint(exported, module, tmp_path, in_place, names):
+    values = parts_of(quantise(linears(seed=1), type(module[0].weight)))
+    if names == "torchao":
+        values = {re.sub(r"weight\.(\w+)$", r"_weight_\1", name): value for name, value in values.items()}
+    save_file(values, tmp_path / "parts.safetensors")
+    program = penstock.compile(
+        exported, tmp_path / "b.penstock", weights=tmp_path / "parts.safetensors", pack=not in_place
+    )
+    assert (program.path / "weights.safetensors").exists() is not in_place
+    other = quantise(linears(seed=1), type(module[0].weight))
+    for budget in ("40%", "100%"):
+        assert torch.equal(run(program, budget), expected(other))
+
+
+def test_a_packed_artifact_is_a_checkpoint_for_another(exported, module, program, tmp_path):
+    again = penstock.compile(
+        exported, tmp_path / "c.penstock", weights=program.path / "weights.safetensors", pack=False
+    )
+    assert torch.equal(run(again, again.floor(arena="mapped"), arena="mapped"), expected(module))
+
+
+def test_rename_may_name_the_weight_or_the_part(exported, module, tmp_path):
+    values = {f"model.{name}": value for name, value in parts_of(module).items()}
+    values["odd"] = values.pop("model.2.weight.scale")
+    save_file(values, tmp_path / "parts.safetensors")
+    program = penstock.compile(
+        exported,
+        tmp_path / "d.penstock",
+        weights=tmp_path / "parts.safetensors",
+        rename=lambda name: "odd" if name == "2.weight.scale" else f"model.{name}",
+    )
+    assert torch.equal(run(program, "50%"), expected(module))
+
+
+def test_a_bound_program_holds_parts_of_the_files(exported, module, tmp_path):
+    other = quantise(linears(seed=1), type(module[0].weight))
+    save_file(parts_of(other), tmp_path / "parts.safetensors")
+    bound = penstock.bind(exported, tmp_path / "parts.safetensors")
+    assert torch.equal(expected(bound.module()), expected(other))
+    program = penstock.compile(bound, tmp_path / "e.penstock")
+    assert [len(w.parts) for w in program.payload.weights if w.fqn == "0.weight"] == [2]
+    assert torch.equal(run(program, "50%"), expected(other))
+
+
+@pytest.mark.parametrize("pack_", [True, False])
+def test_a_missing_scale_is_refused_by_name(exported, module, tmp_path, pack_):
+    values = parts_of(module)
+    del values["2.weight.scale"]
+    save_file(values, tmp_path / "parts.safetensors")
+    with pytest.raises(SourceError, match=r"1 of the program's weights are not in .*: 2\.weight\.scale;"):
+        penstock.compile(
+            exported, tmp_path / "f.penstock", weights=tmp_path / "parts.safetensors", pack=pack_
+        )
+    with pytest.raises(SourceError, match=r"2\.weight\.scale"):
+        penstock.bind(exported, tmp_path / "parts.safetensors")
+
+
+def test_a_scale_of_another_shape_is_refused_by_name(exported, module, tmp_path):
+    values = parts_of(module)
+    values["2.weight.scale"] = values["2.weight.scale"].reshape(-1)
+    save_file(values, tmp_path / "parts.safetensors")
+    with pytest.raises(SourceError, match=r"weight 2\.weight\.scale is float32 \[256, 1\] in the program"):
+        penstock.compile(exported, tmp_path / "g.penstock", weights=tmp_path / "parts.safetensors")
+
+
+def test_a_checkpoint_that_is_not_quantised_is_refused_by_name(exported, tmp_path):
+    save_file(linears().state_dict(), tmp_path / "dense.safetensors")
+    with pytest.raises(SourceError, match=r"0\.weight\.data_"):
+        penstock.compile(exported, tmp_path / "h.penstock", weights=tmp_path / "dense.safetensors")
+
+
+class Table(nn.Module):
+    """A buffer of several parts: buffers may be missing in a checkpoint, but not by halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        dense = torch.linspace(-1, 1, 8 * 256).reshape(8, 256)
+        self.register_buffer("table", pack(dense, Shown))
+        self.bias = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.table, self.bias)
+
+
+@pytest.fixture
+def table(tmp_path) -> Iterator[tuple[ExportedProgram, dict[str, torch.Tensor], Path]]:
+    model = Table()
+    values = {"bias": model.bias.detach(), "table.data_": model.table.data_, "table.scale": model.table.scale}
+    return export(model, (x,)), values, tmp_path / "table.safetensors"
+
+
+def test_half_of_a_buffer_is_refused_by_name(table, tmp_path):
+    exported, values, path = table
+    del values["table.scale"]
+    save_file(values, path)
+    for use in (
+        lambda: penstock.compile(exported, tmp_path / "i.penstock", weights=path),
+        lambda: penstock.bind(exported, path),
+    ):
+        with pytest.raises(SourceError, match=r"only some parts of weight table: table\.scale is missing"):
+            use()
+
+
+def test_a_buffer_that_no_file_has_keeps_its_own_values(table, tmp_path):
+    exported, values, path = table
+    save_file({"bias": values["bias"]}, path)
+    program = penstock.compile(exported, tmp_path / "j.penstock", weights=path)
+    assert torch.equal(run(program, "100%"), expected(Table()))
+
+
+@pytest.mark.timeout(300)
+def test_compiled_programs_read_parts_together(module, exported, tmp_path):
+    program = penstock.compile(exported, tmp_path / "k.penstock", lowering="inductor", resident_below=0)
+    whole = run(program, "100%")
+    torch.testing.assert_close(whole, expected(module))
+    (trace,) = program.payload.traces
+    for weight in (w for w in program.payload.weights if len(w.parts) > 1):
+        storages = {part.storage for part in weight.parts}
+        assert all(storages & set(step.reads) in (set(), storages) for step in trace.steps), weight.fqn
+    for budget in (program.floor(), "50%"):
+        assert torch.equal(run(program, budget), whole)
