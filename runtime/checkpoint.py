@@ -10,7 +10,7 @@ from pathlib import Path
 
 from penstock.runtime.distributed_file import METADATA, is_distributed, read_tensors
 from penstock.runtime.safetensors_file import index_files, read_header
-from penstock.runtime.shards import check_names, check_total, find_index
+from penstock.runtime.shards import check_names, find_index, note_total
 from penstock.runtime.stored_tensor import StoredTensor, from_entry
 from penstock.runtime.torch_file import SUFFIXES, read_entries
 from penstock.schedule.errors import SourceError
@@ -40,15 +40,17 @@ def open_checkpoint(paths: Paths, only: str | Sequence[str] = ()) -> Checkpoint:
     given = [Path(path) for path in ([paths] if isinstance(paths, str | PathLike) else paths)]
     folders = [path for path in given if is_distributed(path)]
     others = [path for path in given if path not in folders]
-    files: dict[Path, int] = {}
+    named: dict[Path, Path] = {}
     for path in others:
         for file in _files(path, wanted):
-            files.setdefault(file.resolve(), len(files))
+            # By its own name: the hub's cache links names to files that have none.
+            named.setdefault(file.resolve(), file.absolute())
+    files = {path: number for number, path in enumerate(named.values())}
     tensors: dict[str, StoredTensor] = {}
     nbytes: dict[Path, int] = {}
     for path, number in list(files.items()):
         entries = read_entries(path) if path.suffix in SUFFIXES else read_header(path).entries
-        nbytes[path] = sum(entry.nbytes for entry in entries.values())
+        nbytes[path.resolve()] = sum(entry.nbytes for entry in entries.values())
         own = {name: from_entry(path, number, entry) for name, entry in entries.items() if wanted(name)}
         _add(tensors, own)
     if not patterns:
@@ -73,7 +75,7 @@ def _check_shards(given: Sequence[Path], nbytes: Mapping[Path, int]) -> None:
     check_names(file for path in given if not find_index(path) for file in _files(path))
     for path in given:
         if index := find_index(path):
-            check_total(index, nbytes)
+            note_total(index, nbytes)
 
 
 def _add(tensors: dict[str, StoredTensor], more: Mapping[str, StoredTensor]) -> None:

@@ -201,7 +201,9 @@ def _folder_files(folder: Path, wanted: Callable[[str], bool] | None) -> tuple[P
         raise SourceError(f"{folder} holds several checkpoints ({names}); name the index of one")
     files = _indexed_files(indices[0], wanted) if indices else tuple(sorted(folder.glob("*.safetensors")))
     if not files and (wanted is None or not indices):
-        raise SourceError(f"{folder} holds no .safetensors file; give the folder of a checkpoint")
+        others = sorted(path.name for path in folder.glob("*.bin"))
+        advice = f"name its files ({others[0]}, ...)" if others else "give the folder of a checkpoint"
+        raise SourceError(f"{folder} holds no .safetensors file; {advice}")
     return files
 
 
