@@ -229,6 +229,8 @@ def _written_back(exported: ExportedProgram, weights: Weights) -> set[int]:
     writes are found by `follow` alone.
     """
     if exported.verifier.dialect == "TRAINING":
+        if not _may_write(exported.graph_module):
+            return set()  # decomposing takes longer than all the rest
         with warnings.catch_warnings():
             # Copying tree specs warns on some versions of torch, whoever does it.
             warnings.simplefilter("ignore", FutureWarning)
@@ -240,3 +242,14 @@ def _written_back(exported: ExportedProgram, weights: Weights) -> set[int]:
     parameters = getattr(signature, "parameters_to_mutate", {})  # not in every version of torch
     names = {*signature.buffers_to_mutate.values(), *parameters.values()}
     return {weight.parts[0].storage for weight in weights.weights if weight.fqn in names}
+
+
+def _may_write(graph_module: fx.GraphModule) -> bool:
+    """Tells whether a graph has more than arithmetic of sizes and operators that say they write nothing."""
+    called = [node.target for node in graph_module.graph.nodes if node.op == "call_function"]
+    operators = [
+        target
+        for target in called
+        if target is not aten.detach_.default and getattr(target, "__module__", "") != "_operator"
+    ]
+    return any(not isinstance(one, OpOverload) or one._schema.is_mutable for one in operators)
