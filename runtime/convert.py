@@ -15,7 +15,7 @@ from penstock.runtime.atomic import write_artifact
 from penstock.runtime.checkpoint import open_checkpoint
 from penstock.runtime.pack import BLOCK, PAD_PREFIX, PackEntry, pack
 from penstock.runtime.progress import Progress, count_bytes
-from penstock.runtime.safetensors_file import TORCH_NAMES
+from penstock.runtime.safetensors_file import TORCH_NAMES, index_files
 from penstock.runtime.stored_tensor import Reading, StoredTensor
 from penstock.schedule.errors import SourceError
 from penstock.schedule.sizes import format_size, parse_size
@@ -75,6 +75,8 @@ def convert(
     names = [f"model-{k + 1:05}-of-{len(shards):05}.safetensors" for k in range(len(shards))]
     names = names if len(shards) > 1 else [_FILE]
 
+    _refuse_strangers(path)
+
     def build(folder: Path) -> None:
         for name, shard in zip(names, shards, strict=True):
             pack(folder / name, shard, dense=True, progress=report)
@@ -82,6 +84,17 @@ def convert(
 
     write_artifact(path, force=force, build=build, marker=INDEX)
     return Converted(tuple(path / name for name in names), len(entries), total)
+
+
+def _refuse_strangers(folder: Path) -> None:
+    """Refuse a folder that holds more than a checkpoint's weights: replacing it would remove all of it."""
+    if folder.is_dir() and (folder / INDEX).is_file():
+        own = {INDEX, *(path.name for path in index_files(folder / INDEX))}
+        if others := sorted({path.name for path in folder.iterdir()} - own):
+            raise SourceError(
+                f"{folder} holds {', '.join(others[:3])}{', ...' if len(others) > 3 else ''} beside weights: "
+                "replacing it would remove them, so choose another output"
+            )
 
 
 def _shards(entries: Sequence[PackEntry], most: int) -> list[list[PackEntry]]:
@@ -105,8 +118,10 @@ def _entry(name: str, found: StoredTensor, files: Sequence[Path], dtype: str | N
     before = TORCH_NAMES.get(found.dtype)
     after = _dtype_after(name, before, dtype)
     if before is None or after is None:
-        whole = Reading(found, found.whole)
-        return PackEntry(name, "uint8", (found.nbytes,), found.nbytes, lambda: whole.chunks(files))
+        raise SourceError(
+            f"tensor {name!r} of {found.origin} is {found.dtype}, less than a byte an element, which is not "
+            "written here: leave it out (only=)"
+        )
     reading = Reading(found, found.whole, cast=after if after != before else None)
     return PackEntry(name, after, found.shape, reading.nbytes, lambda: reading.chunks(files))
 
@@ -122,9 +137,7 @@ def _dtype_after(name: str, before: str | None, dtype: str | None) -> str | None
         or dtype not in TORCH_NAMES.values()
     ):
         raise SourceError(f"tensors cannot be converted to {dtype!r}: give float32, float16 or bfloat16")
-    if before is None:
-        raise SourceError(f"tensor {name!r} is packed in less than a byte and cannot be converted to {dtype}")
-    floating = getattr(torch, before).is_floating_point
+    floating = before is not None and getattr(torch, before).is_floating_point
     return dtype if floating else before
 
 

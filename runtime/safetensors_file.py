@@ -108,6 +108,9 @@ def parse_header(raw: bytes, file_nbytes: int, path: Path) -> Header:
     metadata = fields.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         _refuse(path, "__metadata__ is not an object of strings")
+    for name in fields:
+        if not name.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in name):
+            _refuse(path, f"the name {name!r} is no text")
     entries = {name: _parse_entry(name, entry, len(raw), path) for name, entry in fields.items()}
     ordered = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
     _check_tiling(ordered, len(raw), file_nbytes, path)

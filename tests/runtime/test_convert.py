@@ -121,6 +121,27 @@ def test_what_exists_is_kept_unless_asked_otherwise(tmp_path: Path) -> None:
     assert same(read(tmp_path / "new.safetensors"), tensors())
 
 
+def test_what_lies_beside_weights_is_not_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    save_file(tensors(), tmp_path / "model.safetensors")
+    convert(tmp_path / "model.safetensors", folder, shard_size="64KiB")
+    (folder / "config.json").write_text("precious")
+    with pytest.raises(SourceError, match=r"model holds config\.json beside weights"):
+        convert(folder, folder, dtype="bfloat16", force=True)
+    assert same(read(folder), tensors())
+    (folder / "config.json").unlink()
+    convert(folder, folder, dtype="bfloat16", force=True)
+    assert read(folder)["large"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_elements_of_less_than_a_byte_are_not_written_as_something_else(tmp_path: Path, dtype) -> None:
+    header = json.dumps({"a": {"dtype": "F4", "shape": [4, 4], "data_offsets": [0, 8]}}).encode()
+    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(SourceError, match=r"'a' of .* is F4, less than a byte"):
+        convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", dtype=dtype)
+
+
 def test_the_command(tmp_path: Path, penstock: Command) -> None:
     torch.save(tensors(), tmp_path / "model.pt")
     output = tmp_path / "model"

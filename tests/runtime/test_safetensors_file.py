@@ -111,6 +111,7 @@ REFUSED: dict[str, tuple[object, int, str]] = {
     "extra field": ({"a": {**entry(0, 4), "note": 1}}, 4, "exactly"),
     "missing field": ({"a": {"dtype": "U8", "shape": [4]}}, 4, "exactly"),
     "entry no object": ({"a": 3}, 4, "exactly"),
+    "no text": ({"\ud800": entry(0, 4)}, 4, "is no text"),
     "metadata": ({"__metadata__": {"a": 1}}, 0, "__metadata__"),
 }
 
