@@ -22,15 +22,18 @@ def preflight(
         ),
     ],
     *,
-    hardware: Annotated[list[str], typer.Option(help="A preset (rtx4090, h200, ...); may be given again.")],
+    hardware: Annotated[
+        list[str],
+        typer.Option(help="A preset (t4, rtx4090, h200, ...), or auto: this machine. May be given again."),
+    ],
     budget: Annotated[
         list[str] | None,
-        typer.Option(help="Bytes for weights; may be given again. Default: what the memory leaves."),
+        typer.Option(help="For weights: 80GiB, 25%. May be given again. Default: what the memory leaves."),
     ] = None,
     host_memory: HostMemory = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a call: 1 is a decoding step.")] = 1,
     context: Annotated[int, typer.Option(min=0, help="Tokens of a key-value cache to leave room for.")] = 0,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16, ... instead of the configuration's.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Instead of the configuration's: bfloat16, ...")] = None,
     report: Annotated[Path | None, typer.Option(help="Write the plan as a page of HTML here.")] = None,
     json: Json = False,
 ) -> None:
@@ -42,7 +45,7 @@ def preflight(
     asked = command.Preflight(
         model, tuple(hardware), tuple(budget or (None,)), host_memory, tokens, context, dtype
     )
-    with console.spinner("importing") as say:
+    with console.spinner("importing") as say, console.quiet():
         found, findings = command.run(asked, say)
     if report is not None:
         command.write_report(findings, report)
@@ -65,7 +68,7 @@ def doctor(
     """Say what of a model will export and stream, what will not, and which line is to blame."""
     from penstock.doctor import examine, facts
 
-    with console.spinner(f"exporting {model} without building it"):
+    with console.spinner(f"exporting {model} without building it"), console.quiet():
         checks = examine(model)
     if json:
         console.print_json(facts(checks))
@@ -88,9 +91,12 @@ def convert(
         Path, typer.Option("--output", "-o", help="A .safetensors file, or a folder of shards.")
     ],
     shard_size: Annotated[str | None, typer.Option(help="Bytes of a shard at most: 5GB.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="For floating-point tensors: bfloat16, ...")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="For floating-point tensors: bfloat16, float16, float32.")
+    ] = None,
     only: Annotated[
-        list[str] | None, typer.Option(help="A pattern of names to take; may be given again.")
+        list[str] | None,
+        typer.Option(help="Names to take, such as 'model.layers.0.*'. May be given again."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an output that exists.")] = False,
     json: Json = False,

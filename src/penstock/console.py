@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
@@ -20,6 +23,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.table import Table
+
+_ANY_WIDTH = 10_000
 
 Report = Callable[[str, int, int], None]
 """Called with what is being done, the bytes done and the bytes in all."""
@@ -36,7 +41,8 @@ def byte_progress() -> Iterator[Report]:
         TimeRemainingColumn(),
     )
     tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
 
         def report(what: str, done: int, total: int) -> None:
             if what not in tasks:
@@ -49,8 +55,23 @@ def byte_progress() -> Iterator[Report]:
 @contextmanager
 def spinner(what: str) -> Iterator[Callable[[str], None]]:
     """A spinner on stderr for work without a known length; yields a function that changes its text."""
-    with Console(stderr=True).status(what) as status:
+    with Console(file=sys.stderr).status(what) as status:
         yield status.update
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Logs and graphs that torch writes to stderr are dropped; what a model prints goes to stderr.
+
+    For work whose failures become one sentence.
+    """
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with redirect_stdout(sys.stderr), redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)
 
 
 def print_text(text: str) -> None:
@@ -61,6 +82,14 @@ def print_text(text: str) -> None:
 def width() -> int:
     """Columns of the terminal."""
     return Console().width
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: `1.5 s`, `57.2 us`."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
 
 
 def print_json(facts: Any) -> None:
@@ -80,10 +109,13 @@ def print_facts(title: str, facts: Iterable[tuple[str, str]]) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table whose columns after the first are right-aligned."""
+    """A table whose columns after the first are right-aligned; without a frame where that is too wide."""
     table = Table(title=title, title_justify="left", pad_edge=False)
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
     for row in rows:
         table.add_row(*map(escape, row))
-    Console().print(table)
+    console = Console()
+    if console.measure(table, options=console.options.update(max_width=_ANY_WIDTH)).maximum > console.width:
+        table.box, table.show_edge, table.collapse_padding = box.SIMPLE_HEAD, False, True
+    console.print(table)

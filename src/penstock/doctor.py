@@ -110,6 +110,9 @@ def _runs_on_cuda(operator: OpOverload) -> bool:
 
 def _of_weights(payload: Payload) -> Iterator[Check]:
     total = sum(s.nbytes for s in payload.storages)
+    if not total:
+        yield Check("streaming", "note", "the model has no weights: there is nothing to stream")
+        return
     streamable = sum(s.nbytes for s in payload.storages if s.kind == "streamable")
     yield Check(
         "streaming",

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
+from penstock.configuration import builder, cache_bytes_per_token, inputs_of, notes_of, read_config
 from penstock.passes.activations import activation_bytes
 from penstock.passes.annotate import annotate
 from penstock.passes.fake_export import Built
-from penstock.passes.lines import sentence
+from penstock.passes.lines import sentence, where
 from penstock.plan_command import host_of
 from penstock.runtime.host_limit import parse_host_memory
 from penstock.runtime.memory_split import CUDA_WORKSPACE, MemorySplit
@@ -45,6 +48,17 @@ class Model:
     payload: Payload
     activations: int
     cache_bytes: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The dtypes of weights."""
+        return tuple(sorted({part.dtype for weight in self.payload.weights for part in weight.parts}))
+
+    @property
+    def floor_bytes(self) -> int:
+        """The least budget that works, on any hardware."""
+        return floor(self.payload.storages, self.payload.traces, self.arena).upper_bytes
 
     @property
     def weight_bytes(self) -> int:
@@ -102,11 +116,14 @@ def read_model(source: str, *, tokens: int = 1, context: int = 0, dtype: str | N
     Raises SourceError for what cannot be read, PassError, with the line, for what does not export.
     """
     build, inputs = open_source(source, tokens=tokens, dtype=dtype)
-    exported = Built.by(build, "cuda").export(inputs())
+    with _capable():
+        exported = Built.by(build, "cuda").export(inputs())
     cache = 0
-    if context and Path(source).exists():
-        cache = context * _cache_bytes_per_token(_read_config(Path(source)), dtype)
-    return Model(source, annotate(exported), activation_bytes(exported), cache)
+    notes: tuple[str, ...] = ()
+    if Path(source).exists():
+        config = read_config(Path(source))
+        cache, notes = context * cache_bytes_per_token(config, source, dtype), notes_of(config)
+    return Model(source, annotate(exported), activation_bytes(exported), cache, notes)
 
 
 Inputs = Callable[[], Sequence[Any] | Mapping[str, Any]]
@@ -122,9 +139,9 @@ def open_source(
     path = Path(source)
     if not path.exists():
         return _from_factory(source)
-    config = _read_config(path)
-    inputs = _inputs(config, source, tokens)
-    return _builder(config, source, dtype), lambda: inputs
+    config = read_config(path)
+    inputs = inputs_of(config, source, tokens=tokens, dtype=dtype)
+    return builder(config, source, dtype), lambda: inputs
 
 
 def find(model: Model, hardware: str, budget: str | None, host_memory: str | None = None) -> Finding:
@@ -136,7 +153,8 @@ def find(model: Model, hardware: str, budget: str | None, host_memory: str | Non
     split = MemorySplit(total, model.activations, CUDA_WORKSPACE, model.cache_bytes)
     asked = split.weights if budget is None else parse_size(budget, total=model.weight_bytes)
     asked = max(0, min(asked, model.weight_bytes))
-    least = floor(storages, traces, arena).upper_bytes
+    least = model.floor_bytes
+    held = parse_host_memory(host_memory, model.weight_bytes)
     names = model.payload.storage_names()
 
     def plan(nbytes: int) -> Plan:
@@ -147,7 +165,7 @@ def find(model: Model, hardware: str, budget: str | None, host_memory: str | Non
             budget=nbytes,
             hardware=machine,
             names=names,
-            host_memory=parse_host_memory(host_memory, model.weight_bytes),
+            host_memory=held,
         )
 
     try:
@@ -171,21 +189,46 @@ def _room(split: MemorySplit, budget: int, machine: Hardware) -> Iterator[str]:
 
 def _from_factory(source: str) -> tuple[Callable[[], nn.Module], Inputs]:
     function = _function(source)
-    given: list[Any] = []
+    given: list[tuple[nn.Module, Any]] = []
 
     def build() -> nn.Module:
         found = function()
         if not isinstance(found, tuple) or len(found) != 2:
             raise PassError(f"{source} returns {type(found).__name__}, expected a module and example inputs")
-        given.append(found[1])
+        given.append(found)
         return found[0]  # type: ignore[no-any-return]
 
-    return build, lambda: given[0]
+    def inputs() -> Sequence[Any] | Mapping[str, Any]:
+        module, example = given[0]
+        _check_inputs(source, module, example)
+        return example  # type: ignore[no-any-return]
+
+    return build, inputs
+
+
+def _check_inputs(source: str, module: nn.Module, example: Any) -> None:
+    """PassError for example inputs that `forward` cannot be called with."""
+    if not isinstance(example, tuple | list | Mapping):
+        raise PassError(
+            f"{source} gives {type(example).__name__} as example inputs, expected a tuple of the positional "
+            "arguments, such as (x,), or a mapping of names"
+        )
+    by_name = isinstance(example, Mapping)
+    signature = inspect.signature(module.forward)
+    args, kwargs = ((), dict(example)) if by_name else (tuple(example), {})
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        given = ", ".join(map(str, example)) if by_name else f"{len(example)} by position"
+        raise PassError(
+            f"{source} gives example inputs ({given}) that do not fit "
+            f"{type(module).__name__}.forward({', '.join(signature.parameters)}): {error}"
+        ) from error
 
 
 def _function(source: str) -> Callable[[], Any]:
     module, _, name = source.partition(":")
-    if not name:
+    if not module or not name:
         raise SourceError(
             f"{source} is neither a file that exists nor module:function: give a transformers config.json, "
             "its folder, or a function that returns a module and its example inputs"
@@ -193,11 +236,40 @@ def _function(source: str) -> Callable[[], Any]:
     try:
         with _here():
             found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise SourceError(f"{source} cannot be imported: {error}") from error
+    except Exception as error:  # a module may raise anything
+        hint = f"; write {module[:-3]}:{name}, without .py" if module.endswith(".py") else ""
+        said = sentence(error)
+        if isinstance(error, SyntaxError):
+            said = f"{error.filename}:{error.lineno}: {error.msg}"
+        elif not isinstance(error, ImportError | AttributeError):
+            said = f"{type(error).__name__}{where(error)}: {said}"
+        raise SourceError(f"{source} cannot be imported: {said}{hint}") from error
     if not callable(found):
         raise SourceError(f"{source} is {type(found).__name__}, expected a function")
+    _check_no_arguments(source, found)
     return found  # type: ignore[no-any-return]
+
+
+def _check_no_arguments(source: str, function: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+        signature.bind()
+    except TypeError as error:
+        raise SourceError(
+            f"{source} takes {signature}, expected a function that can be called without arguments"
+        ) from error
+    except ValueError:  # a builtin without a signature
+        return
+
+
+@contextmanager
+def _capable() -> Iterator[None]:
+    """Models that ask what the GPU can do are told a recent one's answer where torch knows of none."""
+    if torch.cuda.is_available():
+        yield
+        return
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)):
+        yield
 
 
 @contextmanager
@@ -208,73 +280,3 @@ def _here() -> Iterator[None]:
         yield
     finally:
         sys.path.remove(str(Path.cwd()))
-
-
-def _read_config(path: Path) -> Any:
-    """A transformers configuration; only local files are read."""
-    from transformers import AutoConfig
-
-    folder = path if path.is_dir() else path.parent
-    if not path.is_dir() and path.name != "config.json":
-        raise SourceError(f"{path} is not a config.json: give that, its folder, or module:function")
-    try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        raise SourceError(f"{path} is no configuration that transformers knows: {sentence(error)}") from error
-
-
-def _builder(config: Any, source: str, dtype: str | None) -> Callable[[], nn.Module]:
-    import transformers
-
-    names = getattr(config, "architectures", None) or ()
-    model = getattr(transformers, names[0], None) if names else None
-    if model is None:
-        raise SourceError(
-            f"{source} names the architectures {list(names)}, of which this transformers has none: give a "
-            "function that builds the model (module:function)"
-        )
-
-    def build() -> nn.Module:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(_dtype(config, dtype))
-        try:
-            built: nn.Module = model(config)
-            return built
-        finally:
-            torch.set_default_dtype(before)
-
-    return build
-
-
-def _dtype(config: Any, dtype: str | None) -> torch.dtype:
-    found = dtype or getattr(config, "dtype", None) or torch.float32
-    found = getattr(torch, found, None) if isinstance(found, str) else found
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise SourceError(f"there is no dtype {dtype!r} for weights: give bfloat16, float16 or float32")
-    return found
-
-
-def _inputs(config: Any, source: str, tokens: int) -> dict[str, Any]:
-    """What a forward call takes, by the configuration's kind."""
-    text = config.get_text_config()
-    if getattr(text, "vocab_size", None):
-        ids = torch.zeros(1, tokens, dtype=torch.int64)
-        inputs: dict[str, Any] = {"input_ids": ids}
-        if getattr(config, "is_encoder_decoder", False):
-            return inputs | {"decoder_input_ids": ids.clone(), "use_cache": False}
-        return inputs | ({"use_cache": False} if hasattr(text, "use_cache") else {})
-    if getattr(config, "image_size", None) and getattr(config, "num_channels", None):
-        side = config.image_size
-        return {"pixel_values": torch.zeros(1, config.num_channels, side, side, dtype=_dtype(config, None))}
-    raise SourceError(
-        f"{source} does not tell what its model takes: give module:function, with example inputs"
-    )
-
-
-def _cache_bytes_per_token(config: Any, dtype: str | None) -> int:
-    """Keys and values of all layers for one token (0 where the configuration has no heads)."""
-    text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", 0)
-    layers, width = getattr(text, "num_hidden_layers", 0), getattr(text, "hidden_size", 0)
-    size = getattr(text, "head_dim", None) or (width // text.num_attention_heads if heads else 0)
-    return 2 * int(layers) * int(heads or 0) * int(size) * _dtype(config, dtype).itemsize

@@ -53,9 +53,12 @@ def print_json(model: Model, findings: Sequence[Finding]) -> None:
     facts = {
         "model": model.name,
         "weight_bytes": model.weight_bytes,
+        "dtypes": list(model.dtypes),
+        "floor_bytes": model.floor_bytes,
         "activation_bytes": model.activations,
         "cache_bytes": model.cache_bytes,
         "steps": sum(len(trace.steps) for trace in model.payload.traces),
+        "notes": list(model.notes),
     }
     console.print_json(facts | {"findings": [finding.facts() for finding in findings]})
 
@@ -65,15 +68,18 @@ def print_findings(model: Model, findings: Sequence[Finding]) -> None:
     facts = [
         (
             "weights",
-            f"{format_size(model.weight_bytes)} in {len(model.payload.weights)} tensors, all on disk",
+            f"{format_size(model.weight_bytes)} in {len(model.payload.weights)} tensors "
+            f"({', '.join(model.dtypes) or 'none'})",
         ),
+        ("floor", f"{format_size(model.floor_bytes)}, the least budget that works"),
         ("activations", format_size(model.activations)),
     ]
     if model.cache_bytes:
         facts.append(("key-value cache", format_size(model.cache_bytes)))
+    facts += [("note", note) for note in model.notes]
     console.print_facts(model.name, facts)
     rows = [_row(finding) for finding in findings]
-    columns = ("hardware", "budget", "floor", "s/pass", "bound", "copied/pass", "host", "disk/pass")
+    columns = ("hardware", "budget", "a pass", "bound", "copied", "host holds", "disk reads")
     console.print_table("", columns, rows)
     for finding in findings:
         title = f"{finding.hardware.name}, {format_size(finding.budget)} for weights"
@@ -81,7 +87,7 @@ def print_findings(model: Model, findings: Sequence[Finding]) -> None:
 
 
 def _row(finding: Finding) -> tuple[str, ...]:
-    start = (finding.hardware.name, format_size(finding.budget), format_size(finding.floor_bytes))
+    start = (finding.hardware.name, format_size(finding.budget))
     plan = finding.plan
     if plan is None:
         return (*start, "does not run", "", "", "", "")
@@ -89,8 +95,8 @@ def _row(finding: Finding) -> tuple[str, ...]:
     disk = sum(sum(schedule.staged) for schedule in plan.schedules)
     return (
         *start,
-        f"{plan.predicted_seconds:.4g}",
-        f"{bound:.4g}" if bound is not None else "",
+        console.duration(plan.predicted_seconds),
+        console.duration(bound) if bound is not None else "",
         format_size(plan.streamed_bytes),
         format_size(host_bytes(plan)),
         format_size(disk),
