@@ -72,6 +72,7 @@ class StreamedWeights:
     closers: tuple[Callable[[], None], ...]
     read_stats: Callable[[int], Stats]
     wait: Callable[[], None]
+    in_reader: Callable[[], bool]
 
 
 def load_on_cpu(folder: Path, payload: Payload, plan: Plan, options: LoadOptions) -> StreamedModule:
@@ -81,9 +82,15 @@ def load_on_cpu(folder: Path, payload: Payload, plan: Plan, options: LoadOptions
         bind = bind_inductor if payload.lowering == "inductor" else bind_eager
         methods, closers = bind(folder, payload, weights.tensors, weights.streamer)
     except BaseException:
-        Resources(weights.streamer, weights.closers, os.getpid()).close()
+        Resources(weights.streamer, weights.closers, os.getpid(), in_reader=weights.in_reader).close()
         raise
-    resources = Resources(weights.streamer, (*closers, *weights.closers), os.getpid(), wait=weights.wait)
+    resources = Resources(
+        weights.streamer,
+        (*closers, *weights.closers),
+        os.getpid(),
+        wait=weights.wait,
+        in_reader=weights.in_reader,
+    )
     return StreamedModule(methods, plan, resources, weights.read_stats)
 
 
@@ -111,7 +118,7 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
         closers = (held.close, *(() if arena is None else (arena.close,)), source.close)
         meter = _Meter(plan, arena, streamer, options.readers, held.nbytes)
         opened.pop_all()
-    return StreamedWeights(tensors, streamer, closers, meter.read, held.wait)
+    return StreamedWeights(tensors, streamer, closers, meter.read, held.wait, lambda: held.in_reader)
 
 
 def bind_eager(

@@ -56,7 +56,9 @@ class BoundMethod:
 class Resources:
     """What must be given back in order: readers first, then the memory they write, then the files.
 
-    Every closer may be called again. `wait` returns once what does not stream is in memory. `out_of_memory` says which part of a device's memory was too small.
+    Every closer may be called again. `wait` returns once what does not stream is in memory, and `in_reader`
+    tells whether the caller is a thread that reads it. `out_of_memory` says which part of a device's memory
+    was too small.
     """
 
     streamer: StepStreamer | None
@@ -64,16 +66,20 @@ class Resources:
     owner: int
     closed: bool = False
     wait: Callable[[], None] = lambda: None
+    in_reader: Callable[[], bool] = lambda: False
     out_of_memory: Callable[[], str] = lambda: "activations outgrew what was left beside weights"
 
     def close(self) -> None:
         """Give everything back, also after an interrupt; a forked child has no readers and may only close."""
         self.closed = True
-        if self.streamer is not None and os.getpid() == self.owner:
-            if self.streamer.in_reader:  # collected as garbage there: a reader cannot wait for itself
+        if os.getpid() == self.owner:
+            streamer = self.streamer
+            # Collected as garbage there: a reader cannot wait for itself.
+            if self.in_reader() or (streamer is not None and streamer.in_reader):
                 threading.Thread(target=self.close, name="penstock-close").start()
                 return
-            self.streamer.close()
+            if streamer is not None:
+                streamer.close()
         for close in self.closers:
             close()
 

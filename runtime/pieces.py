@@ -186,7 +186,7 @@ class Session:
         program = Program(Path(), self._payload)
         self.plan = program.plan(self.budget)
         loaded = load_weights(Path(), self._payload, self.plan, LoadOptions())
-        resources = Resources(loaded.streamer, loaded.closers, os.getpid())
+        resources = Resources(loaded.streamer, loaded.closers, os.getpid(), in_reader=loaded.in_reader)
         self._finalizer = weakref.finalize(self, resources.close)
         loaded.wait()
         for order in self._payload.probes:

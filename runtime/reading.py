@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 from penstock.runtime.source import Source
+from penstock.schedule.errors import StreamError
 from penstock.schedule.model import Extent, Storage
 
 _PIECE = 16 << 20
 
 
 class HeldStorages:
-    """Storages held whole in ordinary memory, which torch aligns to 64 bytes, and which arrives in the background.
+    """Storages held whole in ordinary memory (which torch aligns to 64 bytes), arriving in the background.
 
     `buffers[s]` is the memory of storage s; its bytes are there once `wait` has returned. The source must
     stay open until `close`.
@@ -24,28 +27,72 @@ class HeldStorages:
         self, storages: Sequence[Storage], chosen: Sequence[int], source: Source, readers: int
     ) -> None:
         self.buffers = {s: torch.empty(storages[s].nbytes, dtype=torch.uint8) for s in chosen}
-        self._source = source
-        self._pool = ThreadPoolExecutor(readers, thread_name_prefix="penstock-load")
+        self._source, self._owner = source, os.getpid()
         extents = ((e, self.buffers[s].data_ptr()) for s in chosen for e in storages[s].extents)
-        self._reads: Sequence[Future[None]] = [self._pool.submit(self._read, *p) for p in _pieces(extents)]
+        self._left = deque(_pieces(extents))
+        self._running = 0
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        # Daemons: a program that ends does not wait for what nobody will use.
+        self._threads = [
+            threading.Thread(target=self._read, name=f"penstock-load-{i}", daemon=True)
+            for i in range(min(readers, len(self._left)))
+        ]
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException as error:
+            self.close()
+            if isinstance(error, RuntimeError):
+                raise StreamError(
+                    f"the system refused one of {readers} reading threads ({error}): raise its limit on "
+                    "threads, or load with fewer readers"
+                ) from error
+            raise
 
     @property
     def nbytes(self) -> int:
         """Bytes of all storages held."""
         return sum(buffer.nbytes for buffer in self.buffers.values())
 
+    @property
+    def in_reader(self) -> bool:
+        """Whether the caller is one of the readers, which cannot wait for themselves."""
+        return threading.current_thread() in self._threads
+
     def wait(self) -> None:
         """Return once every byte is there. SourceError, at every call, where one could not be read."""
-        for read in self._reads:
-            read.result()
-        self._reads = ()
+        # Not by joining threads, which an interrupt makes forget those that still run.
+        with self._changed:
+            self._changed.wait_for(lambda: not self._left and not self._running)
+            if self._error is not None:
+                raise self._error
 
     def close(self) -> None:
         """Begin no further read and wait for those that run; may be called again."""
-        self._pool.shutdown(cancel_futures=True)
+        if os.getpid() != self._owner:
+            return  # a forked child has no readers, and may have their lock
+        with self._changed:
+            self._left.clear()
+            self._changed.wait_for(lambda: not self._running)
 
-    def _read(self, file: int, offset: int, address: int, nbytes: int) -> None:
-        self._source.read_into(file, offset, address, nbytes)
+    def _read(self) -> None:
+        while True:
+            with self._changed:
+                if not self._left:
+                    return
+                piece = self._left.popleft()
+                self._running += 1
+            try:
+                self._source.read_into(*piece)
+            except BaseException as error:
+                with self._changed:
+                    self._error = self._error or error
+                    self._left.clear()
+            finally:
+                with self._changed:
+                    self._running -= 1
+                    self._changed.notify_all()
 
 
 def _pieces(work: Iterable[tuple[Extent, int]]) -> Iterable[tuple[int, int, int, int]]:

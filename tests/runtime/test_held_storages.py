@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -60,3 +64,53 @@ def test_closing_does_not_wait_for_what_was_not_begun(stack, monkeypatch):
     threading.Timer(0.2, gate.set).start()
     module.close()
     assert len(reads) == 1
+
+
+def test_a_module_that_a_reader_collects_as_garbage_is_closed(stack, monkeypatch):
+    gate, done, read = threading.Event(), threading.Event(), Source.read_into
+
+    def collect(*args: object) -> None:
+        assert gate.wait(60)
+        gc.collect()
+        done.set()
+        read(*args)
+
+    program = stack.open()
+    plan = program.plan("100%", hardware="rtx4090")
+    monkeypatch.setattr(Source, "read_into", collect)
+    module = program.load(plan=plan, readers=1)
+    resources = module._resources
+    source = resources.closers[-1].__self__
+    module.__dict__["itself"] = [module]
+    gc.disable()
+    try:
+        del module
+        gate.set()
+        assert done.wait(60)
+        deadline = time.monotonic() + 60
+        while source.files and time.monotonic() < deadline:
+            time.sleep(0.01)
+    finally:
+        gc.enable()
+    assert resources.closed
+    assert not source.files
+
+
+EXIT = """
+import sys, time, penstock
+from penstock.runtime.source import Source
+program = penstock.open(sys.argv[1])
+plan = program.plan("100%", hardware="rtx4090")
+Source.read_into = lambda *args: time.sleep(2)
+module = program.load(plan=plan, readers=1)
+print(time.time(), len(module._resources.wait.__self__._left), flush=True)
+"""
+
+
+def test_a_program_that_ends_does_not_wait_for_what_was_not_begun(stack):
+    done = subprocess.run(
+        [sys.executable, "-c", EXIT, str(stack.path)], capture_output=True, text=True, check=True
+    )
+    began, left = done.stdout.split()
+    assert int(left) >= 5
+    assert time.time() - float(began) < 8
