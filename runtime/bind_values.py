@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import mmap
+import sys
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from os import PathLike
@@ -25,6 +26,7 @@ from penstock.schedule.errors import SourceError
 from penstock.schedule.model import Extent, Part, Storage, Weight
 
 _NAMED = 5
+_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
 def bind(
@@ -128,7 +130,9 @@ def _memory(
 def _mapped(extent: Extent, checkpoint: Checkpoint, maps: dict[int, mmap.mmap]) -> torch.Tensor:
     if extent.file not in maps:
         with Path(checkpoint.files[extent.file]).open("rb") as file:
-            maps[extent.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            # Private memory, which Linux would count in full, though next to nothing is written.
+            flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", _NORESERVE)
+            maps[extent.file] = mmap.mmap(file.fileno(), 0, flags, mmap.PROT_READ | mmap.PROT_WRITE)
     if not extent.nbytes:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(

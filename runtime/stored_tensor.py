@@ -23,6 +23,8 @@ from penstock.runtime.stamp import CHUNK_BYTES
 Region = tuple[tuple[int, int], ...]
 """Half-open ranges of indices, one for each dimension."""
 
+_OPEN = 64
+
 Run = tuple[int, int, int]
 """Bytes that lie together: number of the file, offset in it, count."""
 
@@ -156,6 +158,9 @@ def read_runs(runs: Iterator[Run], files: Sequence[Path]) -> Iterator[Chunk]:
         gathered = bytearray()
         for file, start, nbytes in runs:
             if file not in opened:
+                if len(opened) == _OPEN:  # a thousand ranks write a thousand files
+                    stack.close()
+                    opened.clear()
                 opened[file] = stack.enter_context(open_for_reading(files[file]))
             position = start
             while position < start + nbytes:

@@ -211,6 +211,15 @@ def test_what_is_no_artifact(penstock: Command, files: Files, tmp_path: Path, co
     assert "version" in refused(penstock(command, harmed, *budget))
 
 
+def test_weights_of_another_dtype_are_cast_where_that_is_asked(
+    penstock: Command, files: Files, tmp_path: Path
+) -> None:
+    save_file({n: v.double() for n, v in files.model.state_dict().items()}, tmp_path / "model.safetensors")
+    arguments = (files.exported, tmp_path / "a.penstock", "--weights", tmp_path / "model.safetensors")
+    assert "cast=True" in refused(penstock("compile", *arguments))
+    assert penstock("compile", *arguments, "--cast").status == 0
+
+
 def test_what_cannot_be_compiled(penstock: Command, files: Files, tmp_path: Path) -> None:
     output, text = tmp_path / "a.penstock", tmp_path / "text.pt2"
     text.write_text("no program")

@@ -73,6 +73,9 @@ def compile(
         list[str] | None,
         typer.Option(help="FQN=NAME: what a weight is called in the files; may be repeated."),
     ] = None,
+    cast: Annotated[
+        bool, typer.Option("--cast", help="Convert floating-point weights of another dtype, as torch does.")
+    ] = False,
     pack: Annotated[bool, typer.Option(help="Copy the weights, or refer to the files in place.")] = True,
     lowering: Annotated[
         str, typer.Option(help="eager (the exported graph itself) or inductor (compiled with AOTInductor).")
@@ -94,6 +97,7 @@ def compile(
             weights=weight_files(weights),
             rename=dict(pairs(rename or [], "--rename", "FQN=NAME")),
             lowering=lowering,
+            cast=cast,
             pack=pack,
             resident_below=resident_below,
             force=force,

@@ -256,3 +256,21 @@ def test_buffers_that_are_not_saved_are_views_of_the_checkpoint_or_computed(tmp_
             artifact = penstock.compile(program, tmp_path / "a.penstock", force=True, **options)
             with artifact.load("100%") as module:
                 assert torch.equal(module(x), model(x))
+
+
+def test_a_file_larger_than_memory_is_mapped(tmp_path) -> None:
+    nbytes = 1 << 40
+    value = torch.arange(8.0)
+    fields = {
+        "bias": {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]},
+        "big": {"dtype": "U8", "shape": [nbytes], "data_offsets": [32, 32 + nbytes]},
+    }
+    header = json.dumps(fields).encode()
+    header += b" " * (-len(header) % 8)
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header + value.numpy().tobytes())
+        file.truncate(8 + len(header) + 32 + nbytes)
+    exported = penstock.fake_export(lambda: nn.LayerNorm(8), (torch.zeros(1, 8),))
+    bound = penstock.bind(exported, path, rename={"weight": "bias"}, ignore=["big"])
+    assert torch.equal(bound.state_dict["weight"], value)

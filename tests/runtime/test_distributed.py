@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import resource
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 import penstock
 from penstock.runtime.checkpoint import open_checkpoint
 from penstock.runtime.convert import convert
-from penstock.runtime.stored_tensor import Reading
+from penstock.runtime.stored_tensor import Reading, read_runs
 
 
 class Mlp(nn.Module):
@@ -257,3 +258,16 @@ def test_two_formats_in_one_folder_are_refused(model, tmp_path: Path) -> None:
     save_file(model.state_dict(), folder / "model.safetensors")
     with pytest.raises(penstock.SourceError, match=r"holds \.metadata and safetensors files"):
         penstock.bind(penstock.fake_export(Mlp, (X,)), folder)
+
+
+def test_chunks_of_more_ranks_than_files_may_be_open(tmp_path: Path) -> None:
+    names = [tmp_path / str(number) for number in range(200)]
+    for number, name in enumerate(names):
+        name.write_bytes(bytes([number]))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 100, hard))
+    try:
+        runs = ((number, 0, 1) for number in [*range(200), *range(200)])
+        assert b"".join(read_runs(runs, names)) == bytes(range(200)) * 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
