@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.passes.graphs import copy_graph_module
+from penstock.passes.propagation import fake_mode_of
 from penstock.schedule.errors import PassError
 
 PARTS = "penstock.parts"
@@ -38,7 +39,7 @@ def with_plain_parts(exported: ExportedProgram) -> ExportedProgram:
     found = _subclasses(exported)
     if not found:
         return exported
-    hidden = [name for name, one in found.items() if not _is_open(one.node)]
+    hidden = [name for name, one in found.items() if not _is_open(one.node, one.parts)]
     return _decomposed(exported, found, hidden[0]) if hidden else _opened(exported, found)
 
 
@@ -86,12 +87,13 @@ def _flattened(value: torch.Tensor, prefix: str = "") -> Iterator[tuple[str, tor
             yield prefix + name, part
 
 
-def _is_open(node: fx.Node) -> bool:
+def _is_open(node: fx.Node, parts: Container[str], path: str = "") -> bool:
     """Whether the graph only ever asks for parts, and for their parts where these are subclasses again."""
     for user in node.users:
         if not _is_access(user):
             return False
-        if _has_parts(user.meta.get("val")) and not _is_open(user):
+        name = f"{path}{user.args[1]}"
+        if name not in parts and not _is_open(user, parts, f"{name}."):
             return False
     return True
 
@@ -116,10 +118,10 @@ def _opened(exported: ExportedProgram, found: Mapping[str, _Subclass]) -> Export
             continue
         whole = nodes[one.node.name]
         inputs = {}
-        for part in one.parts:
+        for part, tensor in one.parts.items():
             with graph_module.graph.inserting_before(whole):
                 inputs[part] = graph_module.graph.placeholder(f"{whole.name}_{part.replace('.', '_')}")
-            inputs[part].meta["val"] = _nested(whole.meta["val"], part)
+            inputs[part].meta["val"] = _fake(whole.meta["val"], tensor)
             name = f"{spec.target}.{part}"
             specs.append(InputSpec(spec.kind, TensorArgument(inputs[part].name), name, spec.persistent))
         _replace_accesses(whole, "", inputs)
@@ -148,10 +150,14 @@ def _replace_accesses(node: fx.Node, path: str, inputs: Mapping[str, fx.Node]) -
         user.graph.erase_node(user)
 
 
-def _nested(value: Any, path: str) -> Any:
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
+def _fake(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Returns what a part looks like on the device of the whole, which a stored program has as plain."""
+    with fake_mode_of([whole, *_inner(whole)]):
+        return torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=whole.device)
+
+
+def _inner(whole: torch.Tensor) -> list[torch.Tensor]:
+    return [part for _, part in _flattened(whole)] if _has_parts(whole) else []
 
 
 def _with_parts(values: Mapping[str, Any], found: Mapping[str, _Subclass]) -> dict[str, Any]:

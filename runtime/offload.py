@@ -113,7 +113,7 @@ def _catalog(parameters: dict[str, torch.nn.Parameter]) -> tuple[tuple[Weight, .
         if type(value) is not torch.nn.Parameter or value.device.type not in ("cpu", "meta"):
             raise PassError(
                 f"parameter {fqn!r} is a {type(value).__name__} on {value.device}, "
-                "expected a plain one in memory"
+                "expected a plain one in memory: export a module of other ones and penstock.compile it"
             )
         number = numbers.setdefault(storage_identity(value), len(numbers))
         sizes[number] = max(sizes.get(number, 0), value.untyped_storage().nbytes())

@@ -80,11 +80,11 @@ def artifact_tables(program: Program) -> list[Table]:
         for t in payload.traces
         if t.graph == m.graph
     ]
-    parts = [(w.fqn, p, payload.storages[p.storage]) for w in payload.weights for p in w.parts]
+    parts = [(w.fqn, w.parts[0], payload.storages[w.parts[0].storage]) for w in payload.tensors]
     largest = sorted(parts, key=lambda row: -row[2].nbytes)[:_ROWS]
     weights = [
-        [fqn + p.name, p.dtype, _shape(p.shape), format_size(s.nbytes), s.kind, str(p.storage)]
-        for fqn, p, s in largest
+        [name, p.dtype, _shape(p.shape), format_size(s.nbytes), s.kind, str(p.storage)]
+        for name, p, s in largest
     ]
     title = f"Weights (the largest {_ROWS} of {len(parts)})" if len(parts) > _ROWS else "Weights"
     return [

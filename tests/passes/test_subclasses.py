@@ -1,3 +1,4 @@
+import io
 import warnings
 
 import pytest
@@ -179,6 +180,20 @@ def test_a_decomposed_program_that_hides_its_parts_is_refused():
     opened.state_dict["0.weight"] = exported.state_dict["0.weight"]
     with pytest.raises(PassError, match=r"'0.weight' is a Hidden.*as torch.export.export returned it"):
         penstock.annotate(opened)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("kind", [Shown, Hidden])
+def test_a_stored_program_is_opened_too(kind, nested):
+    module = quantise(linears(layers=2), kind, nested=nested)
+    stored = io.BytesIO()
+    torch.export.save(export(module), stored)
+    stored.seek(0)
+    loaded = torch.export.load(stored)
+    assert type(loaded.state_dict["0.weight"]) is kind
+    with torch.no_grad():
+        assert torch.equal(with_plain_parts(loaded).module()(x), module(x))
+    assert {len(w.parts) for w in penstock.annotate(loaded).weights} == {1, 3 if nested else 2}
 
 
 def test_opening_warns_of_nothing():

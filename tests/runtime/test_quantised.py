@@ -13,6 +13,7 @@ from torch import nn
 from torch.export import ExportedProgram, export
 
 import penstock
+from penstock.report import artifact_tables
 from penstock.runtime.program import Program
 from penstock.schedule.errors import SourceError
 from tests.quantised_models import Hidden, Packed, Shown, linears, pack, quantise
@@ -92,6 +93,12 @@ def test_parts_are_on_the_device_together(program):
         assert one == other
         assert len(one) == 2  # the data at the first, the scale at the second
     assert plan.streamed_bytes
+
+
+def test_every_part_is_listed_under_its_name(program):
+    tables = artifact_tables(program)
+    names = [row[0] for _, _, rows in tables for row in rows]
+    assert {"2.weight.data_", "2.weight.scale", "2.bias"} <= set(names)
 
 
 def test_keeping_a_weight_keeps_its_parts(program):

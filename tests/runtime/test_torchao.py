@@ -1,0 +1,168 @@
+"""torchao's quantised modules: the outputs are the library's own, under every budget."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.export import Dim, export
+from torchao.prototype.quantization.int4.inference_workflow import PrototypeInt4WeightOnlyConfig
+from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+from torchao.quantization import (
+    Float8WeightOnlyConfig,
+    Int8DynamicActivationInt8WeightConfig,
+    Int8WeightOnlyConfig,
+    IntxWeightOnlyConfig,
+    quantize_,
+)
+from torchao.quantization.granularity import PerAxis, PerGroup
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import penstock
+from penstock.schedule.errors import PayloadError, SourceError
+from tests.quantised_models import linears
+
+# Without set_inductor_config=False each would change options of Inductor for the whole process.
+CONFIGS: dict[str, Callable[[], object]] = {
+    "int8": lambda: Int8WeightOnlyConfig(set_inductor_config=False),
+    "int8 activations": lambda: Int8DynamicActivationInt8WeightConfig(set_inductor_config=False),
+    "float8": lambda: Float8WeightOnlyConfig(set_inductor_config=False),
+    "int4 packed": lambda: PrototypeInt4WeightOnlyConfig(group_size=32, set_inductor_config=False),
+    "int4 in int8": lambda: IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)),
+    "int2 by row": lambda: IntxWeightOnlyConfig(weight_dtype=torch.int2, granularity=PerAxis(0)),
+}
+PARTS = {
+    "int8": ["qdata", "scale", "zero_point"],
+    "int8 activations": ["qdata", "scale", "zero_point"],
+    "float8": ["qdata", "scale"],
+    "int4 packed": ["qdata", "scale_and_zero"],
+    "int4 in int8": ["qdata", "scale", "zero_point"],
+    "int2 by row": ["qdata", "scale", "zero_point"],
+}
+
+
+def quantised(name: str, dtype: torch.dtype, seed: int = 0) -> nn.Module:
+    module = linears(seed=seed).to(dtype)
+    quantize_(module, CONFIGS[name]())
+    return module
+
+
+def inputs(dtype: torch.dtype) -> torch.Tensor:
+    return torch.linspace(-1, 1, 3 * 256).reshape(3, 256).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_outputs_are_those_of_the_library(name, dtype, tmp_path):
+    module, x = quantised(name, dtype), inputs(dtype)
+    with torch.no_grad():
+        expected = module(x)
+    dense = linears().to(dtype)
+    assert not torch.equal(expected, dense(x)), "nothing was quantised"
+    program = penstock.compile(export(module, (x,)), tmp_path / "a.penstock")
+    weight = next(w for w in program.payload.weights if w.fqn == "0.weight")
+    assert [part.name for part in weight.parts] == PARTS[name]
+    assert program.weight_bytes < sum(p.nbytes for p in dense.parameters())
+    for arena in ("contiguous", "paged"):
+        for budget in (program.floor(arena=arena), "50%", "100%"):
+            with program.load(budget, arena=arena, poison=True) as streamed:
+                assert torch.equal(streamed(x), expected), (arena, budget)
+                assert torch.equal(streamed(x), expected), (arena, budget)
+                assert streamed.stats.misses == 0
+                assert budget == "100%" or streamed.stats.bytes_moved
+
+
+def test_a_zero_point_that_no_kernel_reads_is_kept_in_the_file_and_costs_nothing(tmp_path):
+    module, x = quantised("int8", torch.float32), inputs(torch.float32)
+    program = penstock.compile(export(module, (x,)), tmp_path / "a.penstock")
+    unread = {p.storage for w in program.payload.weights for p in w.parts if p.name == "zero_point"}
+    assert not unread & {s for step in program.payload.traces[0].steps for s in step.reads}
+    assert all(program.payload.storages[s].extents for s in unread)
+
+
+class Logits(nn.Module):
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize("name", ["int8", "float8", "int4 packed"])
+def test_a_small_llama(name, tmp_path):
+    torch.manual_seed(0)
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 128)
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, **heads, vocab_size=96, max_position_embeddings=64)
+    module = Logits(LlamaForCausalLM(config).eval().to(torch.bfloat16))
+    quantize_(module, CONFIGS[name]())
+    ids = torch.arange(9).reshape(1, 9)
+    length = Dim("length", min=2, max=32)
+    with torch.no_grad():
+        program = penstock.compile(
+            export(module, (ids,), dynamic_shapes=({1: length},)), tmp_path / "llama.penstock"
+        )
+        for budget in (program.floor_bytes, "50%", "100%"):
+            with program.load(budget) as streamed:
+                for given in (ids, ids[:, :5]):
+                    assert torch.equal(streamed(given), module(given)), budget
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_files_that_torchao_writes_are_used_as_they_are(in_place, tmp_path):
+    x = inputs(torch.float32)
+    module, other = quantised("int8", torch.float32), quantised("int8", torch.float32, seed=1)
+    state = {name: value.data for name, value in other.state_dict().items()}
+    tensors, metadata = flatten_tensor_state_dict(state)
+    save_file(tensors, tmp_path / "model.safetensors", metadata)
+    exported = export(module, (x,))
+    program = penstock.compile(
+        exported, tmp_path / "b.penstock", weights=tmp_path / "model.safetensors", pack=not in_place
+    )
+    with program.load("50%") as streamed, torch.no_grad():
+        assert torch.equal(streamed(x), other(x))
+    del tensors["2._weight_scale"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata)
+    with pytest.raises(SourceError, match=r"1 of .* are not in .*: 2\.weight\.scale;"):
+        penstock.compile(exported, tmp_path / "c.penstock", weights=tmp_path / "model.safetensors")
+
+
+def test_weights_that_share_a_module_are_one(tmp_path):
+    module = quantised("int8", torch.float32)
+    tied = copy.deepcopy(module)
+    tied[4] = tied[0]
+    x = inputs(torch.float32)
+    program = penstock.compile(export(tied, (x,)), tmp_path / "d.penstock")
+    assert program.weight_bytes < penstock.compile(export(module, (x,)), tmp_path / "e.penstock").weight_bytes
+    with program.load(program.floor_bytes) as streamed, torch.no_grad():
+        assert torch.equal(streamed(x), tied(x))
+
+
+def test_operators_of_a_library_that_is_not_imported_are_said(tmp_path):
+    module, x = quantised("int4 in int8", torch.float32), inputs(torch.float32)
+    penstock.compile(export(module, (x,)), tmp_path / "f.penstock")
+    assert "import the library" in load_elsewhere(tmp_path / "f.penstock")
+    assert load_elsewhere(tmp_path / "f.penstock", first="import torchao") == "loaded"
+
+
+def load_elsewhere(path: Path, first: str = "") -> str:
+    """What a process of its own says when it loads an artifact."""
+    script = f"""
+{first}
+import penstock
+try:
+    penstock.open({str(path)!r}).load("100%").close()
+    print("loaded")
+except penstock.{PayloadError.__name__} as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
