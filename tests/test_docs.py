@@ -47,6 +47,13 @@ def test_large_models_can_be_walked(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
+def test_quantised_weights_can_be_walked(tmp_path: Path) -> None:
+    output = walk("docs/quantised.md", tmp_path)
+    assert "0.weight ['qdata', 'scale', 'zero_point']" in output
+    assert "no-scale.safetensors: 3.weight.scale; give the missing shards" in output
+
+
+@pytest.mark.timeout(300)
 def test_the_first_steps_can_be_walked(tmp_path: Path) -> None:
     output = walk("docs/first-steps.md", tmp_path)
     assert "below the floor" in output
