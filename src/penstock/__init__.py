@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from penstock._version import __version__
 
 if TYPE_CHECKING:
+    from penstock.packed_gguf import unpack_gguf
     from penstock.passes.annotate import annotate
     from penstock.passes.deferred import deferred_init
     from penstock.passes.fake_export import fake_export
@@ -51,6 +52,7 @@ __all__ = [
     "insert_probes",
     "offload",
     "open",
+    "unpack_gguf",
 ]
 
 _HOMES = {
@@ -64,6 +66,7 @@ _HOMES = {
     "insert_probes": "penstock.passes.probes",
     "offload": "penstock.runtime.offload",
     "open": "penstock.runtime.program",
+    "unpack_gguf": "penstock.packed_gguf",
 }
 
 
