@@ -12,6 +12,7 @@ from penstock.passes.calling import check_signature
 from penstock.passes.fake_export import with_computed_buffers
 from penstock.passes.grad_regions import without_grad_regions
 from penstock.passes.inputs import describe_method
+from penstock.passes.lost_values import refuse_lost_values
 from penstock.passes.retarget import exported_device
 from penstock.passes.subclasses import parts_of, with_plain_parts
 from penstock.passes.trace import PRESET_CPU, observe
@@ -71,7 +72,10 @@ def annotate_with_values(
     exported: ExportedProgram | Mapping[str, ExportedProgram], *, hardware: Hardware = PRESET_CPU
 ) -> Annotated:
     """Does what `annotate` does, and keeps the tensors, for whoever writes them to files."""
-    programs = {name: with_computed_buffers(one) for name, one in _programs(exported).items()}
+    programs = _programs(exported)
+    for program in programs.values():
+        refuse_lost_values(program)
+    programs = {name: with_computed_buffers(program) for name, program in programs.items()}
     programs = {name: with_plain_parts(program) for name, program in programs.items()}
     programs = {name: without_grad_regions(program) for name, program in programs.items()}
     if not programs:

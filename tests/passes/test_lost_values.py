@@ -1,0 +1,81 @@
+"""Programs that torch.export.save emptied are told from those whose zeros are meant."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch._export.serde import serialize
+
+import penstock
+
+
+@pytest.fixture(autouse=True)
+def quiet_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of fake inputs torch logs a warning that it cannot format."""
+    monkeypatch.setattr(serialize.log, "disabled", True)
+
+
+def saved_and_loaded(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    stored = io.BytesIO()
+    torch.export.save(exported, stored)
+    stored.seek(0)
+    return torch.export.load(stored)
+
+
+def two() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+
+
+def square() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8, bias=False)
+        nn.init.zeros_(self.first.weight)
+        self.second = nn.Linear(8, 8, bias=False)
+        self.second.weight = self.first.weight
+        self.register_buffer("cache", torch.zeros(4, 8))
+        self.register_buffer("newest", self.cache[0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)) + self.newest + self.cache.sum(0)
+
+
+@pytest.mark.parametrize("build", [two, square, lambda: nn.Linear(8, 8, bias=False)])
+def test_a_fake_program_that_was_saved_is_refused_wherever_it_is_given(
+    build: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    loaded = saved_and_loaded(penstock.fake_export(build, (torch.zeros(1, 8),)))
+    save_file(build().state_dict(), tmp_path / "model.safetensors")
+    target, weights = tmp_path / "model.penstock", tmp_path / "model.safetensors"
+    for use in (
+        lambda: penstock.compile(loaded, target),
+        lambda: penstock.compile(loaded, target, weights=weights),
+        lambda: penstock.annotate(loaded),
+        lambda: penstock.bind(loaded, weights),
+    ):
+        with pytest.raises(penstock.PassError, match=r"have no values: .* does not keep fake weights"):
+            use()
+    assert not target.exists()
+
+
+def test_zeros_that_are_meant_are_weights() -> None:
+    exported = torch.export.export(Tied(), (torch.zeros(1, 8),))
+    assert len(penstock.annotate(exported).storages) == 2
+    assert len(penstock.annotate(saved_and_loaded(exported)).storages) == 2
+
+
+def test_a_bound_program_may_be_saved(tmp_path: Path) -> None:
+    save_file(two().state_dict(), tmp_path / "model.safetensors")
+    exported = penstock.fake_export(two, (torch.zeros(1, 8),))
+    bound = penstock.bind(exported, tmp_path / "model.safetensors")
+    assert len(penstock.annotate(saved_and_loaded(bound)).storages) == 4
