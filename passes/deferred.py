@@ -40,7 +40,7 @@ def deferred_init(build: Callable[[], nn.Module]) -> Deferred:
         ) from error
     if not isinstance(module, nn.Module):
         raise PassError(f"expected a function that returns a module, got {type(module).__name__}")
-    _hold_attributes(module)
+    hold_attributes(module)
     return Deferred(module, recording)
 
 
@@ -104,7 +104,7 @@ def join(module: str, key: str) -> str:
     return f"{module}.{key}" if module else key
 
 
-def _hold_attributes(module: nn.Module) -> None:
+def hold_attributes(module: nn.Module) -> None:
     """Tensors that a module keeps as plain attributes become buffers, which are found by name."""
     for child in module.modules():
         for key, value in list(vars(child).items()):

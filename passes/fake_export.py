@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from penstock.passes.deferred import Deferred, deferred_init, join
+from penstock.passes.deferred import deferred_init, hold_attributes, join
 from penstock.passes.guardless import Guardless
 from penstock.passes.lines import sentence, where
 from penstock.passes.placement import AskedDevices, Placement, home_of, place
@@ -64,11 +64,17 @@ def computed_buffers(programs: Iterable[ExportedProgram]) -> set[str]:
 class Built:
     """A module of fake tensors, where they are, and the values of what no checkpoint has."""
 
-    def __init__(self, deferred: Deferred, asked: AskedDevices, placement: Placement) -> None:
-        self.module, self.allocated = deferred.module, deferred.allocated
-        self.buffers = _computed(self.module, deferred.values)
-        self.devices = place(self.module, asked, placement)
-        self._home = home_of(placement, self.devices)
+    def __init__(
+        self,
+        module: nn.Module,
+        buffers: dict[str, torch.Tensor],
+        devices: Mapping[str, torch.device],
+        *,
+        home: torch.device,
+        allocated: Sequence[tuple[int, str]] = (),
+    ) -> None:
+        self.module, self.buffers, self.devices, self.allocated = module, buffers, devices, allocated
+        self._home = home
         self._mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         self._fakes: dict[int, torch.Tensor] = {}
         self._storages: dict[int, torch.Tensor] = {}
@@ -84,23 +90,54 @@ class Built:
         asked = AskedDevices()
         with asked:
             deferred = deferred_init(build)
-        return cls(deferred, asked, placement)
+        module = deferred.module
+        buffers = _computed(module, deferred.values)
+        devices = place(module, asked, placement)
+        return cls(module, buffers, devices, home=home_of(placement, devices), allocated=deferred.allocated)
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Built:
+        """A copy of a module that is in memory, without the values of its parameters; it stays as it is."""
+        flats: dict[int, torch.Tensor] = {}
+        memo: dict[int, Any] = {}
+        for value in module.parameters():
+            storage = value.untyped_storage()
+            nbytes = storage.nbytes() // value.itemsize
+            flat = flats.setdefault(storage._cdata, torch.empty(nbytes, dtype=value.dtype, device="meta"))
+            view = flat.view(value.dtype).as_strided(value.shape, value.stride(), value.storage_offset())
+            memo[id(value)] = nn.Parameter(view, requires_grad=False)
+        home = next((value.device for value in module.parameters()), torch.device("cpu"))
+        copied = copy.deepcopy(module, memo)
+        hold_attributes(copied)
+        devices = {
+            join(name, key): home
+            for name, child in copied.named_modules(remove_duplicate=False)
+            for key in (*child._parameters, *child._buffers)
+        }
+        buffers = _computed(copied, lambda value: value.detach().clone())
+        return cls(copied, buffers, devices, home=home)
 
     def export(
-        self, example_inputs: Sequence[Any] | Mapping[str, Any], dynamic_shapes: Any = None
+        self,
+        example_inputs: Sequence[Any] | Mapping[str, Any],
+        dynamic_shapes: Any = None,
+        *,
+        module: nn.Module | None = None,
     ) -> ExportedProgram:
-        """The exported program; PassError where the model does not export."""
+        """The exported program of the module, or of one that calls it; PassError where it does not export."""
         by_name = isinstance(example_inputs, Mapping)
+        root = self.module if module is None else module
         given: Any = ((), dict(example_inputs)) if by_name else (tuple(example_inputs), {})
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._input, given)
         try:
             with Guardless(), torch.no_grad():
                 exported = torch.export.export(
-                    self.module.eval(), args, kwargs, dynamic_shapes=dynamic_shapes, strict=False
+                    root.eval(), args, kwargs, dynamic_shapes=dynamic_shapes, strict=False
                 )
         except Exception as error:
             raise PassError(f"the model cannot be exported{where(error)}: {sentence(error)}") from error
-        exported.graph_module.meta[BUFFERS] = self.buffers
+        prefix = next(name for name, child in root.named_modules() if child is self.module)
+        exported.graph_module.meta[BUFFERS] = {join(prefix, n): v for n, v in self.buffers.items()}
         return exported
 
     def _fake(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -131,7 +168,9 @@ class Built:
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
 
 
-def _computed(module: nn.Module, values: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+def _computed(
+    module: nn.Module, values: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """The values of the buffers that no checkpoint has, by each name; one tensor for each of theirs."""
     made: dict[int, torch.Tensor] = {}
     found = {}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from penstock.passes.lowering.eager import LoweredProgram
 from penstock.runtime.cuda import CudaDevice
 from penstock.runtime.device import Device
 from penstock.runtime.device_memory import DeviceWeights
@@ -60,11 +61,13 @@ def load_on_device(
     device: Device,
     options: LoadOptions,
     *,
+    lowered: Callable[[], LoweredProgram],
     split: Callable[[], MemorySplit] | None = None,
 ) -> StreamedModule:
     """A streamed module for a verified plan; on an error everything opened so far is closed again.
 
-    `split` tells what was left beside weights, should memory run out in a pass.
+    `lowered` gives the program where it is an eager one. `split` tells what was left beside weights, should
+    memory run out in a pass.
     """
     if plan.arena.kind != "contiguous" and plan.arena_bytes:
         raise StreamError(
@@ -87,7 +90,7 @@ def load_on_device(
         if payload.lowering == "inductor":
             methods, closers = bind_inductor(folder, payload, tensors, streamer)
         else:
-            methods, closers = bind_eager(folder, payload, tensors, streamer, device.torch_device)
+            methods, closers = bind_eager(lowered(), tensors, streamer, device.torch_device)
         resources = Resources(streamer, (*closers, device.close, weights.close, source.close), os.getpid())
         if split is not None:
             resources.out_of_memory = partial(_outgrown, device, weights, split)

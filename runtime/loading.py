@@ -75,12 +75,23 @@ class StreamedWeights:
     in_reader: Callable[[], bool]
 
 
-def load_on_cpu(folder: Path, payload: Payload, plan: Plan, options: LoadOptions) -> StreamedModule:
-    """A streamed module for a verified plan; on an error everything opened so far is closed again."""
+def load_on_cpu(
+    folder: Path,
+    payload: Payload,
+    plan: Plan,
+    options: LoadOptions,
+    lowered: Callable[[], eager.LoweredProgram],
+) -> StreamedModule:
+    """A streamed module for a verified plan; on an error everything opened so far is closed again.
+
+    `lowered` gives the program where it is an eager one; weights are read meanwhile.
+    """
     weights = load_weights(folder, payload, plan, options)
     try:
-        bind = bind_inductor if payload.lowering == "inductor" else bind_eager
-        methods, closers = bind(folder, payload, weights.tensors, weights.streamer)
+        if payload.lowering == "inductor":
+            methods, closers = bind_inductor(folder, payload, weights.tensors, weights.streamer)
+        else:
+            methods, closers = bind_eager(lowered(), weights.tensors, weights.streamer)
     except BaseException:
         Resources(weights.streamer, weights.closers, os.getpid(), in_reader=weights.in_reader).close()
         raise
@@ -122,14 +133,13 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
 
 
 def bind_eager(
-    folder: Path,
-    payload: Payload,
+    lowered: eager.LoweredProgram,
     tensors: dict[str, torch.Tensor],
     streamer: StepStreamer | None,
     device: torch.device | str = "cpu",
 ) -> tuple[dict[str, BoundMethod], list[Callable[[], None]]]:
     """The methods as graph modules with the probes that the plan asks for; nothing to close."""
-    lowered = eager.load(folder, payload)
+    payload = lowered.payload
 
     def bind(method: Method) -> BoundMethod:
         trace = payload.trace_for(method.graph)

@@ -176,7 +176,7 @@ class Program:
         verify_plan(self.payload.storages, self.payload.traces, plan)
         options = LoadOptions(readers, debug, poison, page_lock, split)
         if kind == "cpu":
-            return load_on_cpu(self.path, self.payload, plan, options)
+            return load_on_cpu(self.path, self.payload, plan, options, lambda: self.lowered)
         return self._load_on_device(device, plan, options)
 
     def _load_on_device(self, device: str, plan: Plan, options: LoadOptions) -> StreamedModule:
@@ -188,7 +188,9 @@ class Program:
         def split() -> MemorySplit:
             return options.split or self.split_memory(plan.budget, device=device)
 
-        return load_on_device(self.path, self.payload, plan, opened, options, split=split)
+        return load_on_device(
+            self.path, self.payload, plan, opened, options, lowered=lambda: self.lowered, split=split
+        )
 
     def _plan_to_load(
         self,
@@ -210,8 +212,14 @@ class Program:
     @cached_property
     def activation_bytes(self) -> int:
         """The most bytes of intermediate values that any method keeps at once, at the exported sizes."""
-        load = compiled.load if self.payload.lowering == "inductor" else eager.load
-        return max(map(activation_bytes, load(self.path, self.payload).programs.values()), default=0)
+        inductor = self.payload.lowering == "inductor"
+        found = compiled.load(self.path, self.payload) if inductor else self.lowered
+        return max(map(activation_bytes, found.programs.values()), default=0)
+
+    @cached_property
+    def lowered(self) -> eager.LoweredProgram:
+        """The eager program as code, read from the artifact once."""
+        return eager.load(self.path, self.payload)
 
     def split_memory(
         self,

@@ -1,0 +1,190 @@
+"""`apply` and `load`: a model or a pipeline whose components stream under one cap."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.integrations.folders import Stored, is_pipeline, local_folder, open_model, open_pipeline
+from penstock.integrations.hollow import Hollow, store, stored_tensors
+from penstock.integrations.libraries import (
+    add_generation_config,
+    components_of,
+    entries_of,
+    refuse_wrapped,
+)
+from penstock.integrations.streamed import Component, Where, blank_copy
+from penstock.passes.fake_export import Built
+from penstock.schedule.errors import PassError, StreamError
+from penstock.schedule.sizes import format_size, parse_size
+
+_INSTEAD = "call the model itself, or restore it first (restore() of what apply returned)"
+
+
+class Cap:
+    """What all components may hold together. One holds memory at a time; the last one keeps it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._holder: Component | None = None
+
+    def turn(self, component: Component) -> int:
+        """Take the memory from whoever has it; returns the bytes that `component` may hold."""
+        if self._holder not in (None, component):
+            assert self._holder is not None
+            self._holder.unload()
+        self._holder = component
+        return self.nbytes
+
+
+class Applied:
+    """A model or a pipeline whose components stream. `freed_bytes` of memory were given back.
+
+    Used as a context manager, it restores them at the end.
+    """
+
+    def __init__(self, target: Any, cap: Cap) -> None:
+        self.target = target
+        self.cap = cap
+        self.components: dict[str, Component] = {}
+        self._hollow: list[tuple[Hollow, Path | None]] = []
+        self._replaced: list[tuple[nn.Module, str]] = []
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes of parameters that are no longer in memory."""
+        return sum(hollow.nbytes for hollow, _ in self._hollow)
+
+    def add(self, component: Component, module: nn.Module, hollow: Hollow, file: Path | None) -> None:
+        """Replace the methods through which a module is called by its component's."""
+        for entry in entries_of(module):
+            owner, _, name = entry.rpartition(".")
+            part = module.get_submodule(owner)
+            replaced = functools.wraps(getattr(part, name))(functools.partial(component.call, entry))
+            part.__dict__[name] = replaced
+            self._replaced.append((part, name))
+        self.components[component.name] = component
+        self._hollow.append((hollow, file))
+
+    def close(self) -> None:
+        """Stop the readers and give the arena back; the next call takes it again."""
+        for component in self.components.values():
+            component.unload()
+
+    def restore(self) -> None:
+        """Close, and give every component its parameters and its own methods again.
+
+        Raises StreamError for what `load` made, which was never in memory.
+        """
+        self.close()
+        if any(file is None for _, file in self._hollow):
+            raise StreamError("the model was never in memory: load it with its library where it should be")
+        for part, name in self._replaced:
+            part.__dict__.pop(name, None)
+        for hollow, file in self._hollow:
+            assert file is not None
+            hollow.fill(file)
+        self._replaced.clear()
+        self._hollow.clear()
+
+    def __enter__(self) -> Applied:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.restore()
+
+
+def apply(
+    model: Any,
+    memory: int | str,
+    *,
+    device: str = "cpu",
+    example: Sequence[Any] | Mapping[str, Any] | None = None,
+    lowering: str = "eager",
+    cache: str | PathLike[str] | None = None,
+) -> Applied:
+    """Let a module, a transformers model or a diffusers pipeline run in `memory` bytes, as it is.
+
+    Each component's weights are written to `cache` (`~/.cache/penstock`), once for equal ones, and its
+    parameters give their memory back. Its `forward` is replaced by one that exports the module for each kind
+    of call when that first comes (or now, for `example`: positional arguments or a mapping of names), and
+    streams the weights from then on. `memory` counts weights, activations, inputs and caches.
+
+    Raises PassError for what cannot be exported, BudgetError for a cap below what one component needs.
+    """
+    nbytes = parse_size(memory, name="memory")
+    parts = components_of(model)
+    if example is not None and len(parts) > 1:
+        raise PassError("example= is for one module: a pipeline's components are exported as they are called")
+    folder = _cache_folder(cache)
+    for name, module in parts.items():
+        refuse_wrapped(module, name)
+    applied = Applied(model, Cap(nbytes))
+    where = Where(folder / "programs", device, lowering)
+    for name, module in parts.items():
+        module.eval()
+        file = store(stored_tensors(module), folder / "weights")
+        component = Component(name, blank_copy(module), [file], where, applied.cap.turn)
+        applied.add(component, module, Hollow(module, _INSTEAD), file)
+    print(f"penstock: {format_size(applied.freed_bytes)} of parameters given back", file=sys.stderr)
+    if example is not None:
+        _call(model, example)
+    return applied
+
+
+def _call(model: Any, example: Sequence[Any] | Mapping[str, Any]) -> None:
+    with torch.no_grad():
+        model(**example) if isinstance(example, Mapping) else model(*example)
+
+
+def _cache_folder(cache: str | PathLike[str] | None) -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) if cache is not None else Path(base) / "penstock"
+
+
+def load(
+    source: str | PathLike[str],
+    memory: int | str,
+    *,
+    device: str = "cpu",
+    lowering: str = "eager",
+    cache: str | PathLike[str] | None = None,
+) -> Any:
+    """A transformers model or a diffusers pipeline of a folder, which runs in `memory` bytes.
+
+    `source` is a folder, or the name of a model in the local cache: nothing is downloaded. The model is never
+    in memory: its weights are read from its safetensors files, in place, as it is called. What is returned is
+    the library's own object, in eval mode; `penstock_applied` of it has what `apply` returns.
+
+    Raises SourceError for a folder that holds no model, PassError and BudgetError as `apply`.
+    """
+    folder = local_folder(source if isinstance(source, str) else Path(source))
+    applied = Applied(None, Cap(parse_size(memory, name="memory")))
+    where = Where(_cache_folder(cache) / "programs", device, lowering)
+
+    def stream(stored: Stored) -> nn.Module:
+        module = stored.make()
+        component = Component(stored.name, Built.by(stored.build), stored.files, where, applied.cap.turn)
+        applied.add(component, module, Hollow(module, _INSTEAD), None)
+        return module
+
+    if is_pipeline(folder):
+        stored, assemble = open_pipeline(folder)
+        applied.target = assemble({name: stream(replace(one, name=name)) for name, one in stored.items()})
+    else:
+        applied.target = stream(open_model(folder))
+        add_generation_config(applied.target, folder)
+    applied.target.penstock_applied = applied
+    return applied.target

@@ -1,0 +1,148 @@
+"""Models and pipelines from a folder: modules made without memory, whose weights stay in the files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.configuration import builder, read_config
+from penstock.passes.deferred import Deferred, deferred_init
+from penstock.runtime.checkpoint import open_checkpoint
+from penstock.runtime.safetensors_file import TORCH_NAMES, index_files
+from penstock.schedule.errors import SourceError
+
+_PIPELINE, _CONFIG = "model_index.json", "config.json"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A module in a folder: what builds it, and the files of its weights."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    files: tuple[Path, ...]
+
+    def make(self) -> nn.Module:
+        """The module with its buffers, and parameters of shapes only."""
+        deferred = deferred_init(self.build)
+        _fill_buffers(deferred, self.files)
+        return deferred.module.eval()
+
+
+def local_folder(source: str | Path) -> Path:
+    """The folder, or that of a model's name in the local cache of the hub. Nothing is downloaded.
+
+    Raises SourceError where there is none.
+    """
+    if Path(source).is_dir():
+        return Path(source)
+    with suppress(Exception):
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(str(source), local_files_only=True))
+    raise SourceError(
+        f"{source} is neither a folder nor a model in the local cache: download it first, penstock does not"
+    )
+
+
+def is_pipeline(folder: Path) -> bool:
+    """Whether a folder holds a diffusers pipeline; SourceError where it holds no model either."""
+    if (folder / _PIPELINE).is_file():
+        return True
+    if (folder / _CONFIG).is_file():
+        return False
+    tokenizer = any(folder.glob("tokenizer*.json"))
+    raise SourceError(
+        f"{folder} holds {'a tokenizer and no model' if tokenizer else 'no model'}: give the folder that has "
+        f"{_CONFIG} or {_PIPELINE}"
+    )
+
+
+def open_model(folder: Path) -> Stored:
+    """A module that transformers or diffusers saved: its class by the configuration, and its files."""
+    files = tuple(path.resolve() for path in index_files(folder))
+    facts = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+    if "_class_name" in facts:
+        kind = _class(folder, "diffusers", facts["_class_name"])
+        return Stored(kind.__name__, _in_dtype(files, lambda: kind.from_config(facts)), files)
+    config = read_config(folder)
+    build = builder(config, str(folder), None)
+    return Stored(config.architectures[0], build, files)
+
+
+def open_pipeline(folder: Path) -> tuple[dict[str, Stored], Callable[[dict[str, nn.Module]], Any]]:
+    """The modules of a pipeline by name, and what makes the pipeline of them and of all that is none."""
+    index = json.loads((folder / _PIPELINE).read_text(encoding="utf-8"))
+    kind = _class(folder, "diffusers", index.pop("_class_name"))
+    stored: dict[str, Stored] = {}
+    others: dict[str, Any] = {}
+    for name, value in index.items():
+        if not isinstance(value, list):
+            others |= {} if name.startswith("_") else {name: value}
+        elif value[0] is None:
+            others[name] = None
+        elif (folder / name / _CONFIG).is_file() and _is_module(folder, *value):
+            stored[name] = open_model(folder / name)
+        else:
+            others[name] = _class(folder, *value).from_pretrained(folder / name, local_files_only=True)
+    return stored, lambda modules: kind(**others, **modules)
+
+
+def _class(folder: Path, library: str, name: str) -> Any:
+    """A class of transformers or diffusers by name; code of a model's own is not run."""
+    found = getattr(import_module(library), name, None) if library in ("transformers", "diffusers") else None
+    if found is None:
+        raise SourceError(
+            f"{folder} needs {library}.{name}, which is not a class of transformers or diffusers here: "
+            "load it with its own code, and give the result to penstock.integrations.apply"
+        )
+    return found
+
+
+def _is_module(folder: Path, library: str, name: str) -> bool:
+    return issubclass(_class(folder, library, name), nn.Module)
+
+
+def _in_dtype(files: tuple[Path, ...], build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """What builds a module in the dtype of its files, which such configurations do not tell."""
+    tensors = open_checkpoint(files).tensors.values()
+    dtypes = [getattr(torch, TORCH_NAMES[one.dtype]) for one in tensors if one.dtype in TORCH_NAMES]
+    found = next((dtype for dtype in dtypes if dtype.is_floating_point), None)
+
+    def build_in_dtype() -> nn.Module:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(found or before)
+        try:
+            return build()
+        finally:
+            torch.set_default_dtype(before)
+
+    return build_in_dtype
+
+
+def _fill_buffers(deferred: Deferred, files: tuple[Path, ...]) -> None:
+    """Give a module's buffers the values of the files, or those that it computes."""
+    from safetensors import safe_open
+
+    where: dict[str, Path] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            where |= dict.fromkeys(opened.keys(), file)
+    for name, child in deferred.module.named_modules():
+        for key, value in child._buffers.items():
+            fqn = f"{name}.{key}" if name else key
+            if value is None:
+                continue
+            if fqn in where:
+                with safe_open(where[fqn], framework="pt") as opened:
+                    child._buffers[key] = opened.get_tensor(fqn)
+            else:
+                child._buffers[key] = deferred.values(value)

@@ -1,0 +1,132 @@
+"""Gives the memory of a module's parameters back, and takes it again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from penstock.passes.graphs import dtype_name
+from penstock.runtime.atomic import write_artifact
+from penstock.runtime.pack import PackEntry, pack, storage_bytes, tensor_chunks
+from penstock.schedule.errors import PassError, StreamError
+
+WEIGHTS = "weights.safetensors"
+
+
+def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What a checkpoint of the module holds, by FQN, tied tensors once. PassError for what has no values."""
+    lost = {
+        f"{name}.{key}" if name else key
+        for name, child in module.named_modules()
+        for key in child._non_persistent_buffers_set
+    }
+    found: dict[str, torch.Tensor] = dict(module.named_parameters())
+    found |= {name: value for name, value in module.named_buffers() if name not in lost}
+    for name, value in found.items():
+        if value.device.type == "meta" or value.untyped_storage().nbytes() < value.nbytes:
+            raise PassError(
+                f"weight {name} has no values: load the model first, or give its folder to "
+                "penstock.integrations.load"
+            )
+        if not value.is_contiguous():
+            raise PassError(f"weight {name} has strides {list(value.stride())}: make it contiguous first")
+    return found
+
+
+def store(tensors: Mapping[str, torch.Tensor], cache: Path) -> Path:
+    """The file in `cache` that holds these tensors: one that is there from before, or written now.
+
+    Its folder is named by the sha256 of names, dtypes, shapes and bytes.
+    """
+    digest = hashlib.sha256()
+    for name, value in tensors.items():
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        for chunk in tensor_chunks(_bytes_of(value)):
+            digest.update(chunk)
+    folder = cache / digest.hexdigest()[:32]
+    if not folder.exists():
+        entries = [_entry(name, value) for name, value in tensors.items()]
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        write_artifact(folder, force=False, build=lambda made: _ignore(pack(made / WEIGHTS, entries)))
+    return folder / WEIGHTS
+
+
+def _ignore(_: object) -> None:
+    """What a builder of an artifact returns."""
+
+
+def _entry(name: str, value: torch.Tensor) -> PackEntry:
+    flat = _bytes_of(value)
+    return PackEntry(
+        name, dtype_name(value.dtype), tuple(value.shape), value.nbytes, lambda: tensor_chunks(flat)
+    )
+
+
+def _bytes_of(value: torch.Tensor) -> torch.Tensor:
+    start = int(value.storage_offset()) * value.itemsize
+    return storage_bytes(value.detach())[start : start + value.nbytes]
+
+
+class Hollow:
+    """A module whose parameters have shapes and no memory; `nbytes` of it were given back.
+
+    What would touch them says so: torch itself may end the process.
+    """
+
+    def __init__(self, module: nn.Module, sentence: str) -> None:
+        self._module = module
+        parameters = list(module.parameters())
+        storages = {p.untyped_storage()._cdata: p.untyped_storage() for p in parameters}
+        self.nbytes = sum(s.nbytes() for s in storages.values() if s.device.type != "meta")
+        with torch.device("cpu"):
+            flats = {key: torch.empty(s.nbytes(), dtype=torch.uint8) for key, s in storages.items()}
+            empty = {id(p): _emptied(p, flats[p.untyped_storage()._cdata]) for p in parameters}
+        for flat in flats.values():
+            flat.untyped_storage().resize_(0)
+        for one in module.modules():
+            for key, value in one._parameters.items():
+                if value is not None:
+                    one._parameters[key] = empty[id(value)]
+        self._undo = [undo for one in module.modules() if one._parameters for undo in _refuse(one, sentence)]
+
+    def fill(self, file: Path) -> None:
+        """Give the parameters memory again, with the values in `file`, and take the refusals away."""
+        parameters = dict(self._module.named_parameters())
+        with safe_open(file, framework="pt") as opened:
+            for name, value in parameters.items():
+                value.data = opened.get_tensor(name)
+        for undo in self._undo:
+            undo()
+
+
+def _emptied(value: nn.Parameter, flat: torch.Tensor) -> nn.Parameter:
+    """The parameter over other memory: itself, or where it was on the meta device one in its place."""
+    view = torch.empty(0, dtype=value.dtype).set_(
+        flat.untyped_storage(), value.storage_offset(), tuple(value.shape), value.stride()
+    )
+    if value.device.type == "meta":
+        return nn.Parameter(view, requires_grad=False)
+    value.requires_grad_(False)
+    value.data = view
+    return value
+
+
+def _refuse(module: nn.Module, sentence: str) -> Iterator[Any]:
+    """Make uses of a module that would touch its parameters say why they cannot; yields what undoes it."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise StreamError(f"the parameters of this {type(module).__name__} are not in memory: {sentence}")
+
+    yield module.register_state_dict_pre_hook(refuse).remove  # type: ignore[no-untyped-call]
+    yield module.register_load_state_dict_pre_hook(refuse).remove  # type: ignore[no-untyped-call]
+    if "forward" not in vars(module):
+        yield module.register_forward_pre_hook(refuse).remove
+    for name in ("__deepcopy__", "__reduce_ex__", "_apply"):
+        module.__dict__[name] = refuse
+        yield lambda name=name: module.__dict__.pop(name, None)

@@ -1,0 +1,131 @@
+"""What penstock knows of transformers and diffusers: which way they go while they are exported."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.schedule.errors import PassError
+
+_MASKS = "transformers.masking_utils"
+_DECISIONS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
+
+
+@contextmanager
+def as_when_called(full_masks: bool) -> Iterator[None]:
+    """Export what a call of the model runs, and not what its library would rather have exported.
+
+    Libraries ask whether they are compiled, and transformers whether a padding mask is all ones, which
+    decides between kernels with other last bits: `full_masks` is what it would see in this call.
+    """
+    flags: Any = torch.compiler
+    before = flags._is_compiling_flag, flags._is_exporting_flag
+    masks: Any = sys.modules.get(_MASKS)
+    originals = {name: getattr(masks, name) for name in _DECISIONS} if masks else {}
+
+    def decided(original: Any) -> Any:
+        def decide(padding_mask: Any, *args: Any, **kwargs: Any) -> Any:
+            return original(None if padding_mask is None else _Mask(full_masks), *args, **kwargs)
+
+        return decide
+
+    flags._is_compiling_flag = flags._is_exporting_flag = False
+    for name, original in originals.items():
+        setattr(masks, name, decided(original))
+    try:
+        yield
+    finally:
+        flags._is_compiling_flag, flags._is_exporting_flag = before
+        for name, original in originals.items():
+            setattr(masks, name, original)
+
+
+class _Mask:
+    """A padding mask of which is known whether it hides anything."""
+
+    shape = (1, 0)
+
+    def __init__(self, full: bool) -> None:
+        self._full = full
+
+    def all(self) -> bool:
+        return self._full
+
+    def sum(self) -> int:
+        return int(self._full)
+
+    def numel(self) -> int:
+        return 1
+
+    def __getitem__(self, _: object) -> _Mask:
+        return self
+
+    def __invert__(self) -> _Mask:
+        return _Mask(not self._full)
+
+
+def are_full(masks: Sequence[torch.Tensor]) -> bool:
+    """Whether padding masks (two dimensions, ones and zeros) hide nothing."""
+    return all(bool(mask.all()) for mask in masks)
+
+
+def refuse_wrapped(module: nn.Module, name: str) -> None:
+    """PassError for a module that another tool streams already, or that lies on several devices."""
+    for child in module.modules():
+        if hasattr(child, "_hf_hook"):
+            raise PassError(
+                f"{name} was wrapped by accelerate: remove its hooks first "
+                "(accelerate.hooks.remove_hook_from_module(model, recurse=True)), or load it without "
+                "device_map"
+            )
+        if getattr(getattr(child, "_diffusers_hook", None), "hooks", None):
+            raise PassError(
+                f"{name} has hooks of diffusers (group offloading, caching): load it without them"
+            )
+    devices = sorted({str(p.device) for p in module.parameters()})
+    if len(devices) > 1:
+        raise PassError(f"{name} lies on several devices, {', '.join(devices)}: move it to one")
+
+
+def components_of(model: Any) -> dict[str, nn.Module]:
+    """The modules that a model or a pipeline consists of, by name. PassError where there are none."""
+    if isinstance(model, nn.Module):
+        return {type(model).__name__: model}
+    held = getattr(model, "components", None)
+    if not isinstance(held, dict):
+        raise PassError(
+            f"expected a module, a transformers model or a diffusers pipeline, got {type(model).__name__}"
+        )
+    found = {name: one for name, one in held.items() if isinstance(one, nn.Module)}
+    if not found:
+        raise PassError(f"the {type(model).__name__} has no component that is a module")
+    return found
+
+
+def entries_of(module: nn.Module) -> list[str]:
+    """The methods through which its library calls a module: `forward`, and of some others beside it."""
+    entries = ["forward"]
+    entries += [name for name in ("encode", "decode") if _is_diffusers(module) and hasattr(module, name)]
+    if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+        get_encoder: Any = getattr(module, "get_encoder", lambda: None)
+        encoder = get_encoder()
+        entries += [f"{name}.forward" for name, child in module.named_modules() if child is encoder and name]
+    return entries
+
+
+def _is_diffusers(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("diffusers.")
+
+
+def add_generation_config(model: nn.Module, folder: Path) -> None:
+    """Give a transformers model the settings for `generate` that its folder has."""
+    if hasattr(model, "generation_config") and (folder / "generation_config.json").is_file():
+        from transformers import GenerationConfig
+
+        model.generation_config = GenerationConfig.from_pretrained(folder)

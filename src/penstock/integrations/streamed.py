@@ -1,0 +1,301 @@
+"""One module whose calls stream: for each kind of call, when it first comes, a method of one artifact."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim, ExportedProgram
+
+import penstock
+from penstock.integrations.calls import Builder, Collector, State, Tree
+from penstock.integrations.libraries import are_full, as_when_called
+from penstock.passes.activations import activation_bytes
+from penstock.passes.fake_export import Built, with_computed_buffers
+from penstock.passes.inputs import InputChecks
+from penstock.passes.lowering.eager import LoweredProgram
+from penstock.runtime.module import StreamedModule
+from penstock.runtime.program import Program
+from penstock.schedule.errors import BudgetError, PassError, StreamError
+from penstock.schedule.model import Plan
+from penstock.schedule.sizes import format_size
+
+_MOST_METHODS = 24
+"""Kinds of call of one module. A model with more exports for single sizes, which is no way to run it."""
+
+_ROOM = 1.25
+"""Times the memory that a call takes beside weights, which is set aside, so that the next fits as well."""
+
+
+@dataclass
+class _Result:
+    """What a call returned, and what it left in the states that it was given."""
+
+    output: Tree
+    states: tuple[State, ...]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The tree of a call's arguments, its tensors and states, and what kind of call it is.
+
+    `entry` is the FQN of the method that is called: `forward`, `decode`, `encoder.forward`.
+    """
+
+    entry: str
+    tree: Tree
+    tensors: tuple[torch.Tensor, ...]
+    states: tuple[object, ...]
+    full_masks: bool
+
+    @classmethod
+    def of(cls, entry: str, arguments: Mapping[str, Any]) -> _Call:
+        collector = Collector()
+        tree = collector.take(dict(arguments))
+        masks = [v for k, v in arguments.items() if k.endswith("attention_mask") and _is_padding(v)]
+        return cls(entry, tree, tuple(collector.tensors), tuple(collector.states), are_full(masks))
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Equal for calls that one exported program may serve."""
+        shapes = tuple((t.dtype, t.device.type, tuple(min(n, 2) for n in t.shape)) for t in self.tensors)
+        return self.entry, self.tree.key, shapes, self.full_masks
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def _is_padding(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 2
+
+
+@dataclass(frozen=True)
+class _Method:
+    name: str
+    kind: tuple[object, ...]
+    exported: ExportedProgram
+    checks: InputChecks
+    result: _Result
+    per_input_byte: float
+    """Bytes beside weights for each byte of inputs, as exported."""
+
+    def accepts(self, call: _Call) -> bool:
+        try:
+            self.checks.check(list(call.tensors))
+        except StreamError:
+            return False
+        return True
+
+
+class _Flat(nn.Module):
+    """The module as a function of a list of tensors, for one kind of call.
+
+    `record` is told what a call returns; export forgets what a module sets while it runs.
+    """
+
+    def __init__(self, model: nn.Module, call: _Call, record: Callable[[_Result], None]) -> None:
+        super().__init__()
+        self.model = model
+        self._call, self._record = call, record
+
+    def forward(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        builder = Builder(tensors)
+        arguments = builder.give(self._call.tree)
+        with as_when_called(self._call.full_masks):
+            output = method_of(self.model, self._call.entry)(**arguments)
+        collector = Collector(tensors, builder.states)
+        tree = collector.take(output)
+        self._record(_Result(tree, tuple(collector.state(one) for one in builder.states)))
+        return collector.tensors
+
+
+@dataclass(frozen=True)
+class Where:
+    """The folder for artifacts, the device that runs them, and how they are lowered."""
+
+    folder: Path
+    device: str
+    lowering: str
+
+
+class Component:
+    """A module that is streamed whenever it is called.
+
+    `blank` is a copy of it with fake parameters, `weights` are the files that hold their values. `turn` is
+    told before each call, makes other components give back what they hold, and says what this one may hold.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        blank: Built,
+        weights: Sequence[Path],
+        where: Where,
+        turn: Callable[[Component], int],
+    ) -> None:
+        self.name = name
+        self._blank, self._weights, self._where, self._turn = blank, list(weights), where, turn
+        self._methods: list[_Method] = []
+        self._program: Program | None = None
+        self._plan: Plan | None = None
+        self._module: StreamedModule | None = None
+        self._beside = 0
+
+    @property
+    def stats(self) -> Any:
+        """Of the module that is loaded now; None where there is none."""
+        return self._module.stats if self._module else None
+
+    def call(self, entry: str, *args: Any, **kwargs: Any) -> Any:
+        """What a method of the module returns for these arguments, which may be any that it takes."""
+        call = _Call.of(entry, _named(method_of(self._blank.module, entry), args, kwargs))
+        method = self._method_for(call)
+        with torch.no_grad():
+            module = self._loaded(method, call)
+            outputs = module.call(method.name, list(call.tensors))
+        builder = Builder(outputs, call.tensors, call.states)
+        output = builder.give(method.result.output)
+        for target, state in zip(call.states, method.result.states, strict=True):
+            builder.update(target, state)
+        return output
+
+    def _method_for(self, call: _Call) -> _Method:
+        """The method that serves a call, exported now where there is none."""
+        for method in self._methods:
+            if method.kind == call.kind and method.accepts(call):
+                return method
+        if len(self._methods) == _MOST_METHODS:
+            raise StreamError(
+                f"{self.name} was called in {_MOST_METHODS} kinds and sizes that need a program each: call "
+                "it with fewer kinds of arguments, or with sizes that repeat"
+            )
+        method = self._export(call)
+        self.unload()
+        self._methods.append(method)
+        self._program = self._plan = None
+        return method
+
+    def unload(self) -> None:
+        """Give the arena's memory back; the next call takes it again."""
+        if self._module is not None:
+            self._module.close()
+            self._module = None
+
+    def _export(self, call: _Call) -> _Method:
+        results: list[_Result] = []
+        flat = _Flat(self._blank.module, call, results.append).eval()
+        sizes = [{d: Dim.AUTO for d, n in enumerate(t.shape) if n > 1} for t in call.tensors]
+        exported = self._blank.export(([*call.tensors],), (sizes,), module=flat)
+        cuda = self._where.device.startswith("cuda")
+        device = torch.device(self._where.device if cuda else "cpu")
+        beside = activation_bytes(exported) + call.nbytes
+        return _Method(
+            f"call{len(self._methods)}",
+            call.kind,
+            exported,
+            InputChecks(exported, torch.device("cpu"), device),
+            results[-1],
+            beside / max(call.nbytes, 1),
+        )
+
+    def _loaded(self, method: _Method, call: _Call) -> StreamedModule:
+        """The module within what is left beside this call, which other components make room for."""
+        cap = self._turn(self)
+        beside = int(method.per_input_byte * call.nbytes)
+        if self._module is not None and beside <= self._beside:
+            return self._module
+        self.unload()
+        if self._program is None:
+            self._program = self._compile()
+        if self._plan is None or beside > self._beside:
+            self._beside = max(self._beside, int(beside * _ROOM))
+            self._plan = self._plan_within(self._program, cap)
+        self._module = self._program.load(plan=self._plan, device=self._where.device)
+        return self._module
+
+    def _plan_within(self, program: Program, cap: int) -> Plan:
+        budget = min(cap - self._beside, program.weight_bytes)
+        floor = program.floor(self._where.device)
+        if budget < floor:
+            raise BudgetError(
+                f"{self.name} does not run in {format_size(cap)}: a call takes {format_size(self._beside)} "
+                f"beside weights, and {format_size(floor)} of weights are needed at once; give at least "
+                f"{format_size(floor + self._beside)}, or call it with smaller inputs",
+                floor_bytes=floor + self._beside,
+            )
+        return program.plan(budget, device=self._where.device, effort=0.25)
+
+    def _compile(self) -> Program:
+        programs = {method.name: method.exported for method in self._methods}
+        path = self._where.folder / f"{_digest(programs, self._weights, self._where.lowering)}.penstock"
+        program = penstock.open(path) if path.exists() else self._write(programs, path)
+        if self._where.lowering == "eager":
+            program.lowered = LoweredProgram(program.payload, programs)  # what it would read again
+        return program
+
+    def _write(self, programs: Mapping[str, ExportedProgram], path: Path) -> Program:
+        self._where.folder.mkdir(parents=True, exist_ok=True)
+        return penstock.compile(
+            programs,
+            path,
+            lowering=self._where.lowering,
+            weights=self._weights,
+            rename=lambda fqn: fqn.removeprefix("model."),
+            pack=False,
+        )
+
+
+def method_of(module: nn.Module, entry: str) -> Any:
+    """The method that an entry names: `forward`, or `encoder.forward` of a submodule."""
+    owner, _, name = entry.rpartition(".")
+    return getattr(module.get_submodule(owner), name)
+
+
+def _named(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, those that were not given left out."""
+    signature = inspect.signature(function)
+    arguments = {**signature.bind(*args, **kwargs).arguments}
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            arguments |= arguments.pop(name, {})
+        elif parameter.kind is parameter.VAR_POSITIONAL and arguments.pop(name, ()):
+            raise StreamError(
+                f"{function.__qualname__} was called with arguments that have no name: name them"
+            )
+    return arguments
+
+
+def _digest(programs: Mapping[str, ExportedProgram], weights: Sequence[Path], lowering: str) -> str:
+    """What programs compute, over which files, with which versions."""
+    digest = hashlib.sha256(f"{lowering} {torch.__version__} {penstock.__version__} {weights}".encode())
+    for name, exported in programs.items():
+        text = exported.graph_module.print_readable(
+            print_output=False, include_stride=True, include_device=True
+        )
+        facts = (name, text, exported.graph_signature, exported.range_constraints, exported._guards_code)
+        digest.update(repr(facts).encode())
+        for key, value in with_computed_buffers(exported).constants.items():
+            digest.update(key.encode())
+            digest.update(
+                value.numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode()
+            )
+    return digest.hexdigest()[:32]
+
+
+def blank_copy(module: nn.Module) -> Built:
+    """The module with fake parameters and buffers; the module itself stays as it is."""
+    try:
+        return Built.of(module)
+    except PassError:
+        raise
+    except Exception as error:
+        raise PassError(
+            f"the {type(module).__name__} cannot be copied without its values: {error}"
+        ) from error

@@ -1,0 +1,124 @@
+"""Tiny models and pipelines with random weights, and copies of them that stay as their library made them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+
+
+def llama(**options: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return frozen(LlamaForCausalLM(LlamaConfig(**SIZES, **options)))
+
+
+def sliding() -> Any:
+    """Attention that sees 6 tokens back in every other layer."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    torch.manual_seed(0)
+    return frozen(Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=16, sliding_window=6)))
+
+
+def t5() -> Any:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=128, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
+    return frozen(T5ForConditionalGeneration(config))
+
+
+def frozen(module: nn.Module) -> nn.Module:
+    """In eval mode and without grad: whether a weight requires grad decides about last bits in torch."""
+    return module.eval().requires_grad_(False)
+
+
+def twin(module: nn.Module) -> Any:
+    """A copy whose weights are aligned as torch allocates them."""
+    return copy.deepcopy(module)
+
+
+def pipeline(folder: Path) -> Any:
+    """A text-to-image pipeline; its U-Net is its largest component."""
+    from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    tokenizer = _tokenizer(folder)
+    torch.manual_seed(0)
+    encoder = CLIPTextModel(
+        CLIPTextConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=16,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    )
+    unet = UNet2DConditionModel(
+        sample_size=8,
+        layers_per_block=1,
+        block_out_channels=(32, 64),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=32,
+        norm_num_groups=8,
+    )
+    vae = AutoencoderKL(
+        block_out_channels=(16, 32),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4,
+        norm_num_groups=8,
+    )
+    made = StableDiffusionPipeline(
+        vae=frozen(vae),
+        text_encoder=frozen(encoder),
+        tokenizer=tokenizer,
+        unet=frozen(unet),
+        scheduler=DDIMScheduler(clip_sample=False, steps_offset=1),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+def picture(made: Any) -> torch.Tensor:
+    """What the pipeline draws with one seed."""
+    generator = torch.Generator().manual_seed(3)
+    drawn = made("a cat", num_inference_steps=3, height=16, width=16, generator=generator, output_type="pt")
+    return drawn.images
+
+
+def _tokenizer(folder: Path) -> Any:
+    from transformers import CLIPTokenizer
+
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    words = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    (folder / "vocab.json").write_text(json.dumps({word: number for number, word in enumerate(words)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    return CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"), model_max_length=16)

@@ -1,0 +1,150 @@
+"""Models of transformers that generate: what they say, token for token, is what they say in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.integrations import apply
+from penstock.schedule.errors import BudgetError, PassError, StreamError
+from tests.integrations import models
+
+IDS = torch.tensor([[5, 17, 99, 23, 42], [7, 3, 64, 11, 90]])
+LEFT_PADDED = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+
+
+@pytest.fixture(scope="module")
+def streamed(tmp_path_factory):
+    """A Llama that streams in less than its size, and one that does not."""
+    model = models.llama()
+    reference = models.twin(model)
+    applied = apply(model, "320KB", cache=tmp_path_factory.mktemp("cache"))
+    yield model, reference, applied
+    applied.close()
+
+
+def generated(model, **options):
+    torch.manual_seed(11)
+    return model.generate(IDS, max_new_tokens=6, return_dict_in_generate=True, output_logits=True, **options)
+
+
+WAYS = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 20},
+    "left padded": {"do_sample": False, "attention_mask": LEFT_PADDED},
+    "beams": {"num_beams": 3},
+    "static cache": {"do_sample": False, "cache_implementation": "static"},
+    "no cache": {"do_sample": False, "use_cache": False},
+}
+
+
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+def test_tokens_and_logits_are_those_of_the_model_in_memory(streamed, options):
+    model, reference, applied = streamed
+    got, want = generated(model, **options), generated(reference, **options)
+    assert torch.equal(got.sequences, want.sequences)
+    assert all(torch.equal(a, b) for a, b in zip(got.logits, want.logits, strict=True))
+    stats = applied.components["LlamaForCausalLM"].stats
+    assert stats.bytes_moved > 0
+    assert stats.peak_bytes <= stats.budget < 320_000
+
+
+def test_an_assistant_is_verified_by_the_streamed_model(streamed):
+    model, reference, _ = streamed
+    options = {"max_new_tokens": 6, "do_sample": False, "assistant_model": reference}
+    assert torch.equal(model.generate(IDS[:1], **options), reference.generate(IDS[:1], **options))
+
+
+def test_a_cache_that_is_cropped_goes_on_from_there(streamed):
+    model, reference, _ = streamed
+    results = []
+    for one in (model, reference):
+        with torch.no_grad():
+            cache = one(IDS, use_cache=True).past_key_values
+            cache.crop(-2)
+            results.append(one(IDS[:, 3:], past_key_values=cache, use_cache=True).logits)
+    assert torch.equal(*results)
+
+
+def test_windows_of_attention_are_kept_when_they_slide(tmp_path):
+    model = models.sliding()
+    reference = models.twin(model)
+    with apply(model, "600KB", cache=tmp_path):
+        got, want = generated(model, do_sample=False), generated(reference, do_sample=False)
+        assert torch.equal(got.sequences, want.sequences)
+        assert all(torch.equal(a, b) for a, b in zip(got.logits, want.logits, strict=True))
+
+
+def test_an_encoder_and_its_decoder_generate(tmp_path):
+    model = models.t5()
+    reference = models.twin(model)
+    with apply(model, "300KB", cache=tmp_path):
+        assert torch.equal(model.generate(IDS, max_new_tokens=4), reference.generate(IDS, max_new_tokens=4))
+
+
+# What apply leaves and gives back.
+
+
+def test_parameters_have_no_memory_until_they_are_restored(tmp_path):
+    model = models.llama()
+    reference = models.twin(model)
+    with apply(model, "400KB", cache=tmp_path) as applied:
+        assert applied.freed_bytes == sum(p.nbytes for p in reference.parameters())
+        assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
+        assert (model.device, model.dtype) == (reference.device, reference.dtype)
+        assert model.num_parameters() == reference.num_parameters()
+        for use in (model.state_dict, model.double, lambda: model.lm_head(torch.zeros(1, 64))):
+            with pytest.raises(StreamError, match="not in memory: call the model itself"):
+                use()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+    assert torch.equal(model(IDS).logits, reference(IDS).logits)
+    assert model.state_dict().keys() == reference.state_dict().keys()
+
+
+def test_equal_weights_and_programs_are_written_once(tmp_path):
+    for _ in range(2):
+        with apply(models.llama(), "400KB", cache=tmp_path, example={"input_ids": IDS}):
+            pass
+    assert len(list((tmp_path / "weights").iterdir())) == 1
+    assert len(list((tmp_path / "programs").iterdir())) == 1
+
+
+# What is refused.
+
+
+def test_a_cap_that_is_too_small_says_how_much_is_needed(tmp_path):
+    model = models.llama()
+    with apply(model, "20KB", cache=tmp_path), pytest.raises(BudgetError, match="LlamaForCausalLM") as caught:
+        model(IDS)
+    least = caught.value.floor_bytes
+    model = models.llama()
+    with apply(model, least, cache=tmp_path):
+        model(IDS)
+
+
+def test_a_model_that_accelerate_has_wrapped_is_refused(tmp_path):
+    from accelerate import cpu_offload
+
+    model = models.llama()
+    cpu_offload(model, torch.device("cpu"))
+    with pytest.raises(PassError, match="wrapped by accelerate: remove its hooks"):
+        apply(model, "400KB", cache=tmp_path)
+
+
+def test_what_is_no_model_is_refused(tmp_path):
+    with pytest.raises(PassError, match=r"expected a module.* got dict"):
+        apply({}, "1MB", cache=tmp_path)
+
+
+def test_a_model_that_does_not_export_says_which_line(tmp_path):
+    class Decides(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.inner(x) if x.sum() > 0 else x
+
+    model = Decides()
+    with apply(model, "1MB", cache=tmp_path), pytest.raises(PassError, match=r"test_generate\.py:\d+"):
+        model(torch.ones(2, 8))

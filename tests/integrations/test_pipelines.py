@@ -1,0 +1,81 @@
+"""Pipelines of diffusers, and models from folders."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.integrations import apply, load
+from penstock.schedule.errors import PassError, SourceError, StreamError
+from tests.integrations import models
+
+CAP = 2_200_000
+"""Bytes for everything; the U-Net alone has 3.9 MB."""
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    """A pipeline, the folder that it was saved to, and its picture."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    (folder / "vocabulary").mkdir()
+    made = models.pipeline(folder / "vocabulary")
+    made.save_pretrained(folder / "saved", safe_serialization=True)
+    return made, folder / "saved", models.picture(made)
+
+
+def test_a_pipeline_draws_the_same_picture_within_less_than_its_largest_component(drawn, tmp_path):
+    made, _, expected = drawn
+    assert sum(p.nbytes for p in made.unet.parameters()) > CAP
+    with apply(made, CAP, cache=tmp_path) as applied:
+        for _ in range(2):
+            assert torch.equal(models.picture(made), expected)
+        loaded = [name for name, one in applied.components.items() if one.stats is not None]
+        assert loaded == ["vae"]  # the others hold nothing while it runs
+        assert applied.components["vae"].stats.peak_bytes <= CAP
+    assert torch.equal(models.picture(made), expected)
+
+
+def test_a_pipeline_from_a_folder_is_never_in_memory(drawn, tmp_path):
+    _, folder, expected = drawn
+    made = load(folder, CAP, cache=tmp_path)
+    made.set_progress_bar_config(disable=True)
+    assert all(p.untyped_storage().nbytes() == 0 for p in made.unet.parameters())
+    assert torch.equal(models.picture(made), expected)
+    with pytest.raises(StreamError, match="never in memory"):
+        made.penstock_applied.restore()
+
+
+def test_a_model_from_a_folder_generates_as_its_library_loads_it(tmp_path):
+    model = models.llama(tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "model", max_shard_size="100KB")
+    streamed = load(tmp_path / "model", "350KB", cache=tmp_path / "cache")
+    ids = torch.tensor([[5, 17, 99, 23, 42]])
+    assert torch.equal(streamed.generate(ids, max_new_tokens=4), model.generate(ids, max_new_tokens=4))
+    assert streamed.generation_config.pad_token_id == model.generation_config.pad_token_id
+    streamed.penstock_applied.close()
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(SourceError, match="a tokenizer and no model"):
+        load(tmp_path, "1MB")
+
+
+def test_a_name_that_is_not_in_the_cache_is_not_downloaded():
+    with pytest.raises(SourceError, match="download it first, penstock does not"):
+        load("nobody/nothing", "1MB")
+
+
+def test_a_component_with_offloading_of_its_own_is_refused(tmp_path_factory):
+    from diffusers.hooks import apply_group_offloading
+
+    made = models.pipeline(tmp_path_factory.mktemp("vocabulary"))
+    apply_group_offloading(
+        made.unet,
+        onload_device="cpu",
+        offload_device="cpu",
+        offload_type="block_level",
+        num_blocks_per_group=1,
+    )
+    with pytest.raises(PassError, match="unet has hooks of diffusers"):
+        apply(made, CAP)
