@@ -15,6 +15,7 @@ from penstock.passes.fake_export import computed_buffers
 from penstock.passes.lowering import eager, inductor
 from penstock.runtime.artifact_files import DIGEST, PAYLOAD, digest_line
 from penstock.runtime.atomic import write_artifact
+from penstock.runtime.bind_values import with_small_values
 from penstock.runtime.binding import Rename, Rules, Span, bind, without
 from penstock.runtime.checkpoint import Checkpoint, Paths, open_checkpoint
 from penstock.runtime.module import StreamedModule
@@ -36,7 +37,7 @@ from penstock.runtime.stamp import hash_storage, stamp_file
 from penstock.schedule.errors import PassError, SourceError
 from penstock.schedule.model import Extent, Method, Part, Storage, Weight, WeightFile
 from penstock.schedule.parts import storages_together
-from penstock.schedule.payload import Lowering, Payload, ProgramFile
+from penstock.schedule.payload import Payload, ProgramFile
 from penstock.schedule.payload_checks import part_nbytes
 from penstock.schedule.sizes import parse_size
 
@@ -85,18 +86,19 @@ def compile(
     _check_packing(weights, pack, cast, slices)
     annotated = annotate_with_values(exported)
     _check_names(annotated.payload.methods)
-    compiled = _compile(annotated, options, resident_below) if lowering == "inductor" else None
-    if compiled is not None:
-        annotated = replace(annotated, payload=compiled.payload)
+    rules = Rules(rename, cast, slices)
     checkpoint = None if weights is None else _open(weights, annotated, rename, pack=pack)
-    writer = _Writer(annotated, checkpoint, Rules(rename, cast, slices), in_place=not pack, progress=progress)
+    compiled = None
+    if lowering == "inductor":
+        compiled = _compile(annotated, checkpoint, rules, options, resident_below)
+        annotated = replace(annotated, payload=compiled.payload)
+    writer = _Writer(annotated, checkpoint, rules, in_place=not pack, progress=progress)
     folder = Path(path)
-    kind: Lowering = "inductor" if compiled else "eager"
 
     def build(temporary: Path) -> None:
         catalog = writer.write_weights(temporary)
         program = _save_program(annotated, compiled, temporary)
-        payload = replace(catalog, lowering=kind, program=program)
+        payload = replace(catalog, lowering="inductor" if compiled else "eager", program=program)
         data = payload.to_bytes()
         (temporary / PAYLOAD).write_bytes(data)
         (temporary / DIGEST).write_bytes(digest_line(data))
@@ -144,11 +146,16 @@ def _check_names(methods: Sequence[Method]) -> None:
 
 
 def _compile(
-    annotated: Annotated, options: Mapping[str, Any] | None, resident_below: int | str | None
+    annotated: Annotated,
+    checkpoint: Checkpoint | None,
+    rules: Rules,
+    options: Mapping[str, Any] | None,
+    resident_below: int | str | None,
 ) -> inductor.Compiled:
+    programs = annotated.programs if checkpoint is None else with_small_values(annotated, checkpoint, rules)
     below = "64KiB" if resident_below is None else resident_below
     smallest = parse_size(below, name="resident_below") if below else 0
-    return inductor.lower(annotated.payload, annotated.programs, options=options, resident_below=smallest)
+    return inductor.lower(annotated.payload, programs, options=options, resident_below=smallest)
 
 
 def _open(weights: Paths, annotated: Annotated, rename: Rename, *, pack: bool) -> Checkpoint:

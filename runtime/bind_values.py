@@ -6,6 +6,7 @@ import copy
 import mmap
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from os import PathLike
 from pathlib import Path
@@ -13,8 +14,9 @@ from pathlib import Path
 import torch
 from torch.export import ExportedProgram
 
-from penstock.passes.annotate import annotate_with_values
+from penstock.passes.annotate import Annotated, annotate_with_values
 from penstock.passes.fake_export import computed_buffers, with_computed_buffers
+from penstock.passes.lowering.hollow import COPIED
 from penstock.passes.subclasses import with_plain_parts
 from penstock.runtime.binding import Bound, Rename, Rules, Span, tensor_name, without
 from penstock.runtime.binding import bind as find_values
@@ -72,6 +74,24 @@ def bind(
         for name, old in exported.constants.items()
     }
     return bound
+
+
+def with_small_values(
+    annotated: Annotated, checkpoint: Checkpoint, rules: Rules
+) -> dict[str, ExportedProgram]:
+    """The programs with the checkpoint's values where a compiler may copy them into the code: small ones."""
+    payload = annotated.payload
+    rules = replace(rules, rename=part_names(payload.weights, rules.rename, checkpoint.tensors))
+    found = find_values(payload.tensors, payload.storages, checkpoint, rules)
+    small = [w for w in payload.tensors if payload.storages[w.parts[0].storage].nbytes <= COPIED]
+    values = _values(small, found, checkpoint)
+    changed = {name: copy.copy(exported) for name, exported in annotated.programs.items()}
+    for exported in changed.values():
+        exported._state_dict = {
+            name: _as(values.get(name, old), old) for name, old in exported.state_dict.items()
+        }
+        exported._constants = {name: values.get(name, old) for name, old in exported.constants.items()}
+    return changed
 
 
 def _refuse_unexpected(
@@ -156,4 +176,11 @@ def _value(name: str, old: torch.Tensor, values: dict[str, torch.Tensor]) -> tor
         raise SourceError(
             f"buffer {name} has no value: it is neither in the checkpoint nor computed by its module"
         )
-    return torch.nn.Parameter(found, requires_grad=False) if isinstance(old, torch.nn.Parameter) else found
+    return _as(found, old)
+
+
+def _as(found: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """A parameter in the place of one."""
+    if found is old or not isinstance(old, torch.nn.Parameter):
+        return found
+    return torch.nn.Parameter(found, requires_grad=False)

@@ -17,7 +17,7 @@ from penstock.passes.inputs import user_placeholders
 from penstock.passes.weights import Weights, find_weights
 from penstock.schedule.errors import PassError
 
-_COPIED = 4096
+COPIED = 4096
 """Bytes of a tensor, at most, whose values the compiler is given: it copies scalars into the code."""
 
 
@@ -34,7 +34,7 @@ def without_values(exported: ExportedProgram) -> tuple[ExportedProgram, Weights]
         dtype, flat = getattr(torch, part.dtype), memory[part.storage]
         whole = flat[: flat.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         empty = whole.as_strided(part.shape, part.stride, part.offset // dtype.itemsize)
-        if value.numel() * value.itemsize <= _COPIED and has_values(value):
+        if value.numel() * value.itemsize <= COPIED and has_values(value):
             empty.copy_(value)
         values[weight.fqn] = empty
     hollow = copy.copy(exported)
