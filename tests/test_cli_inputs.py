@@ -9,7 +9,9 @@ from pathlib import Path
 from tests.command_line import Command, penstock_fixture  # noqa: F401
 
 
-def test_a_program_whose_outputs_are_of_a_library_is_loaded_in_a_process_without_it(tmp_path: Path) -> None:
+def test_a_program_whose_outputs_are_of_a_library_is_compiled_and_run_without_importing_it(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "save.py").write_text(
         "import torch\nfrom transformers.modeling_outputs import BaseModelOutput\n"
         "class Model(torch.nn.Module):\n"
@@ -18,10 +20,12 @@ def test_a_program_whose_outputs_are_of_a_library_is_loaded_in_a_process_without
         "torch.export.save(torch.export.export(Model(), (torch.zeros(1, 4),)), 'model.pt2')\n"
     )
     subprocess.run([sys.executable, "save.py"], check=True, cwd=tmp_path)
-    command = [sys.executable, "-m", "penstock.cli", "compile", "model.pt2", "model.penstock"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
+    for given in ("compile model.pt2 model.penstock", "run model.penstock --budget 100%"):
+        command = [sys.executable, "-m", "penstock.cli", *given.split()]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "Traceback" not in done.stderr
+    assert "last_hidden_state" in done.stdout
 
 
 def test_what_is_no_program_is_refused_without_the_log_of_torch(tmp_path: Path, penstock: Command) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import platform
 import tempfile
 import zipfile
@@ -16,8 +15,10 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, OutputKind
 
 from penstock.passes.calling import CallingConvention
+from penstock.passes.lines import sentence
 from penstock.passes.lowering.eager import checked_weight
 from penstock.passes.lowering.inductor import PACKAGE, PROGRAM
+from penstock.passes.stored_program import load_stored
 from penstock.schedule.errors import PayloadError, SourceError, StreamError
 from penstock.schedule.model import Method
 from penstock.schedule.payload import Payload
@@ -51,7 +52,7 @@ def load(folder: Path, payload: Payload) -> LoadedPackage:
         with zipfile.ZipFile(path) as archive, tempfile.TemporaryDirectory() as temporary:
             package = archive.extract(PACKAGE, temporary)
             for method in payload.methods:
-                programs[method.name] = torch.export.load(io.BytesIO(archive.read(f"{method.name}.pt2")))
+                programs[method.name] = load_stored(archive.read(f"{method.name}.pt2"))
                 runners[method.name] = torch._C._aoti.AOTIModelPackageLoader(
                     package, method.name, False, 1, -1
                 )
@@ -59,7 +60,7 @@ def load(folder: Path, payload: Payload) -> LoadedPackage:
         raise SourceError(f"the lowered program {path} cannot be read: {error.strerror or error}") from error
     except Exception as error:
         raise PayloadError(
-            f"the lowered program {path} cannot be loaded ({type(error).__name__}: {error}): import what "
+            f"the lowered program {path} cannot be loaded ({type(error).__name__}: {sentence(error)}): import what "
             "registers its operators and types first, or compile it again"
         ) from error
     return LoadedPackage(payload, runners, programs)

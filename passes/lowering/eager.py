@@ -9,25 +9,23 @@ from __future__ import annotations
 
 import copy
 import io
-import typing
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import fx
-from torch._export.serde import serialize
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from penstock.passes.calling import CallingConvention
 from penstock.passes.graphs import dtype_name
+from penstock.passes.lines import sentence
 from penstock.passes.probes import Site, insert_sites
 from penstock.passes.retarget import exported_device, retarget
+from penstock.passes.stored_program import load_stored
 from penstock.schedule.errors import PassError, PayloadError, SourceError, StreamError
 from penstock.schedule.model import Method, Trace, Weight
 from penstock.schedule.payload import Payload
@@ -85,40 +83,15 @@ def load(folder: Path, payload: Payload) -> LoweredProgram:
     try:
         with zipfile.ZipFile(path) as archive:
             for method in payload.methods:
-                stored = io.BytesIO(archive.read(f"{method.name}.pt2"))
-                with _type_hints_once():
-                    programs[method.name] = torch.export.load(stored)
+                programs[method.name] = load_stored(archive.read(f"{method.name}.pt2"))
     except OSError as error:
         raise SourceError(f"the lowered program {path} cannot be read: {error.strerror or error}") from error
     except Exception as error:
         raise PayloadError(
-            f"the lowered program {path} cannot be loaded ({type(error).__name__}: {error}): import the "
+            f"the lowered program {path} cannot be loaded ({type(error).__name__}: {sentence(error)}): import the "
             "library that registers its operators and types first, or compile it again"
         ) from error
     return LoweredProgram(payload, programs)
-
-
-@contextmanager
-def _type_hints_once() -> Iterator[None]:
-    """While a program is loaded, torch resolves the types of each class of its schema once.
-
-    It does so for every node, which is half of the time that loading takes (torch 2.13).
-    """
-    resolve = typing.get_type_hints
-    known: dict[type, dict[str, Any]] = {}
-
-    def resolve_once(cls: type, **namespaces: Any) -> dict[str, Any]:
-        if cls not in known:
-            known[cls] = resolve(cls, **namespaces)
-        return known[cls]
-
-    names = {name: value for name, value in vars(typing).items() if not name.startswith("__")}
-    module: Any = serialize
-    module.typing = SimpleNamespace(**names | {"get_type_hints": resolve_once})
-    try:
-        yield
-    finally:
-        module.typing = typing
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,89 @@
+"""Loads what torch.export.save wrote, with the library that a program's outputs are types of."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import logging
+import re
+import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch._export.serde import serialize
+from torch.export import ExportedProgram
+
+
+def load_stored(stored: Path | bytes) -> ExportedProgram:
+    """The program in a file, or in its bytes: code, so trust it first.
+
+    Where transformers or diffusers must be imported for the types of its outputs, that is done. Raises what
+    torch raises, or, where torch logs the reason and raises something else, the reason; logs nothing.
+    """
+    imported: set[str] = set()
+    while True:
+        with _logged_errors() as logged, _type_hints_once():
+            try:
+                return torch.export.load(io.BytesIO(stored) if isinstance(stored, bytes) else stored)
+            except Exception as error:
+                cause = logged[-1] if logged and "warnings above" in str(error) else error
+        module = _unregistered(cause)
+        if module is None or module in imported:
+            raise cause
+        imported.add(module)
+        importlib.import_module(module)
+
+
+def _unregistered(error: BaseException) -> str | None:
+    """The module of a library whose import lets torch load its types."""
+    found = re.search(r"Deserializing ((?:transformers|diffusers)\.[\w.]+)\.\w+ in pytree", str(error))
+    return found[1] if found else None
+
+
+@contextmanager
+def _logged_errors() -> Iterator[list[BaseException]]:
+    """The errors that torch logs, in place of its log: one of them is the reason."""
+    errors: list[BaseException] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.exc_info and record.exc_info[1] is not None:
+                errors.append(record.exc_info[1])
+
+    named = {name: logging.getLogger(name) for name in list(logging.root.manager.loggerDict)}
+    torchs = [found for name, found in named.items() if name.split(".")[0] == "torch" and found.handlers]
+    before = [(found, found.handlers) for found in torchs]
+    try:
+        for found in torchs:
+            found.handlers = [Keep()]
+        yield errors
+    finally:
+        for found, handlers in before:
+            found.handlers = handlers
+
+
+@contextmanager
+def _type_hints_once() -> Iterator[None]:
+    """While a program is loaded, torch resolves the types of each class of its schema once.
+
+    It does so for every node, which is half of the time that loading takes (torch 2.13).
+    """
+    resolve = typing.get_type_hints
+    known: dict[type, dict[str, Any]] = {}
+
+    def resolve_once(cls: type, **namespaces: Any) -> dict[str, Any]:
+        if cls not in known:
+            known[cls] = resolve(cls, **namespaces)
+        return known[cls]
+
+    names = {name: value for name, value in vars(typing).items() if not name.startswith("__")}
+    module: Any = serialize
+    module.typing = SimpleNamespace(**names | {"get_type_hints": resolve_once})
+    try:
+        yield
+    finally:
+        module.typing = typing
