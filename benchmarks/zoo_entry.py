@@ -1,0 +1,58 @@
+"""What a model of the zoo is: how to make it, call it, and write and read its checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.runtime.binding import Rename
+
+
+def save(model: Any, folder: Path) -> None:
+    """As the library writes it."""
+    model.save_pretrained(folder)
+
+
+def load(model: Any, folder: Path) -> nn.Module:
+    """A second model of the class of `model`, as the library reads it."""
+    loaded: nn.Module = type(model).from_pretrained(folder)
+    return loaded
+
+
+def itself(model: nn.Module) -> nn.Module:
+    """What is called is the model."""
+    return model
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One model: `build` is its constructor, `inputs` are the keyword arguments of a call.
+
+    `wrap` turns the library's model into the module that is exported. `rename` and `ignore` are what
+    `penstock.bind` gets. `merged` says why no rename can take the library's checkpoint: then the loaded
+    module's own state_dict is written and bound.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    inputs: Mapping[str, Any]
+    wrap: Callable[[nn.Module], nn.Module] = itself
+    rename: Rename = None
+    ignore: tuple[str, ...] = ()
+    merged: str = ""
+    write: Callable[[nn.Module, Path], None] = save
+    load: Callable[[nn.Module, Path], nn.Module] = load
+
+    def module(self) -> nn.Module:
+        """What is exported."""
+        return self.wrap(self.build())
+
+
+def noise(*shape: int) -> torch.Tensor:
+    """The same values each time."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))

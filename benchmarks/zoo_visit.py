@@ -1,0 +1,239 @@
+"""One model of the zoo, from its configuration to its streamed output, and what became of it."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+import penstock
+from benchmarks.zoo_entry import Entry
+from penstock.schedule.errors import SourceError
+
+RESIDENT_BELOW = "1KiB"
+"""Compiled programs keep small weights in memory; these models have only small ones."""
+OPTIONS = {"emulate_precision_casts": True}
+"""Inductor's: bfloat16 is rounded as eager PyTorch does, and not where a kernel happens to end."""
+ALL = "100%"
+CLOSE = 1e-2
+"""How far from the library's own output a compiled program may be: more is another function."""
+
+Call = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """A load within a budget: whether its output has the expected bits, and what it copied."""
+
+    budget: int
+    equal: bool
+    bytes_moved: int
+
+
+@dataclass
+class Run:
+    """What became of one lowering.
+
+    `from_library` is the largest difference from the library's own output, over that output's largest value;
+    `from_alone` that from what AOTInductor compiles by itself.
+    """
+
+    compile_s: float = 0.0
+    floor_bytes: int = 0
+    streamed: list[Streamed] = field(default_factory=list)
+    from_library: float = 0.0
+    from_alone: float = 0.0
+    failure: str = ""
+
+    @property
+    def works(self) -> bool:
+        """Whether it ran, every output has the expected bits, and they are what the model computes."""
+        equal = bool(self.streamed) and all(one.equal for one in self.streamed)
+        return equal and not self.failure and self.from_library < CLOSE
+
+
+@dataclass
+class Row:
+    """What became of a model.
+
+    `refused` is what bind said of the checkpoint, for the reason `merged` of the entry: then the loaded
+    module's own state_dict was bound.
+    """
+
+    name: str
+    weight_bytes: int = 0
+    export_s: float = 0.0
+    bound: str = ""
+    refused: str = ""
+    merged: str = ""
+    failure: str = ""
+    runs: dict[str, Run] = field(default_factory=dict)
+
+
+class Visit:
+    """One model in a folder: its checkpoint, the library's model read from it, and the exported program."""
+
+    def __init__(self, entry: Entry, folder: Path, row: Row) -> None:
+        self.entry, self.folder, self.row = entry, folder, row
+        self.checkpoint = folder / "checkpoint"
+        torch.manual_seed(0)
+        model = entry.build().eval()
+        entry.write(model, self.checkpoint)
+        self.model = align(entry.wrap(entry.load(model, self.checkpoint)).eval())
+        self.expected = call(self.model, entry.inputs)
+        began = time.perf_counter()
+        self.exported = penstock.fake_export(entry.module, entry.inputs)
+        row.export_s = time.perf_counter() - began
+        self.bound = self.bind()
+
+    def bind(self) -> ExportedProgram:
+        """The program with the values of the checkpoint, all of whose tensors it must use or ignore."""
+        entry, row = self.entry, self.row
+        row.bound = "renamed" if entry.rename else "by name"
+        try:
+            bound = penstock.bind(self.exported, self.checkpoint, rename=entry.rename, ignore=entry.ignore)
+        except SourceError as error:
+            if not entry.merged:
+                raise
+            row.refused, row.merged = first_line(error, self.folder), entry.merged
+        else:
+            if entry.merged:
+                raise ValueError("the checkpoint binds by name: take out merged=")
+            return bound
+        row.bound = "own state_dict"
+        self.checkpoint = self.folder / "own.safetensors"
+        save_own(self.model, self.checkpoint)
+        return penstock.bind(self.exported, self.checkpoint)
+
+    def run(self, lowering: str) -> Run:
+        """Compile and stream; what fails is in the result."""
+        run = Run()
+        try:
+            self._run(lowering, run)
+        except Exception as error:
+            run.failure = first_line(error, self.folder)
+        return run
+
+    def _run(self, lowering: str, run: Run) -> None:
+        compiled = lowering == "inductor"
+        began = time.perf_counter()
+        program = penstock.compile(
+            self.bound if compiled else self.exported,
+            self.folder / f"{lowering}.penstock",
+            lowering=lowering,
+            weights=self.checkpoint,
+            rename=None if self.row.refused else self.entry.rename,
+            options=OPTIONS if compiled else None,
+            resident_below=RESIDENT_BELOW if compiled else None,
+        )
+        run.compile_s = time.perf_counter() - began
+        self.row.weight_bytes, run.floor_bytes = program.weight_bytes, program.floor_bytes
+        expected = self.expected
+        if compiled:
+            with program.load(ALL) as module:
+                expected = call(module, self.entry.inputs)
+        for budget in (program.floor_bytes, max(program.floor_bytes, program.weight_bytes // 2)):
+            with program.load(budget) as module:
+                output = call(module, self.entry.inputs)
+                moved = module.stats.bytes_moved
+            run.streamed.append(Streamed(budget, same_bits(output, expected), moved))
+        run.from_library = difference(expected, self.expected)
+        if compiled:
+            alone = compile_plainly(self.bound, self.entry.inputs, self.folder)
+            run.from_alone = difference(expected, call(alone, self.entry.inputs))
+
+
+def visit(entry: Entry, lowerings: Sequence[str]) -> Row:
+    """Everything about one model, in a folder that goes away."""
+    row = Row(entry.name)
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        try:
+            one = Visit(entry, Path(folder), row)
+        except Exception as error:
+            row.failure = first_line(error, Path(folder))
+            return row
+        for lowering in lowerings:
+            row.runs[lowering] = one.run(lowering)
+    return row
+
+
+def align(module: nn.Module) -> nn.Module:
+    """The module itself, every weight cloned into memory that torch aligns to 64 bytes."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        tensor.data = tensor.data.clone()
+    return module
+
+
+def save_own(model: nn.Module, path: Path) -> None:
+    """The module's state_dict as safetensors, tied weights once."""
+    from safetensors.torch import save_file
+
+    values = {tensor.data_ptr(): (name, tensor) for name, tensor in model.state_dict().items()}
+    save_file({name: tensor.detach().contiguous() for name, tensor in values.values()}, path)
+
+
+def compile_plainly(bound: ExportedProgram, inputs: Mapping[str, Any], folder: Path) -> Call:
+    """What AOTInductor makes of the program by itself, over weights of 64-byte alignment."""
+    from torch._inductor import aot_compile
+    from torch._inductor.package.package import load_package, package_aoti
+
+    options = OPTIONS | {"aot_inductor.package": True, "aot_inductor.package_constants_in_so": False}
+    files = aot_compile(bound.module(check_guards=False), (), dict(inputs), options=options)
+    assert isinstance(files, list)
+    package_aoti(str(folder / "plain.pt2"), {"model": files})
+    runner: Any = load_package(str(folder / "plain.pt2"))
+    values = {**bound.state_dict, **bound.constants}
+    wanted = {name: values[name].detach().clone() for name in runner.get_constant_fqns()}
+    runner.load_constants(wanted, check_full_update=True)
+    plain: Call = runner
+    return plain
+
+
+def call(module: Call, inputs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors of what it returns."""
+    with torch.no_grad():
+        output = module(**inputs)
+    return [value.clone() for value in pytree.tree_leaves(output) if isinstance(value, torch.Tensor)]
+
+
+def same_bits(output: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+    """Whether there are as many tensors, each of the same bits, and all of them numbers."""
+    if len(output) != len(expected) or not expected:
+        return False
+    return all(torch.equal(a, b) and bool(b.isfinite().all()) for a, b in zip(output, expected, strict=True))
+
+
+def difference(output: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    return max(
+        float((a.float() - b.float()).abs().max() / b.float().abs().max())
+        for a, b in zip(output, expected, strict=True)
+    )
+
+
+def first_line(error: BaseException, folder: Path) -> str:
+    """An exception in one line, without the temporary folder."""
+    text = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {text}".replace(f"{folder}/", "")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the libraries' warnings and progress bars, which say nothing about the result."""
+    import diffusers
+    import transformers
+
+    with warnings.catch_warnings(action="ignore"):
+        for library in (transformers, diffusers):
+            library.utils.logging.set_verbosity_error()
+            library.utils.logging.disable_progress_bar()
+        yield

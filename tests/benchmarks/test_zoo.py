@@ -1,0 +1,126 @@
+"""Models of transformers and diffusers run streamed from their own checkpoints, or it is said why not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from safetensors.torch import load_file, save_file
+from torch import nn
+from typer.testing import CliRunner
+
+from benchmarks.zoo import ENTRIES, main, render, works
+from benchmarks.zoo_entry import Entry
+from benchmarks.zoo_visit import Row, Run, Streamed, visit
+
+MERGED = {"Qwen3-MoE", "Mixtral", "DeepSeek-V3"}
+COMPILED = {"Llama"}
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_models_stream_bit_for_bit_from_the_checkpoint_of_their_library(entry: Entry) -> None:
+    row = visit(entry, ["eager", "inductor"] if entry.name in COMPILED else ["eager"])
+
+    assert works(row), row
+    assert row.runs["eager"].from_library == 0
+    for run in row.runs.values():
+        floor, half = run.streamed
+        assert run.floor_bytes == floor.budget <= half.budget < row.weight_bytes
+        assert floor.bytes_moved > 0
+        assert run.from_alone == 0, "AOTInductor by itself computes something else"
+    assert (row.bound == "own state_dict") == (entry.name in MERGED)
+    assert ("weights are not in" in row.refused) == (entry.name in MERGED)
+
+
+def write(model: nn.Module, folder: Path) -> None:
+    folder.mkdir()
+    save_file(model.state_dict(), folder / "model.safetensors")
+
+
+def read(model: nn.Module, folder: Path) -> nn.Module:
+    loaded = layers()
+    loaded.load_state_dict(load_file(folder / "model.safetensors"))
+    return loaded
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+
+
+TOY = Entry("toy", layers, {"input": torch.ones(1, 64)}, write=write, load=read)
+
+
+def test_an_entry_of_its_own_factories_works() -> None:
+    row = visit(TOY, ["eager"])
+    assert works(row), row
+    assert row.bound == "by name"
+
+
+def test_other_values_are_seen() -> None:
+    def read_other(model: nn.Module, folder: Path) -> nn.Module:
+        loaded: Any = read(model, folder)
+        with torch.no_grad():
+            loaded[3].bias[5] += 1e-6
+        return loaded
+
+    row = visit(replace(TOY, load=read_other), ["eager"])
+    assert not works(row)
+    assert [one.equal for one in row.runs["eager"].streamed] == [False, False]
+    assert "| **other bits** | not run |" in render([row])
+
+
+def test_a_model_that_returns_no_numbers_does_not_work() -> None:
+    assert not works(visit(replace(TOY, inputs={"input": torch.full((1, 64), torch.nan)}), ["eager"]))
+
+
+def test_what_fails_is_named_with_its_first_line() -> None:
+    def write_less(model: nn.Module, folder: Path) -> None:
+        write(model[:3], folder)
+
+    def read_less(model: nn.Module, folder: Path) -> nn.Module:
+        return model
+
+    row = visit(replace(TOY, write=write_less, load=read_less), ["eager"])
+    assert row.failure.startswith("SourceError: 2 of the program's weights are not in checkpoint/model")
+    assert not works(row)
+    assert f"- toy: `{row.failure}`" in render([row])
+
+    row = visit(TOY, ["unknown"])
+    assert "there is no lowering 'unknown'" in row.runs["unknown"].failure
+    assert f"- toy: unknown: `{row.runs['unknown'].failure}`" in render([row])
+
+
+def test_a_reason_to_merge_that_is_none_any_more_is_seen() -> None:
+    row = visit(replace(TOY, merged="once upon a time"), ["eager"])
+    assert "take out merged=" in row.failure
+
+
+def test_a_compiled_program_far_from_the_library_does_not_work() -> None:
+    streamed = [Streamed(1, True, 1), Streamed(2, True, 1)]
+    for distance, close in ((0.0, True), (1e-3, True), (0.5, False)):
+        row = Row("far", runs={"inductor": Run(streamed=streamed, from_library=distance)})
+        assert works(row) is close
+
+
+def test_the_command_writes_a_table_and_figures(tmp_path: Path) -> None:
+    application = typer.Typer()
+    application.command()(main)
+    document = tmp_path / "zoo.md"
+    document.write_text("before\n<!-- benchmarks/zoo.py writes from here -->\n<!-- to here -->\nafter\n")
+    paths = ["--json", str(tmp_path / "zoo.json"), "--docs", str(document)]
+
+    done = CliRunner().invoke(application, ["--only", "ViT", "--lowering", "eager", *paths])
+
+    assert done.exit_code == 0, done.output
+    assert "1 of 1 models work" in document.read_text()
+    assert "| ViT | 331.00 KiB | renamed |" in document.read_text()
+    (row,) = json.loads((tmp_path / "zoo.json").read_text())["rows"]
+    assert [one["equal"] for one in row["runs"]["eager"]["streamed"]] == [True, True]
+    for wrong in (["--only", "Elman"], ["--lowering", "none"]):
+        assert CliRunner().invoke(application, wrong).exit_code == 2
