@@ -88,8 +88,8 @@ def load(folder: Path, payload: Payload) -> LoweredProgram:
         raise SourceError(f"the lowered program {path} cannot be read: {error.strerror or error}") from error
     except Exception as error:
         raise PayloadError(
-            f"the lowered program {path} cannot be loaded ({type(error).__name__}: {sentence(error)}): import the "
-            "library that registers its operators and types first, or compile it again"
+            f"the lowered program {path} cannot be loaded ({type(error).__name__}: {sentence(error)}): "
+            "import the library that registers its operators and types first, or compile it again"
         ) from error
     return LoweredProgram(payload, programs)
 

@@ -95,6 +95,35 @@ def test_buffers_may_be_of_several_parts_too(kind):
     assert (weight.fqn, weight.role, len(weight.parts)) == ("table", "buffer", 2)
 
 
+def test_hidden_and_shown_parts_in_one_program():
+    module = linears(layers=4)
+    for number, kind in ((0, Shown), (2, Hidden), (4, Shown)):
+        module[number].weight = nn.Parameter(pack(module[number].weight.data, kind), requires_grad=False)
+    exported = export(module)
+    payload = penstock.annotate(exported)
+    assert {w.fqn: len(w.parts) for w in payload.weights if "weight" in w.fqn} == {
+        "0.weight": 2,
+        "2.weight": 2,
+        "4.weight": 2,
+        "6.weight": 1,
+    }
+    with torch.no_grad():
+        assert torch.equal(with_plain_parts(exported).module()(x), module(x))
+
+
+def test_parts_that_are_views_of_one_memory_are_one_storage():
+    memory = torch.zeros(512 * 256 + 512 * 4, dtype=torch.uint8)
+    data = memory[: 512 * 256].view(torch.int8).reshape(512, 256)
+    scale = memory[512 * 256 :].view(torch.float32).reshape(512, 1)
+    module = linears(layers=2)
+    module[0].weight = nn.Parameter(Shown(data, scale, torch.float32), requires_grad=False)
+    weight = next(w for w in penstock.annotate(export(module)).weights if w.fqn == "0.weight")
+    assert [(p.storage, p.offset) for p in weight.parts] == [
+        (weight.parts[0].storage, 0),
+        (weight.parts[0].storage, 512 * 256),
+    ]
+
+
 def test_tied_weights_share_every_part():
     module = linears(layers=4)
     quantise(module, Shown)
