@@ -93,7 +93,10 @@ def with_value(change):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda t: t.as_subclass(Wrapped), "parameter 'weight' is a Wrapped, which does not say what it is made of"),
+        (
+            lambda t: t.as_subclass(Wrapped),
+            "parameter 'weight' is a Wrapped, which does not say what it is made of",
+        ),
         (lambda t: t.to_sparse(), "parameter 'weight' is sparse"),
         (lambda t: t.to(torch.complex64).conj(), "lazy conjugate"),
         (lambda t: None, "parameter 'weight' has no value"),
