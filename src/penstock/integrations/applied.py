@@ -24,6 +24,7 @@ from penstock.integrations.libraries import (
     refuse_wrapped,
 )
 from penstock.integrations.streamed import Component, Where, blank_copy
+from penstock.integrations.watch import Watch
 from penstock.passes.fake_export import Built
 from penstock.schedule.errors import PassError, StreamError
 from penstock.schedule.sizes import format_size, parse_size
@@ -73,6 +74,7 @@ class Applied:
             replaced = functools.wraps(getattr(part, name))(functools.partial(component.call, entry))
             part.__dict__[name] = replaced
             self._replaced.append((part, name))
+        component.check = Watch(module).check
         self.components[component.name] = component
         self._hollow.append((hollow, file))
 

@@ -80,7 +80,6 @@ class Hollow:
     """
 
     def __init__(self, module: nn.Module, sentence: str) -> None:
-        self._module = module
         parameters = list(module.parameters())
         storages = {p.untyped_storage()._cdata: p.untyped_storage() for p in parameters}
         self.nbytes = sum(s.nbytes() for s in storages.values() if s.device.type != "meta")
@@ -93,13 +92,13 @@ class Hollow:
             for key, value in one._parameters.items():
                 if value is not None:
                     one._parameters[key] = empty[id(value)]
+        self._parameters = dict(module.named_parameters())
         self._undo = [undo for one in module.modules() if one._parameters for undo in _refuse(one, sentence)]
 
     def fill(self, file: Path) -> None:
         """Give the parameters memory again, with the values in `file`, and take the refusals away."""
-        parameters = dict(self._module.named_parameters())
         with safe_open(file, framework="pt") as opened:
-            for name, value in parameters.items():
+            for name, value in self._parameters.items():
                 value.data = opened.get_tensor(name)
         for undo in self._undo:
             undo()

@@ -96,7 +96,9 @@ def refuse_wrapped(module: nn.Module, name: str) -> None:
 def components_of(model: Any) -> dict[str, nn.Module]:
     """The modules that a model or a pipeline consists of, by name. PassError where there are none."""
     if isinstance(model, nn.Module):
-        return {type(model).__name__: model}
+        get_base: Any = getattr(model, "get_base_model", lambda: model)  # peft calls its model's own methods
+        module: nn.Module = get_base()
+        return {type(module).__name__: module}
     held = getattr(model, "components", None)
     if not isinstance(held, dict):
         raise PassError(

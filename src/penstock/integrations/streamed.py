@@ -126,7 +126,7 @@ class Where:
 
 
 class Component:
-    """A module that is streamed whenever it is called.
+    """A module that is streamed whenever it is called, after `check` has passed.
 
     `blank` is a copy of it with fake parameters, `weights` are the files that hold their values. `turn` is
     told before each call, makes other components give back what they hold, and says what this one may hold.
@@ -141,6 +141,7 @@ class Component:
         turn: Callable[[Component], int],
     ) -> None:
         self.name = name
+        self.check: Callable[[], None] = lambda: None
         self._blank, self._weights, self._where, self._turn = blank, list(weights), where, turn
         self._methods: list[_Method] = []
         self._program: Program | None = None
@@ -155,6 +156,7 @@ class Component:
 
     def call(self, entry: str, *args: Any, **kwargs: Any) -> Any:
         """What a method of the module returns for these arguments, which may be any that it takes."""
+        self.check()
         call = _Call.of(entry, _named(method_of(self._blank.module, entry), args, kwargs))
         method = self._method_for(call)
         with torch.no_grad():
