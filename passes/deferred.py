@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from penstock.passes.lines import sentence, where
+from penstock.passes.placement import OnCpu
 from penstock.passes.recording import Recording
 from penstock.schedule.errors import PassError, PenstockError
 
@@ -23,6 +24,12 @@ def deferred_init(build: Callable[[], nn.Module]) -> Deferred:
 
     Raises PassError, with the line of the model that causes it, where that cannot be.
     """
+    with OnCpu():
+        return record(build)
+
+
+def record(build: Callable[[], nn.Module]) -> Deferred:
+    """As `deferred_init`, where another mode sees to the devices that the constructor asks for."""
     if isinstance(build, nn.Module):
         raise PassError(
             f"expected a function that builds the model, got a {type(build).__name__} that is built: give "
@@ -84,6 +91,11 @@ class Deferred:
             tensor = getattr(self.module.get_submodule(owner), key)
         except AttributeError as error:
             raise PassError(f"there is no parameter or buffer {fqn!r}: {error}") from error
+        if not isinstance(tensor, torch.Tensor):
+            whole = f"; materialize({fqn!r}) gives a whole module" if isinstance(tensor, nn.Module) else ""
+            raise PassError(
+                f"{fqn!r} is a {type(tensor).__name__}, expected the name of a parameter or buffer{whole}"
+            )
         return self.values(tensor)[rows].clone()
 
     def values(self, tensor: torch.Tensor) -> torch.Tensor:

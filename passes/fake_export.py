@@ -18,8 +18,9 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from penstock.passes.deferred import deferred_init, hold_attributes, join
-from penstock.passes.guardless import Guardless
+from penstock.passes.deferred import hold_attributes, join, record
+from penstock.passes.example_inputs import check_inputs
+from penstock.passes.guardless import Guardless, capable
 from penstock.passes.lines import sentence, where
 from penstock.passes.placement import AskedDevices, Placement, home_of, place
 from penstock.schedule.errors import PassError
@@ -88,8 +89,8 @@ class Built:
     def by(cls, build: Callable[[], nn.Module], placement: Placement = None) -> Built:
         """Run a constructor without memory; PassError where it cannot be."""
         asked = AskedDevices()
-        with asked:
-            deferred = deferred_init(build)
+        with asked, capable():
+            deferred = record(build)
         module = deferred.module
         buffers = _computed(module, deferred.values)
         devices = place(module, asked, placement)
@@ -127,10 +128,11 @@ class Built:
         """The exported program of the module, or of one that calls it; PassError where it does not export."""
         by_name = isinstance(example_inputs, Mapping)
         root = self.module if module is None else module
+        check_inputs(root, example_inputs)
         given: Any = ((), dict(example_inputs)) if by_name else (tuple(example_inputs), {})
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._input, given)
         try:
-            with Guardless(), torch.no_grad():
+            with Guardless(), capable(), torch.no_grad():
                 exported = torch.export.export(
                     root.eval(), args, kwargs, dynamic_shapes=dynamic_shapes, strict=False
                 )
@@ -168,9 +170,7 @@ class Built:
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
 
 
-def _computed(
-    module: nn.Module, values: Callable[[torch.Tensor], torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def _computed(module: nn.Module, values: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
     """The values of the buffers that no checkpoint has, by each name; one tensor for each of theirs."""
     made: dict[int, torch.Tensor] = {}
     found = {}

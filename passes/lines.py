@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sysconfig
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,7 +17,7 @@ def sentence(error: Exception) -> str:
 
 
 def where(error: BaseException) -> str:
-    """The innermost line of a traceback that is neither torch's nor this package's, or nothing."""
+    """The innermost line of a traceback that is not torch's, Python's or this package's, or nothing."""
     return _innermost(traceback.extract_tb(error.__traceback__))
 
 
@@ -27,10 +28,13 @@ def caller() -> str:
 
 def _innermost(frames: Iterable[FrameSummary]) -> str:
     own = (str(Path(torch.__file__).parent), str(Path(__file__).resolve().parent))
+    python = sysconfig.get_path("stdlib")
     outside = [
         frame
         for frame in frames
-        if not str(Path(frame.filename).resolve()).startswith(own) and not frame.filename.startswith("<")
+        if not str(Path(frame.filename).resolve()).startswith(own)
+        and not frame.filename.startswith("<")
+        and (not frame.filename.startswith(python) or "-packages" in frame.filename)
     ]
     if not outside:
         return ""

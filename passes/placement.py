@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from penstock.passes.lines import caller
 from penstock.schedule.errors import PassError
 
 Placement: TypeAlias = str | torch.device | Mapping[str, str | torch.device] | None
@@ -60,9 +61,25 @@ class AskedDevices(TorchFunctionMode):
         return result
 
 
+class OnCpu(TorchFunctionMode):
+    """Active while a constructor runs whose values are promised: PassError where it asks for a GPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        asked = _asked_for(func, args, given)
+        if asked is not None and asked.type == "cuda":
+            raise PassError(
+                f"the constructor asks for {asked}{caller()}, and values that a GPU's generator draws cannot "
+                "be promised: build it on the CPU and move what is materialised, or use fake_export"
+            )
+        return func(*args, **given)
+
+
 def _asked_for(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device | None:
     if func is torch.Tensor.cuda:
-        index = kwargs.get("device", args[1] if len(args) > 1 else 0)
+        index = kwargs.get("device", args[1] if len(args) > 1 else None) or 0
         return indexed(torch.device("cuda", index) if isinstance(index, int) else torch.device(index))
     if kwargs.get("device") is not None:
         return indexed(torch.device(kwargs["device"]))

@@ -76,7 +76,8 @@ class Operation:
 class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Active as a context manager, while a constructor runs; on one thread.
 
-    `allocated` are tensors that were made elsewhere, with memory: their bytes, and where.
+    `allocated` are tensors that were made elsewhere, with memory: their bytes, and where; large ones, and all
+    that come from NumPy.
     """
 
     def __init__(self) -> None:
@@ -93,6 +94,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sample = getattr(nn.init, _SAMPLING, None)
         if sample is not None:
             self._also.enter_context(patch.object(nn.init, _SAMPLING, partial(self._record_sampling, sample)))
+        self._also.enter_context(patch.object(torch, "from_numpy", partial(self._note, torch.from_numpy)))
         self._also.enter_context(_Pretending(self))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -134,6 +136,12 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         spec = self._spec(tensor)
         operation = Operation(sample, (spec, *bounds), {}, (spec,), self._draws.count(generator))
         self._operations.append(operation)
+        return tensor
+
+    def _note(self, from_numpy: Callable[[Any], torch.Tensor], array: Any) -> torch.Tensor:
+        tensor = from_numpy(array)
+        if tensor.nbytes < LARGE:  # a large one is found where it is used
+            self.allocated.append((tensor.nbytes, caller()))
         return tensor
 
     def values(self, tensor: torch.Tensor) -> torch.Tensor:

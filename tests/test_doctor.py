@@ -60,6 +60,18 @@ class Deciding(nn.Module):
     def forward(self, x):
         return x if x.sum() > 0 else -x
 
+class Listed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 64, device="cuda")
+        self.tables = [torch.from_numpy(numpy.ones(64, dtype="float32"))]
+
+    def forward(self, x):
+        return self.layer(x) + self.tables[0]
+
+def listed():
+    return Listed(), X
+
 def deciding():
     return Deciding(), X
 
@@ -118,8 +130,9 @@ def test_all_that_matters_is_said_and_nothing_else(folder: Path, penstock: Comma
 @pytest.mark.parametrize(
     ("model", "status", "message"),
     [
-        ("allocating", 1, "the constructor really allocates 8.00 MiB at "),
+        ("allocating", 1, "the constructor really allocates 8.00 MiB on the CPU at "),
         ("allocating", 1, "torch.from_numpy(numpy.zeros((1024, 1024))).float()"),
+        ("listed", 1, "the constructor really allocates 256 B on the CPU at "),
         ("two", 1, "uses cuda:0, cuda:1: a program is loaded on one device"),
         ("deciding", 1, "in forward: return x if x.sum() > 0 else -x"),
         ("custom", 0, "doctor_test.cpu_only.default have no CUDA kernel"),

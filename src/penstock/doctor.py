@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 from penstock.passes.annotate import annotate
 from penstock.passes.fake_export import Built
 from penstock.passes.graphs import tensors_of
+from penstock.passes.recording import LARGE
 from penstock.preflight import open_source
 from penstock.schedule.errors import PassError
 from penstock.schedule.payload import Payload
@@ -45,7 +46,8 @@ def examine(source: str) -> list[Check]:
         exported = built.export(inputs())
         checks.append(Check("export", "ok", f"exports to {len(exported.graph.nodes)} nodes"))
     except PassError as error:
-        return [*checks, Check("export", "problem", str(error))]
+        small = [_allocated(nbytes, line) for nbytes, line in built.allocated if nbytes < LARGE]
+        return [*checks, *small, Check("export", "problem", str(error))]
     checks += _of_devices(exported)
     checks += _of_operators(exported)
     try:
@@ -56,18 +58,21 @@ def examine(source: str) -> list[Check]:
 
 
 def _of_construction(built: Built) -> Iterator[Check]:
-    for nbytes, line in built.allocated:
-        yield Check(
-            "construction",
-            "problem",
-            f"the constructor really allocates {format_size(nbytes)}{line}: make it with torch",
-        )
+    yield from (_allocated(nbytes, line) for nbytes, line in built.allocated if nbytes >= LARGE)
     yield Check("construction", "ok", "is built without memory")
     if built.buffers:
         names = _some(list(built.buffers))
         yield Check(
             "buffers", "note", f"no checkpoint has {names}: computed again by the module that owns them"
         )
+
+
+def _allocated(nbytes: int, line: str) -> Check:
+    return Check(
+        "construction",
+        "problem",
+        f"the constructor really allocates {format_size(nbytes)} on the CPU{line}: make it with torch",
+    )
 
 
 def _of_devices(exported: ExportedProgram) -> Iterator[Check]:

@@ -10,14 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import torch
 from torch import nn
 
 from penstock.configuration import builder, cache_bytes_per_token, inputs_of, notes_of, read_config
 from penstock.passes.activations import activation_bytes
 from penstock.passes.annotate import annotate
+from penstock.passes.example_inputs import check_inputs
 from penstock.passes.fake_export import Built
 from penstock.passes.lines import sentence, where
 from penstock.plan_command import host_of
@@ -116,8 +115,7 @@ def read_model(source: str, *, tokens: int = 1, context: int = 0, dtype: str | N
     Raises SourceError for what cannot be read, PassError, with the line, for what does not export.
     """
     build, inputs = open_source(source, tokens=tokens, dtype=dtype)
-    with _capable():
-        exported = Built.by(build, "cuda").export(inputs())
+    exported = Built.by(build, "cuda").export(inputs())
     cache = 0
     notes: tuple[str, ...] = ()
     if Path(source).exists():
@@ -200,30 +198,10 @@ def _from_factory(source: str) -> tuple[Callable[[], nn.Module], Inputs]:
 
     def inputs() -> Sequence[Any] | Mapping[str, Any]:
         module, example = given[0]
-        _check_inputs(source, module, example)
+        check_inputs(module, example, source)
         return example  # type: ignore[no-any-return]
 
     return build, inputs
-
-
-def _check_inputs(source: str, module: nn.Module, example: Any) -> None:
-    """PassError for example inputs that `forward` cannot be called with."""
-    if not isinstance(example, tuple | list | Mapping):
-        raise PassError(
-            f"{source} gives {type(example).__name__} as example inputs, expected a tuple of the positional "
-            "arguments, such as (x,), or a mapping of names"
-        )
-    by_name = isinstance(example, Mapping)
-    signature = inspect.signature(module.forward)
-    args, kwargs = ((), dict(example)) if by_name else (tuple(example), {})
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        given = ", ".join(map(str, example)) if by_name else f"{len(example)} by position"
-        raise PassError(
-            f"{source} gives example inputs ({given}) that do not fit "
-            f"{type(module).__name__}.forward({', '.join(signature.parameters)}): {error}"
-        ) from error
 
 
 def _function(source: str) -> Callable[[], Any]:
@@ -260,16 +238,6 @@ def _check_no_arguments(source: str, function: Callable[..., Any]) -> None:
         ) from error
     except ValueError:  # a builtin without a signature
         return
-
-
-@contextmanager
-def _capable() -> Iterator[None]:
-    """Models that ask what the GPU can do are told a recent one's answer where torch knows of none."""
-    if torch.cuda.is_available():
-        yield
-        return
-    with mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)):
-        yield
 
 
 @contextmanager

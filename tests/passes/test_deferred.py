@@ -145,6 +145,11 @@ def test_seeding_in_the_constructor_counts() -> None:
             lambda: nn.Parameter(torch.randn(3, generator=torch.Generator().manual_seed(1))),
             "a generator of its own",
         ),
+        (
+            lambda: nn.Linear(2, 2, device="cuda"),
+            r"asks for cuda:0 at .*test_deferred\.py:\d+, .*: build it on the CPU .* or use fake_export",
+        ),
+        (lambda: nn.Linear(2, 2).cuda(), "asks for cuda:0 at "),
     ],
 )
 def test_what_cannot_be_deferred_is_refused(build, message) -> None:
@@ -158,3 +163,7 @@ def test_names_that_there_are_not_are_refused() -> None:
         found.materialize("blocks.7")
     with pytest.raises(penstock.PassError, match="there is no parameter or buffer 'nothing'"):
         found.materialize_slice("nothing", slice(1))
+    with pytest.raises(
+        penstock.PassError, match=r"'blocks\.2' is a Linear, expected the name of a parameter"
+    ):
+        found.materialize_slice("blocks.2", slice(1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -186,6 +187,45 @@ class Tied(nn.Module):
 def test_what_does_not_export_is_refused_with_the_line_that_causes_it(build, placement, message) -> None:
     with pytest.raises(penstock.PassError, match=message):
         penstock.fake_export(build, (torch.randn(1, 4),), placement)
+
+
+class Capable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recent = torch.cuda.get_device_capability() >= (8, 0)
+        self.layer = nn.Linear(4, 4).cuda()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) if torch.cuda.get_device_capability("cuda")[0] and self.recent else x
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the answer of a GPU that is there is its own")
+def test_a_model_may_ask_what_a_gpu_that_is_not_here_can_do() -> None:
+    exported = penstock.fake_export(Capable, (torch.zeros(1, 4),), "cuda")
+    assert "linear" in devices_of(exported)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ((), r"example inputs \(0 by position\) that do not fit Tied\.forward\(x\): missing"),
+        ({"y": torch.zeros(4)}, r"example inputs \(y\) that do not fit Tied\.forward\(x\): missing"),
+        (torch.zeros(1, 4), r"gives Tensor as example inputs, expected a tuple"),
+        (None, r"gives NoneType as example inputs, expected a tuple"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_named(inputs: Any, message: str) -> None:
+    with pytest.raises(penstock.PassError, match=message):
+        penstock.fake_export(Tied, inputs)
+
+
+def test_a_line_of_pythons_own_is_not_to_blame() -> None:
+    class Parsing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + json.loads("nothing")
+
+    with pytest.raises(penstock.PassError, match=r"test_fake_export\.py:\d+, in forward: .*json\.loads"):
+        penstock.fake_export(Parsing, (torch.zeros(1),))
 
 
 INDICES: tuple[Any, ...] = (
