@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.command_line import Command, penstock_fixture  # noqa: F401
+
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -51,6 +53,22 @@ def test_quantised_weights_can_be_walked(tmp_path: Path) -> None:
     output = walk("docs/quantised.md", tmp_path)
     assert "0.weight ['qdata', 'scale', 'zero_point']" in output
     assert "no-scale.safetensors: 3.weight.scale; give the missing shards" in output
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("library", ["transformers", "diffusers"])
+def test_what_is_said_of_a_library_can_be_walked(library: str, tmp_path: Path) -> None:
+    output = walk(f"docs/{library}.md", tmp_path)
+    assert "bytes" in output
+
+
+def test_the_commands_that_answer_questions_exist(penstock: Command) -> None:
+    rows = re.findall(r"`penstock ([a-z]+) ([^`]*)`", (ROOT / "docs/questions.md").read_text())
+    assert {name for name, _ in rows} >= {"plan", "preflight", "simulate", "run", "doctor"}
+    for name, arguments in rows:
+        known = penstock(name, "--help").out
+        for option in re.findall(r"(--?[a-z-]+) ", f"{arguments} "):
+            assert option in known, (name, option)
 
 
 @pytest.mark.timeout(300)

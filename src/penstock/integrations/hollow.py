@@ -29,6 +29,11 @@ def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = dict(module.named_parameters())
     found |= {name: value for name, value in module.named_buffers() if name not in lost}
     for name, value in found.items():
+        if type(value) not in (torch.Tensor, nn.Parameter):
+            raise PassError(
+                f"weight {name} is a {type(value).__name__}: export and compile models with quantised weights "
+                "yourself (docs/quantised.md)"
+            )
         if value.device.type == "meta" or value.untyped_storage().nbytes() < value.nbytes:
             raise PassError(
                 f"weight {name} has no values: load the model first, or give its folder to "
