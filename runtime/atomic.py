@@ -64,6 +64,16 @@ def write_artifact(
             _sync_folder(folder.parent)
 
 
+def check_output(path: Path, *, force: bool, marker: str | None = None) -> None:
+    """Refuse, before work is done, what `replace_file` or (with `marker`) `write_artifact` will refuse."""
+    path = path if marker is None else Path(os.path.realpath(path))
+    _refuse_existing(path, force=force)
+    if marker is not None:
+        _refuse_foreign(path, marker)
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise SourceError(f"{path.parent} is no folder that can be written to; choose another output")
+
+
 @contextmanager
 def _reporting(target: Path) -> Iterator[None]:
     try:

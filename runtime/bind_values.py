@@ -39,7 +39,7 @@ def bind(
     cast: bool = False,
     slices: Slices | None = None,
     only: str | Sequence[str] = (),
-    ignore: Sequence[str] = (),
+    ignore: str | Sequence[str] = (),
 ) -> ExportedProgram:
     """A copy of the program whose weights are those of a checkpoint, mapped from its files.
 
@@ -56,9 +56,11 @@ def bind(
     as if they were not there, and neither are shards of an index that hold nothing else.
 
     Raises SourceError for weights that are missing or of another dtype or shape, and for tensors that the
-    program has no use for, unless a pattern of `ignore` matches them.
+    program has no use for, unless a pattern of `ignore` matches them; and for patterns that match nothing.
     """
-    files = without(open_checkpoint(checkpoint, only), computed_buffers([exported]), rename)
+    opened = open_checkpoint(checkpoint, only)
+    ignore = _ignored(ignore, opened)
+    files = without(opened, computed_buffers([exported]), rename)
     annotated = annotate_with_values(exported)
     names = part_names(annotated.payload.weights, rename, files.tensors)
     weights = annotated.payload.tensors
@@ -92,6 +94,16 @@ def with_small_values(
         }
         exported._constants = {name: values.get(name, old) for name, old in exported.constants.items()}
     return changed
+
+
+def _ignored(ignore: str | Sequence[str], checkpoint: Checkpoint) -> Sequence[str]:
+    patterns = (ignore,) if isinstance(ignore, str) else ignore
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in checkpoint.tensors):
+            raise SourceError(
+                f"ignore= has {pattern!r}, which matches no tensor of the checkpoint: correct it"
+            )
+    return patterns
 
 
 def _refuse_unexpected(

@@ -121,7 +121,12 @@ def tensor_name(fqn: str, rename: Rename) -> str:
     """What a weight is called in the files."""
     if rename is None:
         return fqn
-    return rename.get(fqn, fqn) if isinstance(rename, Mapping) else rename(fqn)
+    if not callable(rename) and not isinstance(rename, Mapping):
+        raise SourceError(f"rename= is {rename!r}, expected a table or a function from FQNs to names")
+    name = rename.get(fqn, fqn) if isinstance(rename, Mapping) else rename(fqn)
+    if not isinstance(name, str):
+        raise SourceError(f"rename= makes {name!r} of {fqn}, expected the name of a tensor: correct it")
+    return name
 
 
 def _reading(weight: Weight, part: Part, named: tuple[str, Reading], cast: bool) -> Reading:

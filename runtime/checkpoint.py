@@ -63,7 +63,8 @@ def open_checkpoint(paths: Paths, only: str | Sequence[str] = ()) -> Checkpoint:
         _add(tensors, read_tensors(folder.resolve(), files, wanted))
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in tensors):
-            raise SourceError(f"no tensor of {paths} is called {pattern!r} (only=): correct the pattern")
+            where = ", ".join(map(str, given))
+            raise SourceError(f"no tensor of {where} is called {pattern!r} (only=): correct the pattern")
     return Checkpoint(tuple(files), tensors)
 
 

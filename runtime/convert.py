@@ -11,12 +11,13 @@ from pathlib import Path
 
 import torch
 
-from penstock.runtime.atomic import write_artifact
+from penstock.runtime.atomic import check_output, write_artifact
 from penstock.runtime.checkpoint import open_checkpoint
-from penstock.runtime.pack import BLOCK, PAD_PREFIX, PackEntry, pack
+from penstock.runtime.pack import BLOCK, PAD_PREFIX, PackEntry, check_space, pack
 from penstock.runtime.progress import Progress, count_bytes
 from penstock.runtime.safetensors_file import TORCH_NAMES, index_files
 from penstock.runtime.stored_tensor import Reading, StoredTensor
+from penstock.runtime.torch_file import SUFFIXES
 from penstock.schedule.errors import SourceError
 from penstock.schedule.sizes import format_size, parse_size
 
@@ -63,19 +64,16 @@ def convert(
         raise SourceError(f"{source} holds no tensors")
     path = Path(target)
     total = sum(entry.nbytes for entry in entries)
+    most = parse_size(shard_size, name="shard_size") if shard_size is not None else total
+    _check_output(path, total, sharded=shard_size is not None, force=force)
     print(f"penstock: writing {total:,} bytes of tensors to {path}", file=sys.stderr)
     report = count_bytes(progress, "converting", total)
     if path.suffix == ".safetensors":
-        if shard_size is not None:
-            raise SourceError(f"shards go to a folder, and {path} is a file: give a folder, or no shard size")
         pack(path, entries, dense=True, force=force, progress=report)
         return Converted((path,), len(entries), total)
-    most = parse_size(shard_size, name="shard_size") if shard_size is not None else total
     shards = _shards(entries, most)
     names = [f"model-{k + 1:05}-of-{len(shards):05}.safetensors" for k in range(len(shards))]
     names = names if len(shards) > 1 else [_FILE]
-
-    _refuse_strangers(path)
 
     def build(folder: Path) -> None:
         for name, shard in zip(names, shards, strict=True):
@@ -84,6 +82,22 @@ def convert(
 
     write_artifact(path, force=force, build=build, marker=INDEX)
     return Converted(tuple(path / name for name in names), len(entries), total)
+
+
+def _check_output(path: Path, nbytes: int, *, sharded: bool, force: bool) -> None:
+    """Refuse a target before anything is said or written."""
+    if path.suffix in SUFFIXES:
+        raise SourceError(
+            f"{path} would be a file of torch.save, and safetensors are written: give a .safetensors file "
+            "or a folder"
+        )
+    file = path.suffix == ".safetensors"
+    if file and sharded:
+        raise SourceError(f"shards go to a folder, and {path} is a file: give a folder, or no shard size")
+    check_output(path, force=force, marker=None if file else INDEX)
+    if not file:
+        _refuse_strangers(path)
+    check_space(path.parent, nbytes, dense=True)
 
 
 def _refuse_strangers(folder: Path) -> None:

@@ -78,12 +78,12 @@ def pack(
     offsets, pads, data_nbytes = place_densely(entries) if dense else place(entries)
     header = _header(entries, offsets, pads)
     total = len(header) + data_nbytes
-    check_space(path.parent, total)
+    check_space(path.parent, total, dense=dense)
     placed = []
     with (
         replace_file(path, force=force) as fd,
         ThreadPoolExecutor(1) as pool,
-        _filling_up(path.parent, total),
+        _filling_up(path.parent, total, dense=dense),
     ):
         writer = _Writer(fd, pool, progress)
         writer.write(header)
@@ -134,8 +134,8 @@ def place_densely(entries: Sequence[PackEntry]) -> tuple[list[int], list[tuple[i
     return ends[:-1], [], ends[-1]
 
 
-def check_space(folder: Path, nbytes: int) -> None:
-    """Raise SourceError unless the file system of `folder` has `nbytes` available."""
+def check_space(folder: Path, nbytes: int, *, dense: bool = False) -> None:
+    """Raise SourceError unless the file system of `folder` has `nbytes` available; `dense` as for `pack`."""
     try:
         status = os.statvfs(folder)
     except OSError as error:
@@ -144,7 +144,7 @@ def check_space(folder: Path, nbytes: int) -> None:
         ) from error
     available = status.f_bavail * status.f_frsize
     if nbytes > available:
-        raise _disk_full(folder, nbytes, f"{available} are available")
+        raise _disk_full(folder, nbytes, f"{available} are available", dense)
 
 
 def tensor_chunks(flat: torch.Tensor) -> Iterator[Chunk]:
@@ -205,7 +205,7 @@ class _Writer:
 
 
 @contextmanager
-def _filling_up(folder: Path, nbytes: int) -> Iterator[None]:
+def _filling_up(folder: Path, nbytes: int, *, dense: bool) -> Iterator[None]:
     """Reports a disk, or a quota, that others filled while `nbytes` were being written."""
     try:
         yield
@@ -214,13 +214,16 @@ def _filling_up(folder: Path, nbytes: int) -> Iterator[None]:
             raise
         status = os.statvfs(folder)
         left = status.f_bavail * status.f_frsize
-        raise _disk_full(folder, nbytes, f"{left} were available when writing stopped") from error
+        raise _disk_full(folder, nbytes, f"{left} were available when writing stopped", dense) from error
 
 
-def _disk_full(folder: Path, nbytes: int, available: str) -> SourceError:
+def _disk_full(folder: Path, nbytes: int, available: str, dense: bool) -> SourceError:
+    # Weights can be left where they are; what is written densely is a checkpoint of its own.
+    advice = " or choose another output"
+    if not dense:
+        advice = ", choose another output, or refer to the checkpoint in place (pack=False)"
     return SourceError(
-        f"the disk of {folder} is full: packing needs {nbytes} bytes and {available}; "
-        "free some, choose another output, or refer to the checkpoint in place (pack=False)"
+        f"the disk of {folder} is full: packing needs {nbytes} bytes and {available}; free some{advice}"
     )
 
 

@@ -14,9 +14,16 @@ def part_names(weights: Sequence[Weight], rename: Rename, known: Container[str])
     """Names in the files of every weight, and of every part of a quantised one, by `FQN` or `FQN.PART`.
 
     Where `rename` says nothing about a part it is looked for as the weight's name in the files and `.PART`,
-    then as torchao's safetensors files have it (`layer._weight_PART`).
+    then as torchao's safetensors files have it (`layer._weight_PART`). SourceError for a table that renames
+    what is no weight.
     """
     names: dict[str, str] = {}
+    fqns = {
+        name for weight in weights for part in weight.parts for name in (weight.fqn, tensor_of(weight, part))
+    }
+    unknown = [name for name in rename if name not in fqns] if isinstance(rename, Mapping) else ()
+    if unknown:
+        raise SourceError(f"rename= has {unknown[0]!r}, which is no weight of the program: correct it")
     for weight in weights:
         for part in weight.parts:
             candidates = list(_candidates(weight.fqn, part.name, rename))

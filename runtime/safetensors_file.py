@@ -212,10 +212,10 @@ def _folder_files(folder: Path, wanted: Callable[[str], bool] | None) -> tuple[P
 
 def _indexed_files(index: Path, wanted: Callable[[str], bool] | None) -> tuple[Path, ...]:
     with open_for_reading(index) as fd:
-        fields = _parse_json(read_exactly(fd, 0, os.fstat(fd).st_size, index), index)
+        fields = _parse_json(read_exactly(fd, 0, os.fstat(fd).st_size, index), index, what=_INDEX)
     weight_map = fields.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        _refuse(index, "weight_map is not an object that gives each tensor its file", what="an index")
+        _refuse(index, "weight_map is not an object that gives each tensor its file", what=_INDEX)
     names = dict.fromkeys(file for name, file in weight_map.items() if wanted is None or wanted(name))
     for name in names:
         if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
@@ -225,13 +225,16 @@ def _indexed_files(index: Path, wanted: Callable[[str], bool] | None) -> tuple[P
     return tuple(index.parent / name for name in names)
 
 
-def _parse_json(text: bytes, path: Path) -> dict[str, object]:
+_FILE, _INDEX = "a safetensors file", "an index"
+
+
+def _parse_json(text: bytes, path: Path, what: str = _FILE) -> dict[str, object]:
     if not text.startswith(b"{"):
-        _refuse(path, f"a JSON object was expected, and the text begins with {text[:8]!r}")
+        _refuse(path, f"a JSON object was expected, and the text begins with {text[:8]!r}", what)
     try:
         fields = json.loads(text.decode("utf-8"), object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
-        _refuse(path, f"its JSON cannot be read ({error})")
+        _refuse(path, f"its JSON cannot be read ({error})", what)
     assert isinstance(fields, dict)
     return fields
 
@@ -278,5 +281,5 @@ def _check_tiling(entries: Mapping[str, TensorEntry], data_start: int, file_nbyt
         _refuse(path, f"its tensors end at byte {position} and the file has {file_nbytes}: it is incomplete")
 
 
-def _refuse(path: Path, reason: str, what: str = "a safetensors file") -> NoReturn:
+def _refuse(path: Path, reason: str, what: str = _FILE) -> NoReturn:
     raise SourceError(f"{path} is not {what} that can be trusted: {reason}; get an intact copy")

@@ -20,8 +20,9 @@ Slices = Mapping[str, Slice]
 def match_slices(weights: Sequence[Weight], slices: Slices) -> dict[str, Slice]:
     """The slice of each weight that has one, by FQN.
 
-    SourceError for a pattern that matches no weight, and for a weight that two match.
+    SourceError for what are no slices, a pattern that matches no weight, and a weight that two match.
     """
+    _check_form(slices)
     found: dict[str, str] = {}
     for pattern in slices:
         names = [weight.fqn for weight in weights if fnmatchcase(weight.fqn, pattern)]
@@ -32,6 +33,17 @@ def match_slices(weights: Sequence[Weight], slices: Slices) -> dict[str, Slice]:
                 raise SourceError(f"slices= has {found[name]!r} and {pattern!r} for weight {name}: leave one")
             found[name] = pattern
     return {name: slices[pattern] for name, pattern in found.items()}
+
+
+def _check_form(slices: object) -> None:
+    given = slices.items() if isinstance(slices, Mapping) else [("", slices)]
+    for pattern, one in given:
+        numbers = one if isinstance(one, tuple | list) else ()
+        if not pattern or len(numbers) != 3 or not all(type(number) is int for number in numbers):
+            raise SourceError(
+                f"slices= has {one!r} for {pattern!r}, expected (dimension, rank, ranks) by pattern, such as "
+                '{"fc1.*": (0, rank, ranks)}'
+            )
 
 
 def region(fqn: str, name: str, tensor: StoredTensor, share: Slice | None) -> Region:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import zipfile
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from penstock.passes.lines import sentence
 from penstock.runtime.safetensors_file import SAFETENSORS_NAMES, TensorEntry
 from penstock.schedule.errors import SourceError
 
@@ -51,9 +53,17 @@ def _load(file: Any, path: Path) -> Any:
             return torch.load(file, weights_only=True)
     except Exception as error:
         raise SourceError(
-            f"{path} cannot be read without running code in it ({str(error).splitlines()[0]}): load it with "
+            f"{path} cannot be read without running code in it ({_reason(error)}): load it with "
             "torch.load where you trust it, and save its state dict"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """What stands in the way, without torch's advice to run the code."""
+    if found := re.search(r"GLOBAL (\S+) was not an allowed", str(error)):
+        return f"it calls {found[1]}"
+    said = str(error).partition("WeightsUnpickler error:")[2] or str(error)
+    return sentence(ValueError(said))
 
 
 def _records(file: Any, path: Path) -> Mapping[int, int]:

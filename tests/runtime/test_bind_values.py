@@ -107,6 +107,20 @@ def test_names_may_differ_by_a_table_or_a_function(model, tmp_path) -> None:
         assert torch.equal(bound.module()(TOKENS), model(TOKENS))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rename": {"layers.9.weight": "x"}}, r"rename= has 'layers\.9\.weight', which is no weight"),
+        ({"rename": lambda fqn: None}, r"rename= makes None of .*, expected the name of a tensor"),
+        ({"rename": ["shift"]}, r"rename= is \['shift'\], expected a table or a function"),
+        ({"ignore": ["zzz*"]}, r"ignore= has 'zzz\*', which matches no tensor"),
+    ],
+)
+def test_names_and_patterns_that_match_nothing_are_refused(checkpoint, options, message) -> None:
+    with pytest.raises(penstock.SourceError, match=message):
+        penstock.bind(fake(), checkpoint, **options)
+
+
 class Code:
     def __reduce__(self) -> tuple[object, ...]:
         return (print, ("this must not run",))
@@ -143,7 +157,7 @@ def test_what_does_not_belong_to_the_program_is_refused_by_name(model, tmp_path,
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"a": Code()}, "cannot be read without running code in it"),
+        ({"a": Code()}, r"cannot be read without running code in it \(it calls print\): load it"),
         ([torch.zeros(3)], "holds a list, expected a state dict"),
         ({"a": 3}, "holds int 'a' in its state dict, expected tensors"),
         ({"a": torch.zeros(4, 4).t()}, "is not dense, or of the dtype torch.float32"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -105,6 +106,37 @@ def test_what_cannot_be_is_refused_and_nothing_is_written(tmp_path: Path, option
     with pytest.raises(SourceError, match=message):
         convert(tmp_path / "model.safetensors", tmp_path / "new.safetensors", **options)
     assert not (tmp_path / "new.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "message"),
+    [
+        ("new.bin", {}, r"new\.bin would be a file of torch\.save"),
+        ("new.pt", {}, r"new\.pt would be a file of torch\.save"),
+        ("new.safetensors", {"shard_size": "1MB"}, "shards go to a folder"),
+        ("model.safetensors", {}, "exists; choose another output"),
+        ("nowhere/new.safetensors", {}, "nowhere is no folder that can be written to"),
+        ("new.safetensors", {"only": "zzz*"}, r"no tensor of \S+model\.safetensors is called 'zzz\*'"),
+    ],
+)
+def test_a_target_is_refused_before_anything_is_said(tmp_path, capsys, target, options, message) -> None:
+    save_file(tensors(), tmp_path / "model.safetensors")
+    with pytest.raises(SourceError, match=message):
+        convert([tmp_path / "model.safetensors"], tmp_path / target, **options)
+    assert capsys.readouterr().err == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_a_full_disk_is_said_before_writing_without_the_advice_of_compile(
+    tmp_path, capsys, monkeypatch
+) -> None:
+    save_file(tensors(), tmp_path / "model.safetensors")
+    status = os.statvfs(tmp_path)
+    full = os.statvfs_result((*status[:4], 0, *status[5:]))
+    monkeypatch.setattr(os, "statvfs", lambda path: full)
+    with pytest.raises(SourceError, match=r"is full: .* free some or choose another output$"):
+        convert(tmp_path / "model.safetensors", tmp_path / "new")
+    assert capsys.readouterr().err == ""
 
 
 def test_what_exists_is_kept_unless_asked_otherwise(tmp_path: Path) -> None:

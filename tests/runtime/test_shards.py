@@ -88,6 +88,13 @@ def test_links_to_files_without_suffixes(tmp_path: Path, name: str) -> None:
     assert len(open_checkpoint([link, tmp_path / "again.safetensors"]).files) == 1
 
 
+@pytest.mark.parametrize("text", ["{broken", "[]", '{"weight_map": {"a": 3}}'])
+def test_a_broken_index_is_called_an_index(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(SourceError, match=r"index\.json is not an index that can be trusted"):
+        open_checkpoint(tmp_path)
+
+
 def test_a_folder_of_two_indices(tmp_path: Path) -> None:
     shards(tmp_path, "a", "b")
     index(tmp_path, 24)

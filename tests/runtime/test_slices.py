@@ -99,6 +99,9 @@ def test_only_the_slices_bytes_are_read(whole, monkeypatch) -> None:
     [
         ({"nothing.*": (0, 0, 2)}, r"'nothing\.\*', which matches no weight"),
         ({"up.weight": (0, 0, 2), "up.*": (0, 0, 2)}, r"'up\.weight' and 'up\.\*' for weight up\.weight"),
+        ({"up.*": 7}, r"slices= has 7 for 'up\.\*', expected \(dimension, rank, ranks\)"),
+        ({"up.*": (0, 1)}, r"slices= has \(0, 1\) for 'up\.\*', expected"),
+        ((0, 0, 2), r"slices= has \(0, 0, 2\) for '', expected"),
         ({"up.*": (2, 0, 2)}, r"weight up\.weight has the slice \(2, 0, 2\)"),
         ({"up.*": (0, 2, 2)}, r"has the slice \(0, 2, 2\)"),
         ({"up.*": (0, 0, 3)}, r"64 elements of F32 in dimension 0, which 3 ranks cannot share equally"),
