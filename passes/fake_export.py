@@ -97,8 +97,8 @@ class Built:
         return cls(module, buffers, devices, home=home_of(placement, devices), allocated=deferred.allocated)
 
     @classmethod
-    def of(cls, module: nn.Module) -> Built:
-        """A copy of a module that is in memory, without the values of its parameters; it stays as it is."""
+    def of(cls, module: nn.Module, home: torch.device) -> Built:
+        """A copy on `home` of a module in memory, without its parameters' values; it stays as it is."""
         flats: dict[int, torch.Tensor] = {}
         memo: dict[int, Any] = {}
         for value in module.parameters():
@@ -107,7 +107,6 @@ class Built:
             flat = flats.setdefault(storage._cdata, torch.empty(nbytes, dtype=value.dtype, device="meta"))
             view = flat.view(value.dtype).as_strided(value.shape, value.stride(), value.storage_offset())
             memo[id(value)] = nn.Parameter(view, requires_grad=False)
-        home = next((value.device for value in module.parameters()), torch.device("cpu"))
         copied = copy.deepcopy(module, memo)
         hold_attributes(copied)
         devices = {

@@ -34,7 +34,6 @@ WAYS = {
     "left padded": {"do_sample": False, "attention_mask": LEFT_PADDED},
     "beams": {"num_beams": 3},
     "static cache": {"do_sample": False, "cache_implementation": "static"},
-    "no cache": {"do_sample": False, "use_cache": False},
 }
 
 
@@ -53,17 +52,6 @@ def test_an_assistant_is_verified_by_the_streamed_model(streamed):
     model, reference, _ = streamed
     options = {"max_new_tokens": 6, "do_sample": False, "assistant_model": reference}
     assert torch.equal(model.generate(IDS[:1], **options), reference.generate(IDS[:1], **options))
-
-
-def test_a_cache_that_is_cropped_goes_on_from_there(streamed):
-    model, reference, _ = streamed
-    results = []
-    for one in (model, reference):
-        with torch.no_grad():
-            cache = one(IDS, use_cache=True).past_key_values
-            cache.crop(-2)
-            results.append(one(IDS[:, 3:], past_key_values=cache, use_cache=True).logits)
-    assert torch.equal(*results)
 
 
 def test_windows_of_attention_are_kept_when_they_slide(tmp_path):
@@ -110,6 +98,13 @@ def test_equal_weights_and_programs_are_written_once(tmp_path):
 
 
 # What is refused.
+
+
+def test_a_gradient_is_refused(tmp_path):
+    model = models.llama()
+    embedded = torch.zeros(1, 3, 64, requires_grad=True)
+    with apply(model, "400KB", cache=tmp_path), pytest.raises(StreamError, match="requires grad"):
+        model(inputs_embeds=embedded)
 
 
 def test_a_cap_that_is_too_small_says_how_much_is_needed(tmp_path):

@@ -35,6 +35,28 @@ def test_a_pipeline_draws_the_same_picture_within_less_than_its_largest_componen
     assert torch.equal(models.picture(made), expected)
 
 
+def test_an_autoencoder_encodes_to_the_same_distribution(drawn, tmp_path):
+    made, _, _ = drawn
+    image = torch.rand(1, 3, 16, 16)
+    with torch.no_grad():
+        expected = made.vae.encode(image).latent_dist
+        with apply(made.vae, CAP, cache=tmp_path):
+            found = made.vae.encode(image).latent_dist
+    assert torch.equal(found.mean, expected.mean)
+    assert torch.equal(
+        found.sample(torch.Generator().manual_seed(1)), expected.sample(torch.Generator().manual_seed(1))
+    )
+
+
+def test_a_component_that_cannot_be_streamed_leaves_the_others_as_they_were(tmp_path_factory):
+    made = models.pipeline(tmp_path_factory.mktemp("vocabulary"))
+    made.unet.conv_in.weight.data = made.unet.conv_in.weight.data.to(memory_format=torch.channels_last)
+    expected = models.picture(made)
+    with pytest.raises(PassError, match=r"conv_in\.weight has strides .*: make it contiguous"):
+        apply(made, CAP, cache=tmp_path_factory.mktemp("cache"))
+    assert torch.equal(models.picture(made), expected)
+
+
 def test_a_pipeline_from_a_folder_is_never_in_memory(drawn, tmp_path):
     _, folder, expected = drawn
     made = load(folder, CAP, cache=tmp_path)

@@ -135,11 +135,15 @@ def apply(
         refuse_wrapped(module, name)
     applied = Applied(model, Cap(nbytes))
     where = Where(folder / "programs", device, lowering)
-    for name, module in parts.items():
-        module.eval()
-        file = store(stored_tensors(module), folder / "weights")
-        component = Component(name, blank_copy(module), [file], where, applied.cap.turn)
-        applied.add(component, module, Hollow(module, _INSTEAD), file)
+    try:
+        for name, module in parts.items():
+            module.eval()
+            file = store(stored_tensors(module), folder / "weights")
+            component = Component(name, blank_copy(module, where.target), [file], where, applied.cap.turn)
+            applied.add(component, module, Hollow(module, _INSTEAD, where.target), file)
+    except BaseException:
+        applied.restore()
+        raise
     print(f"penstock: {format_size(applied.freed_bytes)} of parameters given back", file=sys.stderr)
     if example is not None:
         _call(model, example)
@@ -178,8 +182,9 @@ def load(
 
     def stream(stored: Stored) -> nn.Module:
         module = stored.make()
-        component = Component(stored.name, Built.by(stored.build), stored.files, where, applied.cap.turn)
-        applied.add(component, module, Hollow(module, _INSTEAD), None)
+        blank = Built.by(stored.build, str(where.target))
+        component = Component(stored.name, blank, stored.files, where, applied.cap.turn)
+        applied.add(component, module, Hollow(module, _INSTEAD, where.target), None)
         return module
 
     if is_pipeline(folder):

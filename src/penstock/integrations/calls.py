@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 
 from penstock.schedule.errors import PassError
 
-STATE_MODULE = "transformers.cache_utils"
-"""Where the classes are defined whose objects hold state between calls."""
+STATE_MODULES = ("transformers.cache_utils", "diffusers.models.autoencoders.vae")
+"""Where the classes are defined whose objects hold tensors: caches between calls, distributions."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _key(leaf: Any) -> str:
 
 def is_state(value: object) -> bool:
     """Whether a value is an object that a library keeps between calls."""
-    return type(value).__module__ == STATE_MODULE and hasattr(value, "__dict__")
+    return type(value).__module__ in STATE_MODULES and hasattr(value, "__dict__")
 
 
 class Collector:

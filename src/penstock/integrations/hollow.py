@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,8 +31,8 @@ def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     for name, value in found.items():
         if type(value) not in (torch.Tensor, nn.Parameter):
             raise PassError(
-                f"weight {name} is a {type(value).__name__}: export and compile models with quantised weights "
-                "yourself (docs/quantised.md)"
+                f"weight {name} is a {type(value).__name__}: export and compile models with quantised "
+                "weights yourself (docs/quantised.md)"
             )
         if value.device.type == "meta" or value.untyped_storage().nbytes() < value.nbytes:
             raise PassError(
@@ -79,24 +79,25 @@ def _bytes_of(value: torch.Tensor) -> torch.Tensor:
 
 
 class Hollow:
-    """A module whose parameters have shapes and no memory; `nbytes` of it were given back.
+    """A module whose parameters have shapes, a device and no memory; `nbytes` of it were given back.
 
     What would touch them says so: torch itself may end the process.
     """
 
-    def __init__(self, module: nn.Module, sentence: str) -> None:
-        parameters = list(module.parameters())
-        storages = {p.untyped_storage()._cdata: p.untyped_storage() for p in parameters}
-        self.nbytes = sum(s.nbytes() for s in storages.values() if s.device.type != "meta")
-        with torch.device("cpu"):
-            flats = {key: torch.empty(s.nbytes(), dtype=torch.uint8) for key, s in storages.items()}
-            empty = {id(p): _emptied(p, flats[p.untyped_storage()._cdata]) for p in parameters}
-        for flat in flats.values():
-            flat.untyped_storage().resize_(0)
+    def __init__(self, module: nn.Module, sentence: str, device: torch.device) -> None:
+        self._trained = {name: value.requires_grad for name, value in module.named_parameters()}
+        storages: dict[int, list[nn.Parameter]] = {}
+        for value in module.parameters():
+            storages.setdefault(value.untyped_storage()._cdata, []).append(value)
+        firsts = [views[0].untyped_storage() for views in storages.values()]
+        self.nbytes = sum(storage.nbytes() for storage in firsts if storage.device.type != "meta")
+        empty = {id(old): new for views in storages.values() for old, new in _emptied(views, device)}
         for one in module.modules():
-            for key, value in one._parameters.items():
-                if value is not None:
-                    one._parameters[key] = empty[id(value)]
+            for key, held in one._parameters.items():
+                if held is not None:
+                    one._parameters[key] = empty[id(held)]
+            for key, buffer in one._buffers.items():
+                one._buffers[key] = None if buffer is None else buffer.to(device)
         self._parameters = dict(module.named_parameters())
         self._undo = [undo for one in module.modules() if one._parameters for undo in _refuse(one, sentence)]
 
@@ -104,21 +105,28 @@ class Hollow:
         """Give the parameters memory again, with the values in `file`, and take the refusals away."""
         with safe_open(file, framework="pt") as opened:
             for name, value in self._parameters.items():
-                value.data = opened.get_tensor(name)
+                value.data = opened.get_tensor(name).to(value.device)
+                value.requires_grad_(self._trained[name])
         for undo in self._undo:
             undo()
 
 
-def _emptied(value: nn.Parameter, flat: torch.Tensor) -> nn.Parameter:
-    """The parameter over other memory: itself, or where it was on the meta device one in its place."""
-    view = torch.empty(0, dtype=value.dtype).set_(
-        flat.untyped_storage(), value.storage_offset(), tuple(value.shape), value.stride()
-    )
-    if value.device.type == "meta":
-        return nn.Parameter(view, requires_grad=False)
-    value.requires_grad_(False)
-    value.data = view
-    return value
+def _emptied(
+    views: Sequence[nn.Parameter], device: torch.device
+) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    """For each parameter of one storage itself without memory, or where it was elsewhere one in its place."""
+    storage = torch.empty(views[0].untyped_storage().nbytes(), dtype=torch.uint8, device=device)
+    for value in views:
+        view = torch.empty(0, dtype=value.dtype, device=device).set_(
+            storage.untyped_storage(), value.storage_offset(), tuple(value.shape), value.stride()
+        )
+        if value.device == view.device:
+            value.requires_grad_(False)
+            value.data = view
+            yield value, value
+        else:
+            yield value, nn.Parameter(view, requires_grad=False)
+    storage.untyped_storage().resize_(0)
 
 
 def _refuse(module: nn.Module, sentence: str) -> Iterator[Any]:

@@ -104,10 +104,19 @@ def components_of(model: Any) -> dict[str, nn.Module]:
         raise PassError(
             f"expected a module, a transformers model or a diffusers pipeline, got {type(model).__name__}"
         )
-    found = {name: one for name, one in held.items() if isinstance(one, nn.Module)}
+    modules = {name: one for name, one in held.items() if isinstance(one, nn.Module)}
+    found = {names[0]: modules[names[0]] for names in _by_object(modules).values()}
     if not found:
         raise PassError(f"the {type(model).__name__} has no component that is a module")
     return found
+
+
+def _by_object(modules: dict[str, nn.Module]) -> dict[int, list[str]]:
+    """The names of each module: a pipeline may have one under several."""
+    names: dict[int, list[str]] = {}
+    for name, module in modules.items():
+        names.setdefault(id(module), []).append(name)
+    return names
 
 
 def entries_of(module: nn.Module) -> list[str]:

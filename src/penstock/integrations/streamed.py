@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,9 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 
 import penstock
-from penstock.integrations.calls import Builder, Collector, State, Tree
-from penstock.integrations.libraries import are_full, as_when_called
+from penstock.integrations.calls import Builder, Collector
+from penstock.integrations.kinds import Call, Result, method_of, named, refuse_grad
+from penstock.integrations.libraries import as_when_called
 from penstock.passes.activations import activation_bytes
 from penstock.passes.fake_export import Built, with_computed_buffers
 from penstock.passes.inputs import InputChecks
@@ -33,60 +33,17 @@ _ROOM = 1.25
 """Times the memory that a call takes beside weights, which is set aside, so that the next fits as well."""
 
 
-@dataclass
-class _Result:
-    """What a call returned, and what it left in the states that it was given."""
-
-    output: Tree
-    states: tuple[State, ...]
-
-
-@dataclass(frozen=True)
-class _Call:
-    """The tree of a call's arguments, its tensors and states, and what kind of call it is.
-
-    `entry` is the FQN of the method that is called: `forward`, `decode`, `encoder.forward`.
-    """
-
-    entry: str
-    tree: Tree
-    tensors: tuple[torch.Tensor, ...]
-    states: tuple[object, ...]
-    full_masks: bool
-
-    @classmethod
-    def of(cls, entry: str, arguments: Mapping[str, Any]) -> _Call:
-        collector = Collector()
-        tree = collector.take(dict(arguments))
-        masks = [v for k, v in arguments.items() if k.endswith("attention_mask") and _is_padding(v)]
-        return cls(entry, tree, tuple(collector.tensors), tuple(collector.states), are_full(masks))
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """Equal for calls that one exported program may serve."""
-        shapes = tuple((t.dtype, t.device.type, tuple(min(n, 2) for n in t.shape)) for t in self.tensors)
-        return self.entry, self.tree.key, shapes, self.full_masks
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-
-def _is_padding(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim == 2
-
-
 @dataclass(frozen=True)
 class _Method:
     name: str
     kind: tuple[object, ...]
     exported: ExportedProgram
     checks: InputChecks
-    result: _Result
+    result: Result
     per_input_byte: float
     """Bytes beside weights for each byte of inputs, as exported."""
 
-    def accepts(self, call: _Call) -> bool:
+    def accepts(self, call: Call) -> bool:
         try:
             self.checks.check(list(call.tensors))
         except StreamError:
@@ -100,7 +57,7 @@ class _Flat(nn.Module):
     `record` is told what a call returns; export forgets what a module sets while it runs.
     """
 
-    def __init__(self, model: nn.Module, call: _Call, record: Callable[[_Result], None]) -> None:
+    def __init__(self, model: nn.Module, call: Call, record: Callable[[Result], None]) -> None:
         super().__init__()
         self.model = model
         self._call, self._record = call, record
@@ -112,7 +69,7 @@ class _Flat(nn.Module):
             output = method_of(self.model, self._call.entry)(**arguments)
         collector = Collector(tensors, builder.states)
         tree = collector.take(output)
-        self._record(_Result(tree, tuple(collector.state(one) for one in builder.states)))
+        self._record(Result(tree, tuple(collector.state(one) for one in builder.states)))
         return collector.tensors
 
 
@@ -123,6 +80,11 @@ class Where:
     folder: Path
     device: str
     lowering: str
+
+    @property
+    def target(self) -> torch.device:
+        """Where tensors are: the GPU, or for a CPU and the simulated device the CPU."""
+        return torch.device(self.device if self.device.startswith("cuda") else "cpu")
 
 
 class Component:
@@ -157,7 +119,8 @@ class Component:
     def call(self, entry: str, *args: Any, **kwargs: Any) -> Any:
         """What a method of the module returns for these arguments, which may be any that it takes."""
         self.check()
-        call = _Call.of(entry, _named(method_of(self._blank.module, entry), args, kwargs))
+        refuse_grad((args, kwargs))
+        call = Call.of(entry, named(method_of(self._blank.module, entry), args, kwargs))
         method = self._method_for(call)
         with torch.no_grad():
             module = self._loaded(method, call)
@@ -168,7 +131,7 @@ class Component:
             builder.update(target, state)
         return output
 
-    def _method_for(self, call: _Call) -> _Method:
+    def _method_for(self, call: Call) -> _Method:
         """The method that serves a call, exported now where there is none."""
         for method in self._methods:
             if method.kind == call.kind and method.accepts(call):
@@ -190,24 +153,22 @@ class Component:
             self._module.close()
             self._module = None
 
-    def _export(self, call: _Call) -> _Method:
-        results: list[_Result] = []
+    def _export(self, call: Call) -> _Method:
+        results: list[Result] = []
         flat = _Flat(self._blank.module, call, results.append).eval()
         sizes = [{d: Dim.AUTO for d, n in enumerate(t.shape) if n > 1} for t in call.tensors]
         exported = self._blank.export(([*call.tensors],), (sizes,), module=flat)
-        cuda = self._where.device.startswith("cuda")
-        device = torch.device(self._where.device if cuda else "cpu")
         beside = activation_bytes(exported) + call.nbytes
         return _Method(
             f"call{len(self._methods)}",
             call.kind,
             exported,
-            InputChecks(exported, torch.device("cpu"), device),
+            InputChecks(exported, self._where.target, self._where.target),
             results[-1],
             beside / max(call.nbytes, 1),
         )
 
-    def _loaded(self, method: _Method, call: _Call) -> StreamedModule:
+    def _loaded(self, method: _Method, call: Call) -> StreamedModule:
         """The module within what is left beside this call, which other components make room for."""
         cap = self._turn(self)
         beside = int(method.per_input_byte * call.nbytes)
@@ -254,26 +215,6 @@ class Component:
         )
 
 
-def method_of(module: nn.Module, entry: str) -> Any:
-    """The method that an entry names: `forward`, or `encoder.forward` of a submodule."""
-    owner, _, name = entry.rpartition(".")
-    return getattr(module.get_submodule(owner), name)
-
-
-def _named(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, those that were not given left out."""
-    signature = inspect.signature(function)
-    arguments = {**signature.bind(*args, **kwargs).arguments}
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            arguments |= arguments.pop(name, {})
-        elif parameter.kind is parameter.VAR_POSITIONAL and arguments.pop(name, ()):
-            raise StreamError(
-                f"{function.__qualname__} was called with arguments that have no name: name them"
-            )
-    return arguments
-
-
 def _digest(programs: Mapping[str, ExportedProgram], weights: Sequence[Path], lowering: str) -> str:
     """What programs compute, over which files, with which versions."""
     digest = hashlib.sha256(f"{lowering} {torch.__version__} {penstock.__version__} {weights}".encode())
@@ -291,10 +232,10 @@ def _digest(programs: Mapping[str, ExportedProgram], weights: Sequence[Path], lo
     return digest.hexdigest()[:32]
 
 
-def blank_copy(module: nn.Module) -> Built:
-    """The module with fake parameters and buffers; the module itself stays as it is."""
+def blank_copy(module: nn.Module, device: torch.device) -> Built:
+    """The module with fake parameters and buffers on a device; the module itself stays as it is."""
     try:
-        return Built.of(module)
+        return Built.of(module, device)
     except PassError:
         raise
     except Exception as error:

@@ -1,0 +1,89 @@
+"""The calls of a module: what they were given, by name, and what kind of call they are."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from penstock.integrations.calls import Collector, State, Tree
+from penstock.integrations.libraries import are_full
+from penstock.schedule.errors import StreamError
+
+
+@dataclass
+class Result:
+    """What a call returned, and what it left in the states that it was given."""
+
+    output: Tree
+    states: tuple[State, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """The tree of a call's arguments, its tensors and states, and what kind of call it is.
+
+    `entry` is the FQN of the method that is called: `forward`, `decode`, `encoder.forward`.
+    """
+
+    entry: str
+    tree: Tree
+    tensors: tuple[torch.Tensor, ...]
+    states: tuple[object, ...]
+    full_masks: bool
+
+    @classmethod
+    def of(cls, entry: str, arguments: Mapping[str, Any]) -> Call:
+        collector = Collector()
+        tree = collector.take(dict(arguments))
+        masks = [v for k, v in arguments.items() if k.endswith("attention_mask") and _is_padding(v)]
+        return cls(entry, tree, tuple(collector.tensors), tuple(collector.states), are_full(masks))
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Equal for calls that one exported program may serve."""
+        shapes = tuple((t.dtype, t.device.type, tuple(min(n, 2) for n in t.shape)) for t in self.tensors)
+        return self.entry, self.tree.key, shapes, self.full_masks
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def _is_padding(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 2
+
+
+def refuse_grad(arguments: object) -> None:
+    """Raise StreamError where a gradient would be expected, which there is none of."""
+    leaves = pytree.tree_leaves(arguments) if torch.is_grad_enabled() else ()
+    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+        raise StreamError(
+            "an input requires grad and grad mode is on: gradients through streamed weights are not "
+            "supported, so call under torch.no_grad() or detach the input"
+        )
+
+
+def method_of(module: nn.Module, entry: str) -> Any:
+    """The method that an entry names: `forward`, or `encoder.forward` of a submodule."""
+    owner, _, name = entry.rpartition(".")
+    return getattr(module.get_submodule(owner), name)
+
+
+def named(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, those that were not given left out."""
+    signature = inspect.signature(function)
+    arguments = {**signature.bind(*args, **kwargs).arguments}
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            arguments |= arguments.pop(name, {})
+        elif parameter.kind is parameter.VAR_POSITIONAL and arguments.pop(name, ()):
+            raise StreamError(
+                f"{function.__qualname__} was called with arguments that have no name: name them"
+            )
+    return arguments
