@@ -208,8 +208,8 @@ class _Writer:
         if packed:
             total = sum(storages[s].nbytes for s in packed)
             check_space(folder, total)
-            print(f"penstock: writing {total:,} bytes of weights to {folder.parent}", file=sys.stderr)
             entries = [self._entry(s) for s in packed]
+            print(f"penstock: writing {total:,} bytes of weights to {folder.parent}", file=sys.stderr)
             placed = pack(
                 folder / WEIGHTS, entries, progress=count_bytes(self._progress, "packing weights", total)
             )
@@ -239,9 +239,8 @@ class _Writer:
     def _value_chunks(self, s: int, weight: Weight) -> Chunks:
         value: torch.Tensor = self._values[s]
         if type(value).__name__ == "FakeTensor" or value.device.type == "meta":
-            raise PassError(
-                f"weight {weight.fqn} has no values (it is {value.device.type}): name the files with weights="
-            )
+            kind = "meta" if value.device.type == "meta" else "fake"
+            raise PassError(f"weight {weight.fqn} has no values (it is {kind}): name the files with weights=")
         return lambda: tensor_chunks(storage_bytes(value)[: self._storages[s].nbytes])
 
     def _file_chunks(self, s: int) -> Chunks:

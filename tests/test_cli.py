@@ -225,7 +225,7 @@ def test_what_cannot_be_compiled(penstock: Command, files: Files, tmp_path: Path
     text.write_text("no program")
     cases: Sequence[tuple[Sequence[object], str]] = [
         ((tmp_path / "nowhere.pt2", output), "is not a file"),
-        ((tmp_path, output), "is not a file"),
+        ((tmp_path, output), "holds no config.json"),
         ((text, output), "is not a program"),
         ((tmp_path / ("x" * 300), output), "File name too long"),
         ((files.exported, files.artifact), "exists"),

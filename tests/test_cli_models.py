@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from penstock import open as open_program
 from tests.command_line import Command, penstock_fixture  # noqa: F401
 
 MODELS = """
@@ -97,6 +100,49 @@ def test_the_table_keeps_each_value_whole_in_80_columns(penstock: Command) -> No
     assert ["3.01 MiB" in rows[0], "does not run" in rows[1]] == [True, True]
     assert max(map(len, done.out.split("\nrtx4090,")[0].splitlines())) <= 80
     assert "the least budget that works" in done.out
+
+
+def test_the_folder_of_a_model_is_compiled_in_one_command(folder: Path, penstock: Command) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=96,
+        dtype="bfloat16",
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "tiny")
+    model = LlamaForCausalLM.from_pretrained(folder / "tiny").eval()
+    done = penstock("compile", "tiny", "tiny.penstock", "--tokens", "6", "--json")
+    assert done.status == 0, done.err
+    ids = torch.arange(6)[None]
+    with torch.no_grad(), open_program("tiny.penstock").load("60%") as module:
+        assert torch.equal(module(input_ids=ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+
+
+def test_a_function_is_compiled_with_the_weights_that_are_named(folder: Path, penstock: Command) -> None:
+    torch.save(
+        {
+            f"{k}.{part}": torch.ones(512, 512)[:, : 512 if part == "weight" else 1].squeeze(1).clone()
+            for k in range(6)
+            for part in ("weight", "bias")
+        },
+        "model.pt",
+    )
+    refused = penstock("compile", "factory_of_a_user:build", "model.penstock")
+    assert refused.status == 2
+    assert "weight 0.bias has no values (it is fake): name the files with weights=" in refused.err
+    assert "writing" not in refused.err
+    done = penstock("compile", "factory_of_a_user:build", "model.penstock", "--weights", "model.pt")
+    assert done.status == 0, done.err
+
+
+def test_examples_stand_on_lines_of_their_own(penstock: Command) -> None:
+    said = [line.strip() for line in penstock("preflight", "--help").out.splitlines()]
+    begins = [line.removeprefix("\u2022 ") for line in said if line.startswith("\u2022 penstock preflight")]
+    assert len(begins) == 2
 
 
 def test_what_a_model_prints_is_not_among_the_facts(penstock: Command) -> None:

@@ -13,9 +13,20 @@ from typing import Annotated
 import typer
 
 from penstock import console
-from penstock.cli_inputs import fail, integer, load_exported, pairs, weight_files
+from penstock.cli_compile import compile
+from penstock.cli_inputs import fail, integer, pairs
 from penstock.cli_models import convert, doctor, preflight
-from penstock.cli_options import ArenaName, Artifact, Budget, DeviceName, HardwareName, HostMemory, Json, Keep
+from penstock.cli_options import (
+    ArenaName,
+    Artifact,
+    Budget,
+    DeviceName,
+    HardwareName,
+    HostMemory,
+    Json,
+    Keep,
+    examples,
+)
 from penstock.schedule.errors import PenstockError
 from penstock.schedule.sizes import format_size
 
@@ -29,16 +40,28 @@ app = typer.Typer(
 
 
 app.command(
-    epilog="Examples: `penstock preflight Llama-3.1-405B/config.json --hardware h200 --budget 80GiB` or "
-    "`penstock preflight my_models:build --hardware rtx4090 --hardware h100 --budget 50%`"
+    epilog=examples(
+        "penstock preflight Llama-3.1-405B/config.json --hardware h200 --budget 80GiB",
+        "penstock preflight my_models:build --hardware rtx4090 --hardware h100 --budget 50%",
+    )
 )(preflight)
 
 
-app.command(epilog="Example: `penstock doctor my_models:build`")(doctor)
+app.command(epilog=examples("penstock doctor my_models:build"))(doctor)
 app.command(
-    epilog="Examples: `penstock convert model.pt -o model.safetensors` or "
-    "`penstock convert model/ -o model-bf16/ --dtype bfloat16 --shard-size 5GB`"
+    epilog=examples(
+        "penstock convert model.pt -o model.safetensors",
+        "penstock convert model/ -o model-bf16/ --dtype bfloat16 --shard-size 5GB",
+    )
 )(convert)
+
+
+app.command(
+    epilog=examples(
+        "penstock compile model.pt2 model.penstock --weights model.safetensors --no-pack",
+        "penstock compile Llama-3.2-1B/ model.penstock --tokens 128",
+    )
+)(compile)
 
 
 class DemoPart(StrEnum):
@@ -59,67 +82,10 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 @app.command(
-    epilog="Example: `penstock compile model.pt2 model.penstock --weights model.safetensors --no-pack`"
-)
-def compile(
-    exported: Annotated[Path, typer.Argument(help="A program saved by torch.export.save (.pt2).")],
-    output: Annotated[Path, typer.Argument(help="The artifact folder to write, NAME.penstock.")],
-    *,
-    weights: Annotated[
-        list[Path] | None,
-        typer.Option(help="Safetensors file, index or folder to take values from; may be given again."),
-    ] = None,
-    rename: Annotated[
-        list[str] | None,
-        typer.Option(help="FQN=NAME: what a weight is called in the files; may be repeated."),
-    ] = None,
-    cast: Annotated[
-        bool, typer.Option("--cast", help="Convert floating-point weights of another dtype, as torch does.")
-    ] = False,
-    pack: Annotated[bool, typer.Option(help="Copy the weights, or refer to the files in place.")] = True,
-    lowering: Annotated[
-        str, typer.Option(help="eager (the exported graph itself) or inductor (compiled with AOTInductor).")
-    ] = "eager",
-    resident_below: Annotated[
-        str | None, typer.Option(help="With inductor: weights smaller than this stay in memory (64KiB).")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an artifact that exists.")] = False,
-    json: Json = False,
-) -> None:
-    """Compile an exported program into an artifact that streams its weights."""
-    from penstock.runtime.artifact import compile as compile_program
-
-    program = load_exported(exported)
-    with console.byte_progress() as progress:
-        compiled = compile_program(
-            program,
-            output,
-            weights=weight_files(weights),
-            rename=dict(pairs(rename or [], "--rename", "FQN=NAME")),
-            lowering=lowering,
-            cast=cast,
-            pack=pack,
-            resident_below=resident_below,
-            force=force,
-            progress=progress,
-        )
-    facts = {"path": str(output), "weight_bytes": compiled.weight_bytes, "floor_bytes": compiled.floor_bytes}
-    if json:
-        console.print_json(facts)
-    else:
-        console.print_facts(
-            f"Wrote {output}",
-            [
-                ("weights", format_size(compiled.weight_bytes)),
-                ("floor", f"{format_size(compiled.floor_bytes)} ({compiled.floor_bytes} bytes)"),
-                ("next", f"penstock run {output} --budget 50%"),
-            ],
-        )
-
-
-@app.command(
-    epilog="Examples: `penstock plan model.penstock --budget 25% --keep 'lm_head.*'` or "
-    "`penstock plan model.penstock --budget 8GB --hardware rtx4090 --sweep --report plan.html`"
+    epilog=examples(
+        "penstock plan model.penstock --budget 25% --keep 'lm_head.*'",
+        "penstock plan model.penstock --budget 8GB --hardware rtx4090 --sweep --report plan.html",
+    )
 )
 def plan(
     artifact: Artifact,
@@ -159,8 +125,10 @@ def plan(
 
 
 @app.command(
-    epilog="Examples: `penstock simulate model.penstock --budget 8GB --hardware rtx4090` or "
-    "`penstock simulate model.penstock --budget 8GB --device sim:rtx4090`"
+    epilog=examples(
+        "penstock simulate model.penstock --budget 8GB --hardware rtx4090",
+        "penstock simulate model.penstock --budget 8GB --device sim:rtx4090",
+    )
 )
 def simulate(
     artifact: Artifact,
@@ -191,7 +159,7 @@ def simulate(
         plan_command.print_simulated(artifact, facts)
 
 
-@app.command(epilog="Example: `penstock inspect model.penstock --json`")
+@app.command(epilog=examples("penstock inspect model.penstock --json"))
 def inspect(artifact: Artifact, json: Json = False) -> None:
     """Show an artifact: methods, weights, steps and floors."""
     from penstock.report import artifact_facts, artifact_tables
@@ -205,7 +173,7 @@ def inspect(artifact: Artifact, json: Json = False) -> None:
         console.print_table(title, columns, rows)
 
 
-@app.command(epilog="Example: `penstock verify model.penstock`")
+@app.command(epilog=examples("penstock verify model.penstock"))
 def verify(artifact: Artifact, json: Json = False) -> None:
     """Hash every weight byte and prove every plan of an artifact."""
     from penstock.runtime.program import open as open_program
@@ -220,8 +188,10 @@ def verify(artifact: Artifact, json: Json = False) -> None:
 
 
 @app.command(
-    epilog="Examples: `penstock run model.penstock --budget 50% --size batch=2` or "
-    "`penstock run model.penstock --budget 32MiB --input in.safetensors --output out.safetensors`"
+    epilog=examples(
+        "penstock run model.penstock --budget 50% --size batch=2",
+        "penstock run model.penstock --budget 32MiB --input in.safetensors --output out.safetensors",
+    )
 )
 def run(
     artifact: Artifact,
@@ -272,7 +242,7 @@ def run(
         console.print_facts(f"{artifact} within {format_size(done.stats.budget)}", run_table(done))
 
 
-@app.command(epilog="Example: `penstock demo --part real`")
+@app.command(epilog=examples("penstock demo --part real"))
 def demo(
     part: Annotated[
         DemoPart, typer.Option(help="cap: larger than memory; real: trained weights.")

@@ -1,0 +1,95 @@
+"""The command `compile`, for programs that were saved and for models that are exported here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock import console
+from penstock.cli_inputs import load_exported, pairs, weight_files
+from penstock.cli_options import Json
+from penstock.schedule.sizes import format_size
+
+
+def compile(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A program saved by torch.export.save (.pt2), the folder of a transformers model, or "
+            "module:function that returns a module and example inputs."
+        ),
+    ],
+    output: Annotated[Path, typer.Argument(help="The artifact folder to write, NAME.penstock.")],
+    *,
+    weights: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Safetensors file, index or folder to take values from; may be given again. Default: the "
+            "program's own, or those in the model's folder."
+        ),
+    ] = None,
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(help="FQN=NAME: what a weight is called in the files; may be repeated."),
+    ] = None,
+    cast: Annotated[
+        bool, typer.Option("--cast", help="Convert floating-point weights of another dtype, as torch does.")
+    ] = False,
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of each call of a model that a folder describes.")
+    ] = 1,
+    pack: Annotated[bool, typer.Option(help="Copy the weights, or refer to the files in place.")] = True,
+    lowering: Annotated[
+        str, typer.Option(help="eager (the exported graph itself) or inductor (compiled with AOTInductor).")
+    ] = "eager",
+    resident_below: Annotated[
+        str | None, typer.Option(help="With inductor: weights smaller than this stay in memory (64KiB).")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an artifact that exists.")] = False,
+    json: Json = False,
+) -> None:
+    """Compile an exported program into an artifact that streams its weights."""
+    from penstock.runtime.artifact import compile as compile_program
+
+    program, found = _program(model, tokens)
+    with console.byte_progress() as progress:
+        compiled = compile_program(
+            program,
+            output,
+            weights=weight_files(weights) or found,
+            rename=dict(pairs(rename or [], "--rename", "FQN=NAME")),
+            lowering=lowering,
+            cast=cast,
+            pack=pack,
+            resident_below=resident_below,
+            force=force,
+            progress=progress,
+        )
+    facts = {"path": str(output), "weight_bytes": compiled.weight_bytes, "floor_bytes": compiled.floor_bytes}
+    if json:
+        console.print_json(facts)
+    else:
+        console.print_facts(
+            f"Wrote {output}",
+            [
+                ("weights", format_size(compiled.weight_bytes)),
+                ("floor", f"{format_size(compiled.floor_bytes)} ({compiled.floor_bytes} bytes)"),
+                ("next", f"penstock run {output} --budget 50%"),
+            ],
+        )
+
+
+def _program(model: str, tokens: int) -> tuple[Any, Path | None]:
+    """A program that was saved, or one exported without building its model; and the model's own weights."""
+    path = Path(model)
+    folder = path if path.is_dir() else path.parent if path.name == "config.json" else None
+    if folder is None and (path.exists() or ":" not in model):
+        return load_exported(path), None
+    from penstock.passes.fake_export import Built
+    from penstock.preflight import open_source
+
+    with console.spinner(f"exporting {model} without building it"), console.quiet():
+        build, inputs = open_source(model, tokens=tokens)
+        return Built.by(build).export(inputs()), folder
