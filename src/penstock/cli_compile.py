@@ -13,23 +13,27 @@ from penstock.cli_options import Json
 from penstock.schedule.sizes import format_size
 
 
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="A program saved by torch.export.save (.pt2), the folder of a transformers model, or "
+        "module:function that returns a module and example inputs."
+    ),
+]
+Weights = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="Safetensors file, index or folder to take values from; may be given again. Default: the "
+        "program's own, or those in the model's folder."
+    ),
+]
+
+
 def compile(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="A program saved by torch.export.save (.pt2), the folder of a transformers model, or "
-            "module:function that returns a module and example inputs."
-        ),
-    ],
+    model: Model,
     output: Annotated[Path, typer.Argument(help="The artifact folder to write, NAME.penstock.")],
     *,
-    weights: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Safetensors file, index or folder to take values from; may be given again. Default: the "
-            "program's own, or those in the model's folder."
-        ),
-    ] = None,
+    weights: Weights = None,
     rename: Annotated[
         list[str] | None,
         typer.Option(help="FQN=NAME: what a weight is called in the files; may be repeated."),
