@@ -12,7 +12,6 @@ from penstock.cli_inputs import load_exported, pairs, weight_files
 from penstock.cli_options import Json
 from penstock.schedule.sizes import format_size
 
-
 Model = Annotated[
     str,
     typer.Argument(
