@@ -3,20 +3,20 @@
 A Llama-shaped transformers model in bfloat16, written by transformers. Each way of loading it runs in a
 process of its own, in turn, with the page cache cold or warm: time until the model is ready, until its first
 output, and the most anonymous and total memory meanwhile (sampled every 10 ms, above what libraries hold).
-penstock refers to the checkpoint in place: what compiling it once costs is a line of its own.
+penstock refers to the checkpoint in place: what compiling it once costs is a line of its own. The limit is
+reading all bytes with as many readers as penstock has, into memory that is there.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,10 +28,13 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.loading_ways import LOADERS, forget_pages, read_alone, save, warm_pages
 from benchmarks.machine import describe_machine, read_memory
 from penstock.schedule.sizes import format_size, parse_size
 
-WAYS = ("plain", "assign", "accelerate", "transformers", "penstock 25%", "penstock 100%")
+LIMIT = "the bytes alone"
+WAYS = ("plain", "assign", "accelerate", "transformers", "penstock 25%", "penstock 100%", LIMIT)
+SAVING = ("save_pretrained", "save_file", "penstock convert")
 COMPILE = "compile"
 TOKENS = 8
 
@@ -93,78 +96,6 @@ def write_checkpoint(folder: Path, nbytes: int) -> None:
     model.save_pretrained(folder, max_shard_size="500MB")
 
 
-def shards(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors"))
-
-
-def forget_pages(folder: Path) -> None:
-    for path in shards(folder):
-        fd = os.open(path, os.O_RDONLY)
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
-
-
-def warm_pages(folder: Path) -> None:
-    for path in shards(folder):
-        with path.open("rb", buffering=0) as file:
-            while file.read(1 << 24):
-                pass
-
-
-def load_plain(folder: Path) -> Any:
-    from safetensors.torch import load_file
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
-    for path in shards(folder):
-        model.load_state_dict(load_file(path), strict=False)
-    return model.eval()
-
-
-def load_assign(folder: Path) -> Any:
-    from accelerate import init_empty_weights
-    from safetensors.torch import load_file
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
-    for path in shards(folder):
-        model.load_state_dict(load_file(path), strict=False, assign=True)
-    return model.eval()
-
-
-def load_accelerate(folder: Path) -> Any:
-    from accelerate import init_empty_weights, load_checkpoint_and_dispatch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
-    return load_checkpoint_and_dispatch(model, folder, device_map={"": "cpu"}).eval()
-
-
-def load_transformers(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
-
-
-def load_penstock(folder: Path, budget: str) -> Any:
-    import penstock
-
-    return penstock.open(folder / "model.penstock").load(budget)
-
-
-LOADERS: dict[str, Callable[[Path], Any]] = {
-    "plain": load_plain,
-    "assign": load_assign,
-    "accelerate": load_accelerate,
-    "transformers": load_transformers,
-    "penstock 25%": lambda folder: load_penstock(folder, "25%"),
-    "penstock 100%": lambda folder: load_penstock(folder, "100%"),
-}
-
-
 def inputs() -> dict[str, Any]:
     return {"input_ids": torch.arange(TOKENS)[None], "use_cache": False}
 
@@ -190,8 +121,17 @@ def measure_here(way: str, folder: Path) -> Loaded:
     import penstock
 
     penstock.open  # noqa: B018 (imported now, not while the clock runs)
+    if way == LIMIT:
+        seconds = read_alone(folder)
+        return Loaded(seconds, seconds, 0, 0, "")
     peak = Peak()
     began = time.perf_counter()
+    if way in SAVING:
+        with tempfile.TemporaryDirectory(dir=folder.parent) as made:
+            save(way, folder, Path(made) / "saved")
+            seconds = time.perf_counter() - began
+        peak.stop()
+        return Loaded(seconds, seconds, peak.anonymous, peak.total, "")
     with torch.no_grad():
         model = LOADERS[way](folder)
         ready = time.perf_counter() - began
@@ -267,6 +207,13 @@ def main(
                     found[one].append(run_apart(one, made))
             results[state] = found
             typer.echo(render(found, f"{size}, {state}") + "\n")
+        found = {one: [] for one in SAVING}
+        for number in range(rounds):
+            for one in SAVING[number % len(SAVING) :] + SAVING[: number % len(SAVING)]:
+                warm_pages(made)
+                found[one].append(run_apart(one, made))
+        results["saving"] = found
+        typer.echo(render(found, f"{size}, saved") + "\n")
         typer.echo(f"compiling in place, once: {compiled:.1f} s")
     if json_path:
         facts = {
