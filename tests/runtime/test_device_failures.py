@@ -56,7 +56,9 @@ def test_a_device_that_fails_in_a_pass_is_closed_cleanly(stack, method, at):
     program = stack.open()
     plan = program.plan("50%", device="sim:t4")
     device = FailingSim(plan.hardware)
-    module = load_on_device(program.path, program.payload, plan, device, LoadOptions())
+    module = load_on_device(
+        program.path, program.payload, plan, device, LoadOptions(), lowered=lambda: program.lowered
+    )
     with torch.no_grad():
         assert torch.equal(module(stack.tokens), stack.expected)
         device.fail(method, at)

@@ -54,7 +54,9 @@ def test_a_pass_can_be_captured_and_another_as_well(stack, share):
     for wrap in ("barrier", "overlap"):
         plan = program.plan(budget, device="sim:rtx4090", wrap=wrap)
         device = SimDevice(plan.hardware)
-        module = load_on_device(program.path, program.payload, plan, device, LoadOptions())
+        module = load_on_device(
+            program.path, program.payload, plan, device, LoadOptions(), lowered=lambda: program.lowered
+        )
         crosses = any(t.after < 0 for t in plan.schedules[0].transfers)
         with torch.no_grad(), module:
             module(stack.tokens)
