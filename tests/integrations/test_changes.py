@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import nn
 
 from penstock.integrations import apply
-from penstock.schedule.errors import StreamError
+from penstock.schedule.errors import PassError, StreamError
 from tests.integrations import models
 
 X = torch.linspace(-1, 1, 24).reshape(3, 8)
@@ -87,3 +89,61 @@ def test_a_configuration_within_the_configuration_is_watched(tmp_path):
         model.config.rope_parameters["rope_theta"] = 7.0
         with pytest.raises(StreamError, match=r"config\.rope_parameters\.rope_theta changed"):
             model(torch.tensor([[3, 4, 5]]))
+
+
+class Counts(Tiny):
+    def forward(self, x):
+        self.scale += 1
+        return super().forward(x)
+
+
+class Keeps(Tiny):
+    def forward(self, x):
+        self.factors.setdefault("first", x.sum())
+        return super().forward(x) + self.factors["first"]
+
+
+class Replaces(Tiny):
+    def forward(self, x):
+        self.computed = self.computed + 1
+        return super().forward(x)
+
+
+class Draws(Tiny):
+    def forward(self, x):
+        return super().forward(x) * random.random()
+
+
+class Writes(Tiny):
+    def forward(self, x):
+        self.computed.add_(1)
+        return super().forward(x)
+
+
+def test_what_a_module_remembers_of_a_call_is_refused_by_name(tmp_path):
+    kinds = {Counts: "scale", Keeps: "factors.first", Replaces: "computed", Draws: "random numbers"}
+    for kind, name in kinds.items():
+        model = tiny(kind)
+        with apply(model, "1MB", cache=tmp_path):
+            for _ in range(2):
+                with pytest.raises(
+                    PassError, match=rf"{kind.__name__} remembers something of a call \({name}"
+                ):
+                    model(X)
+
+
+def test_a_buffer_that_is_written_in_place_goes_on(tmp_path):
+    model, reference = tiny(Writes), tiny(Writes)
+    with apply(model, "1MB", cache=tmp_path):
+        assert all(torch.equal(model(X), reference(X)) for _ in range(3))
+
+
+def test_a_rope_that_changes_with_the_length_is_computed_in_each_call(tmp_path):
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    rope = {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 16, **factors}
+    model = models.llama(rope_parameters={"rope_theta": 10000.0, **rope}, max_position_embeddings=64)
+    reference = models.twin(model)
+    ids = torch.arange(2, 42).reshape(1, 40)
+    with apply(model, "600KB", cache=tmp_path):
+        for given in (ids[:, :8], ids, ids[:, :1], ids[:, :8]):
+            assert torch.equal(model(given).logits, reference(given).logits)

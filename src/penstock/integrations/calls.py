@@ -90,6 +90,7 @@ class Collector:
         self.states: list[object] = list(states)
         self._inputs = {id(tensor): index for index, tensor in enumerate(tensors)}
         self._known = {id(state): index for index, state in enumerate(states)}
+        self._slots: dict[int, Slot] = {}
 
     def take(self, value: Any) -> Tree:
         """The tree of a value; PassError for what is neither a tensor nor a plain constant."""
@@ -114,8 +115,11 @@ class Collector:
         if isinstance(leaf, torch.SymInt):
             return self._slot(torch.empty((leaf, 0)), Count)
         if isinstance(leaf, torch.Tensor):
-            known = self._inputs.get(id(leaf))
-            return self._slot(leaf, Slot) if known is None else Given(known)
+            if id(leaf) in self._inputs:
+                return Given(self._inputs[id(leaf)])
+            if id(leaf) not in self._slots:  # one tensor given twice is one: a module may ask
+                self._slots[id(leaf)] = self._slot(leaf, Slot)
+            return self._slots[id(leaf)]
         if is_state(leaf):
             return self._state(leaf)
         if leaf is None or isinstance(leaf, (*_PLAIN, torch.Generator)):

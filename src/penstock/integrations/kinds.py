@@ -12,16 +12,19 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from penstock.integrations.calls import Collector, State, Tree
+from penstock.integrations.decisions import Decisions
 from penstock.integrations.libraries import are_full
 from penstock.schedule.errors import StreamError
 
 
 @dataclass
 class Result:
-    """What a call returned, and what it left in the states that it was given."""
+    """What a call returned, what it left in the states that it was given, what it assumed, and remembers."""
 
     output: Tree
     states: tuple[State, ...]
+    decisions: Decisions
+    remembered: list[str]
 
 
 @dataclass(frozen=True)
@@ -48,11 +51,29 @@ class Call:
     def kind(self) -> tuple[object, ...]:
         """Equal for calls that one exported program may serve."""
         shapes = tuple((t.dtype, t.device.type, tuple(min(n, 2) for n in t.shape)) for t in self.tensors)
-        return self.entry, self.tree.key, shapes, self.full_masks
+        orders = tuple(_order(tensor) for tensor in self.tensors)
+        return self.entry, self.tree.key, shapes, orders, self.full_masks, _settings()
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def _order(tensor: torch.Tensor) -> tuple[object, ...]:
+    """How a tensor lies in memory, which a module may ask: export answers as for the first one."""
+    if tensor.is_contiguous():
+        return ()
+    last = tensor.is_contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else False
+    strides = [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    order = sorted(range(len(strides)), key=lambda k: -strides[k])
+    return last, tuple(order), tuple(stride == 0 for stride in strides)
+
+
+def _settings() -> tuple[object, ...]:
+    """What torch is set to, and what becomes part of a program where a module asks for it."""
+    kinds = ("cpu", "cuda")
+    autocast = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in kinds]
+    return torch.get_default_dtype(), *autocast
 
 
 def _is_padding(value: object) -> bool:

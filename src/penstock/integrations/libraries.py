@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.integrations.decisions import AskedMask, Decisions
 from penstock.schedule.errors import PassError
 
 _MASKS = "transformers.masking_utils"
@@ -18,12 +20,13 @@ _DECISIONS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 
 
 @contextmanager
-def as_when_called(full_masks: bool) -> Iterator[None]:
+def as_when_called(decisions: Decisions) -> Iterator[None]:
     """Export what a call of the model runs, and not what its library would rather have exported.
 
     Libraries ask whether they are compiled, and transformers whether a padding mask is all ones, which
-    decides between kernels with other last bits: `full_masks` is what it would see in this call.
+    decides between kernels with other last bits: `decisions` answer. Other threads are not affected.
     """
+    thread = threading.get_ident()
     flags: Any = torch.compiler
     before = flags._is_compiling_flag, flags._is_exporting_flag
     masks: Any = sys.modules.get(_MASKS)
@@ -31,7 +34,9 @@ def as_when_called(full_masks: bool) -> Iterator[None]:
 
     def decided(original: Any) -> Any:
         def decide(padding_mask: Any, *args: Any, **kwargs: Any) -> Any:
-            return original(None if padding_mask is None else _Mask(full_masks), *args, **kwargs)
+            if padding_mask is not None and threading.get_ident() == thread:
+                padding_mask = AskedMask(padding_mask, decisions)
+            return original(padding_mask, *args, **kwargs)
 
         return decide
 
@@ -44,30 +49,6 @@ def as_when_called(full_masks: bool) -> Iterator[None]:
         flags._is_compiling_flag, flags._is_exporting_flag = before
         for name, original in originals.items():
             setattr(masks, name, original)
-
-
-class _Mask:
-    """A padding mask of which is known whether it hides anything."""
-
-    shape = (1, 0)
-
-    def __init__(self, full: bool) -> None:
-        self._full = full
-
-    def all(self) -> bool:
-        return self._full
-
-    def sum(self) -> int:
-        return int(self._full)
-
-    def numel(self) -> int:
-        return 1
-
-    def __getitem__(self, _: object) -> _Mask:
-        return self
-
-    def __invert__(self) -> _Mask:
-        return _Mask(not self._full)
 
 
 def are_full(masks: Sequence[torch.Tensor]) -> bool:

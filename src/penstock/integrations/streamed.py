@@ -14,8 +14,10 @@ from torch.export import Dim, ExportedProgram
 
 import penstock
 from penstock.integrations.calls import Builder, Collector
+from penstock.integrations.decisions import Decisions, truth_of
 from penstock.integrations.kinds import Call, Result, method_of, named, refuse_grad
 from penstock.integrations.libraries import as_when_called
+from penstock.integrations.memory import watch_memory
 from penstock.passes.activations import activation_bytes
 from penstock.passes.fake_export import Built, with_computed_buffers
 from penstock.passes.inputs import InputChecks
@@ -42,13 +44,31 @@ class _Method:
     result: Result
     per_input_byte: float
     """Bytes beside weights for each byte of inputs, as exported."""
+    truth: Callable[[Sequence[torch.Tensor]], tuple[bool, ...]] | None
+    """What the values of a call's tensors decide; None where that needs weights."""
+
+    @property
+    def assumed(self) -> tuple[bool, ...]:
+        return tuple(self.result.decisions.answers)
+
+    def decided(self, call: Call) -> tuple[bool, ...]:
+        return self.assumed if self.truth is None else self.truth(call.tensors)
 
     def accepts(self, call: Call) -> bool:
         try:
             self.checks.check(list(call.tensors))
         except StreamError:
             return False
-        return True
+        return self.decided(call) == self.assumed
+
+    def check(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Raise StreamError where a call was not what it was assumed to be."""
+        told = outputs[len(outputs) - len(self.assumed) :]
+        if tuple(bool(value) for value in told) != self.assumed:
+            raise StreamError(
+                "the model makes a mask of its weights, or writes to one in place, and it hides something "
+                "else than it did when the model was exported: this model cannot be streamed"
+            )
 
 
 class _Flat(nn.Module):
@@ -57,20 +77,24 @@ class _Flat(nn.Module):
     `record` is told what a call returns; export forgets what a module sets while it runs.
     """
 
-    def __init__(self, model: nn.Module, call: Call, record: Callable[[Result], None]) -> None:
+    def __init__(
+        self, model: nn.Module, call: Call, known: Sequence[bool], record: Callable[[Result], None]
+    ) -> None:
         super().__init__()
         self.model = model
-        self._call, self._record = call, record
+        self._call, self._known, self._record = call, known, record
 
     def forward(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         builder = Builder(tensors)
         arguments = builder.give(self._call.tree)
-        with as_when_called(self._call.full_masks):
+        decisions = Decisions(self._known, self._call.full_masks)
+        with as_when_called(decisions), watch_memory(self.model) as remembered:
             output = method_of(self.model, self._call.entry)(**arguments)
         collector = Collector(tensors, builder.states)
         tree = collector.take(output)
-        self._record(Result(tree, tuple(collector.state(one) for one in builder.states)))
-        return collector.tensors
+        states = tuple(collector.state(one) for one in builder.states)
+        self._record(Result(tree, states, decisions, remembered))
+        return [*collector.tensors, *decisions.tensors]
 
 
 @dataclass(frozen=True)
@@ -125,6 +149,7 @@ class Component:
         with torch.no_grad():
             module = self._loaded(method, call)
             outputs = module.call(method.name, list(call.tensors))
+        method.check(outputs)
         builder = Builder(outputs, call.tensors, call.states)
         output = builder.give(method.result.output)
         for target, state in zip(call.states, method.result.states, strict=True):
@@ -154,10 +179,25 @@ class Component:
             self._module = None
 
     def _export(self, call: Call) -> _Method:
+        """The method for a call; exported again where it decides otherwise than was assumed."""
+        known: tuple[bool, ...] = ()
+        for _ in range(_MOST_METHODS):
+            method = self._export_for(call, known)
+            known = method.decided(call)
+            if known == method.assumed:
+                return method
+        raise PassError(f"what the masks of the {self.name} hide changes with every answer: call it without")
+
+    def _export_for(self, call: Call, known: Sequence[bool]) -> _Method:
         results: list[Result] = []
-        flat = _Flat(self._blank.module, call, results.append).eval()
+        flat = _Flat(self._blank.module, call, known, results.append).eval()
         sizes = [{d: Dim.AUTO for d, n in enumerate(t.shape) if n > 1} for t in call.tensors]
         exported = self._blank.export(([*call.tensors],), (sizes,), module=flat)
+        if names := results[-1].remembered:
+            raise PassError(
+                f"the {self.name} remembers something of a call ({', '.join(names[:3])}), which a program "
+                "cannot: it cannot be streamed as it is"
+            )
         beside = activation_bytes(exported) + call.nbytes
         return _Method(
             f"call{len(self._methods)}",
@@ -166,6 +206,7 @@ class Component:
             InputChecks(exported, self._where.target, self._where.target),
             results[-1],
             beside / max(call.nbytes, 1),
+            truth_of(exported, len(results[-1].decisions.answers)),
         )
 
     def _loaded(self, method: _Method, call: Call) -> StreamedModule:
@@ -226,10 +267,13 @@ def _digest(programs: Mapping[str, ExportedProgram], weights: Sequence[Path], lo
         digest.update(repr(facts).encode())
         for key, value in with_computed_buffers(exported).constants.items():
             digest.update(key.encode())
-            digest.update(
-                value.numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode()
-            )
+            digest.update(_bytes_of(value) if isinstance(value, torch.Tensor) else repr(value).encode())
     return digest.hexdigest()[:32]
+
+
+def _bytes_of(value: torch.Tensor) -> bytes:
+    flat = value.detach().cpu().contiguous().reshape(-1)
+    return bytes(flat.view(torch.uint8).numpy())
 
 
 def blank_copy(module: nn.Module, device: torch.device) -> Built:

@@ -1,0 +1,65 @@
+"""Calls that one program cannot serve, though their tensors have the same sizes."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from penstock.integrations import apply
+from tests.integrations import models
+
+X = torch.linspace(-1, 1, 24).reshape(3, 8)
+
+
+class Asks(nn.Module):
+    """Asks of its inputs what no shape tells."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("computed", torch.ones(8), persistent=False)
+
+    def forward(self, x, y=None):
+        factor = (1 if x.is_contiguous() else 2) + (4 if x is y else 0)
+        made = torch.ones(8)
+        return (self.linear(x) * factor + self.computed).contiguous().view(-1) + x.contiguous().view(-1), made
+
+
+def applied_and_not(tmp_path, dtype=torch.float32):
+    model = models.frozen(Asks()).to(dtype)
+    reference = models.twin(model)
+    apply(model, "1MB", cache=tmp_path)
+    return model, reference
+
+
+def same(model, reference, *given) -> bool:
+    got, want = model(*given), reference(*given)
+    return all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(got, want, strict=True))
+
+
+def test_tensors_that_lie_in_memory_in_another_way(tmp_path):
+    model, reference = applied_and_not(tmp_path)
+    across = X.t().contiguous().t()
+    assert all(same(model, reference, one) for one in (X, across, X[:, None].expand(3, 8, 8)[:, 0], X))
+
+
+def test_one_tensor_given_twice(tmp_path):
+    model, reference = applied_and_not(tmp_path)
+    assert same(model, reference, X, X)
+    assert same(model, reference, X, X.clone())
+
+
+def test_a_default_dtype(tmp_path):
+    model, reference = applied_and_not(tmp_path)
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            assert same(model, reference, X)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def test_buffers_in_bfloat16(tmp_path):
+    model, reference = applied_and_not(tmp_path, torch.bfloat16)
+    assert same(model, reference, X.bfloat16())
