@@ -60,6 +60,7 @@ class Applied:
         self.components: dict[str, Component] = {}
         self._hollow: list[tuple[Hollow, Path | None]] = []
         self._replaced: list[tuple[nn.Module, str]] = []
+        self._trained: list[nn.Module] = []
 
     @property
     def freed_bytes(self) -> int:
@@ -77,6 +78,11 @@ class Applied:
         component.check = Watch(module).check
         self.components[component.name] = component
         self._hollow.append((hollow, file))
+
+    def evaluate(self, module: nn.Module) -> None:
+        """Put a module in eval mode until it is restored."""
+        self._trained += [one for one in module.modules() if one.training]
+        module.eval()
 
     def close(self) -> None:
         """Stop the readers and give the arena back; the next call takes it again."""
@@ -96,7 +102,10 @@ class Applied:
         for hollow, file in self._hollow:
             assert file is not None
             hollow.fill(file)
+        for one in self._trained:
+            one.training = True
         self._replaced.clear()
+        self._trained.clear()
         self._hollow.clear()
 
     def __enter__(self) -> Applied:
@@ -119,10 +128,11 @@ def apply(
 ) -> Applied:
     """Let a module, a transformers model or a diffusers pipeline run in `memory` bytes, as it is.
 
-    Each component's weights are written to `cache` (`~/.cache/penstock`), once for equal ones, and its
-    parameters give their memory back. Its `forward` is replaced by one that exports the module for each kind
-    of call when that first comes (or now, for `example`: positional arguments or a mapping of names), and
-    streams the weights from then on. `memory` counts weights, activations, inputs and caches.
+    It is in eval mode until it is restored. Each component's weights are written to `cache`
+    (`~/.cache/penstock`), once for equal ones, and its parameters give their memory back. Its `forward` is
+    replaced by one that exports the module for each kind of call when that first comes (or now, for `example`:
+    positional arguments or a mapping of names), and streams the weights from then on. `memory` counts weights,
+    activations, inputs and caches.
 
     Raises PassError for what cannot be exported, BudgetError for a cap below what one component needs.
     """
@@ -137,7 +147,7 @@ def apply(
     where = Where(folder / "programs", device, lowering)
     try:
         for name, module in parts.items():
-            module.eval()
+            applied.evaluate(module)
             file = store(stored_tensors(module), folder / "weights")
             component = Component(name, blank_copy(module, where.target), [file], where, applied.cap.turn)
             applied.add(component, module, Hollow(module, _INSTEAD, where.target), file)

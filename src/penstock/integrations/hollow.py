@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,9 +14,12 @@ from torch import nn
 from penstock.passes.graphs import dtype_name
 from penstock.runtime.atomic import write_artifact
 from penstock.runtime.pack import PackEntry, pack, storage_bytes, tensor_chunks
-from penstock.schedule.errors import PassError, StreamError
+from penstock.schedule.errors import PassError, SourceError, StreamError
 
 WEIGHTS = "weights.safetensors"
+
+_ATTEMPTS = 5
+"""Times that a folder is begun where another process writes the same one."""
 
 
 def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -55,11 +58,26 @@ def store(tensors: Mapping[str, torch.Tensor], cache: Path) -> Path:
         for chunk in tensor_chunks(_bytes_of(value)):
             digest.update(chunk)
     folder = cache / digest.hexdigest()[:32]
-    if not folder.exists():
+
+    def write() -> None:
         entries = [_entry(name, value) for name, value in tensors.items()]
         folder.parent.mkdir(parents=True, exist_ok=True)
         write_artifact(folder, force=False, build=lambda made: _ignore(pack(made / WEIGHTS, entries)))
+
+    write_once(folder, write)
     return folder / WEIGHTS
+
+
+def write_once(folder: Path, write: Callable[[], object]) -> None:
+    """Write what is not there. Another process may be at it, and be first: what it wrote is the same."""
+    for attempt in range(_ATTEMPTS):
+        if folder.exists():
+            return
+        try:
+            write()
+        except SourceError:
+            if attempt == _ATTEMPTS - 1 and not folder.exists():
+                raise
 
 
 def _ignore(_: object) -> None:
@@ -89,6 +107,7 @@ class Hollow:
         storages: dict[int, list[nn.Parameter]] = {}
         for value in module.parameters():
             storages.setdefault(value.untyped_storage()._cdata, []).append(value)
+        self._bytes = {name: value.untyped_storage().nbytes() for name, value in module.named_parameters()}
         firsts = [views[0].untyped_storage() for views in storages.values()]
         self.nbytes = sum(storage.nbytes() for storage in firsts if storage.device.type != "meta")
         empty = {id(old): new for views in storages.values() for old, new in _emptied(views, device)}
@@ -104,8 +123,16 @@ class Hollow:
     def fill(self, file: Path) -> None:
         """Give the parameters memory again, with the values in `file`, and take the refusals away."""
         with safe_open(file, framework="pt") as opened:
+            filled: set[int] = set()
             for name, value in self._parameters.items():
-                value.data = opened.get_tensor(name).to(value.device)
+                storage = value.untyped_storage()
+                if storage.nbytes() == 0:
+                    storage.resize_(self._bytes[name])  # views of one storage stay that
+                    filled.add(storage._cdata)
+                if storage._cdata in filled:
+                    value.data.copy_(opened.get_tensor(name))
+                else:
+                    value.data = opened.get_tensor(name).to(value.device)
                 value.requires_grad_(self._trained[name])
         for undo in self._undo:
             undo()

@@ -15,6 +15,7 @@ from torch.export import Dim, ExportedProgram
 import penstock
 from penstock.integrations.calls import Builder, Collector
 from penstock.integrations.decisions import Decisions, truth_of
+from penstock.integrations.hollow import write_once
 from penstock.integrations.kinds import Call, Result, method_of, named, refuse_grad
 from penstock.integrations.libraries import as_when_called
 from penstock.integrations.memory import watch_memory
@@ -239,7 +240,8 @@ class Component:
     def _compile(self) -> Program:
         programs = {method.name: method.exported for method in self._methods}
         path = self._where.folder / f"{_digest(programs, self._weights, self._where.lowering)}.penstock"
-        program = penstock.open(path) if path.exists() else self._write(programs, path)
+        write_once(path, lambda: self._write(programs, path))
+        program = penstock.open(path)
         if self._where.lowering == "eager":
             program.lowered = LoweredProgram(program.payload, programs)  # what it would read again
         return program
