@@ -5,11 +5,13 @@ from __future__ import annotations
 import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 from penstock.runtime.calibrate import measure_hardware
 from penstock.runtime.memory import round_up, supports_move, supports_populate
 from penstock.runtime.rates import measure_populate, measure_read
 from penstock.runtime.source import Source
+from penstock.schedule.errors import PlanError
 from penstock.schedule.layout import mapped_arena, packed_arena
 from penstock.schedule.model import Arena, Hardware, Range, Weight
 from penstock.schedule.payload import Payload
@@ -116,3 +118,17 @@ def _why_not_mapped(arenas: Mapping[str, Arena], floors: Mapping[str, Floor], bu
     if not supports_populate():
         return "this system cannot populate file mappings"
     return "the files align their tensors to less than 64 bytes, so they cannot be used where they are"
+
+
+def kept_storages(payload: Payload, patterns: Sequence[str]) -> frozenset[int]:
+    """The storages of the weights that patterns of FQNs match; PlanError for a pattern that matches none."""
+    if isinstance(patterns, str):
+        raise PlanError(f"keep= takes a list of patterns, got {patterns!r}: give [{patterns!r}]")
+    kept: set[int] = set()
+    for pattern in patterns:
+        matching = [w for w in payload.weights if fnmatchcase(w.fqn, pattern)]
+        if not matching:
+            names = ", ".join(w.fqn for w in payload.weights[:3])
+            raise PlanError(f"keep pattern {pattern!r} matches no weight; the weights are {names}, ...")
+        kept |= {part.storage for weight in matching for part in weight.parts}
+    return frozenset(kept)

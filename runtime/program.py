@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
@@ -14,7 +13,7 @@ from penstock.passes.activations import activation_bytes
 from penstock.passes.lowering import compiled, eager
 from penstock.runtime.artifact_files import read_payload
 from penstock.runtime.calibrate import measure_cuda
-from penstock.runtime.choice import choose, cpu_arenas, floors, preferred
+from penstock.runtime.choice import choose, cpu_arenas, floors, kept_storages, preferred
 from penstock.runtime.cuda import CudaDevice
 from penstock.runtime.device_loading import device_kind, hardware_of, load_on_device, open_device
 from penstock.runtime.host_limit import check_host_limit, parse_host_memory, unlimited_bytes
@@ -24,6 +23,7 @@ from penstock.runtime.memory_split import CUDA_WORKSPACE, MemorySplit, Reserve, 
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.progress import Progress, count_bytes
 from penstock.runtime.rates import READERS
+from penstock.runtime.remembered import remembered_plan
 from penstock.runtime.sim import SimDevice
 from penstock.runtime.source import Source
 from penstock.runtime.stamp import hash_storage
@@ -104,7 +104,7 @@ class Program:
         payload = self.payload
         # Where there are no weights, any share of them is enough.
         nbytes = parse_size(budget, total=self.weight_bytes or 100)
-        kept = self._kept(keep)
+        kept = kept_storages(self.payload, keep)
         found = self._floors(device, arena, kept)
         chosen, hardware = self._choose(device, hardware, found, nbytes, arena)
         hardware.check()  # before times are modelled, which divides by its rates
@@ -203,9 +203,12 @@ class Program:
     ) -> Plan:
         """The plan that `load` makes: where the host cannot hold all that streams, with its limit."""
         plan = partial(self.plan, budget, keep=keep, device=device, arena=arena, effort=_LOAD_EFFORT)
+        if device_kind(device) == "cpu":
+            asked = (parse_size(budget, total=self.weight_bytes or 100), sorted(keep), arena, self.arenas())
+            return remembered_plan(self.path, self.payload, asked, plan)
         made = plan(host_memory=host_memory)
         limit = usable_bytes()
-        if device_kind(device) == "cpu" or limit is None or unlimited_bytes(made) <= limit:
+        if limit is None or unlimited_bytes(made) <= limit:
             return made
         return plan(host_memory=limit)
 
@@ -305,15 +308,3 @@ class Program:
         if arena is not None and arena not in arenas:
             raise PlanError(f"these weights cannot be in an arena {arena!r}: choose from {', '.join(arenas)}")
         return floors(self.payload, {arena: arenas[arena]} if arena else arenas, keep)
-
-    def _kept(self, patterns: Sequence[str]) -> frozenset[int]:
-        if isinstance(patterns, str):
-            raise PlanError(f"keep= takes a list of patterns, got {patterns!r}: give [{patterns!r}]")
-        kept: set[int] = set()
-        for pattern in patterns:
-            matching = [w for w in self.payload.weights if fnmatchcase(w.fqn, pattern)]
-            if not matching:
-                names = ", ".join(w.fqn for w in self.payload.weights[:3])
-                raise PlanError(f"keep pattern {pattern!r} matches no weight; the weights are {names}, ...")
-            kept |= {part.storage for weight in matching for part in weight.parts}
-        return frozenset(kept)

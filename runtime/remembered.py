@@ -1,0 +1,65 @@
+"""Plans of earlier loads, in the user's cache folder: making one takes longer than reading it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from penstock._version import __version__
+from penstock.runtime.artifact_files import DIGEST
+from penstock.runtime.atomic import replace_file
+from penstock.runtime.loading import open_source
+from penstock.schedule.errors import PenstockError
+from penstock.schedule.model import Plan
+from penstock.schedule.payload import Payload, plan_from_json
+from penstock.schedule.verify import verify_plan
+
+MOST = 64
+"""Plans that are kept; the ones that were not used for the longest time go first."""
+
+
+def remembered_plan(
+    folder: Path, payload: Payload, asked: Sequence[object], make: Callable[[], Plan]
+) -> Plan:
+    """The plan for an artifact and what was asked for, from before if there is one, else made and kept.
+
+    A plan is another where the artifact, the machine, the version or the state of the page cache is (which
+    decides how fast weights arrive). It is proven again. A folder that cannot be used is not missed.
+    """
+    path = _folder() / f"{_key(folder, payload, asked)}.json"
+    with suppress(OSError, PenstockError, RecursionError):
+        plan = plan_from_json(path.read_bytes(), source=str(path))
+        verify_plan(payload.storages, payload.traces, plan)
+        os.utime(path)
+        return plan
+    plan = make()
+    with suppress(OSError, PenstockError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replace_file(path, force=True) as fd:
+            os.write(fd, plan.to_json().encode())
+        _forget_oldest(path.parent)
+    return plan
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / "plans"
+
+
+def _key(folder: Path, payload: Payload, asked: Sequence[object]) -> str:
+    with open_source(payload, folder) as source:
+        mode = source.mode
+    machine = (platform.node(), platform.machine(), torch.get_num_threads())
+    facts = ((folder / DIGEST).read_bytes(), str(folder.resolve()), mode, machine, __version__, *asked)
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+
+
+def _forget_oldest(folder: Path) -> None:
+    plans = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
+    for path in plans[:-MOST]:
+        path.unlink(missing_ok=True)

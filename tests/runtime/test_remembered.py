@@ -1,0 +1,84 @@
+"""A plan that a load made is used by the next, if it is still one for that artifact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.runtime import program as programs
+from penstock.runtime import remembered
+from penstock.schedule.planner import make_plan
+
+
+@pytest.fixture
+def made(stack, monkeypatch, tmp_path):
+    """The plans that were made, and an empty folder for them; the weights are in the page cache."""
+    (stack.path / "weights.safetensors").read_bytes()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    plans = []
+
+    def count(*args, **kwargs):
+        plans.append(make_plan(*args, **kwargs))
+        return plans[-1]
+
+    monkeypatch.setattr(programs, "make_plan", count)
+    return plans
+
+
+def load(stack, budget="50%", **options):
+    with stack.open().load(budget, **options) as module:
+        assert torch.equal(module(stack.tokens), stack.expected)
+        return module.plan
+
+
+def stored(folder: Path) -> list[Path]:
+    return sorted((folder / "penstock" / "plans").glob("*.json"))
+
+
+def test_a_load_uses_the_plan_of_an_equal_one_before(stack, made, tmp_path):
+    first = load(stack)
+    assert load(stack) == first
+    assert len(made) == len(stored(tmp_path)) == 1
+    load(stack, budget="60%")
+    load(stack, arena="paged")
+    load(stack, keep=["blocks.0.*"])
+    assert len(made) == len(stored(tmp_path)) == 4
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[" * 100_000, b"\xff"])
+def test_a_damaged_plan_is_made_again(stack, made, tmp_path, content):
+    first = load(stack)
+    (path,) = stored(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(content)
+    assert load(stack).budget == first.budget
+    assert len(made) == 2
+    assert path.read_bytes()[:20] == whole[:20]
+
+
+def test_a_plan_that_is_not_safe_here_is_made_again(stack, made, tmp_path):
+    load(stack)
+    (path,) = stored(tmp_path)
+    other = load(stack, arena="contiguous")
+    shortened = other.to_json().replace(f'"arena_bytes": {other.arena_bytes}', '"arena_bytes": 64')
+    assert shortened != other.to_json()
+    path.write_text(shortened)
+    load(stack)
+    assert len(made) == 3
+
+
+def test_a_folder_that_cannot_be_written_is_not_missed(stack, made, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    load(stack)
+    load(stack)
+    assert len(made) == 2
+
+
+def test_the_oldest_plans_are_forgotten(stack, made, monkeypatch, tmp_path):
+    monkeypatch.setattr(remembered, "MOST", 2)
+    for budget in ("40%", "50%", "60%"):
+        load(stack, budget=budget)
+    assert len(stored(tmp_path)) == 2
