@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
 from torch import nn
 
 from penstock.integrations import apply
 from penstock.integrations.hollow import store
+from penstock.schedule.errors import SourceError
+from tests.integrations import models
 
 
 class Tied(nn.Module):
@@ -46,3 +49,18 @@ def test_weights_that_several_write_at_once_are_written_once(tmp_path):
     assert len(found) == 4
     assert len(set(found)) == 1
     assert found[0].is_file()
+
+
+def test_a_damaged_file_in_the_cache_is_refused_before_anything_is_given_back(tmp_path):
+    model = models.frozen(Tied())
+    apply(model, "1MB", cache=tmp_path).restore()
+    (file,) = tmp_path.glob("weights/*/weights.safetensors")
+    held = bytearray(file.read_bytes())
+    where = held.find(model.first.weight.numpy().tobytes()[:16])
+    held[where : where + 4] = bytes(4)
+    for damaged in (held, held[:-8]):
+        file.write_bytes(damaged)
+        before = model.first.weight.clone()
+        with pytest.raises(SourceError, match="is damaged: delete its folder"):
+            apply(model, "1MB", cache=tmp_path)
+        assert torch.equal(model.first.weight, before)

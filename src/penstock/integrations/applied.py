@@ -130,9 +130,9 @@ def apply(
 
     It is in eval mode until it is restored. Each component's weights are written to `cache`
     (`~/.cache/penstock`), once for equal ones, and its parameters give their memory back. Its `forward` is
-    replaced by one that exports the module for each kind of call when that first comes (or now, for `example`:
-    positional arguments or a mapping of names), and streams the weights from then on. `memory` counts weights,
-    activations, inputs and caches.
+    replaced by one that exports the module for each kind of call when that first comes (or now, for
+    `example`: positional arguments or a mapping of names), and streams the weights from then on. `memory`
+    counts weights, activations, inputs and caches.
 
     Raises PassError for what cannot be exported, BudgetError for a cap below what one component needs.
     """

@@ -64,8 +64,24 @@ def store(tensors: Mapping[str, torch.Tensor], cache: Path) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         write_artifact(folder, force=False, build=lambda made: _ignore(pack(made / WEIGHTS, entries)))
 
+    if folder.exists():
+        _refuse_damaged(folder / WEIGHTS, tensors)
     write_once(folder, write)
     return folder / WEIGHTS
+
+
+def _refuse_damaged(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise SourceError where a file from before does not hold these tensors any more."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            whole = opened.keys() and all(
+                torch.equal(_bytes_of(opened.get_tensor(name)), _bytes_of(value).cpu())
+                for name, value in tensors.items()
+            )
+    except Exception:
+        whole = False
+    if tensors and not whole:
+        raise SourceError(f"{file} is damaged: delete its folder, and it is written again")
 
 
 def write_once(folder: Path, write: Callable[[], object]) -> None:
