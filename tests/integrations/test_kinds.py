@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import nn
 
@@ -63,3 +65,14 @@ def test_a_default_dtype(tmp_path):
 def test_buffers_in_bfloat16(tmp_path):
     model, reference = applied_and_not(tmp_path, torch.bfloat16)
     assert same(model, reference, X.bfloat16())
+
+
+def test_threads_that_call_in_two_kinds_at_once(tmp_path):
+    model, reference = applied_and_not(tmp_path)
+    given, found = (X, X.t().contiguous().t(), X, X.t().contiguous().t()), []
+    threads = [threading.Thread(target=lambda x=x: found.append(same(model, reference, x))) for x in given]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 4

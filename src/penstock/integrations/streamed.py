@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,6 +136,7 @@ class Component:
         self._plan: Plan | None = None
         self._module: StreamedModule | None = None
         self._beside = 0
+        self._one = threading.RLock()  # two kinds of calls exported at once would get one name
 
     @property
     def stats(self) -> Any:
@@ -143,6 +145,10 @@ class Component:
 
     def call(self, entry: str, *args: Any, **kwargs: Any) -> Any:
         """What a method of the module returns for these arguments, which may be any that it takes."""
+        with self._one:
+            return self._call(entry, args, kwargs)
+
+    def _call(self, entry: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         self.check()
         refuse_grad((args, kwargs))
         call = Call.of(entry, named(method_of(self._blank.module, entry), args, kwargs))
