@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.integrations import apply
-from penstock.schedule.errors import BudgetError, PassError, StreamError
+from penstock.schedule.errors import BudgetError, PassError, PenstockError, StreamError
 from tests.integrations import models
 
 IDS = torch.tensor([[5, 17, 99, 23, 42], [7, 3, 64, 11, 90]])
@@ -124,6 +124,14 @@ def test_a_model_that_accelerate_has_wrapped_is_refused(tmp_path):
     cpu_offload(model, torch.device("cpu"))
     with pytest.raises(PassError, match="wrapped by accelerate: remove its hooks"):
         apply(model, "400KB", cache=tmp_path)
+
+
+@pytest.mark.parametrize("options", [{"device": "gpu"}, {"lowering": "magic"}, {"memory": "lots"}])
+def test_options_that_are_none_are_refused_before_memory_is_given_back(options, tmp_path):
+    model = models.llama()
+    with pytest.raises(PenstockError, match=repr(*options.values())):
+        apply(model, **{"memory": "400KB", "cache": tmp_path} | options)
+    model(IDS)
 
 
 def test_what_is_no_model_is_refused(tmp_path):

@@ -35,6 +35,16 @@ def test_a_pipeline_draws_the_same_picture_within_less_than_its_largest_componen
     assert torch.equal(models.picture(made), expected)
 
 
+def test_a_simulated_gpu_draws_the_same_picture_and_says_how_long_it_takes(drawn, tmp_path):
+    _, folder, expected = drawn
+    made = load(folder, "5MB", cache=tmp_path, device="sim:rtx4090")
+    made.set_progress_bar_config(disable=True)
+    assert torch.equal(models.picture(made), expected)
+    stats = made.penstock_applied.components["vae"].stats
+    assert stats.simulated_seconds > 0
+    assert stats.peak_bytes <= stats.budget
+
+
 def test_an_autoencoder_encodes_to_the_same_distribution(drawn, tmp_path):
     made, _, _ = drawn
     image = torch.rand(1, 3, 16, 16)

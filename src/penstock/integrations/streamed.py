@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from penstock.passes.activations import activation_bytes
 from penstock.passes.fake_export import Built, with_computed_buffers
 from penstock.passes.inputs import InputChecks
 from penstock.passes.lowering.eager import LoweredProgram
+from penstock.runtime.device_loading import device_kind
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
 from penstock.schedule.errors import BudgetError, PassError, StreamError
@@ -32,6 +34,8 @@ from penstock.schedule.sizes import format_size
 
 _MOST_METHODS = 24
 """Kinds of call of one module. A model with more exports for single sizes, which is no way to run it."""
+
+_LOWERINGS = ("eager", "inductor")
 
 _ROOM = 1.25
 """Times the memory that a call takes beside weights, which is set aside, so that the next fits as well."""
@@ -101,11 +105,20 @@ class _Flat(nn.Module):
 
 @dataclass(frozen=True)
 class Where:
-    """The folder for artifacts, the device that runs them, and how they are lowered."""
+    """The folder for artifacts, the device that runs them, and how they are lowered.
+
+    Raises StreamError for a device, PassError for a lowering that there is not.
+    """
 
     folder: Path
     device: str
     lowering: str
+
+    def __post_init__(self) -> None:
+        device_kind(self.device)
+        if self.lowering not in _LOWERINGS:
+            known = " or ".join(_LOWERINGS)
+            raise PassError(f"there is no lowering {self.lowering!r}: choose {known}")
 
     @property
     def target(self) -> torch.device:
@@ -196,6 +209,7 @@ class Component:
         raise PassError(f"what the masks of the {self.name} hide changes with every answer: call it without")
 
     def _export_for(self, call: Call, known: Sequence[bool]) -> _Method:
+        print(f"penstock: exporting {self.name}.{call.entry} for a new kind of call", file=sys.stderr)
         results: list[Result] = []
         flat = _Flat(self._blank.module, call, known, results.append).eval()
         sizes = [{d: Dim.AUTO for d, n in enumerate(t.shape) if n > 1} for t in call.tensors]
