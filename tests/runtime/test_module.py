@@ -186,7 +186,7 @@ def test_descriptors_and_threads_do_not_grow(stack: Compiled) -> None:
             module(stack.tokens)
         with pytest.raises(penstock.BudgetError):
             program.load(1, arena=arena)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     assert not left_behind()
 
 
