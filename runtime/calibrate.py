@@ -21,6 +21,7 @@ from penstock.runtime.atomic import replace_file
 from penstock.runtime.queue import PIECE
 from penstock.runtime.rates import READERS, measure_read
 from penstock.runtime.source import Source
+from penstock.runtime.user_cache import user_cache
 from penstock.schedule.errors import PenstockError, StreamError
 from penstock.schedule.model import Hardware, Weight
 
@@ -101,7 +102,7 @@ def _remembered(dtype: torch.dtype, measure: Callable[[], tuple[float, float]]) 
     The key is the processor, the number of threads, the dtype and torch. A file that cannot be read
     counts as none, and one that cannot be written is not missed.
     """
-    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / "hardware.json"
+    path = user_cache() / "hardware.json"
     key = f"{_processor()}, {torch.get_num_threads()} threads, {dtype}, torch {torch.__version__}"
     known: dict[str, list[float]] = {}
     with suppress(OSError, ValueError):

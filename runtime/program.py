@@ -98,8 +98,8 @@ class Program:
         `traces` replaces the modelled times, by measured ones for example
         (`StreamedModule.measure`). `host_memory` limits what the host of that hardware holds of the
         weights: the rest comes from its disk. `effort` is the share of the usual search: `load` takes a
-        quarter, whose plans were at most 0.1 % slower. Raises BudgetError below the floor, PlanError for a
-        pattern that matches nothing.
+        quarter, which made a Llama's plans at most 0.05 % slower. Raises BudgetError below the floor,
+        PlanError for a pattern that matches nothing.
         """
         payload = self.payload
         # Where there are no weights, any share of them is enough.
@@ -204,8 +204,9 @@ class Program:
         """The plan that `load` makes: where the host cannot hold all that streams, with its limit."""
         plan = partial(self.plan, budget, keep=keep, device=device, arena=arena, effort=_LOAD_EFFORT)
         if device_kind(device) == "cpu":
-            asked = (parse_size(budget, total=self.weight_bytes or 100), sorted(keep), arena, self.arenas())
-            return remembered_plan(self.path, self.payload, asked, plan)
+            nbytes = parse_size(budget, total=self.weight_bytes or 100)
+            asked = (sorted(keep), arena, self.arenas())
+            return remembered_plan(self.path, self.payload, nbytes, asked, plan)
         made = plan(host_memory=host_memory)
         limit = usable_bytes()
         if limit is None or unlimited_bytes(made) <= limit:

@@ -15,6 +15,7 @@ from penstock._version import __version__
 from penstock.runtime.artifact_files import DIGEST
 from penstock.runtime.atomic import replace_file
 from penstock.runtime.loading import open_source
+from penstock.runtime.user_cache import user_cache
 from penstock.schedule.errors import PenstockError
 from penstock.schedule.model import Plan
 from penstock.schedule.payload import Payload, plan_from_json
@@ -25,19 +26,20 @@ MOST = 64
 
 
 def remembered_plan(
-    folder: Path, payload: Payload, asked: Sequence[object], make: Callable[[], Plan]
+    folder: Path, payload: Payload, budget: int, asked: Sequence[object], make: Callable[[], Plan]
 ) -> Plan:
-    """The plan for an artifact and what was asked for, from before if there is one, else made and kept.
+    """The plan for `budget` bytes and what else was asked for: from before, or made now and kept.
 
     A plan is another where the artifact, the machine, the version or the state of the page cache is (which
     decides how fast weights arrive). It is proven again. A folder that cannot be used is not missed.
     """
-    path = _folder() / f"{_key(folder, payload, asked)}.json"
+    path = user_cache() / "plans" / f"{_key(folder, payload, (budget, *asked))}.json"
     with suppress(OSError, PenstockError, RecursionError):
         plan = plan_from_json(path.read_bytes(), source=str(path))
         verify_plan(payload.storages, payload.traces, plan)
-        os.utime(path)
-        return plan
+        if plan.budget == budget:
+            os.utime(path)
+            return plan
     plan = make()
     with suppress(OSError, PenstockError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,10 +47,6 @@ def remembered_plan(
             os.write(fd, plan.to_json().encode())
         _forget_oldest(path.parent)
     return plan
-
-
-def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / "plans"
 
 
 def _key(folder: Path, payload: Payload, asked: Sequence[object]) -> str:

@@ -82,7 +82,7 @@ def make_plan(
 
     When all that is read fits, everything is held outside the arena and nothing moves. `names[s]` is what
     messages call storage s. What `host_memory` bytes of a host cannot hold of the rest comes from its disk.
-    `effort` is the share of the usual search: a plan for one run need not be the last 0.1 % faster.
+    `effort` is the share of the usual search: a plan for one run need not be the best.
 
     Raises:
         BudgetError: the budget is below the floor, which the error names with its step and weights.

@@ -69,6 +69,14 @@ def test_a_plan_that_is_not_safe_here_is_made_again(stack, made, tmp_path):
     assert len(made) == 3
 
 
+def test_a_safe_plan_for_a_larger_budget_is_not_taken_for_a_smaller_one(stack, made, tmp_path):
+    load(stack)
+    (path,) = stored(tmp_path)
+    path.write_text(load(stack, budget="70%").to_json())
+    assert load(stack).budget == made[0].budget < made[1].budget
+    assert len(made) == 3
+
+
 def test_a_folder_that_cannot_be_written_is_not_missed(stack, made, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

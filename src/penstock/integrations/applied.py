@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,6 +25,7 @@ from penstock.integrations.libraries import (
 from penstock.integrations.streamed import Component, Where, blank_copy
 from penstock.integrations.watch import Watch
 from penstock.passes.fake_export import Built
+from penstock.runtime.user_cache import user_cache
 from penstock.schedule.errors import PassError, StreamError
 from penstock.schedule.sizes import format_size, parse_size
 
@@ -140,7 +140,7 @@ def apply(
     parts = components_of(model)
     if example is not None and len(parts) > 1:
         raise PassError("example= is for one module: a pipeline's components are exported as they are called")
-    folder = _cache_folder(cache)
+    folder = user_cache() if cache is None else Path(cache)
     for name, module in parts.items():
         refuse_wrapped(module, name)
     applied = Applied(model, Cap(nbytes))
@@ -165,11 +165,6 @@ def _call(model: Any, example: Sequence[Any] | Mapping[str, Any]) -> None:
         model(**example) if isinstance(example, Mapping) else model(*example)
 
 
-def _cache_folder(cache: str | PathLike[str] | None) -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) if cache is not None else Path(base) / "penstock"
-
-
 def load(
     source: str | PathLike[str],
     memory: int | str,
@@ -188,7 +183,8 @@ def load(
     """
     folder = local_folder(source if isinstance(source, str) else Path(source))
     applied = Applied(None, Cap(parse_size(memory, name="memory")))
-    where = Where(_cache_folder(cache) / "programs", device, lowering)
+    made = user_cache() if cache is None else Path(cache)
+    where = Where(made / "programs", device, lowering)
 
     def stream(stored: Stored) -> nn.Module:
         module = stored.make()
