@@ -22,6 +22,7 @@ from penstock.passes.deferred import hold_attributes, join, record
 from penstock.passes.example_inputs import check_inputs
 from penstock.passes.guardless import Guardless, capable
 from penstock.passes.lines import sentence, where
+from penstock.passes.parts import each_part, has_parts
 from penstock.passes.placement import AskedDevices, Placement, home_of, place
 from penstock.schedule.errors import PassError
 
@@ -100,13 +101,15 @@ class Built:
     def of(cls, module: nn.Module, home: torch.device) -> Built:
         """A copy on `home` of a module in memory, without its parameters' values; it stays as it is."""
         flats: dict[int, torch.Tensor] = {}
-        memo: dict[int, Any] = {}
-        for value in module.parameters():
+
+        def shape_of(value: torch.Tensor) -> torch.Tensor:
             storage = value.untyped_storage()
             nbytes = storage.nbytes() // value.itemsize
             flat = flats.setdefault(storage._cdata, torch.empty(nbytes, dtype=value.dtype, device="meta"))
             view = flat.view(value.dtype).as_strided(value.shape, value.stride(), value.storage_offset())
-            memo[id(value)] = nn.Parameter(view, requires_grad=False)
+            return nn.Parameter(view, requires_grad=False) if isinstance(value, nn.Parameter) else view
+
+        memo: dict[int, Any] = {id(value): each_part(value, shape_of) for value in module.parameters()}
         copied = copy.deepcopy(module, memo)
         hold_attributes(copied)
         devices = {
@@ -143,6 +146,9 @@ class Built:
 
     def _fake(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """One fake tensor for each real one, in one storage for each real one: ties and views stay."""
+        if has_parts(tensor):
+            made = each_part(tensor, lambda part: self._fake(part, device))
+            return self._fakes.setdefault(id(tensor), made)
         storage = tensor.untyped_storage()
         with self._mode:
             flat = self._storages.get(storage._cdata)

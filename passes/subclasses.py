@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.passes.graphs import copy_graph_module
+from penstock.passes.parts import each_part, flattened, has_parts
 from penstock.passes.propagation import fake_mode_of
 from penstock.schedule.errors import PassError
 
@@ -66,25 +67,10 @@ def _subclasses(exported: ExportedProgram) -> dict[str, _Subclass]:
         if spec.kind is InputKind.USER_INPUT or not isinstance(spec.target, str):
             continue
         value = exported.state_dict.get(spec.target, exported.constants.get(spec.target))
-        if _has_parts(value):
-            parts = dict(_flattened(value))
+        if has_parts(value):
+            parts = dict(flattened(value))
             found[spec.target] = _Subclass(spec, nodes[spec.arg.name], value, parts)
     return found
-
-
-def _has_parts(value: object) -> bool:
-    return is_traceable_wrapper_subclass(value)
-
-
-def _flattened(value: torch.Tensor, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the plain tensors of a subclass, in the order in which torch takes it apart."""
-    names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
-    for name in names:
-        part: torch.Tensor = getattr(value, name)
-        if _has_parts(part):
-            yield from _flattened(part, f"{prefix}{name}.")
-        else:
-            yield prefix + name, part
 
 
 def _is_open(node: fx.Node, parts: Container[str], path: str = "") -> bool:
@@ -157,7 +143,7 @@ def _fake(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 def _inner(whole: torch.Tensor) -> list[torch.Tensor]:
-    return [part for _, part in _flattened(whole)] if _has_parts(whole) else []
+    return [part for _, part in flattened(whole)] if has_parts(whole) else []
 
 
 def _with_parts(values: Mapping[str, Any], found: Mapping[str, _Subclass]) -> dict[str, Any]:
@@ -167,7 +153,7 @@ def _with_parts(values: Mapping[str, Any], found: Mapping[str, _Subclass]) -> di
         if name in found:
             wrap = isinstance(value, torch.nn.Parameter)
             result |= {f"{name}.{part}": _plain(tensor, wrap) for part, tensor in found[name].parts.items()}
-        elif not _has_parts(value):
+        elif not has_parts(value):
             result[name] = value  # a subclass that is no input is another name of one that is
     return result
 
@@ -181,7 +167,7 @@ def _plain(tensor: torch.Tensor, wrap: bool) -> torch.Tensor:
 def _decomposed(exported: ExportedProgram, found: Mapping[str, _Subclass], hidden: str) -> ExportedProgram:
     """Returns the decomposed program, in which torch has run the operators of the subclasses.
 
-    torch gives the parts names of its own, in the order of `_flattened`.
+    torch gives the parts names of its own, in the order of `flattened`.
     """
     name, kind = hidden, type(found[hidden].value).__name__
     refusal = (
@@ -192,7 +178,7 @@ def _decomposed(exported: ExportedProgram, found: Mapping[str, _Subclass], hidde
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # copying tree specs warns on some versions of torch
         try:
-            opened = exported.run_decompositions({})
+            opened = _with_plain_memory(exported, found).run_decompositions({})
         except Exception as error:
             raise PassError(
                 f"{refusal}, and torch cannot decompose the program ({type(error).__name__}: {error}): "
@@ -208,7 +194,25 @@ def _decomposed(exported: ExportedProgram, found: Mapping[str, _Subclass], hidde
             if value is None or (value.dtype, value.shape) != (tensor.dtype, tensor.shape):
                 raise PassError(f"{refusal}: dequantise this weight before the export")
             names[given] = (fqn, part)
+            opened.state_dict[given] = _plain(tensor, isinstance(value, torch.nn.Parameter))
     return _renamed(opened, exported, names)
+
+
+def _with_plain_memory(exported: ExportedProgram, found: Mapping[str, _Subclass]) -> ExportedProgram:
+    """Returns the program with memory that is never touched where the parts of its weights are fake, which
+    torch does not take apart."""
+    result = copy.copy(exported)
+    result._state_dict = dict(exported.state_dict)
+    for fqn, one in found.items():
+        if fqn in result._state_dict:
+            result._state_dict[fqn] = each_part(one.value, _plain_memory)
+    return result
+
+
+def _plain_memory(part: torch.Tensor) -> torch.Tensor:
+    if not isinstance(part, FakeTensor):
+        return part
+    return torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=part.device)
 
 
 def _renamed(

@@ -27,7 +27,7 @@ def llama(**options: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    return frozen(LlamaForCausalLM(LlamaConfig(**SIZES, **options)))
+    return frozen(LlamaForCausalLM(LlamaConfig(**SIZES | options)))
 
 
 def sliding() -> Any:

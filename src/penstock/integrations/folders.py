@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from penstock.configuration import builder, read_config
+from penstock.integrations.quantised import with_quantised_weights
 from penstock.passes.deferred import Deferred, deferred_init
 from penstock.runtime.checkpoint import open_checkpoint
 from penstock.runtime.safetensors_file import TORCH_NAMES, index_files
@@ -72,10 +73,11 @@ def open_model(folder: Path) -> Stored:
     facts = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
     if "_class_name" in facts:
         kind = _class(folder, "diffusers", facts["_class_name"])
-        return Stored(kind.__name__, _in_dtype(files, lambda: kind.from_config(facts)), files)
-    config = read_config(folder)
-    build = builder(config, str(folder), None)
-    return Stored(config.architectures[0], build, files)
+        name, build = kind.__name__, _in_dtype(files, lambda: kind.from_config(facts))
+    else:
+        config = read_config(folder)
+        name, build = config.architectures[0], builder(config, str(folder), None)
+    return Stored(name, with_quantised_weights(build, facts, files, folder), files)
 
 
 def open_pipeline(folder: Path) -> tuple[dict[str, Stored], Callable[[dict[str, nn.Module]], Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,6 +12,7 @@ from safetensors import safe_open
 from torch import nn
 
 from penstock.passes.graphs import dtype_name
+from penstock.passes.parts import each_part, plain_tensors
 from penstock.runtime.atomic import write_artifact
 from penstock.runtime.pack import PackEntry, pack, storage_bytes, tensor_chunks
 from penstock.schedule.errors import PassError, SourceError, StreamError
@@ -29,13 +30,13 @@ def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
         for name, child in module.named_modules()
         for key in child._non_persistent_buffers_set
     }
-    found: dict[str, torch.Tensor] = dict(module.named_parameters())
-    found |= {name: value for name, value in module.named_buffers() if name not in lost}
+    found = _plain(module.named_parameters())
+    found |= _plain((name, value) for name, value in module.named_buffers() if name not in lost)
     for name, value in found.items():
         if type(value) not in (torch.Tensor, nn.Parameter):
             raise PassError(
-                f"weight {name} is a {type(value).__name__}: export and compile models with quantised "
-                "weights yourself (docs/quantised.md)"
+                f"weight {name} is a {type(value).__name__}, which does not say what tensors it is made of: "
+                "quantise with torchao, or load the model without quantisation (docs/quantised.md)"
             )
         if value.device.type == "meta" or value.untyped_storage().nbytes() < value.nbytes:
             raise PassError(
@@ -45,6 +46,11 @@ def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
         if not value.is_contiguous():
             raise PassError(f"weight {name} has strides {list(value.stride())}: make it contiguous first")
     return found
+
+
+def _plain(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The tensors that hold the bytes: a quantised one's parts are `FQN.PART`."""
+    return {name: one for fqn, value in named for name, one in plain_tensors(fqn, value).items()}
 
 
 def store(tensors: Mapping[str, torch.Tensor], cache: Path) -> Path:
@@ -120,27 +126,29 @@ class Hollow:
 
     def __init__(self, module: nn.Module, sentence: str, device: torch.device) -> None:
         self._trained = {name: value.requires_grad for name, value in module.named_parameters()}
-        storages: dict[int, list[nn.Parameter]] = {}
-        for value in module.parameters():
+        plain = _plain(module.named_parameters())
+        storages: dict[int, list[torch.Tensor]] = {}
+        for value in {id(value): value for value in plain.values()}.values():
             storages.setdefault(value.untyped_storage()._cdata, []).append(value)
-        self._bytes = {name: value.untyped_storage().nbytes() for name, value in module.named_parameters()}
+        self._bytes = {name: value.untyped_storage().nbytes() for name, value in plain.items()}
         firsts = [views[0].untyped_storage() for views in storages.values()]
         self.nbytes = sum(storage.nbytes() for storage in firsts if storage.device.type != "meta")
         empty = {id(old): new for views in storages.values() for old, new in _emptied(views, device)}
         for one in module.modules():
             for key, held in one._parameters.items():
                 if held is not None:
-                    one._parameters[key] = empty[id(held)]
+                    one._parameters[key] = _made_of(held, empty).requires_grad_(False)
             for key, buffer in one._buffers.items():
                 one._buffers[key] = None if buffer is None else buffer.to(device)
         self._parameters = dict(module.named_parameters())
+        self._plain = _plain(self._parameters.items())
         self._undo = [undo for one in module.modules() if one._parameters for undo in _refuse(one, sentence)]
 
     def fill(self, file: Path) -> None:
         """Give the parameters memory again, with the values in `file`, and take the refusals away."""
         with safe_open(file, framework="pt") as opened:
             filled: set[int] = set()
-            for name, value in self._parameters.items():
+            for name, value in self._plain.items():
                 storage = value.untyped_storage()
                 if storage.nbytes() == 0:
                     storage.resize_(self._bytes[name])  # views of one storage stay that
@@ -149,15 +157,22 @@ class Hollow:
                     value.data.copy_(opened.get_tensor(name))
                 else:
                     value.data = opened.get_tensor(name).to(value.device)
-                value.requires_grad_(self._trained[name])
+        for name, parameter in self._parameters.items():
+            parameter.requires_grad_(self._trained[name])
         for undo in self._undo:
             undo()
 
 
+def _made_of(parameter: nn.Parameter, empty: Mapping[int, torch.Tensor]) -> Any:
+    """The parameter itself where its tensors are, else one of those in their place."""
+    stays = all(empty[id(value)] is value for value in plain_tensors("", parameter).values())
+    return parameter if stays else each_part(parameter, lambda value: empty[id(value)])
+
+
 def _emptied(
-    views: Sequence[nn.Parameter], device: torch.device
-) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    """For each parameter of one storage itself without memory, or where it was elsewhere one in its place."""
+    views: Sequence[torch.Tensor], device: torch.device
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """For each tensor of one storage itself without memory, or where it was elsewhere one in its place."""
     storage = torch.empty(views[0].untyped_storage().nbytes(), dtype=torch.uint8, device=device)
     for value in views:
         view = torch.empty(0, dtype=value.dtype, device=device).set_(
@@ -168,7 +183,7 @@ def _emptied(
             value.data = view
             yield value, value
         else:
-            yield value, nn.Parameter(view, requires_grad=False)
+            yield value, nn.Parameter(view, requires_grad=False) if isinstance(value, nn.Parameter) else view
     storage.untyped_storage().resize_(0)
 
 

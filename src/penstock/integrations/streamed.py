@@ -25,6 +25,7 @@ from penstock.passes.activations import activation_bytes
 from penstock.passes.fake_export import Built, with_computed_buffers
 from penstock.passes.inputs import InputChecks
 from penstock.passes.lowering.eager import LoweredProgram
+from penstock.passes.subclasses import with_plain_parts
 from penstock.runtime.device_loading import device_kind
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
@@ -213,7 +214,7 @@ class Component:
         results: list[Result] = []
         flat = _Flat(self._blank.module, call, known, results.append).eval()
         sizes = [{d: Dim.AUTO for d, n in enumerate(t.shape) if n > 1} for t in call.tensors]
-        exported = self._blank.export(([*call.tensors],), (sizes,), module=flat)
+        exported = with_plain_parts(self._blank.export(([*call.tensors],), (sizes,), module=flat))
         if names := results[-1].remembered:
             raise PassError(
                 f"the {self.name} remembers something of a call ({', '.join(names[:3])}), which a program "

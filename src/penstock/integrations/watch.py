@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.passes.parts import plain_tensors
 from penstock.schedule.errors import StreamError
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
@@ -129,6 +130,8 @@ def _facts(module: nn.Module) -> dict[str, object]:
         prefix = f"{name}." if name else ""
         for held in (child._parameters, child._buffers):
             found |= {prefix + key: _Same(value) for key, value in held.items()}
+            parts = [plain_tensors(prefix + key, value) for key, value in held.items() if value is not None]
+            found |= {name: _Same(value) for one in parts for name, value in one.items()}
         for hooks in _HOOKS if name else ():
             found |= {f"{prefix}{hooks}.{key}": _Same(hook) for key, hook in vars(child)[hooks].items()}
     return found

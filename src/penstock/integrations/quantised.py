@@ -1,0 +1,72 @@
+"""Folders that transformers saved quantised: the class of each weight, as torchao wrote it into the files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from penstock.runtime.checkpoint import open_checkpoint
+from penstock.runtime.safetensors_file import TORCH_NAMES
+from penstock.schedule.errors import SourceError
+
+_ONLY = "torchao"
+
+
+def with_quantised_weights(
+    build: Callable[[], nn.Module], facts: Mapping[str, Any], files: tuple[Path, ...], folder: Path
+) -> Callable[[], nn.Module]:
+    """What builds a module whose weights are quantised as its configuration, `facts`, and its files say.
+
+    `build` itself where they say nothing. Raises SourceError for what is not of torchao, by its name.
+    """
+    quantised = facts.get("quantization_config")
+    if not quantised:
+        return build
+    method = quantised.get("quant_method")
+    if method != _ONLY:
+        raise SourceError(
+            f"{folder} was saved quantised with {method}, which torch.export cannot trace: load a folder in "
+            "full dtype, or one that transformers saved with TorchAoConfig (docs/quantised.md)"
+        )
+    weights = _weights(files, folder)
+
+    def build_quantised() -> nn.Module:
+        module = build()
+        for fqn, value in weights.items():
+            owner, _, name = fqn.rpartition(".")
+            module.get_submodule(owner)._parameters[name] = value
+        return module
+
+    return build_quantised
+
+
+def _weights(files: tuple[Path, ...], folder: Path) -> dict[str, nn.Parameter]:
+    """The weights of which a folder has parts, by FQN: tensors of torchao's classes that have no memory."""
+    facts: dict[str, str] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            facts |= opened.metadata() or {}
+    stored = open_checkpoint(files).tensors
+    parts = {
+        name: torch.empty(one.shape, dtype=getattr(torch, TORCH_NAMES[one.dtype]), device="meta")
+        for name, one in stored.items()
+    }
+    try:
+        from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
+
+        whole, _ = unflatten_tensor_state_dict(parts, facts)
+    except ImportError as error:
+        raise SourceError(
+            f"{folder} was saved quantised with torchao: pip install torchao ({error})"
+        ) from error
+    except Exception as error:
+        raise SourceError(
+            f"{folder} does not say which of its tensors are parts of which weight, as what transformers saves "
+            f"with torchao does ({error}): save it again with save_pretrained"
+        ) from error
+    return {name: nn.Parameter(v, requires_grad=False) for name, v in whole.items() if name not in stored}

@@ -1,0 +1,145 @@
+"""Quantised models through `apply` and `load`: what they say is what they say in memory, bit for bit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torchao.prototype.quantization.int4.inference_workflow import PrototypeInt4WeightOnlyConfig
+from torchao.quantization import (
+    Float8WeightOnlyConfig,
+    Int8DynamicActivationInt8WeightConfig,
+    Int8WeightOnlyConfig,
+    quantize_,
+)
+
+from penstock.integrations import apply, load
+from penstock.passes.parts import plain_tensors
+from penstock.schedule.errors import BudgetError, PassError, SourceError, StreamError
+from tests import quantised_models
+from tests.integrations import models
+
+IDS = torch.tensor([[5, 17, 99, 23, 42]])
+X = torch.linspace(-1, 1, 256).reshape(2, 128)
+
+INT8 = Int8WeightOnlyConfig(set_inductor_config=False)
+TORCHAO = {
+    "int8 dynamic": Int8DynamicActivationInt8WeightConfig(set_inductor_config=False),
+    "int4 packed": PrototypeInt4WeightOnlyConfig(group_size=32, set_inductor_config=False),
+    "float8": Float8WeightOnlyConfig(set_inductor_config=False),
+}
+
+
+def parts_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors that hold a module's bytes, by name."""
+    return {k: v for name, p in module.named_parameters() for k, v in plain_tensors(name, p).items()}
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return models.frozen(nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 128)))
+
+
+def least_memory(model: nn.Module, cache) -> int:
+    """The smallest cap in which a call of the model runs."""
+    with apply(model, "1KB", cache=cache), pytest.raises(BudgetError) as caught:
+        model(X)
+    return caught.value.floor_bytes
+
+
+def check_streamed(model: nn.Module, cache) -> None:
+    """A call that streams gives the outputs of before, from no memory; what was there comes back."""
+    expected, before = model(X), {name: value.clone() for name, value in parts_of(model).items()}
+    with apply(model, least_memory(model, cache), cache=cache) as applied:
+        assert applied.freed_bytes == sum(value.nbytes for value in before.values())
+        assert all(value.untyped_storage().nbytes() == 0 for value in parts_of(model).values())
+        assert torch.equal(model(X), expected)
+        assert applied.components["Sequential"].stats.bytes_moved > 0
+    assert all(torch.equal(value, before[name]) for name, value in parts_of(model).items())
+    assert torch.equal(model(X), expected)
+
+
+@pytest.mark.parametrize("config", TORCHAO.values(), ids=TORCHAO)
+def test_a_module_that_torchao_quantised_streams_its_parts(config, tmp_path):
+    model = layers()
+    quantize_(model, config)
+    assert len(parts_of(model)) > 4
+    check_streamed(model, tmp_path)
+
+
+@pytest.mark.parametrize("kind", [quantised_models.Shown, quantised_models.Hidden])
+def test_any_class_that_says_what_it_is_made_of_streams(kind, tmp_path):
+    nested = kind is quantised_models.Shown
+    check_streamed(quantised_models.quantise(layers(), kind, nested=nested), tmp_path)
+
+
+def test_a_class_that_does_not_say_is_refused_and_left_alone(tmp_path):
+    model = layers()
+    weight = nn.Parameter(quantised_models.Opaque(model[0].weight.detach()), requires_grad=False)
+    model[0].weight = weight
+    with pytest.raises(PassError, match=r"weight 0\.weight is a Opaque, which does not say"):
+        apply(model, "1MB", cache=tmp_path)
+    assert model[0].weight is weight
+
+
+def test_a_part_that_changes_is_named(tmp_path):
+    model = layers()
+    quantize_(model, INT8)
+    with apply(model, "1MB", cache=tmp_path):
+        model[0].weight.scale.data = torch.ones(128)
+        with pytest.raises(StreamError, match=r"0\.weight\.scale changed"):
+            model(X)
+
+
+# Models of transformers.
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A Llama that transformers loaded with int8 weights, and the folder that it saved it to."""
+    from transformers import LlamaForCausalLM, TorchAoConfig
+
+    folder = tmp_path_factory.mktemp("llama")
+    models.llama(num_hidden_layers=1).save_pretrained(folder / "plain")
+    model = LlamaForCausalLM.from_pretrained(folder / "plain", quantization_config=TorchAoConfig(INT8))
+    model.save_pretrained(folder / "int8", max_shard_size="40KB")
+    return models.twin(models.frozen(model)), folder / "int8"
+
+
+def generated(model):
+    return model.generate(
+        IDS, max_new_tokens=3, do_sample=False, return_dict_in_generate=True, output_logits=True
+    )
+
+
+@pytest.mark.parametrize("way", ["apply", "load"])
+def test_a_quantised_model_generates_what_it_generates_in_memory(way, saved, tmp_path):
+    model, folder = saved
+    want = generated(model)
+    if way == "apply":
+        model = models.twin(model)
+        applied = apply(model, "130KB", cache=tmp_path)
+    else:
+        model = load(folder, "130KB", cache=tmp_path)
+        applied = model.penstock_applied
+    got = generated(model)
+    assert torch.equal(got.sequences, want.sequences)
+    assert all(torch.equal(a, b) for a, b in zip(got.logits, want.logits, strict=True))
+    assert applied.components["LlamaForCausalLM"].stats.bytes_moved > 0
+    assert all(value.untyped_storage().nbytes() == 0 for value in parts_of(model).values())
+    applied.close()
+
+
+def test_a_folder_that_is_quantised_otherwise_is_refused_by_name(tmp_path):
+    models.llama().save_pretrained(tmp_path)
+    facts = json.loads((tmp_path / "config.json").read_text())
+    for method, said in {
+        "bitsandbytes": "quantised with bitsandbytes",
+        "torchao": "does not say which",
+    }.items():
+        facts["quantization_config"] = {"quant_method": method}
+        (tmp_path / "config.json").write_text(json.dumps(facts))
+        with pytest.raises(SourceError, match=said):
+            load(tmp_path, "1MB", cache=tmp_path / "cache")
