@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.export import ExportedProgram
 
-from penstock.passes.calling import check_signature
+from penstock.passes.call_signature import check_signature
 from penstock.passes.fake_export import with_computed_buffers
 from penstock.passes.grad_regions import without_grad_regions
 from penstock.passes.inputs import describe_method

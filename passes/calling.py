@@ -1,54 +1,33 @@
-"""How an exported program is called: its trees, and what becomes of its flat outputs."""
+"""Turns the arguments of a call into checked leaves, and flat outputs into its result."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.export import ExportedProgram
-from torch.export.graph_signature import OutputKind
 from torch.utils import _pytree as pytree
 
-from penstock.passes.inputs import InputChecks, guards_of, user_placeholders
-from penstock.schedule.errors import PassError, StreamError
-
-_WRITTEN_BACK = {OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION, OutputKind.USER_INPUT_MUTATION}
-_UNDERSTOOD = {*_WRITTEN_BACK, OutputKind.USER_OUTPUT}
-
-
-def check_signature(exported: ExportedProgram) -> None:
-    """Raises PassError for outputs that are more than results and mutations, or guards nobody can check."""
-    guards_of(exported)
-    for spec in exported.graph_signature.output_specs:
-        if spec.kind not in _UNDERSTOOD:
-            raise PassError(
-                f"output {spec.arg.name!r} is a {spec.kind.name.lower()}, expected results and mutations: "
-                "export the model for inference"
-            )
+from penstock.passes.call_signature import CallSignature
+from penstock.passes.input_checks import InputChecks, Leaf, TensorLeaf
+from penstock.schedule.errors import StreamError
 
 
 class CallingConvention:
     """Turns a call's arguments into checked leaves, and flat values into the call's result.
 
-    `source` is the device that the program was exported for, `target` the one it runs on.
+    Leaves of the device that the program was exported for are expected on `target`.
     """
 
-    def __init__(self, exported: ExportedProgram, source: torch.device, target: torch.device) -> None:
-        self._in_spec = exported.call_spec.in_spec
-        self._out_spec = exported.call_spec.out_spec
+    def __init__(self, signature: CallSignature, target: torch.device) -> None:
+        self._in_spec = signature.in_spec
+        self._out_spec = signature.out_spec
         self._flat = _is_flat(self._in_spec)
         self._keywords: list[str] = list(self._in_spec.children()[1].context or ()) if self._in_spec else []
-        self._checks = InputChecks(exported, source, target)
-        names = [node.name for node in user_placeholders(exported)]
-        # Output i is written back to input leaf `_to_leaf[i]` or weight `_to_weight[i]`, or is a result.
-        self._to_leaf: dict[int, int] = {}
-        self._to_weight: dict[int, str] = {}
-        for position, spec in enumerate(exported.graph_signature.output_specs):
-            if spec.kind is OutputKind.USER_INPUT_MUTATION:
-                self._to_leaf[position] = names.index(str(spec.target))
-            elif spec.kind in _WRITTEN_BACK:
-                self._to_weight[position] = str(spec.target)
+        leaves = [_moved(leaf, signature.device, target) for leaf in signature.leaves]
+        self._checks = InputChecks(leaves, signature.guards)
+        self._to_leaf, self._to_weight = signature.to_leaf, signature.to_weight
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """Returns the leaves in the graph's order.
@@ -99,6 +78,12 @@ class CallingConvention:
     def unflatten_results(self, results: list[Any]) -> Any:
         """Returns the caller's tree of results."""
         return pytree.tree_unflatten(results, self._out_spec)
+
+
+def _moved(leaf: Leaf, source: torch.device, target: torch.device) -> Leaf:
+    if isinstance(leaf, TensorLeaf) and leaf.device == source.type:
+        return replace(leaf, device=target.type)
+    return leaf
 
 
 def _is_flat(spec: pytree.TreeSpec | None) -> int:

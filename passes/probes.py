@@ -91,22 +91,22 @@ def insert_probes(
     inputs = next(m.inputs for m in payload.methods if m.graph == trace.graph)
     probed = range(len(trace.steps)) if plan is None else streaming_steps(plan, trace.graph, payload.storages)
     sites = _sites(graph_module, trace, {leaf.name for leaf in inputs}, probed)
-    return insert_sites(graph_module, trace.graph, sites)
-
-
-def insert_sites(graph_module: fx.GraphModule, graph: int, sites: Iterable[Site]) -> fx.GraphModule:
-    """Returns a copy of the graph with probes of graph number `graph` around the given sites."""
     copied = copy_graph_module(graph_module)
-    nodes = {node.name: node for node in copied.graph.nodes}
-    for site in sites:
-        arguments = ([nodes[name] for name in site.weights], graph, site.step)
-        with copied.graph.inserting_before(nodes[site.node]):
-            copied.graph.call_function(torch.ops.penstock.acquire.default, arguments)
-        with copied.graph.inserting_after(nodes[site.node]):
-            copied.graph.call_function(torch.ops.penstock.release.default, arguments)
-    copied.graph.lint()
+    add_sites(copied.graph, trace.graph, sites)
     copied.recompile()
     return copied
+
+
+def add_sites(target: fx.Graph, graph: int, sites: Iterable[Site]) -> None:
+    """Puts probes of graph number `graph` around the given sites, in place."""
+    nodes = {node.name: node for node in target.nodes}
+    for site in sites:
+        arguments = ([nodes[name] for name in site.weights], graph, site.step)
+        with target.inserting_before(nodes[site.node]):
+            target.call_function(torch.ops.penstock.acquire.default, arguments)
+        with target.inserting_after(nodes[site.node]):
+            target.call_function(torch.ops.penstock.release.default, arguments)
+    target.lint()
 
 
 def streaming_steps(plan: Plan, graph: int, storages: Sequence[Storage]) -> list[int]:

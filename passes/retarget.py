@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
@@ -9,6 +11,9 @@ from torch.utils import _pytree as pytree
 
 from penstock.passes.graphs import copy_graph_module, tensors_of
 from penstock.schedule.errors import PassError
+
+TRANSFER = "penstock_transfer"
+"""Key of `node.meta`: that a conversion took its tensor to another device, where values do not tell."""
 
 _CPU_KERNELS = ("_for_cpu", "mkldnn", "onednn")
 """Parts of the names of operators that exist on a CPU only."""
@@ -20,7 +25,7 @@ def exported_device(graph_module: fx.GraphModule) -> torch.device:
     Raises PassError when it names several, which one arena cannot serve.
     """
     found: set[torch.device] = set()
-    for module in _nested(graph_module):
+    for module in nested_modules(graph_module):
         for node in module.graph.nodes:
             found |= {tensor.device for tensor in tensors_of(node.meta.get("val"))}
             found |= {leaf for leaf in _leaves(node) if isinstance(leaf, torch.device)}
@@ -42,15 +47,26 @@ def retarget(graph_module: fx.GraphModule, device: torch.device | str) -> fx.Gra
 
     Raises PassError for operators that exist on a CPU only, when `device` is another.
     """
-    source, target = exported_device(graph_module), torch.device(device)
     copied = copy_graph_module(graph_module)
-    if _indexed(source) == _indexed(target):
-        return copied
-    for module in _nested(copied):
-        for node in module.graph.nodes:
-            _retarget_node(node, source, target)
-        module.recompile()
+    if move_graph(copied.graph, nested_modules(copied)[1:], exported_device(graph_module), device):
+        copied.recompile()
     return copied
+
+
+def move_graph(
+    graph: fx.Graph, bodies: Iterable[fx.GraphModule], source: torch.device, target: torch.device | str
+) -> bool:
+    """Does in place what `retarget` does, bodies of control flow included; tells if anything was to do."""
+    target = torch.device(target)
+    if _indexed(source) == _indexed(target):
+        return False
+    for node in graph.nodes:
+        _retarget_node(node, source, target)
+    for body in bodies:
+        for node in body.graph.nodes:
+            _retarget_node(node, source, target)
+        body.recompile()
+    return True
 
 
 def _retarget_node(node: fx.Node, source: torch.device, target: torch.device) -> None:
@@ -76,7 +92,7 @@ def _retarget_node(node: fx.Node, source: torch.device, target: torch.device) ->
     if isinstance(node.target, HigherOrderOperator) and "autocast" in name and args[0] == source.type:
         args = (target.type, *args[1:])
     node.args, node.kwargs = args, kwargs
-    if isinstance(node.target, OpOverload) and _is_transfer(node, node.target):
+    if isinstance(node.target, OpOverload) and is_transfer(node):
         # Between devices it made a copy. Where they become one it would hand out its input.
         position = [argument.name for argument in node.target._schema.arguments].index("copy")
         if position < len(args):
@@ -85,12 +101,13 @@ def _retarget_node(node: fx.Node, source: torch.device, target: torch.device) ->
             node.kwargs = kwargs | {"copy": True}
 
 
-def _is_transfer(node: fx.Node, operator: OpOverload) -> bool:
-    """Tells whether a conversion took its tensor to another device when it was exported."""
-    if operator.overloadpacket is not torch.ops.aten.to:
+def is_transfer(node: fx.Node) -> bool:
+    """Tells whether a node is a conversion that took its tensor to another device when it was exported."""
+    if not isinstance(node.target, OpOverload) or node.target.overloadpacket is not torch.ops.aten.to:
         return False
     devices = {tensor.device for tensor in tensors_of(node.meta.get("val"))}
-    return any(t.device not in devices for t in tensors_of(node.all_input_nodes[0].meta.get("val")))
+    given = {tensor.device for tensor in tensors_of(node.all_input_nodes[0].meta.get("val"))}
+    return TRANSFER in node.meta or not given <= devices
 
 
 def _indexed(device: torch.device) -> torch.device:
@@ -100,7 +117,8 @@ def _indexed(device: torch.device) -> torch.device:
     return torch.device(device.type, device.index or 0)
 
 
-def _nested(graph_module: fx.GraphModule) -> list[fx.GraphModule]:
+def nested_modules(graph_module: fx.GraphModule) -> list[fx.GraphModule]:
+    """Returns the module itself, then the bodies of its control flow, however deep."""
     return [module for module in graph_module.modules() if isinstance(module, fx.GraphModule)]
 
 

@@ -7,15 +7,17 @@ import io
 import logging
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._export.serde import serialize
 from torch.export import ExportedProgram
+
+_Loaded = TypeVar("_Loaded")
 
 
 def load_stored(stored: Path | bytes) -> ExportedProgram:
@@ -24,18 +26,29 @@ def load_stored(stored: Path | bytes) -> ExportedProgram:
     Where transformers or diffusers must be imported for the types of its outputs, that is done. Raises what
     torch raises, or, where torch logs the reason and raises something else, the reason; logs nothing.
     """
+    return with_types(lambda: _load(stored))
+
+
+def with_types(load: Callable[[], _Loaded]) -> _Loaded:
+    """What `load` returns, after the import of whatever registers the types that it asks for."""
     imported: set[str] = set()
     while True:
-        with _logged_errors() as logged, _type_hints_once():
-            try:
-                return torch.export.load(io.BytesIO(stored) if isinstance(stored, bytes) else stored)
-            except Exception as error:
-                cause = logged[-1] if logged and "warnings above" in str(error) else error
-        module = _unregistered(cause)
-        if module is None or module in imported:
-            raise cause
+        try:
+            return load()
+        except Exception as error:
+            module = _unregistered(error)
+            if module is None or module in imported:
+                raise
         imported.add(module)
         importlib.import_module(module)
+
+
+def _load(stored: Path | bytes) -> ExportedProgram:
+    with _logged_errors() as logged, _type_hints_once():
+        try:
+            return torch.export.load(io.BytesIO(stored) if isinstance(stored, bytes) else stored)
+        except Exception as error:
+            raise (logged[-1] if logged and "warnings above" in str(error) else error) from None
 
 
 def _unregistered(error: BaseException) -> str | None:

@@ -10,7 +10,8 @@ from os import PathLike
 from pathlib import Path
 
 from penstock.passes.activations import activation_bytes
-from penstock.passes.lowering import compiled, eager
+from penstock.passes.lowering import eager
+from penstock.passes.lowering.archive import load_exported
 from penstock.runtime.artifact_files import read_payload
 from penstock.runtime.calibrate import measure_cuda
 from penstock.runtime.choice import choose, cpu_arenas, floors, kept_storages, preferred
@@ -216,9 +217,7 @@ class Program:
     @cached_property
     def activation_bytes(self) -> int:
         """The most bytes of intermediate values that any method keeps at once, at the exported sizes."""
-        inductor = self.payload.lowering == "inductor"
-        found = compiled.load(self.path, self.payload) if inductor else self.lowered
-        return max(map(activation_bytes, found.programs.values()), default=0)
+        return max(map(activation_bytes, load_exported(self.path, self.payload).values()), default=0)
 
     @cached_property
     def lowered(self) -> eager.LoweredProgram:

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import platform
 import tempfile
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, OutputKind
 
+from penstock.passes.call_signature import CallSignature
 from penstock.passes.calling import CallingConvention
-from penstock.passes.lines import sentence
+from penstock.passes.lowering.archive import open_programs, read_code
 from penstock.passes.lowering.eager import checked_weight
-from penstock.passes.lowering.inductor import PACKAGE, PROGRAM
-from penstock.passes.stored_program import load_stored
-from penstock.schedule.errors import PayloadError, SourceError, StreamError
+from penstock.passes.lowering.inductor import PACKAGE
+from penstock.schedule.errors import PayloadError, StreamError
 from penstock.schedule.model import Method
 from penstock.schedule.payload import Payload
 
@@ -32,11 +29,11 @@ _LEVELS = {"DEFAULT": 0, "AVX2": 1, "AVX512": 2}
 
 @dataclass(frozen=True)
 class LoadedPackage:
-    """What an artifact holds as code: the runner of each method, and the program it was compiled from."""
+    """What an artifact holds as code: the runner of each method, and how it is called."""
 
     payload: Payload
     runners: Mapping[str, Any]
-    programs: Mapping[str, ExportedProgram]
+    signatures: Mapping[str, CallSignature]
 
 
 def load(folder: Path, payload: Payload) -> LoadedPackage:
@@ -46,24 +43,12 @@ def load(folder: Path, payload: Payload) -> LoadedPackage:
     another version of torch or for a processor that can more than this one.
     """
     _check_machine(payload)
-    path = folder / (payload.program.path if payload.program else PROGRAM)
-    programs, runners = {}, {}
-    try:
-        with zipfile.ZipFile(path) as archive, tempfile.TemporaryDirectory() as temporary:
-            package = archive.extract(PACKAGE, temporary)
-            for method in payload.methods:
-                programs[method.name] = load_stored(archive.read(f"{method.name}.pt2"))
-                runners[method.name] = torch._C._aoti.AOTIModelPackageLoader(
-                    package, method.name, False, 1, -1
-                )
-    except OSError as error:
-        raise SourceError(f"the lowered program {path} cannot be read: {error.strerror or error}") from error
-    except Exception as error:
-        raise PayloadError(
-            f"the lowered program {path} cannot be loaded ({type(error).__name__}: {sentence(error)}): "
-            "import what registers its operators and types first, or compile it again"
-        ) from error
-    return LoadedPackage(payload, runners, programs)
+    with open_programs(folder, payload) as archive, tempfile.TemporaryDirectory() as temporary:
+        package = archive.extract(PACKAGE, temporary)
+        signatures = {m.name: read_code(archive, m.name).signature for m in payload.methods}
+        load_runner = torch._C._aoti.AOTIModelPackageLoader
+        runners = {m.name: load_runner(package, m.name, False, 1, -1) for m in payload.methods}
+    return LoadedPackage(payload, runners, signatures)
 
 
 class CompiledMethod:
@@ -73,12 +58,8 @@ class CompiledMethod:
     """
 
     def __init__(self, package: LoadedPackage, tensors: Mapping[str, torch.Tensor], method: Method) -> None:
-        program = package.programs[method.name]
-        device = torch.device("cpu")
-        self.convention = CallingConvention(program, device, device)
-        self._results = [
-            spec.arg for spec in program.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT
-        ]
+        self._signature = package.signatures[method.name]
+        self.convention = CallingConvention(self._signature, torch.device("cpu"))
         self._runner = package.runners[method.name]
         weights = {weight.fqn: weight for weight in package.payload.tensors}
         names = self._runner.get_constant_fqns()
@@ -96,7 +77,8 @@ class CompiledMethod:
         for before, after in zip(given, dense, strict=True):
             if after is not before and not torch.equal(_raw(before.contiguous()), _raw(after)):
                 before.copy_(after)  # the program writes this input
-        results = [arg.value if isinstance(arg, ConstantArgument) else next(values) for arg in self._results]
+        known = self._signature.constants
+        results = [known[k] if k in known else next(values) for k in range(self._signature.results)]
         return self.convention.unflatten_results(results)
 
     def close(self) -> None:

@@ -7,8 +7,6 @@ is known.
 
 from __future__ import annotations
 
-import copy
-import io
 import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,59 +16,39 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
 
 from penstock.passes.calling import CallingConvention
 from penstock.passes.graphs import dtype_name
-from penstock.passes.lines import sentence
-from penstock.passes.probes import Site, insert_sites
-from penstock.passes.retarget import exported_device, retarget
-from penstock.passes.stored_program import load_stored
-from penstock.schedule.errors import PassError, PayloadError, SourceError, StreamError
+from penstock.passes.lowering.archive import PROGRAM, open_programs, read_code, write_programs
+from penstock.passes.lowering.method_code import MethodCode, method_code
+from penstock.passes.probes import Site, add_sites
+from penstock.passes.retarget import move_graph, nested_modules
+from penstock.schedule.errors import PassError, StreamError
 from penstock.schedule.model import Method, Trace, Weight
 from penstock.schedule.payload import Payload
 
-PROGRAM = "program.zip"
-
-
-def strip_weights(exported: ExportedProgram) -> ExportedProgram:
-    """Returns a copy of the program whose weights are on the meta device and hold no bytes.
-
-    Meta and not fake: `torch.export.save` turns fake weights into zeros without a word. Ties are
-    lost: the payload keeps them.
-    """
-    stripped = copy.copy(exported)
-    stripped._state_dict = {name: _emptied(value) for name, value in exported.state_dict.items()}
-    stripped._constants = {name: _emptied(value) for name, value in exported.constants.items()}
-    stripped._example_inputs = None
-    return stripped
-
 
 def save(programs: Mapping[str, ExportedProgram], folder: Path) -> str:
-    """Writes the stripped programs to one file of `folder`, a zip of one `METHOD.pt2` each.
+    """Writes the programs without their weights to one file of `folder`, whose name it returns.
 
-    Returns the file's name. Raises PassError for a program that torch cannot save.
+    Raises PassError for a program that torch cannot save.
     """
     with zipfile.ZipFile(folder / PROGRAM, "w", zipfile.ZIP_STORED) as archive:
-        for name, exported in programs.items():
-            buffer = io.BytesIO()
-            try:
-                torch.export.save(strip_weights(exported), buffer)
-            except Exception as error:
-                raise PassError(
-                    f"method {name!r} cannot be saved ({type(error).__name__}: {error}): "
-                    "torch.export.save must accept the program"
-                ) from error
-            archive.writestr(f"{name}.pt2", buffer.getvalue())
+        write_programs(archive, programs)
     return PROGRAM
 
 
 @dataclass(frozen=True)
 class LoweredProgram:
-    """What an artifact holds as code: for each method the exported program without its weights."""
+    """What an artifact holds as code: for each method what runs of it."""
 
     payload: Payload
-    programs: Mapping[str, ExportedProgram]
+    methods: Mapping[str, MethodCode]
+
+    @classmethod
+    def of(cls, payload: Payload, programs: Mapping[str, ExportedProgram]) -> LoweredProgram:
+        """What `load` would read where `programs` had been saved."""
+        return cls(payload, {name: method_code(exported) for name, exported in programs.items()})
 
 
 def load(folder: Path, payload: Payload) -> LoweredProgram:
@@ -78,20 +56,8 @@ def load(folder: Path, payload: Payload) -> LoweredProgram:
 
     Raises SourceError when it cannot be read, PayloadError when it is not the payload's program.
     """
-    path = folder / (payload.program.path if payload.program else PROGRAM)
-    programs = {}
-    try:
-        with zipfile.ZipFile(path) as archive:
-            for method in payload.methods:
-                programs[method.name] = load_stored(archive.read(f"{method.name}.pt2"))
-    except OSError as error:
-        raise SourceError(f"the lowered program {path} cannot be read: {error.strerror or error}") from error
-    except Exception as error:
-        raise PayloadError(
-            f"the lowered program {path} cannot be loaded ({type(error).__name__}: {sentence(error)}): "
-            "import the library that registers its operators and types first, or compile it again"
-        ) from error
-    return LoweredProgram(payload, programs)
+    with open_programs(folder, payload) as archive:
+        return LoweredProgram(payload, {m.name: read_code(archive, m.name) for m in payload.methods})
 
 
 @dataclass(frozen=True)
@@ -130,30 +96,29 @@ def bind(
     (weights that were exported for another device than the rest stay on that one). Raises PassError
     when program and payload do not belong together, StreamError for tensors that are not the weights.
     """
-    program, payload = lowered.programs[method.name], lowered.payload
+    code, payload = lowered.methods[method.name], lowered.payload
     target = torch.device(device)
-    source = exported_device(program.graph_module)
-    sites = _sites(program, payload, payload.trace_for(method.graph), probed)
-    graph_module = insert_sites(retarget(program.graph_module, target), method.graph, sites)
+    graph, bodies = code.graph()
+    inner = [module for body in bodies.values() for module in nested_modules(body)]
+    move_graph(graph, inner, code.signature.device, target)
+    add_sites(graph, method.graph, _sites(code, graph, payload, payload.trace_for(method.graph), probed))
     weights = {weight.fqn: weight for weight in payload.tensors}
-    lifted = tuple(
-        checked_weight(weights, str(spec.target), tensors)
-        for spec in program.graph_signature.input_specs
-        if spec.kind is not InputKind.USER_INPUT
-    )
-    return BoundProgram(graph_module, CallingConvention(program, source, target), tensors, lifted)
+    lifted = tuple(checked_weight(weights, fqn, tensors) for _, fqn in code.weights)
+    convention = CallingConvention(code.signature, target)
+    return BoundProgram(fx.GraphModule(bodies, graph), convention, tensors, lifted)
 
 
-def _sites(program: ExportedProgram, payload: Payload, trace: Trace, probed: Iterable[int]) -> list[Site]:
+def _sites(
+    code: MethodCode, graph: fx.Graph, payload: Payload, trace: Trace, probed: Iterable[int]
+) -> list[Site]:
     """Names for each probed step the placeholders of the storages it reads."""
     storages = {weight.fqn: {part.storage for part in weight.parts} for weight in payload.tensors}
     placeholders: dict[int, list[str]] = {}
-    used = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
-    for spec in program.graph_signature.input_specs:
-        if spec.kind is not InputKind.USER_INPUT and spec.arg.name in used:
-            for storage in storages.get(str(spec.target), ()):
-                placeholders.setdefault(storage, []).append(spec.arg.name)
-    names = {node.name for node in program.graph.nodes}
+    used = {node.name for node in graph.nodes if node.op == "placeholder" and node.users}
+    for name, fqn in code.weights:
+        for storage in storages.get(fqn, ()) if name in used else ():
+            placeholders.setdefault(storage, []).append(name)
+    names = {node.name for node in graph.nodes}
     sites = []
     for k in probed:
         step = trace.steps[k]
@@ -182,11 +147,3 @@ def checked_weight(
             f"{expected} without grad: bind views of its own storage"
         )
     return tensor
-
-
-def _emptied(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    shape, stride = tuple(value.shape), tuple(value.stride())
-    empty = torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
-    return torch.nn.Parameter(empty, requires_grad=False) if isinstance(value, torch.nn.Parameter) else empty

@@ -7,7 +7,6 @@ place stands memory that is never written, so the program's own may be fake, met
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import tempfile
@@ -24,7 +23,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from penstock.passes.lowering.eager import strip_weights
+from penstock.passes.lowering.archive import PROGRAM, write_programs
 from penstock.passes.lowering.emitted import Observation, observe_cpp
 from penstock.passes.lowering.hollow import example_arguments, has_values, without_values
 from penstock.passes.lowering.options import FIXED, check_options, own_passes, raise_own
@@ -38,7 +37,6 @@ from penstock.schedule.model import Method, Step, Storage, Trace, Weight, Work
 from penstock.schedule.parts import read_together
 from penstock.schedule.payload import Payload, ProbeOrder
 
-PROGRAM = "program.zip"
 PACKAGE = "compiled.pt2"
 
 _INLINED = 8
@@ -106,10 +104,7 @@ def save(compiled: Compiled, programs: Mapping[str, ExportedProgram], folder: Pa
         package = Path(temporary) / PACKAGE
         package_aoti(str(package), {name: list(files) for name, files in compiled.files.items()})
         archive.write(package, PACKAGE)
-        for name, exported in programs.items():
-            buffer = io.BytesIO()
-            torch.export.save(strip_weights(exported), buffer)
-            archive.writestr(f"{name}.pt2", buffer.getvalue())
+        write_programs(archive, programs)
     return PROGRAM
 
 

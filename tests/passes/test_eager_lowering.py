@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.passes.annotate import annotate_with_values
 from penstock.passes.lowering import eager
+from penstock.passes.lowering.archive import strip_weights
 from penstock.schedule.errors import PassError, PayloadError, SourceError, StreamError
 from penstock.schedule.payload import ProgramFile
 
@@ -98,7 +99,7 @@ def test_results_of_transformers_come_out_as_such():
 def test_stripping_leaves_the_program_alone_and_keeps_no_bytes():
     _, exported = export(CASES["Cache"])
     before = {**exported.state_dict, **exported.constants}
-    stripped = eager.strip_weights(exported)
+    stripped = strip_weights(exported)
     assert {value.device.type for value in {**stripped.state_dict, **stripped.constants}.values()} == {"meta"}
     assert stripped.example_inputs is None
     assert exported.example_inputs is not None

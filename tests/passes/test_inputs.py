@@ -10,6 +10,7 @@ from pass_runs import export, stored
 from torch import nn
 
 from penstock.passes.annotate import annotate_with_values
+from penstock.passes.call_signature import signature_of
 from penstock.passes.calling import CallingConvention
 from penstock.passes.inputs import describe_method
 from penstock.schedule.errors import PassError, StreamError
@@ -18,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def convention_of(exported):
-    return CallingConvention(exported, CPU, CPU)
+    return CallingConvention(signature_of(exported), CPU)
 
 
 @pytest.fixture(scope="module")
@@ -140,8 +141,9 @@ def test_guards_of_a_stored_program_hold_wherever_the_inputs_are(strict):
     shapes = {"x": one, "pair": (None, one), "rest": (None, one)}
     shapes |= {"d": {"k": [one]}, "n": auto, "z": one}
     exported = torch.export.export(Deep(), *call(40), dynamic_shapes=shapes, strict=strict)
-    for program in (exported, stored(annotate_with_values(exported)).programs["forward"]):
-        convention = convention_of(program)
+    code = stored(annotate_with_values(exported)).methods["forward"]
+    for signature in (signature_of(exported), code.signature):
+        convention = CallingConvention(signature, CPU)
         args, kwargs = call(9)
         assert len(convention.flatten(args, kwargs)) == 8
         args, kwargs = call(8)

@@ -23,7 +23,8 @@ from penstock.integrations.libraries import as_when_called
 from penstock.integrations.memory import watch_memory
 from penstock.passes.activations import activation_bytes
 from penstock.passes.fake_export import Built, with_computed_buffers
-from penstock.passes.inputs import InputChecks
+from penstock.passes.input_checks import InputChecks
+from penstock.passes.inputs import guards_of, leaves_of
 from penstock.passes.lowering.eager import LoweredProgram
 from penstock.passes.subclasses import with_plain_parts
 from penstock.runtime.device_loading import device_kind
@@ -225,7 +226,7 @@ class Component:
             f"call{len(self._methods)}",
             call.kind,
             exported,
-            InputChecks(exported, self._where.target, self._where.target),
+            InputChecks(leaves_of(exported), guards_of(exported)),
             results[-1],
             beside / max(call.nbytes, 1),
             truth_of(exported, len(results[-1].decisions.answers)),
@@ -264,7 +265,7 @@ class Component:
         write_once(path, lambda: self._write(programs, path))
         program = penstock.open(path)
         if self._where.lowering == "eager":
-            program.lowered = LoweredProgram(program.payload, programs)  # what it would read again
+            program.lowered = LoweredProgram.of(program.payload, programs)  # what it would read again
         return program
 
     def _write(self, programs: Mapping[str, ExportedProgram], path: Path) -> Program:
