@@ -102,7 +102,7 @@ def test_verifier_and_oracle_agree_on_random_plans_safe_and_spoiled() -> None:
 def test_both_accept_what_the_planner_makes_and_agree_on_it_spoiled(kind: str) -> None:
     counts: Counter[str] = Counter()
 
-    @settings(max_examples=200, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=100, suppress_health_check=list(HealthCheck))
     @given(st.one_of(problems(kind), problems(kind, methods=2)), st.integers(0, 2**32))
     def check(problem: Problem, seed: int) -> None:
         plan = planned(problem)

@@ -150,7 +150,7 @@ def check(p: Problem) -> None:
 
 
 @given(problems())
-@settings(max_examples=150)
+@settings(max_examples=75)
 def test_plans_are_safe_and_floors_exact(problem: Problem) -> None:
     check(problem)
 
