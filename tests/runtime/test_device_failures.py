@@ -89,7 +89,7 @@ def test_closing_waits_for_copies_on_their_way() -> None:
 
 
 @pytest.mark.parametrize("host", [None, 256])
-def test_ten_thousand_passes_hold_no_more_memory(host: int | None) -> None:
+def test_thousands_of_passes_hold_no_more_memory(host: int | None) -> None:
     one = case("small", [2, 1, 3, 2], [[[0], [1], [2]]], 0.2, [(0, "in order")], host=host)
     device = CpuDevice()
     source: Any = one.source
@@ -98,20 +98,20 @@ def test_ten_thousand_passes_hold_no_more_memory(host: int | None) -> None:
     method = streamer.methods[0]
     assert (weights.host.ring.numel() > 0) == (host is not None)
     held = []
-    for number in range(10_000):
+    for number in range(3_000):
         streamer.begin(0)
         for step in method.probed:
             streamer.acquire(0, step)
             streamer.release(0, step)
         streamer.end(0)
-        if number in (2_000, 9_999):
+        if number in (1_000, 2_999):
             gc.collect()
             held.append((len(gc.get_objects()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
     streamer.close()
     device.close()
     (objects, peak), (objects_later, peak_later) = held
-    assert objects_later - objects < 500
-    assert peak_later - peak < 4096  # KiB
+    assert objects_later - objects < 125
+    assert peak_later - peak < 1024  # KiB
 
 
 def test_memory_that_cannot_be_locked_is_refused_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
