@@ -13,6 +13,19 @@ import pytest
 from tests.command_line import Command, penstock_fixture  # noqa: F401
 
 ROOT = Path(__file__).parents[1]
+CALL = """
+import shlex, subprocess, sys
+from penstock import cli
+
+def call(line):
+    sys.argv = shlex.split(line)
+    try:
+        cli.main()
+    except SystemExit as end:
+        assert not end.code, line
+"""
+"""What runs a command of penstock where torch is imported already, which takes seconds."""
+
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -30,13 +43,18 @@ def run(command: list[str], folder: Path) -> str:
 
 
 def walk(page: str, folder: Path) -> str:
-    """Python blocks share one session; shell lines that come between them run where they stand."""
-    script = ["import subprocess"]
+    """Python blocks share one session; shell lines that come between them run where they stand.
+
+    The first of them in a shell, as a reader types it.
+    """
+    script, run_line = [CALL], "subprocess.run({!r}, shell=True, check=True)"
     for language, text in blocks(page):
         if language == "python":
             script.append(text)
-        else:
-            script += [f"subprocess.run({line!r}, shell=True, check=True)" for line in text.splitlines()]
+            continue
+        for line in text.splitlines():
+            script.append(run_line.format(line))
+            run_line = "call({!r})"
     (folder / "walk.py").write_text("\n".join(script))
     return run([sys.executable, "-W", "error", "walk.py"], folder)
 
