@@ -21,7 +21,6 @@ from penstock.passes.subclasses import with_plain_parts
 from penstock.runtime.binding import Bound, Rename, Rules, Span, tensor_name, without
 from penstock.runtime.binding import bind as find_values
 from penstock.runtime.checkpoint import Checkpoint, open_checkpoint
-from penstock.runtime.pack import PAD_PREFIX
 from penstock.runtime.part_names import check_parts, part_names
 from penstock.runtime.slices import Slices
 from penstock.schedule.errors import SourceError
@@ -113,9 +112,7 @@ def _refuse_unexpected(
     unexpected = [
         name
         for name in checkpoint.tensors
-        if name not in known
-        and not name.startswith(PAD_PREFIX)
-        and not any(fnmatchcase(name, pattern) for pattern in ignore)
+        if name not in known and not any(fnmatchcase(name, pattern) for pattern in ignore)
     ]
     if unexpected:
         named = ", ".join(unexpected[:_NAMED]) + (", ..." if len(unexpected) > _NAMED else "")

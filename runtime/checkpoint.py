@@ -9,6 +9,7 @@ from os import PathLike
 from pathlib import Path
 
 from penstock.runtime.distributed_file import METADATA, is_distributed, read_tensors
+from penstock.runtime.pack import PAD_PREFIX
 from penstock.runtime.safetensors_file import index_files, read_header
 from penstock.runtime.shards import check_names, find_index, note_total
 from penstock.runtime.stored_tensor import StoredTensor, from_entry
@@ -81,6 +82,8 @@ def _check_shards(given: Sequence[Path], nbytes: Mapping[Path, int]) -> None:
 
 def _add(tensors: dict[str, StoredTensor], more: Mapping[str, StoredTensor]) -> None:
     for name, tensor in more.items():
+        if name.startswith(PAD_PREFIX):  # fills a hole of a packed file
+            continue
         if name in tensors:
             raise SourceError(
                 f"tensor {name!r} is in {tensors[name].origin} and in {tensor.origin}: "

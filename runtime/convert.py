@@ -13,7 +13,7 @@ import torch
 
 from penstock.runtime.atomic import check_output, write_artifact
 from penstock.runtime.checkpoint import open_checkpoint
-from penstock.runtime.pack import BLOCK, PAD_PREFIX, PackEntry, check_space, pack
+from penstock.runtime.pack import BLOCK, PackEntry, check_space, pack
 from penstock.runtime.progress import Progress, count_bytes
 from penstock.runtime.safetensors_file import TORCH_NAMES, index_files
 from penstock.runtime.stored_tensor import Reading, StoredTensor
@@ -55,9 +55,8 @@ def convert(
     Raises SourceError for what cannot be read, converted or written.
     """
     checkpoint = open_checkpoint(source, only)
-    kept = {name: one for name, one in checkpoint.tensors.items() if not name.startswith(PAD_PREFIX)}
     entries = sorted(
-        (_entry(name, one, checkpoint.files, dtype) for name, one in kept.items()),
+        (_entry(name, one, checkpoint.files, dtype) for name, one in checkpoint.tensors.items()),
         key=lambda entry: (entry.nbytes % BLOCK > 0, entry.nbytes % 64 > 0),
     )
     if not entries:

@@ -1,13 +1,16 @@
-"""LoRA adapters that a model has when penstock is applied, and what is said where they change later."""
+"""LoRA adapters that a model has when penstock is applied, others in their place, and what is refused."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
 
 from penstock.integrations import apply
-from penstock.schedule.errors import StreamError
+from penstock.schedule.errors import SourceError, StreamError
 from tests.integrations import models
 
 # peft asks transformers for what transformers has renamed.
@@ -17,7 +20,8 @@ IDS = torch.tensor([[5, 17, 99, 23, 42]])
 
 
 def lora(**options):
-    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **options)
+    given = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False} | options
+    return LoraConfig(**given)
 
 
 @pytest.fixture
@@ -81,3 +85,139 @@ def test_an_adapter_that_comes_later_is_refused_and_the_model_is_restored(tmp_pa
         with pytest.raises(StreamError, match="submodules were replaced or added"):
             model(IDS)
     assert torch.equal(models.frozen(model)(IDS).logits, reference(IDS).logits)  # it begins as nothing
+
+
+# Another adapter in the place of one.
+
+
+@pytest.fixture(scope="module")
+def swapped(tmp_path_factory):
+    """A streamed model with an adapter, what it said with it, and how often it was compiled."""
+    folder = tmp_path_factory.mktemp("cache")
+    model = models.llama()
+    model.add_adapter(lora(), "first")
+    applied = apply(models.frozen(model), "340KB", cache=folder)
+    yield model, model(IDS).logits, applied, lambda: len(list((folder / "programs").iterdir()))
+    applied.close()
+
+
+def saved(folder, **options):
+    """A model with another adapter, which is in the folder."""
+    model = models.llama()
+    torch.manual_seed(7)
+    model.add_adapter(lora(**options), "any")
+    model.save_pretrained(folder)
+    return models.frozen(model)
+
+
+def test_another_adapter_gives_its_outputs_without_another_export(swapped, tmp_path):
+    model, before, applied, compiled = swapped
+    reference, count = saved(tmp_path), compiled()
+    applied.swap_adapter(tmp_path, "first")
+    assert torch.equal(model(IDS).logits, reference(IDS).logits)
+    assert not torch.equal(model(IDS).logits, before)
+    assert compiled() == count
+    assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
+
+
+REFUSED = {
+    "rank": ({"r": 8}, r"q_proj\.lora_A\.weight is \[4, 64\] in the model and \[8, 64\] in .*: another rank"),
+    "alpha": (
+        {"lora_alpha": 16},
+        r"lora_alpha \(.*\.q_proj\) of adapter 'first' is 8 in the model and 16 in",
+    ),
+    "alpha of one layer": (
+        {"alpha_pattern": {"layers.1.self_attn.v_proj": 2}},
+        r"\(.*1\.self_attn\.v_proj\)",
+    ),
+    "other scaling": (
+        {"use_rslora": True},
+        "use_rslora of adapter 'first' is False in the model and True in",
+    ),
+    "fewer layers": ({"target_modules": ["q_proj"]}, r"v_proj\.lora_A\.weight in the model and not in"),
+    "more layers": ({"target_modules": ["q_proj", "k_proj", "v_proj"]}, r"k_proj\..* and not in the model"),
+    "another kind": ({"use_dora": True}, "lora_magnitude_vector in .* and not in the model"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
+def test_an_adapter_that_differs_in_more_than_values_changes_nothing(options, message, swapped, tmp_path):
+    model, _, applied, _ = swapped
+    before = model(IDS).logits
+    saved(tmp_path, **options)
+    with pytest.raises(StreamError, match=rf"(?s){message}.*restore\(\) the model"):
+        applied.swap_adapter(tmp_path)
+    assert torch.equal(model(IDS).logits, before)
+
+
+def test_what_is_no_adapter_of_the_model_is_refused_by_name(swapped, tmp_path):
+    _, _, applied, _ = swapped
+    with pytest.raises(StreamError, match="no adapter 'second': name one of first"):
+        applied.swap_adapter(tmp_path, "second")
+    with pytest.raises(SourceError, match="holds no adapter"):
+        applied.swap_adapter(tmp_path)
+    with (
+        apply(models.llama(), "340KB", cache=tmp_path) as plain,
+        pytest.raises(StreamError, match="no adapter whose values could be replaced"),
+    ):
+        plain.swap_adapter(tmp_path)
+
+
+def test_a_model_that_is_restored_keeps_the_adapter_that_it_has_now(adapted, tmp_path):
+    reference = saved(tmp_path / "other")
+    with apply(adapted, "340KB", cache=tmp_path) as applied:
+        applied.swap_adapter(tmp_path / "other")  # before anything was compiled
+    assert torch.equal(adapted(IDS).logits, reference(IDS).logits)
+
+
+def test_a_merged_adapter_is_not_swapped(tmp_path):
+    saved(tmp_path / "other")
+    model = models.frozen(get_peft_model(models.llama(), lora()))
+    model.merge_adapter()
+    with (
+        apply(model, "340KB", cache=tmp_path) as applied,
+        pytest.raises(StreamError, match="into whose weight it is merged"),
+    ):
+        applied.swap_adapter(tmp_path / "other")
+
+
+class Pair:
+    """As a pipeline is: components by name."""
+
+    def __init__(self, seed: int):
+        self.components = {"encoder": models.llama(num_hidden_layers=1), "decoder": models.llama()}
+        torch.manual_seed(seed)
+        for module in self.components.values():
+            module.add_adapter(lora(), "style")
+            models.frozen(module)
+
+
+def test_the_names_in_the_adapter_of_a_pipeline_begin_with_their_component(tmp_path):
+    pair, other = Pair(1), Pair(2)
+    tensors = {
+        f"{name}.{fqn.replace('.style', '')}": value
+        for name, module in other.components.items()
+        for fqn, value in module.named_parameters()
+        if "lora" in fqn
+    }
+    settings = {f"{k}.lora_alpha": 8 for k in pair.components}
+    cases = {
+        "fits": (tensors, settings),
+        "other": (tensors | {"vae.lora_A.weight": torch.ones(1)}, settings),
+        "alpha": (tensors, settings | {"encoder.lora_alpha": 4}),
+        "without": (tensors, {}),
+    }
+    for name, (held, said) in cases.items():
+        metadata = {"lora_adapter_metadata": json.dumps(said)} if said else None
+        save_file(held, tmp_path / f"{name}.safetensors", metadata)
+    with apply(pair, "1MB", cache=tmp_path) as applied:
+        for name, message in {
+            "other": r"vae\.lora_A\.weight, for which there is no adapter 'style'",
+            "alpha": "lora_alpha .* is 8 in the model and 4 in",
+            "without": "lora_alpha .* is 8 in the model and 4 in",  # then alpha is the rank
+        }.items():
+            with pytest.raises(StreamError, match=message):
+                applied.swap_adapter(tmp_path / f"{name}.safetensors")
+        applied.swap_adapter(tmp_path / "fits.safetensors")
+    for name, module in pair.components.items():
+        assert torch.equal(module(IDS).logits, other.components[name](IDS).logits)

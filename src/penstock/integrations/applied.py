@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.integrations.adapters import Adapter, by_adapter, by_prefix, named_adapter, other_values
 from penstock.integrations.folders import Stored, is_pipeline, local_folder, open_model, open_pipeline
-from penstock.integrations.hollow import Hollow, store, stored_tensors
+from penstock.integrations.hollow import Hollow, blank_copy, store, stored_tensors
 from penstock.integrations.libraries import (
     add_generation_config,
     components_of,
     entries_of,
     refuse_wrapped,
 )
-from penstock.integrations.streamed import Component, Where, blank_copy
+from penstock.integrations.streamed import Component, Where
 from penstock.integrations.watch import Watch
 from penstock.passes.fake_export import Built
 from penstock.runtime.user_cache import user_cache
@@ -51,23 +52,26 @@ class Cap:
 class Applied:
     """A model or a pipeline whose components stream. `freed_bytes` of memory were given back.
 
-    Used as a context manager, it restores them at the end.
+    Used as a context manager, it restores them at the end. `weights` is the folder that their weights were
+    written to; None where they are used in place.
     """
 
-    def __init__(self, target: Any, cap: Cap) -> None:
+    def __init__(self, target: Any, cap: Cap, weights: Path | None) -> None:
         self.target = target
         self.cap = cap
         self.components: dict[str, Component] = {}
-        self._hollow: list[tuple[Hollow, Path | None]] = []
+        self._weights = weights
+        self._modules: dict[str, nn.Module] = {}
+        self._hollow: dict[str, Hollow] = {}
         self._replaced: list[tuple[nn.Module, str]] = []
         self._trained: list[nn.Module] = []
 
     @property
     def freed_bytes(self) -> int:
         """Bytes of parameters that are no longer in memory."""
-        return sum(hollow.nbytes for hollow, _ in self._hollow)
+        return sum(hollow.nbytes for hollow in self._hollow.values())
 
-    def add(self, component: Component, module: nn.Module, hollow: Hollow, file: Path | None) -> None:
+    def add(self, component: Component, module: nn.Module, hollow: Hollow) -> None:
         """Replace the methods through which a module is called by its component's."""
         for entry in entries_of(module):
             owner, _, name = entry.rpartition(".")
@@ -77,12 +81,27 @@ class Applied:
             self._replaced.append((part, name))
         component.check = Watch(module).check
         self.components[component.name] = component
-        self._hollow.append((hollow, file))
+        self._modules[component.name] = module
+        self._hollow[component.name] = hollow
 
     def evaluate(self, module: nn.Module) -> None:
         """Put a module in eval mode until it is restored."""
         self._trained += [one for one in module.modules() if one.training]
         module.eval()
+
+    def swap_adapter(self, source: str | PathLike[str], name: str | None = None) -> None:
+        """Give the adapter `name` (by default the only one) the values of another one, in a folder or a file.
+
+        Nothing is exported or compiled again; a model that is restored keeps them. Raises StreamError, and
+        changes nothing, where the other one has other layers, ranks, scaling or settings.
+        """
+        chosen, given = named_adapter(self._modules, name), Adapter.read(Path(source))
+        modules = by_prefix(self._modules, given, alone=isinstance(self.target, nn.Module))
+        values = other_values(modules, given, chosen)
+        for component, prefix in zip(self.components.values(), modules, strict=True):
+            if prefix in values:
+                assert self._weights is not None
+                component.swap(store(values[prefix], self._weights))
 
     def close(self) -> None:
         """Stop the readers and give the arena back; the next call takes it again."""
@@ -95,18 +114,16 @@ class Applied:
         Raises StreamError for what `load` made, which was never in memory.
         """
         self.close()
-        if any(file is None for _, file in self._hollow):
+        if self._weights is None:
             raise StreamError("the model was never in memory: load it with its library where it should be")
         for part, name in self._replaced:
             part.__dict__.pop(name, None)
-        for hollow, file in self._hollow:
-            assert file is not None
-            hollow.fill(file)
+        for name, hollow in self._hollow.items():
+            hollow.fill(self.components[name].weights)
         for one in self._trained:
             one.training = True
-        self._replaced.clear()
-        self._trained.clear()
-        self._hollow.clear()
+        for held in (self._replaced, self._trained, self._hollow, self._modules):
+            held.clear()
 
     def __enter__(self) -> Applied:
         return self
@@ -143,14 +160,15 @@ def apply(
     folder = user_cache() if cache is None else Path(cache)
     for name, module in parts.items():
         refuse_wrapped(module, name)
-    applied = Applied(model, Cap(nbytes))
+    applied = Applied(model, Cap(nbytes), folder / "weights")
     where = Where(folder / "programs", device, lowering)
     try:
         for name, module in parts.items():
             applied.evaluate(module)
-            file = store(stored_tensors(module), folder / "weights")
-            component = Component(name, blank_copy(module, where.target), [file], where, applied.cap.turn)
-            applied.add(component, module, Hollow(module, _INSTEAD, where.target), file)
+            groups = by_adapter(module, stored_tensors(module))
+            files = [store(tensors, folder / "weights") for tensors in groups]
+            component = Component(name, blank_copy(module, where.target), files, where, applied.cap.turn)
+            applied.add(component, module, Hollow(module, _INSTEAD, where.target))
     except BaseException:
         applied.restore()
         raise
@@ -182,7 +200,7 @@ def load(
     Raises SourceError for a folder that holds no model, PassError and BudgetError as `apply`.
     """
     folder = local_folder(source if isinstance(source, str) else Path(source))
-    applied = Applied(None, Cap(parse_size(memory, name="memory")))
+    applied = Applied(None, Cap(parse_size(memory, name="memory")), None)
     made = user_cache() if cache is None else Path(cache)
     where = Where(made / "programs", device, lowering)
 
@@ -190,7 +208,7 @@ def load(
         module = stored.make()
         blank = Built.by(stored.build, str(where.target))
         component = Component(stored.name, blank, stored.files, where, applied.cap.turn)
-        applied.add(component, module, Hollow(module, _INSTEAD, where.target), None)
+        applied.add(component, module, Hollow(module, _INSTEAD, where.target))
         return module
 
     if is_pipeline(folder):

@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from penstock.passes.fake_export import Built
 from penstock.passes.graphs import dtype_name
 from penstock.passes.parts import each_part, plain_tensors
 from penstock.runtime.atomic import write_artifact
@@ -118,6 +119,18 @@ def _bytes_of(value: torch.Tensor) -> torch.Tensor:
     return storage_bytes(value.detach())[start : start + value.nbytes]
 
 
+def blank_copy(module: nn.Module, device: torch.device) -> Built:
+    """The module with fake parameters and buffers on a device; the module itself stays as it is."""
+    try:
+        return Built.of(module, device)
+    except PassError:
+        raise
+    except Exception as error:
+        raise PassError(
+            f"the {type(module).__name__} cannot be copied without its values: {error}"
+        ) from error
+
+
 class Hollow:
     """A module whose parameters have shapes, a device and no memory; `nbytes` of it were given back.
 
@@ -144,23 +157,28 @@ class Hollow:
         self._plain = _plain(self._parameters.items())
         self._undo = [undo for one in module.modules() if one._parameters for undo in _refuse(one, sentence)]
 
-    def fill(self, file: Path) -> None:
-        """Give the parameters memory again, with the values in `file`, and take the refusals away."""
-        with safe_open(file, framework="pt") as opened:
-            filled: set[int] = set()
-            for name, value in self._plain.items():
-                storage = value.untyped_storage()
-                if storage.nbytes() == 0:
-                    storage.resize_(self._bytes[name])  # views of one storage stay that
-                    filled.add(storage._cdata)
-                if storage._cdata in filled:
-                    value.data.copy_(opened.get_tensor(name))
-                else:
-                    value.data = opened.get_tensor(name).to(value.device)
+    def fill(self, files: Sequence[Path]) -> None:
+        """Give the parameters memory again, with the values in `files`, and take the refusals away."""
+        filled: set[int] = set()
+        for file in files:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys() & self._plain.keys():
+                    self._fill(name, opened.get_tensor(name), filled)
         for name, parameter in self._parameters.items():
             parameter.requires_grad_(self._trained[name])
         for undo in self._undo:
             undo()
+
+    def _fill(self, name: str, stored: torch.Tensor, filled: set[int]) -> None:
+        value = self._plain[name]
+        storage = value.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(self._bytes[name])  # views of one storage stay that
+            filled.add(storage._cdata)
+        if storage._cdata in filled:
+            value.data.copy_(stored)
+        else:
+            value.data = stored.to(value.device)
 
 
 def _made_of(parameter: nn.Parameter, empty: Mapping[int, torch.Tensor]) -> Any:

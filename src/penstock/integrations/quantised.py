@@ -66,7 +66,7 @@ def _weights(files: tuple[Path, ...], folder: Path) -> dict[str, nn.Parameter]:
         ) from error
     except Exception as error:
         raise SourceError(
-            f"{folder} does not say which of its tensors are parts of which weight, as what transformers saves "
-            f"with torchao does ({error}): save it again with save_pretrained"
+            f"{folder} does not say which of its tensors are parts of which weight ({error}): save it "
+            "again with save_pretrained of transformers, which writes that into the files"
         ) from error
     return {name: nn.Parameter(v, requires_grad=False) for name, v in whole.items() if name not in stored}

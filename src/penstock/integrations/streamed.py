@@ -21,6 +21,7 @@ from penstock.integrations.hollow import write_once
 from penstock.integrations.kinds import Call, Result, method_of, named, refuse_grad
 from penstock.integrations.libraries import as_when_called
 from penstock.integrations.memory import watch_memory
+from penstock.integrations.rebound import same_layout, with_other_file
 from penstock.passes.activations import activation_bytes
 from penstock.passes.fake_export import Built, with_computed_buffers
 from penstock.passes.input_checks import InputChecks
@@ -145,7 +146,8 @@ class Component:
     ) -> None:
         self.name = name
         self.check: Callable[[], None] = lambda: None
-        self._blank, self._weights, self._where, self._turn = blank, list(weights), where, turn
+        self.weights = list(weights)
+        self._blank, self._where, self._turn = blank, where, turn
         self._methods: list[_Method] = []
         self._program: Program | None = None
         self._plan: Plan | None = None
@@ -199,6 +201,15 @@ class Component:
         if self._module is not None:
             self._module.close()
             self._module = None
+
+    def swap(self, new: Path) -> None:
+        """Read `new` from now on in the place of the weight file that has its layout; nothing is exported."""
+        with self._one:
+            self.unload()
+            old = next(file for file in self.weights if same_layout(file, new))
+            self.weights[self.weights.index(old)] = new
+            if self._program is not None:
+                self._program = with_other_file(self._program, old, new)
 
     def _export(self, call: Call) -> _Method:
         """The method for a call; exported again where it decides otherwise than was assumed."""
@@ -261,7 +272,7 @@ class Component:
 
     def _compile(self) -> Program:
         programs = {method.name: method.exported for method in self._methods}
-        path = self._where.folder / f"{_digest(programs, self._weights, self._where.lowering)}.penstock"
+        path = self._where.folder / f"{_digest(programs, self.weights, self._where.lowering)}.penstock"
         write_once(path, lambda: self._write(programs, path))
         program = penstock.open(path)
         if self._where.lowering == "eager":
@@ -274,7 +285,7 @@ class Component:
             programs,
             path,
             lowering=self._where.lowering,
-            weights=self._weights,
+            weights=self.weights,
             rename=lambda fqn: fqn.removeprefix("model."),
             pack=False,
         )
@@ -298,15 +309,3 @@ def _digest(programs: Mapping[str, ExportedProgram], weights: Sequence[Path], lo
 def _bytes_of(value: torch.Tensor) -> bytes:
     flat = value.detach().cpu().contiguous().reshape(-1)
     return bytes(flat.view(torch.uint8).numpy())
-
-
-def blank_copy(module: nn.Module, device: torch.device) -> Built:
-    """The module with fake parameters and buffers on a device; the module itself stays as it is."""
-    try:
-        return Built.of(module, device)
-    except PassError:
-        raise
-    except Exception as error:
-        raise PassError(
-            f"the {type(module).__name__} cannot be copied without its values: {error}"
-        ) from error

@@ -1,0 +1,186 @@
+"""Adapters of peft: which parameters of a model are an adapter's, and another adapter's values for them.
+
+Another adapter fits where only values differ: layers, ranks, scaling and settings are part of the exported
+program, and other ones are refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from penstock.schedule.errors import SourceError, StreamError
+
+_FILES = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
+"""What peft and transformers, and what diffusers call an adapter's file in its folder."""
+
+_SETTINGS, _METADATA = "adapter_config.json", "lora_adapter_metadata"
+"""Where they keep an adapter's settings: a file beside it, and metadata of it."""
+
+_PEFT = "base_model.model."
+"""What peft puts before every name."""
+
+_BESIDE = frozenset(
+    {
+        "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type",
+        "init_lora_weights", "lora_dropout", "megatron_core", "runtime_config",
+        "exclude_modules", "layers_pattern", "layers_to_transform", "target_modules",
+        "alpha_pattern", "lora_alpha", "r", "rank_pattern",
+    }
+)  # fmt: skip
+"""Settings that do nothing in a call, those that the tensors tell, and those of the scaling, compared
+by layer."""
+
+_AGAIN = "restore() the model, load that adapter with its library, and apply penstock again"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter in a file: its tensors by name, and its settings, None where it does not tell them."""
+
+    source: Path
+    tensors: Mapping[str, torch.Tensor]
+    settings: Mapping[str, Any] | None
+
+    @classmethod
+    def read(cls, source: Path) -> Adapter:
+        """That of a folder, or of a safetensors file. SourceError where there is none."""
+        files = [source, *(source / name for name in _FILES)]
+        file = next((one for one in files if one.is_file() and one.suffix == ".safetensors"), None)
+        if file is None:
+            raise SourceError(
+                f"{source} holds no adapter: give a safetensors file, or a folder with {_FILES[0]}"
+            )
+        with safe_open(file, framework="pt") as opened:
+            tensors = {name.removeprefix(_PEFT): opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            settings = (opened.metadata() or {}).get(_METADATA)
+        if settings is None and (file.parent / _SETTINGS).is_file():
+            settings = (file.parent / _SETTINGS).read_text(encoding="utf-8")
+        return cls(source, tensors, settings and json.loads(settings))
+
+    def part(self, prefix: str) -> Adapter:
+        """What of it is for the component whose names begin with `prefix`."""
+        tensors = {k.removeprefix(prefix): v for k, v in self.tensors.items() if k.startswith(prefix)}
+        settings = {
+            k.removeprefix(prefix): v for k, v in (self.settings or {}).items() if k.startswith(prefix)
+        }
+        return Adapter(self.source, tensors, settings or None)
+
+
+def adapters_of(module: nn.Module) -> list[str]:
+    """The names of the adapters that a module has."""
+    return list(getattr(module, "peft_config", ()))
+
+
+def names_in_files(module: nn.Module, adapter: str) -> dict[str, str]:
+    """The FQNs of an adapter's parameters, by the names that its library writes."""
+    found: dict[str, str] = {}
+    for path, layer in module.named_modules():
+        kinds = getattr(layer, "adapter_layer_names", ())
+        for name, _ in layer.named_parameters() if kinds else ():
+            kind, *rest = name.split(".")
+            if kind in kinds and rest[0] == adapter:
+                found[".".join([path, kind, *rest[1:]])] = f"{path}.{name}"
+    return found
+
+
+def by_adapter(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """A module's own tensors, and those of each adapter: what goes into a file each."""
+    own = dict(tensors)
+    groups = [
+        {fqn: own.pop(fqn) for fqn in names_in_files(module, adapter).values() if fqn in own}
+        for adapter in adapters_of(module)
+    ]
+    return [own, *filter(None, groups)]
+
+
+def named_adapter(modules: Mapping[str, nn.Module], adapter: str | None) -> str:
+    """The adapter that is meant: the one of this name, or the only one. StreamError where there is none."""
+    names = list(dict.fromkeys(name for module in modules.values() for name in adapters_of(module)))
+    if not names:
+        raise StreamError(f"there is no adapter whose values could be replaced: {_AGAIN}")
+    chosen = names[0] if adapter is None and len(names) == 1 else adapter
+    if chosen not in names:
+        raise StreamError(f"there is no adapter {chosen!r}: name one of {', '.join(names)}")
+    return chosen
+
+
+def by_prefix(modules: Mapping[str, nn.Module], given: Adapter, *, alone: bool) -> dict[str, nn.Module]:
+    """The components by what their names in a file begin with.
+
+    A pipeline's name them; one that is `alone` is not named, or as in the pipeline that the file is for.
+    """
+    if not alone:
+        return {f"{name}.": module for name, module in modules.items()}
+    (module,) = modules.values()
+    head, dot, _ = next(iter(given.tensors), "").partition(".")
+    return {"" if hasattr(module, head) else head + dot: module}
+
+
+def other_values(
+    modules: Mapping[str, nn.Module], given: Adapter, adapter: str
+) -> dict[str, dict[str, torch.Tensor]]:
+    """For each component that has the adapter the values of the one that is given, by FQN.
+
+    `modules` and what is returned are by prefix. Raises StreamError where not only values differ.
+    """
+    having = {prefix: module for prefix, module in modules.items() if adapter in adapters_of(module)}
+    others = [name for name in given.tensors if not name.startswith(tuple(having))]
+    if others:
+        raise StreamError(
+            f"{given.source} has {others[0]}, for which there is no adapter {adapter!r}: {_AGAIN}"
+        )
+    return {prefix: _values(module, given.part(prefix), adapter) for prefix, module in having.items()}
+
+
+def _values(module: nn.Module, given: Adapter, adapter: str) -> dict[str, torch.Tensor]:
+    fqns, parameters = names_in_files(module, adapter), dict(module.named_parameters())
+    for name in sorted(fqns.keys() ^ given.tensors.keys()):
+        has, lacks = ("the model", given.source) if name in fqns else (given.source, "the model")
+        raise StreamError(f"adapter {adapter!r} has {name} in {has} and not in {lacks}: {_AGAIN}")
+    for name, fqn in fqns.items():
+        shapes = [list(one.shape) for one in (parameters[fqn], given.tensors[name])]
+        if shapes[0] != shapes[1]:
+            raise StreamError(
+                f"{name} is {shapes[0]} in the model and {shapes[1]} in {given.source}: another rank needs "
+                f"another program, so {_AGAIN}"
+            )
+    for what, here, there in _differing(module, given.settings, adapter):
+        raise StreamError(
+            f"{what} of adapter {adapter!r} is {here} in the model and {there} in {given.source}; it is part "
+            f"of the program: {_AGAIN}"
+        )
+    return {fqn: given.tensors[name].to(parameters[fqn].dtype) for name, fqn in fqns.items()}
+
+
+def _differing(
+    module: Any, settings: Mapping[str, Any] | None, adapter: str
+) -> Iterator[tuple[str, object, object]]:
+    """What is computed otherwise: what it is, in the model, and in the settings.
+
+    Where there are none, alpha is the rank, as diffusers has it.
+    """
+    from peft.utils.other import get_pattern_key
+
+    config = module.peft_config[adapter]
+    here, there = config.to_dict(), type(config)().to_dict() | (settings or {})
+    for key in here.keys() - _BESIDE if settings else ():
+        if here[key] != there.get(key):
+            yield key, here[key], there.get(key)
+    for path, layer in module.named_modules():
+        if adapter in getattr(layer, "merged_adapters", ()):
+            yield f"{path}, into whose weight it is merged,", "merged", "not"
+        ranks, alphas = getattr(layer, "r", {}), getattr(layer, "lora_alpha", {})
+        if adapter in ranks and adapter in alphas:
+            patterns = there["alpha_pattern"]
+            alpha = patterns.get(get_pattern_key(patterns.keys(), path), there["lora_alpha"])
+            alpha = alpha if settings else ranks[adapter]
+            if alphas[adapter] != alpha:
+                yield f"lora_alpha ({path})", alphas[adapter], alpha
