@@ -13,7 +13,7 @@ from penstock.runtime.rates import measure_populate, measure_read
 from penstock.runtime.source import Source
 from penstock.schedule.errors import PlanError
 from penstock.schedule.layout import mapped_arena, packed_arena
-from penstock.schedule.model import Arena, Hardware, Range, Weight
+from penstock.schedule.model import Arena, Hardware, Range, Storage, Weight
 from penstock.schedule.payload import Payload
 from penstock.schedule.planner import Floor, floor
 from penstock.schedule.sizes import format_size
@@ -24,6 +24,7 @@ _SAMPLE = 128 << 20
 _SECONDS = 0.15
 
 _MOST_GRANULES = 20_000
+_OFF_BLOCKS = 64  # bytes: where no block begins
 _SMALL = 64 << 10  # below it a packed tensor is not aligned to whole blocks (runtime/pack.py)
 
 
@@ -88,7 +89,11 @@ def preferred(floors: Mapping[str, Floor], budget: int) -> str:
 
 
 def choose(
-    arenas: Mapping[str, Arena], floors: Mapping[str, Floor], budget: int, source: Source
+    storages: Sequence[Storage],
+    arenas: Mapping[str, Arena],
+    floors: Mapping[str, Floor],
+    budget: int,
+    source: Source,
 ) -> ArenaChoice:
     """The first arena whose floor the budget reaches, and how fast it fills.
 
@@ -97,7 +102,8 @@ def choose(
     name = preferred(floors, budget)
     if not source.files:
         return ArenaChoice(arenas[name], 1e9, "there is no weight file to read")
-    read = measure_read(source, nbytes=_SAMPLE, seconds=_SECONDS, room=min(budget, _SAMPLE // 2))
+    shift = 0 if _fits_blocks(storages, arenas[name], source.block) else _OFF_BLOCKS
+    read = measure_read(source, nbytes=_SAMPLE, seconds=_SECONDS, room=min(budget, _SAMPLE // 2), shift=shift)
     reading = f"{source.mode} reads at {read / 1e9:.2f} GB/s"
     if name != "mapped":
         why = source.note or _why_not_mapped(arenas, floors, budget)
@@ -107,6 +113,15 @@ def choose(
     if source.mode == "direct" and supports_move():
         return ArenaChoice(arenas["mapped"], max(read, populated), f"{rates}; the page cache is cold")
     return ArenaChoice(arenas["mapped"], populated, rates)
+
+
+def _fits_blocks(storages: Sequence[Storage], arena: Arena, block: int) -> bool:
+    """Whether most bytes lie in the arena as in whole blocks of their files, as direct reads need it."""
+    fits = {True: 0, False: 0}
+    for storage, place in zip(storages, arena.layout, strict=True):
+        for extent in storage.extents if place >= 0 else ():
+            fits[(place + extent.storage_offset - extent.file_offset) % block == 0] += extent.nbytes
+    return fits[True] >= fits[False]
 
 
 def _why_not_mapped(arenas: Mapping[str, Arena], floors: Mapping[str, Floor], budget: int) -> str:

@@ -290,7 +290,7 @@ class Program:
                 hardware = measure_cuda(device, self.payload.weights, source)
         if hardware == "auto":
             with open_source(self.payload, self.path) as source:
-                choice = choose(arenas, floors, budget, source)
+                choice = choose(self.payload.storages, arenas, floors, budget, source)
             measured = choice.measure(self.payload.weights)
             if device_kind(device) == "sim":  # what links its host to it is as fast as what is read here
                 measured = replace(measured, disk_bytes_per_s=measured.link_bytes_per_s)

@@ -38,22 +38,24 @@ def measure_read(
     threads: int = READERS,
     room: int = 64 << 20,
     block: int = 2 << 20,
+    shift: int = 0,
 ) -> float:
     """Bytes per second at which `source` fills memory in its mode, as `threads` readers see it.
 
     Reads distinct blocks spread over all files, at most `nbytes` in all, and begins none after
     `seconds`. They go to about `room` bytes of memory in turn, as in an arena: into 24 MiB,
-    which the processor's cache holds, a disk read 1.09 times as fast.
+    which the processor's cache holds, a disk read 1.09 times as fast. With a `shift` the memory is as many
+    bytes off the files' blocks.
 
     Raises SourceError if there is nothing to read.
     """
-    slot = round_up(block, PAGE)
+    slot = round_up(block + shift, PAGE)
     # Huge pages, touched before: direct reads into small ones ran at half the speed (arena_anonymous.py).
     with Reservation(slot * max(threads, room // slot)) as memory:
         memory.map_anonymous(0, memory.nbytes)
         hint(memory.address, memory.nbytes, MADV_HUGEPAGE)
         hint(memory.address, memory.nbytes, MADV_POPULATE_WRITE)
-        free = deque(range(memory.address, memory.address + memory.nbytes, slot))
+        free = deque(range(memory.address + shift, memory.address + memory.nbytes, slot))
 
         def read(place: Place) -> None:
             address = free.popleft()

@@ -70,7 +70,7 @@ def test_whole_blocks_are_read_directly(
     real, calls = os.preadv, []
 
     def record(fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
-        calls.append((fd, offset, len(buffers[0])))
+        calls.append((fd, offset, sum(map(len, buffers))))
         return real(fd, buffers, offset, flags)
 
     with Source([file[1]], file[0]) as source:
@@ -81,12 +81,35 @@ def test_whole_blocks_are_read_directly(
         direct, buffered = source.files[0].direct_fd, source.fd(0)
         block = source.block
     stop = 13000 // block * block
+    first, last = 4000 // block * block, -(-13000 // block) * block
     assert calls == [
         (buffered, 4000, 96),
         (direct, 4096, stop - 4096),
         (buffered, stop, 13000 - stop),
-        (buffered, 4000, 9000),
+        (direct, first, last - first),
     ]
+
+
+@pytest.mark.usefixtures("any_file_system")
+@pytest.mark.parametrize("got", ["less", "error"])
+def test_what_a_direct_read_does_not_bring_comes_through_the_cache(
+    file: tuple[Path, WeightFile], monkeypatch: pytest.MonkeyPatch, got: str
+) -> None:
+    memory = Memory(NBYTES)
+    real, fds = os.preadv, []
+
+    def fail_directly(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        fds.append(fd)
+        if fd == direct and got == "error":
+            raise OSError(errno.EIO, "Input/output error")
+        return real(fd, buffers[:1], offset)
+
+    with Source([file[1]], file[0]) as source:
+        direct, buffered = source.files[0].direct_fd, source.fd(0)
+        monkeypatch.setattr(os, "preadv", fail_directly)
+        source.read_into(0, 4000, memory.base + 4001, 9000)
+    assert fds == [direct, buffered]
+    assert memory.read(4001, 13001) == (file[0] / "w.safetensors").read_bytes()[4000:13000]
 
 
 def mask_flag(monkeypatch: pytest.MonkeyPatch) -> None:
