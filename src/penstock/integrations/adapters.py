@@ -108,7 +108,8 @@ def named_adapter(modules: Mapping[str, nn.Module], adapter: str | None) -> str:
         raise StreamError(f"there is no adapter whose values could be replaced: {_AGAIN}")
     chosen = names[0] if adapter is None and len(names) == 1 else adapter
     if chosen not in names:
-        raise StreamError(f"there is no adapter {chosen!r}: name one of {', '.join(names)}")
+        found = f"there is no adapter {chosen!r}" if chosen else f"there are {len(names)} adapters"
+        raise StreamError(f"{found}: name one of {', '.join(names)}")
     return chosen
 
 

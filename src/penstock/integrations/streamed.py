@@ -210,6 +210,7 @@ class Component:
             self.weights[self.weights.index(old)] = new
             if self._program is not None:
                 self._program = with_other_file(self._program, old, new)
+                self._plan = self._plan if self._program else None
 
     def _export(self, call: Call) -> _Method:
         """The method for a call; exported again where it decides otherwise than was assumed."""
