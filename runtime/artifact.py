@@ -68,7 +68,8 @@ def compile(
     """Compile an exported program into the artifact folder `path`, and open it.
 
     Values come from the program itself, or from the checkpoint `weights` (safetensors files, an index, a
-    folder, what torch.save or torch.distributed wrote), where `rename` maps an FQN to a tensor's name.
+    folder, what torch.save or torch.distributed wrote), where `rename` maps an FQN to a tensor's name, or
+    to the names of several whose rows, one after another, are the weight's.
     They are packed in the order of their first use (small ones before large ones), or, with `pack=False`,
     left where they are and referred to (safetensors only). With `cast`, floating-point tensors of another
     dtype than their weight's are converted while they are packed, as torch does. `slices` gives weights one

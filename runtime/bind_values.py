@@ -18,7 +18,7 @@ from penstock.passes.annotate import Annotated, annotate_with_values
 from penstock.passes.fake_export import computed_buffers, with_computed_buffers
 from penstock.passes.lowering.hollow import COPIED
 from penstock.passes.subclasses import with_plain_parts
-from penstock.runtime.binding import Bound, Rename, Rules, Span, tensor_name, without
+from penstock.runtime.binding import Bound, Rename, Rules, Span, tensor_names, without
 from penstock.runtime.binding import bind as find_values
 from penstock.runtime.checkpoint import Checkpoint, open_checkpoint
 from penstock.runtime.part_names import check_parts, part_names
@@ -44,9 +44,10 @@ def bind(
 
     `checkpoint` is a safetensors file, an index, a folder, several files, a file that torch.save wrote, or a
     folder of torch.distributed (whose chunks are copied into memory where a tensor has several).
-    `rename` maps an FQN to a tensor's name there; tied weights need one of their names. Non-persistent
-    buffers of a program of fake_export get the values that their module computes. Writing to a bound
-    value changes memory, not the file. Nothing is read before it is used, but for what is copied.
+    `rename` maps an FQN to a tensor's name there, or to those of several tensors whose rows, one after
+    another, are the weight's; tied weights need one of their names. Non-persistent buffers of a program of
+    fake_export get the values that their module computes. Writing to a bound value changes memory, not the
+    file. Nothing is read before it is used, but for what is copied.
 
     With `cast`, floating-point tensors of another dtype than their weight's are converted to it, as torch
     does; the converted copy is in memory. `slices` gives weights one rank's equal part of a tensor, by
@@ -108,7 +109,7 @@ def _ignored(ignore: str | Sequence[str], checkpoint: Checkpoint) -> Sequence[st
 def _refuse_unexpected(
     weights: Sequence[Weight], checkpoint: Checkpoint, rename: Rename, ignore: Sequence[str]
 ) -> None:
-    known = {tensor_name(weight.fqn, rename) for weight in weights}
+    known = {name for weight in weights for name in tensor_names(weight.fqn, rename)}
     unexpected = [
         name
         for name in checkpoint.tensors

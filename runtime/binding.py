@@ -7,18 +7,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from penstock.runtime.checkpoint import Checkpoint
 from penstock.runtime.pack import Chunk
 from penstock.runtime.safetensors_file import FLOATS, TORCH_NAMES
-from penstock.runtime.slices import Slices, match_slices, region
+from penstock.runtime.slices import Slice, Slices, match_slices, region
 from penstock.runtime.stored_tensor import Reading
 from penstock.schedule.errors import SourceError
 from penstock.schedule.model import Extent, Part, Storage, Weight
 from penstock.schedule.payload_checks import part_nbytes
 
-Rename = Callable[[str], str] | Mapping[str, str] | None
-"""How an FQN of the program becomes a tensor's name in the files: a function, or a table of exceptions."""
+Names = str | Sequence[str]
+"""A tensor of the files, or several whose bytes, one tensor after another, are one weight's."""
+
+Rename = Callable[[str], Names] | Mapping[str, Names] | None
+"""How an FQN of the program becomes names in the files: a function, or a table of exceptions."""
 
 _NAMED = 5
 
@@ -88,16 +92,18 @@ def bind(
     absent: list[Weight] = []
     for weight in weights:
         for part in weight.parts:
-            name = tensor_name(weight.fqn, rules.rename) + part.name
-            if name not in checkpoint.tensors:
+            names = [name + part.name for name in tensor_names(weight.fqn, rules.rename)]
+            if any(name not in checkpoint.tensors for name in names):
                 absent.append(weight)
                 continue
-            whole = checkpoint.tensors[name]
-            taken = Reading(whole, region(weight.fqn, name, whole, shares.get(weight.fqn)))
-            reading = _reading(weight, part, (name, taken), rules.cast)
-            first = found.setdefault(part.storage, {}).setdefault((part.offset, reading.nbytes), reading)
-            if first != reading:
-                _check_tie(weight, name, (first, reading), checkpoint.files)
+            offset = part.offset
+            for name, piece in zip(names, _pieces(weight, part, names, checkpoint), strict=True):
+                taken = _taken(weight, name, checkpoint, shares, alone=len(names) == 1)
+                reading = _reading(weight, piece, (name, taken), rules.cast)
+                first = found.setdefault(part.storage, {}).setdefault((offset, reading.nbytes), reading)
+                if first != reading:
+                    _check_tie(weight, name, (first, reading), checkpoint.files)
+                offset += reading.nbytes
     spans = {index: _disjoint(places) for index, places in found.items()}
     missing = [w for w in absent if not _covered(w, spans)]
     # What shares a storage with a weight from the files has no other place to come from.
@@ -113,20 +119,53 @@ def bind(
 
 def without(checkpoint: Checkpoint, fqns: Iterable[str], rename: Rename) -> Checkpoint:
     """The checkpoint as if some weights were not in it."""
-    names = {tensor_name(fqn, rename) for fqn in fqns}
+    names = {name for fqn in fqns for name in tensor_names(fqn, rename)}
     return replace(checkpoint, tensors={n: t for n, t in checkpoint.tensors.items() if n not in names})
 
 
-def tensor_name(fqn: str, rename: Rename) -> str:
-    """What a weight is called in the files."""
+def tensor_names(fqn: str, rename: Rename) -> tuple[str, ...]:
+    """What a weight is called in the files: one name, or those of the tensors that it consists of."""
     if rename is None:
-        return fqn
+        return (fqn,)
     if not callable(rename) and not isinstance(rename, Mapping):
         raise SourceError(f"rename= is {rename!r}, expected a table or a function from FQNs to names")
-    name = rename.get(fqn, fqn) if isinstance(rename, Mapping) else rename(fqn)
-    if not isinstance(name, str):
-        raise SourceError(f"rename= makes {name!r} of {fqn}, expected the name of a tensor: correct it")
-    return name
+    found = rename.get(fqn, fqn) if isinstance(rename, Mapping) else rename(fqn)
+    names: Any = (found,) if isinstance(found, str) else found
+    if not (isinstance(names, Sequence) and names and all(isinstance(name, str) for name in names)):
+        raise SourceError(
+            f"rename= makes {found!r} of {fqn}, expected the name of a tensor, or several: correct it"
+        )
+    return tuple(names)
+
+
+def _pieces(weight: Weight, part: Part, names: Sequence[str], checkpoint: Checkpoint) -> list[Part]:
+    """What of a part each of several tensors is; SourceError where together they are not all of it."""
+    if len(names) == 1:
+        return [part]
+    shapes = [checkpoint.tensors[name].shape for name in names]
+    rows = [prod(shape[:-1]) for shape in shapes]
+    fits = part.shape and all(shape and shape[-1] == part.shape[-1] for shape in shapes)
+    if not fits or sum(rows) != prod(part.shape[:-1]):
+        raise SourceError(
+            f"weight {weight.fqn} is {list(part.shape)} in the program, and the {len(names)} tensors for it, "
+            f"{names[0]} to {names[-1]}, have {sum(rows)} rows of {list(shapes[0][-1:])}: give those whose "
+            "rows, one after another, are its own"
+        )
+    _refuse_strides(weight, part)
+    return [replace(part, shape=shape, stride=_dense(shape)) for shape in shapes]
+
+
+def _taken(
+    weight: Weight, name: str, checkpoint: Checkpoint, shares: Mapping[str, Slice], *, alone: bool
+) -> Reading:
+    """What of a tensor is read: all, or one rank's slice of a weight's only tensor."""
+    if weight.fqn in shares and not alone:
+        raise SourceError(
+            f"weight {weight.fqn} consists of several tensors, of which slices= cannot take a part: leave it "
+            "out of slices="
+        )
+    tensor = checkpoint.tensors[name]
+    return Reading(tensor, region(weight.fqn, name, tensor, shares.get(weight.fqn)))
 
 
 def _reading(weight: Weight, part: Part, named: tuple[str, Reading], cast: bool) -> Reading:
@@ -143,13 +182,21 @@ def _reading(weight: Weight, part: Part, named: tuple[str, Reading], cast: bool)
             f"{tensor.origin} is {before} {list(shape)}{of}: "
             f"give the checkpoint that belongs to the program{advice}"
         )
-    dense = [prod(part.shape[i + 1 :]) for i in range(len(part.shape))]
-    if any(size > 1 and a != b for size, a, b in zip(part.shape, part.stride, dense, strict=True)):
+    _refuse_strides(weight, part)
+    return replace(taken, cast=part.dtype if before != part.dtype else None)
+
+
+def _refuse_strides(weight: Weight, part: Part) -> None:
+    pairs = zip(part.shape, part.stride, _dense(part.shape), strict=True)
+    if any(size > 1 and a != b for size, a, b in pairs):
         raise SourceError(
             f"weight {weight.fqn} has strides {list(part.stride)} in the program, but safetensors files hold "
             "dense tensors: make it contiguous before the export, or compile without weights="
         )
-    return replace(taken, cast=part.dtype if before != part.dtype else None)
+
+
+def _dense(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def _check_tie(weight: Weight, name: str, readings: tuple[Reading, Reading], files: Sequence[Path]) -> None:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 
-from penstock.runtime.binding import Rename, tensor_name
+from penstock.runtime.binding import Names, Rename, tensor_names
 from penstock.schedule.errors import SourceError
 from penstock.schedule.model import Weight
 from penstock.schedule.parts import tensor_of
 
 
-def part_names(weights: Sequence[Weight], rename: Rename, known: Container[str]) -> dict[str, str]:
+def part_names(weights: Sequence[Weight], rename: Rename, known: Container[str]) -> dict[str, Names]:
     """Names in the files of every weight, and of every part of a quantised one, by `FQN` or `FQN.PART`.
 
     Where `rename` says nothing about a part it is looked for as the weight's name in the files and `.PART`,
     then as torchao's safetensors files have it (`layer._weight_PART`). SourceError for a table that renames
     what is no weight.
     """
-    names: dict[str, str] = {}
+    names: dict[str, Names] = {}
     fqns = {
         name for weight in weights for part in weight.parts for name in (weight.fqn, tensor_of(weight, part))
     }
@@ -27,19 +27,20 @@ def part_names(weights: Sequence[Weight], rename: Rename, known: Container[str])
     for weight in weights:
         for part in weight.parts:
             candidates = list(_candidates(weight.fqn, part.name, rename))
-            names[tensor_of(weight, part)] = next((n for n in candidates if n in known), candidates[0])
+            there = (c for c in candidates if all(name in known for name in c))
+            names[tensor_of(weight, part)] = next(there, candidates[0])
     return names
 
 
-def _candidates(fqn: str, part: str, rename: Rename) -> Iterator[str]:
+def _candidates(fqn: str, part: str, rename: Rename) -> Iterator[tuple[str, ...]]:
     if not part:
-        yield tensor_name(fqn, rename)
+        yield tensor_names(fqn, rename)
         return
-    yield tensor_name(f"{fqn}.{part}", rename)
-    whole = tensor_name(fqn, rename)
-    yield f"{whole}.{part}"
-    module, dot, attribute = whole.rpartition(".")
-    yield f"{module}{dot}_{attribute}_{part}"
+    yield tensor_names(f"{fqn}.{part}", rename)
+    wholes = tensor_names(fqn, rename)
+    yield tuple(f"{whole}.{part}" for whole in wholes)
+    split = [whole.rpartition(".") for whole in wholes]
+    yield tuple(f"{module}{dot}_{attribute}_{part}" for module, dot, attribute in split)
 
 
 def check_parts(weights: Sequence[Weight], found: Mapping[int, object]) -> None:
