@@ -1,5 +1,7 @@
 """Which node reads what: mostly that views read nothing, and that what they lead to does."""
 
+from functools import partial, wraps
+
 import pytest
 import torch
 from pass_models import CASES
@@ -179,3 +181,19 @@ def test_a_higher_order_operator_without_a_body_may_write():
     flow = follow(exported.graph_module, aliases)
     names = {weights.weights[s].fqn for s in flow.written}
     assert names == {"a.weight", "a.bias", "scale"}
+
+
+def test_a_kernel_that_inductor_puts_in_the_place_of_a_pattern_is_not_run():
+    def runs_on_buffers_only(x, weight):
+        return x.get_size()
+
+    exported = torch.export.export(nn.Linear(4, 4, bias=False), (torch.ones(2, 4),))
+    graph = exported.graph_module.graph
+    (linear,) = (node for node in graph.nodes if node.op == "call_function")
+    with graph.inserting_before(linear):
+        kernel = graph.call_function(wraps(runs_on_buffers_only)(partial(runs_on_buffers_only)), linear.args)
+    kernel.meta["val"] = linear.meta["val"]
+    linear.replace_all_uses_with(kernel)
+    graph.erase_node(linear)
+    reads = find_usage(exported, find_weights(exported)).reads
+    assert list(reads) == [kernel.name]
