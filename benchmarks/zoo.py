@@ -23,14 +23,19 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import zoo_adapters, zoo_diffusers, zoo_transformers
+from benchmarks import zoo_adapters, zoo_diffusers, zoo_quantised, zoo_transformers
 from benchmarks.machine import describe_machine
 from benchmarks.table import write_between
 from benchmarks.zoo_visit import Row, Run, visit
 from penstock.schedule.sizes import format_size
 
 BEGIN = "<!-- benchmarks/zoo.py writes from here -->"
-ENTRIES = (*zoo_transformers.entries(), *zoo_diffusers.entries(), *zoo_adapters.entries())
+ENTRIES = (
+    *zoo_transformers.entries(),
+    *zoo_diffusers.entries(),
+    *zoo_adapters.entries(),
+    *zoo_quantised.entries(),
+)
 LOWERINGS = ("eager", "inductor")
 LIBRARIES = ("transformers", "diffusers", "peft", "torch")
 

@@ -35,7 +35,8 @@ class Entry:
 
     `wrap` turns the library's model into the module that is exported. `rename` and `ignore` are what
     `penstock.bind` gets. `merged` says why no rename can take the library's checkpoint: then the loaded
-    module's own state_dict is written and bound.
+    module's own state_dict is written and bound. `hollow` gives another constructor of what is exported,
+    where only the checkpoint tells it all.
     """
 
     name: str
@@ -47,10 +48,12 @@ class Entry:
     merged: str = ""
     write: Callable[[nn.Module, Path], None] = save
     load: Callable[[nn.Module, Path], nn.Module] = load
+    hollow: Callable[[Path], Callable[[], nn.Module]] | None = None
 
-    def module(self) -> nn.Module:
-        """What is exported."""
-        return self.wrap(self.build())
+    def exports(self, checkpoint: Path) -> Callable[[], nn.Module]:
+        """What builds the module that is exported."""
+        build = self.hollow(checkpoint) if self.hollow else self.build
+        return lambda: self.wrap(build())
 
 
 def noise(*shape: int) -> torch.Tensor:

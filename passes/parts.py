@@ -9,6 +9,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from penstock.passes.lines import caller
+from penstock.schedule.errors import PassError
+
 
 def has_parts(value: object) -> bool:
     """Whether a tensor is one to its module and several in memory, and says which."""
@@ -40,3 +43,13 @@ def each_part(value: torch.Tensor, other: Callable[[torch.Tensor], torch.Tensor]
     kind: Any = type(value)
     made: torch.Tensor = kind.__tensor_unflatten__(parts, context, value.shape, value.stride())
     return nn.Parameter(made, requires_grad=False) if isinstance(value, nn.Parameter) else made
+
+
+def in_one_part(value: torch.Tensor) -> torch.Tensor:
+    """A tensor that a constructor made, itself; PassError for one of several parts: those need values."""
+    if has_parts(value):
+        raise PassError(
+            f"the constructor quantises{caller()}: it makes a {type(value).__name__}, which takes values; "
+            "quantise the model in memory, or give the folder it was saved to to penstock.integrations.load"
+        )
+    return value

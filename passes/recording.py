@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.passes.lines import caller
+from penstock.passes.parts import in_one_part
 from penstock.schedule.errors import PassError
 
 _META = torch.device("meta")
@@ -191,7 +192,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A tensor that was made of numbers has values of its own, which are kept."""
         if not isinstance(leaf, torch.Tensor) or leaf.device == _META:
             return leaf
-        storage = leaf.untyped_storage()
+        storage = in_one_part(leaf).untyped_storage()
         if storage._cdata not in self._of_real:
             flat = torch.empty(0, dtype=torch.uint8).set_(storage).clone()
             twin = torch.empty(flat.numel(), dtype=torch.uint8, device=_META)

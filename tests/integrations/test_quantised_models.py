@@ -15,6 +15,7 @@ from torchao.quantization import (
     quantize_,
 )
 
+from penstock import fake_export
 from penstock.integrations import apply, load
 from penstock.passes.parts import plain_tensors
 from penstock.schedule.errors import BudgetError, PassError, SourceError, StreamError
@@ -78,6 +79,16 @@ def test_a_class_that_does_not_say_is_refused_and_left_alone(tmp_path):
     with pytest.raises(PassError, match=r"weight 0\.weight is a Opaque, which does not say"):
         apply(model, "1MB", cache=tmp_path)
     assert model[0].weight is weight
+
+
+def test_a_constructor_that_quantises_is_refused_with_its_line():
+    def build() -> nn.Module:
+        model = layers()
+        quantize_(model, INT8)  # here
+        return model
+
+    with pytest.raises(PassError, match=r"test_quantised_models\.py.*# here: it makes a Int8Tensor"):
+        fake_export(build, (X,))
 
 
 def test_a_part_that_changes_is_named(tmp_path):
