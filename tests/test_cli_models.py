@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from penstock import open as open_program
 from tests.command_line import Command, penstock_fixture  # noqa: F401
@@ -102,9 +102,19 @@ def test_the_table_keeps_each_value_whole_in_80_columns(penstock: Command) -> No
     assert "the least budget that works" in done.out
 
 
-def test_the_folder_of_a_model_is_compiled_in_one_command(folder: Path, penstock: Command) -> None:
+@pytest.mark.parametrize(
+    ("kind", "experts", "options"),
+    [
+        (LlamaConfig, {}, []),
+        # Its files have a tensor for each expert, under other names; the model stacks them.
+        (MixtralConfig, {"num_local_experts": 3, "num_experts_per_tok": 2}, ["--no-pack"]),
+    ],
+)
+def test_the_folder_of_a_model_is_compiled_in_one_command(
+    folder: Path, penstock: Command, kind: type, experts: dict[str, int], options: list[str]
+) -> None:
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = kind(
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -112,10 +122,11 @@ def test_the_folder_of_a_model_is_compiled_in_one_command(folder: Path, penstock
         num_key_value_heads=2,
         vocab_size=96,
         dtype="bfloat16",
+        **experts,
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "tiny")
-    model = LlamaForCausalLM.from_pretrained(folder / "tiny").eval()
-    done = penstock("compile", "tiny", "tiny.penstock", "--tokens", "6", "--json")
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "tiny")
+    model = AutoModelForCausalLM.from_pretrained(folder / "tiny").eval()
+    done = penstock("compile", "tiny", "tiny.penstock", "--tokens", "6", "--json", *options)
     assert done.status == 0, done.err
     ids = torch.arange(6)[None]
     with torch.no_grad(), open_program("tiny.penstock").load("60%") as module:
