@@ -43,6 +43,11 @@ class Memory:
         ctypes.memmove(address, self.contents[offset : offset + nbytes], nbytes)
 
 
+@cache
+def contents_of(nbytes: int) -> bytes:
+    return bytes((torch.arange(nbytes) * 7919 % 251).to(torch.uint8).tolist())
+
+
 @dataclass(frozen=True)
 class Case:
     """A plan, the weights it is for, and what runs: (method, how) in turn."""
@@ -54,8 +59,7 @@ class Case:
 
     @property
     def source(self) -> Memory:
-        numbers = torch.arange(sum(s.nbytes for s in self.storages)) * 7919 % 251
-        return Memory(bytes(numbers.to(torch.uint8).tolist()))
+        return Memory(contents_of(sum(s.nbytes for s in self.storages)))
 
 
 def storages_of(sizes: Sequence[int]) -> tuple[Storage, ...]:
