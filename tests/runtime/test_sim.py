@@ -18,7 +18,6 @@ from penstock.runtime.sim import SimDevice
 from penstock.schedule.model import Extent
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.presets import find_hardware
-from tests.runtime.compiled_models import odd_arguments
 from tests.runtime.device_runs import Case, Run, cases
 from tests.schedule.traces import Problem, problems
 
@@ -64,15 +63,6 @@ def test_a_pass_can_be_captured_and_another_as_well(stack, share):
                 refusal = pytest.raises(penstock.StreamError, match="capture")
                 with nullcontext() if wrap == "barrier" or not crosses else refusal, device.capture():
                     assert torch.equal(module(stack.tokens), stack.expected)
-
-
-def test_a_compiled_program_runs_on_it_too(compiled):
-    program, expected = compiled["odd"].program, compiled["odd"].expected
-    budget = program.floor("sim")
-    with torch.no_grad(), program.load(budget, device="sim:t4") as module:
-        for _ in range(2):
-            assert torch.equal(module(*odd_arguments())["mixed"], expected["mixed"])
-        assert module.stats.bytes_moved > 0
 
 
 def test_two_modules_of_one_program_run_side_by_side(stack):
