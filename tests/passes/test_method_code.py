@@ -48,7 +48,7 @@ def test_every_method_comes_back_node_by_node(name):
         *(slice(1, None, (2,)), {"a": (1,), 2: []}, torch.float8_e4m3fn, torch.device("cuda", 1)),
         *(torch.strided, torch.channels_last, torch.ops.aten.add.Tensor, torch.ops.higher_order.cond),
     ],
-    ids=repr,
+    ids=str,
 )
 def test_values_come_back_with_their_types(value):
     assert repr(decode_value(json.loads(json.dumps(encode_value(value), allow_nan=False)))) == repr(value)
