@@ -136,6 +136,10 @@ REFUSED = {
     ),
     "fewer layers": ({"target_modules": ["q_proj"]}, r"v_proj\.lora_A\.weight in the model and not in"),
     "more layers": ({"target_modules": ["q_proj", "k_proj", "v_proj"]}, r"k_proj\..* and not in the model"),
+    "own weights changed": (
+        {"init_lora_weights": "pissa"},
+        "init_lora_weights of adapter 'first' is False .* pissa",
+    ),
     "another kind": ({"use_dora": True}, "lora_magnitude_vector in .* and not in the model"),
 }
 

@@ -30,13 +30,16 @@ _PEFT = "base_model.model."
 _BESIDE = frozenset(
     {
         "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type",
-        "init_lora_weights", "lora_dropout", "megatron_core", "runtime_config",
+        "lora_dropout", "megatron_core", "runtime_config",
         "exclude_modules", "layers_pattern", "layers_to_transform", "target_modules",
         "alpha_pattern", "lora_alpha", "r", "rank_pattern",
     }
 )  # fmt: skip
 """Settings that do nothing in a call, those that the tensors tell, and those of the scaling, compared
 by layer."""
+
+_START, _OWN_STARTS = "init_lora_weights", (True, False, "gaussian", "orthogonal", "eva")
+"""How an adapter's values began, and the ways that leave the model's own weights alone."""
 
 _AGAIN = "restore() the model, load that adapter with its library, and apply penstock again"
 
@@ -172,9 +175,11 @@ def _differing(
 
     config = module.peft_config[adapter]
     here, there = config.to_dict(), type(config)().to_dict() | (settings or {})
-    for key in here.keys() - _BESIDE if settings else ():
-        if here[key] != there.get(key):
-            yield key, here[key], there.get(key)
+    for key in here.keys() - _BESIDE if settings else {_START}:
+        values = here.get(key), there.get(key)
+        own = key == _START and all(value in _OWN_STARTS for value in values)
+        if values[0] != values[1] and not own:
+            yield key, *values
     for path, layer in module.named_modules():
         if adapter in getattr(layer, "merged_adapters", ()):
             yield f"{path}, into whose weight it is merged,", "merged", "not"

@@ -98,10 +98,11 @@ class Applied:
         chosen, given = named_adapter(self._modules, name), Adapter.read(Path(source))
         modules = by_prefix(self._modules, given, alone=isinstance(self.target, nn.Module))
         values = other_values(modules, given, chosen)
+        assert self._weights is not None  # what is used in place has no adapter
+        files = {prefix: store(tensors, self._weights) for prefix, tensors in values.items()}
         for component, prefix in zip(self.components.values(), modules, strict=True):
-            if prefix in values:
-                assert self._weights is not None
-                component.swap(store(values[prefix], self._weights))
+            if prefix in files:
+                component.swap(files[prefix])
 
     def close(self) -> None:
         """Stop the readers and give the arena back; the next call takes it again."""
