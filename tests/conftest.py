@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -19,3 +20,9 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory):
         if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
             patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
         yield
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: the collector need not look through all of it again and again."""
+    gc.collect()
+    gc.freeze()
