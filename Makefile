@@ -1,6 +1,7 @@
 # The environment is .venv, made again when pyproject.toml or constraints.txt change.
 PYTHON ?= python3
 VENV := .venv
+WORKERS ?= 2
 STAMP := $(VENV)/.installed
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
@@ -9,10 +10,10 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 run: $(STAMP) ## make the environment, then run the demo
 	@$(VENV)/bin/penstock demo
 
-test: $(STAMP) ## make the environment, then run every check and test
+test: $(STAMP) ## make the environment, then run every check and test (WORKERS=2)
 	@scripts/install-browser
 	@scripts/check
-	@$(VENV)/bin/python -m pytest
+	@$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
 check: $(STAMP) ## formatting, lint, types and hygiene
 	@scripts/check

@@ -18,7 +18,9 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-            patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+            base = tmp_path_factory.getbasetemp()
+            base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # that of all workers
+            patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(base / "inductor"))
         yield
 
 
