@@ -21,8 +21,8 @@ from penstock.schedule.presets import find_hardware
 from tests.runtime.device_runs import Case, Run, cases
 from tests.schedule.traces import Problem, problems
 
-SEEDS = int(os.environ.get("PENSTOCK_SEEDS", "50"))
-"""Random problems and orders: fifty here, thousands in `make soak`."""
+SEEDS = int(os.environ.get("PENSTOCK_SEEDS", "100"))
+"""Random problems and orders: a hundred here, thousands in `make soak`."""
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.6, 1.0])
