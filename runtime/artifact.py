@@ -68,12 +68,10 @@ def compile(
     """Compile an exported program into the artifact folder `path`, and open it.
 
     Values come from the program itself, or from the checkpoint `weights` (safetensors files, an index, a
-    folder, what torch.save or torch.distributed wrote), where `rename` maps an FQN to a tensor's name, or
-    to the names of several whose rows, one after another, are the weight's.
-    They are packed in the order of their first use (small ones before large ones), or, with `pack=False`,
-    left where they are and referred to (safetensors only). With `cast`, floating-point tensors of another
-    dtype than their weight's are converted while they are packed, as torch does. `slices` gives weights one
-    rank's part of a tensor, as for `bind`; parts that are not rows are packed even with `pack=False`.
+    folder, what torch.save or torch.distributed wrote), with `rename` and `slices` as for `bind`. They are
+    packed in the order of their first use (small ones before large ones), or, with `pack=False`, left where
+    they are and referred to (safetensors only; slices that are not rows are packed all the same). With
+    `cast`, floating-point tensors of another dtype than their weight's are converted while they are packed.
 
     `lowering="inductor"` compiles with AOTInductor, whose `options` are those of `torch.compile`. Weights of
     less than `resident_below` bytes (None: 64 KiB) then stay in memory and cost no probes. Such an artifact

@@ -12,6 +12,7 @@ import ctypes
 import errno
 import mmap
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,14 +43,20 @@ class DirectFile:
     block: int = 0
     note: str = ""
 
-    def read_into(self, offset: int, address: int, nbytes: int) -> None:
-        """Fill `nbytes` of memory at `address` from byte `offset` on, or raise SourceError."""
+    def read_into(self, offset: int, address: int, nbytes: int, *, through_cache: bool = False) -> None:
+        """Fill `nbytes` of memory at `address` from byte `offset` on, or raise SourceError.
+
+        With `through_cache` the page cache has the bytes afterwards; the system is told of all at once.
+        """
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise SourceError(
                 f"bytes {offset} to {offset + nbytes} were asked of {self.path}, which has {self.nbytes}: "
                 "the payload does not belong to this file; compile again"
             )
-        if not self.block:
+        if through_cache:
+            with suppress(OSError, AttributeError):  # advice: not every system takes it
+                os.posix_fadvise(self.fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+        if through_cache or not self.block:
             self._read(self.fd, offset, address, nbytes)
         elif (offset - address) % self.block == 0:
             self._read_in_place(offset, address, nbytes)

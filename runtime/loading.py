@@ -15,21 +15,16 @@ from penstock.passes.lowering import compiled, eager
 from penstock.runtime.arena import WeightArena, open_arena
 from penstock.runtime.memory_split import MemorySplit
 from penstock.runtime.module import BoundMethod, Resources, StreamedModule
+from penstock.runtime.parked_team import ParkedTeam
 from penstock.runtime.rates import READERS
 from penstock.runtime.reading import HeldStorages
-from penstock.runtime.source import Source
+from penstock.runtime.source import WARM_FRACTION, Mode, Source
 from penstock.runtime.streamer import Counters, Streamer
 from penstock.runtime.streaming import Stats, StepStreamer
 from penstock.schedule.errors import StreamError
 from penstock.schedule.model import Method, Part, Plan
 from penstock.schedule.payload import Payload
 from penstock.schedule.sizes import format_size
-
-WARM_FRACTION = 0.95
-"""From this share of the files in the page cache on, reading through it beats reading past it.
-
-Below it the rest would come into the cache in small folios, which a mapping pays for in every pass.
-"""
 
 
 @dataclass(frozen=True)
@@ -46,18 +41,18 @@ class LoadOptions:
     split: MemorySplit | None = None
 
 
-def open_source(payload: Payload, folder: Path) -> Source:
-    """The weight files, read through the page cache where it holds them and past it where not."""
-    source = Source(payload.files, folder, mode="direct")
-    try:
-        cached = source.cached_fraction()
-    except BaseException:
-        source.close()
-        raise
-    if cached < WARM_FRACTION:
-        return source
-    source.close()
-    return Source(payload.files, folder, mode="buffered")
+def open_source(payload: Payload, folder: Path, repeated: int = 0) -> Source:
+    """The weight files, read through the page cache where it holds them and past it where not.
+
+    `repeated` bytes are read in every pass: later passes may read them through the cache.
+    """
+    return Source(payload.files, folder, mode=reading_mode(payload, folder), repeated=repeated)
+
+
+def reading_mode(payload: Payload, folder: Path) -> Mode:
+    """How weight files are best read now; their stamps are not compared."""
+    with Source(payload.files, folder, mode="buffered", check=False) as source:
+        return "direct" if source.cached_fraction() < WARM_FRACTION else "buffered"
 
 
 @dataclass(frozen=True)
@@ -113,20 +108,27 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
     with ExitStack() as opened, torch.inference_mode(False), torch.device("cpu"):
         # What the page cache holds is mapped; a mapped arena reads only what it does not, past it.
         maps = plan.arena_bytes > 0 and plan.arena.backing == "mapped"
-        source = Source(payload.files, folder, mode="direct") if maps else open_source(payload, folder)
+        moved = sum(t.stop - t.start for schedule in plan.schedules for t in schedule.transfers)
+        repeated = min(moved, sum(storage.nbytes for storage in payload.storages))
+        source = (
+            Source(payload.files, folder, mode="direct") if maps else open_source(payload, folder, repeated)
+        )
         opened.callback(source.close)
         held = HeldStorages(payload.storages, plan.outside, source, options.readers)
         opened.callback(held.close)
-        arena, streamer = None, None
+        arena, streamer, team = None, None, None
         if plan.arena_bytes:
             arena = open_arena(plan, payload.storages, source, debug=options.debug, poison=options.poison)
             opened.callback(arena.close)
             at_once = options.debug or options.poison
             streamer = Streamer(plan, payload.storages, arena, readers=options.readers, drop_at_once=at_once)
             opened.callback(streamer.close)
+            team = ParkedTeam()
+            opened.callback(team.close)
         outside = held.buffers
         tensors = {weight.fqn: _tensor(weight.parts[0], plan, outside, arena) for weight in payload.tensors}
-        closers = (held.close, *(() if arena is None else (arena.close,)), source.close)
+        parts = (team, held, arena, source)
+        closers = tuple(part.close for part in parts if part is not None)
         meter = _Meter(plan, arena, streamer, options.readers, held.nbytes)
         opened.pop_all()
     return StreamedWeights(tensors, streamer, closers, meter.read, held.wait, lambda: held.in_reader)

@@ -14,7 +14,7 @@ import torch
 from penstock._version import __version__
 from penstock.runtime.artifact_files import DIGEST
 from penstock.runtime.atomic import replace_file
-from penstock.runtime.loading import open_source
+from penstock.runtime.loading import reading_mode
 from penstock.runtime.user_cache import user_cache
 from penstock.schedule.errors import PenstockError
 from penstock.schedule.model import Plan
@@ -50,8 +50,7 @@ def remembered_plan(
 
 
 def _key(folder: Path, payload: Payload, asked: Sequence[object]) -> str:
-    with open_source(payload, folder) as source:
-        mode = source.mode
+    mode = reading_mode(payload, folder)
     machine = (platform.node(), platform.machine(), torch.get_num_threads())
     facts = ((folder / DIGEST).read_bytes(), str(folder.resolve()), mode, machine, __version__, *asked)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]

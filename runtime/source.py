@@ -14,11 +14,18 @@ from types import TracebackType
 from typing import Literal
 
 from penstock.runtime.direct_file import DirectFile, open_direct_file
+from penstock.runtime.host_memory import available_bytes
 from penstock.runtime.page_cache import cached_fraction
 from penstock.schedule.errors import SourceError
 from penstock.schedule.model import Storage, WeightFile
 
 Mode = Literal["direct", "buffered"]
+
+WARM_FRACTION = 0.95
+"""From this share of the files in the page cache on, reading through it beats reading past it.
+
+Below it the rest would come into the cache in small folios, which a mapping pays for in every pass.
+"""
 
 _CLOSED = "the weight files have been closed; open the artifact again to read from it"
 
@@ -29,13 +36,20 @@ class Source:
     `files` are those of the payload's catalog, `folder` the artifact's (relative paths are
     inside it). With `check`, every file is compared with its stamp first; SourceError names the
     first that is missing, unreadable or changed. `mode` asks for a way of reading; where a file
-    system cannot read directly, reads are buffered and `note` says why.
+    system cannot read directly, reads are buffered and `note` says why. `repeated` is how many
+    bytes will be read in every pass: after the first one they go through the page cache, if it has room.
 
     Methods may be called from any thread. `close` waits for reads in flight.
     """
 
     def __init__(
-        self, files: Sequence[WeightFile], folder: Path, *, mode: Mode = "direct", check: bool = True
+        self,
+        files: Sequence[WeightFile],
+        folder: Path,
+        *,
+        mode: Mode = "direct",
+        check: bool = True,
+        repeated: int = 0,
     ) -> None:
         self._process = os.getpid()
         self._idle = threading.Condition()
@@ -49,6 +63,7 @@ class Source:
         except BaseException:
             self.close()
             raise
+        self._keeping = _Keeping(self, repeated) if repeated and self._direct else None
 
     @property
     def mode(self) -> Mode:
@@ -94,18 +109,27 @@ class Source:
         The memory must be writable and stay alive until this returns. Raises SourceError when not
         all bytes could be read; the memory then holds an unspecified mixture.
         """
+        keeping = self._keeping
         with self._in_flight():
-            self._open(file).read_into(offset, address, nbytes)
+            through = keeping is not None and keeping.through_cache
+            self._open(file).read_into(offset, address, nbytes, through_cache=through)
+            if keeping is not None:
+                keeping.count(nbytes)
 
     def read_storage(self, storage: Storage, address: int) -> None:
         """Fill memory with a storage that begins at `address`, all its extents; errors as `read_into`."""
         for extent in storage.extents:
             self.read_into(extent.file, extent.file_offset, address + extent.storage_offset, extent.nbytes)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.nbytes for file in self._files)
+
     def cached_fraction(self) -> float:
         """The share of all files' bytes that the page cache holds, 0 to 1, estimated without reading."""
         with self._in_flight():
-            total = sum(file.nbytes for file in self._files)
+            total = self.nbytes
             cached = sum(cached_fraction(file.fd, file.nbytes) * file.nbytes for file in self._files)
             return cached / total if total else 0.0
 
@@ -154,3 +178,36 @@ class Source:
             with self._idle:
                 self._reading -= 1
                 self._idle.notify_all()
+
+
+class _Keeping:
+    """Whether reads go through the page cache, decided after each pass.
+
+    Past it at first, which is the faster way to read something once. Later through it, where what every pass
+    reads has room in the memory that is available: what it holds costs a copy then. A cache that has lost
+    it is given up: reading through it is slower.
+    """
+
+    def __init__(self, source: Source, nbytes: int) -> None:
+        self.through_cache = False
+        self._source, self._nbytes = source, nbytes
+        self._left = source.nbytes  # a first pass reads what stays as well
+        self._tries = 2
+        self._lock = threading.Lock()
+
+    def count(self, nbytes: int) -> None:
+        """So many bytes were read."""
+        with self._lock:
+            self._left -= nbytes
+            if self._left > 0 or not self._tries:
+                return
+            self._left = self._nbytes
+        self._decide()
+
+    def _decide(self) -> None:
+        kept = self._source.cached_fraction() * self._source.nbytes
+        room = available_bytes()
+        if self.through_cache and kept < WARM_FRACTION * self._nbytes:
+            self._tries -= 1
+        fits = room is None or self._nbytes - kept <= room
+        self.through_cache = fits and self._tries > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -11,9 +11,6 @@ from penstock import console
 from penstock.cli_inputs import load_exported, pairs, weight_files
 from penstock.cli_options import Json
 from penstock.schedule.sizes import format_size
-
-if TYPE_CHECKING:
-    from penstock.passes.fake_export import Built
 
 Model = Annotated[
     str,
@@ -59,15 +56,13 @@ def compile(
     """Compile an exported program into an artifact that streams its weights."""
     from penstock.runtime.artifact import compile as compile_program
 
-    program, built, found = _program(model, tokens)
-    files = weight_files(weights) or found
-    names = _names(built, files) | dict(pairs(rename or [], "--rename", "FQN=NAME"))
+    program, files, names = _program(model, tokens, weight_files(weights))
     with console.byte_progress() as progress:
         compiled = compile_program(
             program,
             output,
             weights=files,
-            rename=names,
+            rename=names | dict(pairs(rename or [], "--rename", "FQN=NAME")),
             lowering=lowering,
             cast=cast,
             pack=pack,
@@ -89,26 +84,23 @@ def compile(
         )
 
 
-def _names(built: Built | None, files: Any) -> dict[str, Any]:
-    """What a library's model calls its weights in files, where it is another name than the program's."""
-    from penstock.checkpoint_names import names_in_checkpoint
-    from penstock.runtime.checkpoint import open_checkpoint
+def _program(model: str, tokens: int, files: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """A program that was saved, or one exported without building its model; weight files, and names in them.
 
-    if built is None or files is None:
-        return {}
-    return names_in_checkpoint(built.module, open_checkpoint(files).tensors)
-
-
-def _program(model: str, tokens: int) -> tuple[Any, Built | None, Path | None]:
-    """A program that was saved, or one exported without building its model, that, and its own weights."""
+    The files are those given, else the model's own.
+    """
     path = Path(model)
     folder = path if path.is_dir() else path.parent if path.name == "config.json" else None
     if folder is None and (path.exists() or ":" not in model):
-        return load_exported(path), None, None
+        return load_exported(path), files, {}
+    from penstock.checkpoint_names import names_in_checkpoint
     from penstock.passes.fake_export import Built
     from penstock.preflight import open_source
+    from penstock.runtime.checkpoint import open_checkpoint
 
     with console.spinner(f"exporting {model} without building it"), console.quiet():
         build, inputs = open_source(model, tokens=tokens)
         built = Built.by(build)
-        return built.export(inputs()), built, folder
+        program, files = built.export(inputs()), files or folder
+    names = names_in_checkpoint(built.module, open_checkpoint(files).tensors) if files else {}
+    return program, files, names
