@@ -8,9 +8,10 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from penstock.runtime.arena_anonymous import POISON, Pieces, pieces_of, populate, read_pieces
+from penstock.runtime.arena_anonymous import POISON, Pieces, pieces_of, read_pieces
 from penstock.runtime.arena_base import BaseArena
-from penstock.runtime.memory import MADV_HUGEPAGE, PAGE, PROT_NONE, hint, move, protect
+from penstock.runtime.fresh_memory import FreshMemory
+from penstock.runtime.memory import PAGE, PROT_NONE, move, protect
 from penstock.schedule.errors import PlanError, StreamError
 from penstock.schedule.model import Plan, Storage
 
@@ -22,7 +23,7 @@ class PooledArena(BaseArena):
     """Every storage lies at its layout offset; a pool of granules moves behind what is filled.
 
     The pool has the plan's size. Filling moves free granules to the range's addresses and reads into them,
-    in huge pages where the system has them. A granule's memory is taken by the reader that fills it first,
+    in huge pages where these come fast. A granule's memory is taken by the reader that fills it first,
     so opening takes no time; from then on nothing is allocated, zeroed or copied.
     """
 
@@ -50,7 +51,6 @@ class PooledArena(BaseArena):
         try:
             self._pieces = Pieces(pieces_of(plan, storages, self._places, self._memory), gap=PAGE)
             self._memory.map_anonymous(0, self._memory.nbytes)
-            hint(self._memory.address, self._memory.nbytes, MADV_HUGEPAGE)
             self._pool = pool = self._memory.address + layout_bytes
             if debug:
                 protect(self._memory.address, layout_bytes, PROT_NONE)
@@ -60,6 +60,7 @@ class PooledArena(BaseArena):
         # Free granules by their present address: in the pool at first, later wherever they were dropped.
         self._free = dict.fromkeys(range(pool, pool + plan.arena_bytes, self._granule))
         self._filled: set[int] = set()
+        self._fresh = FreshMemory()
         self._lock = threading.Lock()
 
     def _bring(self, start: int, stop: int) -> int:
@@ -83,7 +84,7 @@ class PooledArena(BaseArena):
         if self._debug:
             protect(address, self._granule, mmap.PROT_READ | mmap.PROT_WRITE)
         if fresh:
-            populate(address, self._granule)
+            self._fresh.take(address, self._granule)
 
     def _move(self, free: int, address: int) -> None:
         try:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -26,6 +28,10 @@ WARM_FRACTION = 0.95
 
 Below it the rest would come into the cache in small folios, which a mapping pays for in every pass.
 """
+
+_WINDOWS, _FEWEST_WINDOWS = 128, 4  # in which the page cache is asked, of all files, and of each
+
+_OPENERS = 8  # threads that open files: stamps are compared by many small reads
 
 _CLOSED = "the weight files have been closed; open the artifact again to read from it"
 
@@ -57,11 +63,15 @@ class Source:
         self._closed = False
         self._direct = mode == "direct"
         self._files: list[DirectFile] = []
+        opening = partial(open_direct_file, folder=folder, direct=self._direct, check=check)
+        with ThreadPoolExecutor(_OPENERS) as pool:
+            opened = [pool.submit(opening, file) for file in files]
         try:
-            for file in files:
-                self._files.append(open_direct_file(file, folder, direct=self._direct, check=check))
+            self._files = [future.result() for future in opened]
         except BaseException:
-            self.close()
+            for future in opened:
+                if future.exception() is None:
+                    future.result().close()
             raise
         self._keeping = _Keeping(self, repeated) if repeated and self._direct else None
 
@@ -130,7 +140,8 @@ class Source:
         """The share of all files' bytes that the page cache holds, 0 to 1, estimated without reading."""
         with self._in_flight():
             total = self.nbytes
-            cached = sum(cached_fraction(file.fd, file.nbytes) * file.nbytes for file in self._files)
+            windows = max(_FEWEST_WINDOWS, _WINDOWS // max(1, len(self._files)))
+            cached = sum(cached_fraction(file.fd, file.nbytes, windows) * file.nbytes for file in self._files)
             return cached / total if total else 0.0
 
     def close(self) -> None:
