@@ -75,8 +75,6 @@ def reasons(rows: Sequence[Row]) -> list[str]:
     """By name, why something does not work."""
     lines = []
     for row in rows:
-        if row.refused:
-            lines.append(f"- {row.name}, from its own state_dict: {row.merged}. `{row.refused}`")
         found = {"": row.failure} | {f"{name}: ": run.failure for name, run in row.runs.items()}
         lines += [f"- {row.name}: {where}`{failure}`" for where, failure in found.items() if failure]
     return lines

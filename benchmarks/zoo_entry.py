@@ -34,9 +34,8 @@ class Entry:
     """One model: `build` is its constructor, `inputs` are the keyword arguments of a call.
 
     `wrap` turns the library's model into the module that is exported. `rename` and `ignore` are what
-    `penstock.bind` gets. `merged` says why no rename can take the library's checkpoint: then the loaded
-    module's own state_dict is written and bound. `hollow` gives another constructor of what is exported,
-    where only the checkpoint tells it all.
+    `penstock.bind` gets; without a `rename` the library's own names are looked up. `hollow` gives another
+    constructor of what is exported, where only the checkpoint tells it all.
     """
 
     name: str
@@ -45,7 +44,6 @@ class Entry:
     wrap: Callable[[nn.Module], nn.Module] = itself
     rename: Rename = None
     ignore: tuple[str, ...] = ()
-    merged: str = ""
     write: Callable[[nn.Module, Path], None] = save
     load: Callable[[nn.Module, Path], nn.Module] = load
     hollow: Callable[[Path], Callable[[], nn.Module]] | None = None

@@ -11,7 +11,6 @@ from torch import nn
 from benchmarks.zoo_entry import Entry, noise
 
 IDS = torch.arange(1, 9)[None]
-MERGED = "transformers stacks the projections of the experts while it loads"
 LAYERS = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 DECODER = {**LAYERS, "num_key_value_heads": 2, "vocab_size": 96, "pad_token_id": 0}
 IMAGE = {**LAYERS, "image_size": 32, "patch_size": 8}
@@ -30,7 +29,7 @@ def of_transformers(model: str, config: str, **options: Any) -> Callable[[], nn.
     return build
 
 
-def decoder(name: str, config: str, *, merged: str = "", float32: str = "", **options: Any) -> Entry:
+def decoder(name: str, config: str, *, float32: str = "", **options: Any) -> Entry:
     """A causal language model in bfloat16, as they are published; `float32` is a buffer that stays so."""
 
     def build() -> nn.Module:
@@ -43,7 +42,7 @@ def decoder(name: str, config: str, *, merged: str = "", float32: str = "", **op
                 module.register_buffer(float32, module.get_buffer(float32).float())
         return built
 
-    return Entry(name, build, {"input_ids": IDS, "use_cache": False}, merged=merged)
+    return Entry(name, build, {"input_ids": IDS, "use_cache": False})
 
 
 def decoders() -> tuple[Entry, ...]:
@@ -51,8 +50,8 @@ def decoders() -> tuple[Entry, ...]:
     return (
         decoder("Llama", "LlamaConfig"),
         decoder("Qwen3", "Qwen3Config", head_dim=16),
-        decoder("Qwen3-MoE", "Qwen3MoeConfig", head_dim=16, num_experts=4, merged=MERGED, **EXPERTS),
-        decoder("Mixtral", "MixtralConfig", merged=MERGED, **local),
+        decoder("Qwen3-MoE", "Qwen3MoeConfig", head_dim=16, num_experts=4, **EXPERTS),
+        decoder("Mixtral", "MixtralConfig", **local),
         decoder("GPT-OSS", "GptOssConfig", head_dim=16, **local),
         decoder("Gemma 2", "Gemma2Config", head_dim=16),
         decoder("Gemma 3", "Gemma3TextConfig", head_dim=16),
@@ -66,7 +65,6 @@ def deepseek() -> Entry:
     return decoder(
         "DeepSeek-V3",
         "DeepseekV3Config",
-        merged=MERGED,
         float32="e_score_correction_bias",
         num_key_value_heads=4,
         q_lora_rank=16,
@@ -115,28 +113,9 @@ def whisper() -> Entry:
     return Entry("Whisper", build, inputs)
 
 
-VIT_NAMES = {
-    "attention.q_proj": "attention.attention.query",
-    "attention.k_proj": "attention.attention.key",
-    "attention.v_proj": "attention.attention.value",
-    "attention.o_proj": "attention.output.dense",
-    "mlp.fc1": "intermediate.dense",
-    "mlp.fc2": "output.dense",
-}
-
-
-def vit_name(fqn: str) -> str:
-    """What the published checkpoints, and save_pretrained, call a weight of ViTModel."""
-    if not fqn.startswith("layers."):
-        return fqn
-    for ours, theirs in VIT_NAMES.items():
-        fqn = fqn.replace(f".{ours}.", f".{theirs}.")
-    return fqn.replace("layers.", "encoder.layer.", 1)
-
-
 def vit() -> Entry:
     build = of_transformers("ViTModel", "ViTConfig", **IMAGE)
-    return Entry("ViT", build, {"pixel_values": noise(1, 3, 32, 32)}, rename=vit_name)
+    return Entry("ViT", build, {"pixel_values": noise(1, 3, 32, 32)})
 
 
 def clip() -> Entry:

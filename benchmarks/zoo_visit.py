@@ -18,8 +18,10 @@ from torch.utils import _pytree as pytree
 
 import penstock
 from benchmarks.zoo_entry import Entry
+from penstock.checkpoint_names import names_in_checkpoint
 from penstock.passes.parts import plain_tensors
-from penstock.schedule.errors import SourceError
+from penstock.runtime.binding import Rename
+from penstock.runtime.checkpoint import open_checkpoint
 
 RESIDENT_BELOW = "1KiB"
 """Compiled programs keep small weights in memory; these models have only small ones."""
@@ -65,18 +67,12 @@ class Run:
 
 @dataclass
 class Row:
-    """What became of a model.
-
-    `refused` is what bind said of the checkpoint, for the reason `merged` of the entry: then the loaded
-    module's own state_dict was bound.
-    """
+    """What became of a model."""
 
     name: str
     weight_bytes: int = 0
     export_s: float = 0.0
     bound: str = ""
-    refused: str = ""
-    merged: str = ""
     failure: str = ""
     runs: dict[str, Run] = field(default_factory=dict)
 
@@ -90,6 +86,7 @@ class Visit:
         torch.manual_seed(0)
         model = entry.build().eval()
         entry.write(model, self.checkpoint)
+        self.rename = entry.rename or self._library_names(model)
         self.model = align(entry.wrap(entry.load(model, self.checkpoint)).eval())
         self.expected = call(self.model, entry.inputs)
         began = time.perf_counter()
@@ -97,24 +94,14 @@ class Visit:
         row.export_s = time.perf_counter() - began
         self.bound = self.bind()
 
+    def _library_names(self, model: nn.Module) -> Rename:
+        """What transformers calls in the checkpoint what it calls otherwise in the model."""
+        return names_in_checkpoint(model, open_checkpoint(self.checkpoint).tensors) or None
+
     def bind(self) -> ExportedProgram:
         """The program with the values of the checkpoint, all of whose tensors it must use or ignore."""
-        entry, row = self.entry, self.row
-        row.bound = "renamed" if entry.rename else "by name"
-        try:
-            bound = penstock.bind(self.exported, self.checkpoint, rename=entry.rename, ignore=entry.ignore)
-        except SourceError as error:
-            if not entry.merged:
-                raise
-            row.refused, row.merged = first_line(error, self.folder), entry.merged
-        else:
-            if entry.merged:
-                raise ValueError("the checkpoint binds by name: take out merged=")
-            return bound
-        row.bound = "own state_dict"
-        self.checkpoint = self.folder / "own.safetensors"
-        save_own(self.model, self.checkpoint)
-        return penstock.bind(self.exported, self.checkpoint)
+        self.row.bound = "renamed" if self.rename else "by name"
+        return penstock.bind(self.exported, self.checkpoint, rename=self.rename, ignore=self.entry.ignore)
 
     def run(self, lowering: str) -> Run:
         """Compile and stream; what fails is in the result."""
@@ -133,7 +120,7 @@ class Visit:
             self.folder / f"{lowering}.penstock",
             lowering=lowering,
             weights=self.checkpoint,
-            rename=None if self.row.refused else self.entry.rename,
+            rename=self.rename,
             options=OPTIONS if compiled else None,
             resident_below=RESIDENT_BELOW if compiled else None,
         )
@@ -174,14 +161,6 @@ def align(module: nn.Module) -> nn.Module:
         for part in plain_tensors("", tensor).values():
             part.data = part.data.clone()
     return module
-
-
-def save_own(model: nn.Module, path: Path) -> None:
-    """The module's state_dict as safetensors, tied weights once."""
-    from safetensors.torch import save_file
-
-    values = {tensor.data_ptr(): (name, tensor) for name, tensor in model.state_dict().items()}
-    save_file({name: tensor.detach().contiguous() for name, tensor in values.values()}, path)
 
 
 def compile_plainly(bound: ExportedProgram, inputs: Mapping[str, Any], folder: Path) -> Call:

@@ -45,7 +45,8 @@ def _conversions(model: Any, names: Iterable[str]) -> Iterable[tuple[str, str, A
     weights = model.state_dict()
     for name in names:
         fqn, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, weights)
-        yield name, fqn, by_pattern.get(pattern), pattern
+        if fqn in weights:
+            yield name, fqn, by_pattern.get(pattern), pattern
 
 
 def _in_order(sources: Sequence[tuple[str, Any, str | None]]) -> tuple[str, ...]:

@@ -38,6 +38,15 @@ def sliding() -> Any:
     return frozen(Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=16, sliding_window=6)))
 
 
+def mixtral() -> Any:
+    """In bfloat16, the only dtype in which experts that are stacked can be exported."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "num_hidden_layers": 1}
+    return frozen(MixtralForCausalLM(MixtralConfig(**SIZES | experts)).bfloat16())
+
+
 def t5() -> Any:
     from transformers import T5Config, T5ForConditionalGeneration
 

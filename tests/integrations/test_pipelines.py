@@ -87,6 +87,16 @@ def test_a_model_from_a_folder_generates_as_its_library_loads_it(tmp_path):
     streamed.penstock_applied.close()
 
 
+def test_experts_that_their_library_stacks_while_it_loads_come_from_its_files(tmp_path):
+    model = models.mixtral()
+    model.save_pretrained(tmp_path / "model")
+    streamed = load(tmp_path / "model", "250KB", cache=tmp_path / "cache")
+    ids = torch.tensor([[5, 17, 99, 23, 42]])
+    with torch.no_grad():
+        assert torch.equal(streamed(ids).logits, model(ids).logits)
+    streamed.penstock_applied.close()
+
+
 def test_a_folder_without_a_model_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(SourceError, match="a tokenizer and no model"):

@@ -208,7 +208,8 @@ def load(
     def stream(stored: Stored) -> nn.Module:
         module = stored.make()
         blank = Built.by(stored.build, str(where.target))
-        component = Component(stored.name, blank, stored.files, where, applied.cap.turn)
+        names = stored.names(module)
+        component = Component(stored.name, blank, stored.files, where, applied.cap.turn, names=names)
         applied.add(component, module, Hollow(module, _INSTEAD, where.target))
         return module
 

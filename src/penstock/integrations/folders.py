@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.checkpoint_names import names_in_checkpoint
 from penstock.configuration import builder, read_config
 from penstock.integrations.quantised import with_quantised_weights
 from penstock.passes.deferred import Deferred, deferred_init
@@ -34,8 +35,12 @@ class Stored:
     def make(self) -> nn.Module:
         """The module with its buffers, and parameters of shapes only."""
         deferred = deferred_init(self.build)
-        _fill_buffers(deferred, self.files)
+        _fill_buffers(deferred, self)
         return deferred.module.eval()
+
+    def names(self, module: nn.Module) -> dict[str, tuple[str, ...]]:
+        """What the weights of the module are called in the files, where it is not what it calls them."""
+        return names_in_checkpoint(module, open_checkpoint(self.files).tensors)
 
 
 def local_folder(source: str | Path) -> Path:
@@ -130,21 +135,23 @@ def _in_dtype(files: tuple[Path, ...], build: Callable[[], nn.Module]) -> Callab
     return build_in_dtype
 
 
-def _fill_buffers(deferred: Deferred, files: tuple[Path, ...]) -> None:
+def _fill_buffers(deferred: Deferred, stored: Stored) -> None:
     """Give a module's buffers the values of the files, or those that it computes."""
     from safetensors import safe_open
 
     where: dict[str, Path] = {}
-    for file in files:
+    for file in stored.files:
         with safe_open(file, framework="pt") as opened:
             where |= dict.fromkeys(opened.keys(), file)
+    names = stored.names(deferred.module)
     for name, child in deferred.module.named_modules():
         for key, value in child._buffers.items():
             fqn = f"{name}.{key}" if name else key
             if value is None:
                 continue
-            if fqn in where:
-                with safe_open(where[fqn], framework="pt") as opened:
-                    child._buffers[key] = opened.get_tensor(fqn)
+            (name_there, *_) = names.get(fqn, (fqn,))
+            if name_there in where:
+                with safe_open(where[name_there], framework="pt") as opened:
+                    child._buffers[key] = opened.get_tensor(name_there)
             else:
                 child._buffers[key] = deferred.values(value)

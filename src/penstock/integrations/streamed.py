@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from penstock.passes.input_checks import InputChecks
 from penstock.passes.inputs import guards_of, leaves_of
 from penstock.passes.lowering.eager import LoweredProgram
 from penstock.passes.subclasses import with_plain_parts
+from penstock.runtime.binding import Names
 from penstock.runtime.device_loading import device_kind
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
@@ -132,8 +134,9 @@ class Where:
 class Component:
     """A module that is streamed whenever it is called, after `check` has passed.
 
-    `blank` is a copy of it with fake parameters, `weights` are the files that hold their values. `turn` is
-    told before each call, makes other components give back what they hold, and says what this one may hold.
+    `blank` is a copy of it with fake parameters, `weights` are the files that hold their values, under the
+    names that `names` has for them, or their own. `turn` is told before each call, makes other components
+    give back what they hold, and says what this one may hold.
     """
 
     def __init__(
@@ -143,8 +146,11 @@ class Component:
         weights: Sequence[Path],
         where: Where,
         turn: Callable[[Component], int],
+        *,
+        names: Mapping[str, Names] = MappingProxyType({}),
     ) -> None:
         self.name = name
+        self._names = names
         self.check: Callable[[], None] = lambda: None
         self.weights = list(weights)
         self._blank, self._where, self._turn = blank, where, turn
@@ -287,7 +293,7 @@ class Component:
             path,
             lowering=self._where.lowering,
             weights=self.weights,
-            rename=lambda fqn: fqn.removeprefix("model."),
+            rename=lambda fqn: self._names.get(own := fqn.removeprefix("model."), own),
             pack=False,
         )
 
