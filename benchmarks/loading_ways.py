@@ -85,8 +85,11 @@ LOADERS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def read_alone(folder: Path) -> float:
-    """Seconds in which three readers bring all bytes of the shards, past the page cache where it is cold."""
+def read_alone(folder: Path, *, new_memory: bool) -> float:
+    """Seconds in which three readers bring all bytes of the shards, past the page cache where it is cold.
+
+    Again and again into the same 64 MiB, or each into memory of its own, which nobody has touched.
+    """
     from concurrent.futures import ThreadPoolExecutor
 
     import penstock
@@ -94,14 +97,16 @@ def read_alone(folder: Path) -> float:
     from penstock.runtime.rates import READERS
 
     program = penstock.open(folder / "model.penstock")
-    memory = torch.zeros(64 << 20, dtype=torch.uint8)
-    slots = [memory.data_ptr() + at for at in range(0, memory.numel(), PIECE)]
     with open_source(program.payload, program.path) as source:
         pieces = [
             (number, at, min(PIECE, file.nbytes - at))
             for number, file in enumerate(source.files)
             for at in range(0, file.nbytes, PIECE)
         ]
+
+        room = len(pieces) * PIECE if new_memory else 64 << 20
+        memory = (torch.empty if new_memory else torch.zeros)(room, dtype=torch.uint8)
+        slots = [memory.data_ptr() + at for at in range(0, room, PIECE)]
 
         def read(number: int) -> None:
             file, at, nbytes = pieces[number]
