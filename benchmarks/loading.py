@@ -5,7 +5,7 @@ process of its own, in turn, with the page cache cold or warm: time until the mo
 output, and the most anonymous and total memory meanwhile (sampled every 10 ms, above what libraries hold).
 penstock refers to the checkpoint in place: what compiling it once costs is a line of its own. The limit is
 reading all bytes with as many readers as penstock has, into memory that is there, or into new memory for all.
-penstock measures the machine and plans at its first load, and remembers both: that one is a column of its own.
+penstock measures the machine and plans at its first load, and remembers both: that load is a column.
 """
 
 from __future__ import annotations

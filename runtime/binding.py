@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ Names = str | Sequence[str]
 
 Rename = Callable[[str], Names] | Mapping[str, Names] | None
 """How an FQN of the program becomes names in the files: a function, or a table of exceptions."""
+
+Readings = tuple[Reading, ...]
+"""What one part of a weight consists of, one after another."""
 
 _NAMED = 5
 
@@ -88,7 +92,7 @@ def bind(
     SourceError naming what is wrong, all missing ones counted.
     """
     shares = match_slices(weights, rules.slices or {})
-    found: dict[int, dict[tuple[int, int], Reading]] = {}
+    found: dict[int, dict[tuple[int, int], Readings]] = {}
     absent: list[Weight] = []
     for weight in weights:
         for part in weight.parts:
@@ -96,14 +100,17 @@ def bind(
             if any(name not in checkpoint.tensors for name in names):
                 absent.append(weight)
                 continue
-            offset = part.offset
-            for name, piece in zip(names, _pieces(weight, part, names, checkpoint), strict=True):
-                taken = _taken(weight, name, checkpoint, shares, alone=len(names) == 1)
-                reading = _reading(weight, piece, (name, taken), rules.cast)
-                first = found.setdefault(part.storage, {}).setdefault((offset, reading.nbytes), reading)
-                if first != reading:
-                    _check_tie(weight, name, (first, reading), checkpoint.files)
-                offset += reading.nbytes
+            alone = len(names) == 1
+            readings = tuple(
+                _reading(
+                    weight, piece, (name, _taken(weight, name, checkpoint, shares, alone=alone)), rules.cast
+                )
+                for name, piece in zip(names, _pieces(weight, part, names, checkpoint), strict=True)
+            )
+            place = (part.offset, sum(reading.nbytes for reading in readings))
+            first = found.setdefault(part.storage, {}).setdefault(place, readings)
+            if first != readings:
+                _check_tie(weight, names[0], (first, readings), checkpoint.files)
     spans = {index: _disjoint(places) for index, places in found.items()}
     missing = [w for w in absent if not _covered(w, spans)]
     # What shares a storage with a weight from the files has no other place to come from.
@@ -199,31 +206,35 @@ def _dense(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
-def _check_tie(weight: Weight, name: str, readings: tuple[Reading, Reading], files: Sequence[Path]) -> None:
-    """Compare the bytes of two tensors of the files that are one weight of the program."""
-    if len({_digest(reading.chunks(files)) for reading in readings}) > 1:
+def _check_tie(weight: Weight, name: str, both: tuple[Readings, Readings], files: Sequence[Path]) -> None:
+    """Compare the bytes of what of the files is one weight of the program, under two names."""
+    if len({_digest(chunk for one in readings for chunk in one.chunks(files)) for readings in both}) > 1:
         raise SourceError(
             f"weight {weight.fqn} is tied to another in the program, but tensor {name!r} holds other values "
             "than that one's: export it with the checkpoint loaded, or rename one of them"
         )
 
 
-def _digest(chunks: Iterator[Chunk]) -> str:
+def _digest(chunks: Iterable[Chunk]) -> str:
     digest = hashlib.sha256()
     for chunk in chunks:
         digest.update(chunk)
     return digest.hexdigest()
 
 
-def _disjoint(places: Mapping[tuple[int, int], Reading]) -> tuple[Span, ...]:
+def _disjoint(places: Mapping[tuple[int, int], Readings]) -> tuple[Span, ...]:
     """Readings by place in the storage, without the bytes that an earlier one holds as well."""
+    placed: list[tuple[int, Reading]] = []
+    for (offset, _), readings in places.items():
+        starts = accumulate((reading.nbytes for reading in readings), initial=offset)
+        placed += zip(starts, readings, strict=False)
     result: list[Span] = []
     end = 0
-    for (offset, nbytes), reading in sorted(places.items(), key=lambda item: (item[0][0], -item[0][1])):
+    for offset, reading in sorted(placed, key=lambda item: (item[0], -item[1].nbytes)):
         known = max(end - offset, 0)
-        if known < nbytes:
+        if known < reading.nbytes:
             result.append(Span(offset + known, known, reading))
-            end = offset + nbytes
+            end = offset + reading.nbytes
     return tuple(result)
 
 

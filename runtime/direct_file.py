@@ -53,6 +53,8 @@ class DirectFile:
                 f"bytes {offset} to {offset + nbytes} were asked of {self.path}, which has {self.nbytes}: "
                 "the payload does not belong to this file; compile again"
             )
+        if not nbytes:
+            return  # advice about no bytes would be about all that follow
         if through_cache:
             with suppress(OSError, AttributeError):  # advice: not every system takes it
                 os.posix_fadvise(self.fd, offset, nbytes, os.POSIX_FADV_WILLNEED)

@@ -35,7 +35,11 @@ class ParkedTeam:
                 f"the system refused a thread ({error}): raise its limit on threads, or compute on one "
                 "(torch.set_num_threads(1))"
             ) from error
-        self._parked.wait()
+        try:
+            self._parked.wait()
+        except BaseException:
+            self._leave.set()
+            raise
 
     def close(self) -> None:
         """End the thread and its team; may be called again, and does nothing in a forked child."""
@@ -44,7 +48,11 @@ class ParkedTeam:
             self._thread.join()
 
     def _park(self) -> None:
-        with torch.inference_mode():
-            torch.ones(_PARALLEL).add_(1)
-        self._parked.set()
+        try:
+            with torch.inference_mode():
+                torch.ones(_PARALLEL).add_(1)
+        except RuntimeError:
+            return  # no memory for it: nothing is wrong without a team, only slower
+        finally:
+            self._parked.set()
         self._leave.wait()

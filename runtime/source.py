@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -64,14 +65,11 @@ class Source:
         self._direct = mode == "direct"
         self._files: list[DirectFile] = []
         opening = partial(open_direct_file, folder=folder, direct=self._direct, check=check)
-        with ThreadPoolExecutor(_OPENERS) as pool:
-            opened = [pool.submit(opening, file) for file in files]
         try:
-            self._files = [future.result() for future in opened]
+            for file in _in_order(opening, files):
+                self._files.append(file)
         except BaseException:
-            for future in opened:
-                if future.exception() is None:
-                    future.result().close()
+            self.close()
             raise
         self._keeping = _Keeping(self, repeated) if repeated and self._direct else None
 
@@ -139,10 +137,14 @@ class Source:
     def cached_fraction(self) -> float:
         """The share of all files' bytes that the page cache holds, 0 to 1, estimated without reading."""
         with self._in_flight():
-            total = self.nbytes
-            windows = max(_FEWEST_WINDOWS, _WINDOWS // max(1, len(self._files)))
-            cached = sum(cached_fraction(file.fd, file.nbytes, windows) * file.nbytes for file in self._files)
-            return cached / total if total else 0.0
+            return self._cached_fraction()
+
+    def _cached_fraction(self) -> float:
+        """As `cached_fraction`, while a read is in flight."""
+        total = self.nbytes
+        windows = max(_FEWEST_WINDOWS, _WINDOWS // max(1, len(self._files)))
+        cached = sum(cached_fraction(file.fd, file.nbytes, windows) * file.nbytes for file in self._files)
+        return cached / total if total else 0.0
 
     def close(self) -> None:
         """Close every descriptor once the reads in flight have ended; may be called again."""
@@ -191,6 +193,29 @@ class Source:
                 self._idle.notify_all()
 
 
+def _in_order(
+    opening: Callable[[WeightFile], DirectFile], files: Sequence[WeightFile]
+) -> Iterator[DirectFile]:
+    """What `opening` makes of each file, in order, by some threads; what nobody took is closed."""
+    pool = ThreadPoolExecutor(_OPENERS)
+    running: deque[Future[DirectFile]] = deque()
+    try:
+        if len(files) > 1:
+            with suppress(RuntimeError):  # no threads to be had, or no more at exit
+                for file in files:
+                    running.append(pool.submit(opening, file))
+        begun = len(running)
+        while running:
+            future = running.popleft()
+            yield future.result()
+        yield from map(opening, files[begun:])
+    finally:
+        pool.shutdown(cancel_futures=True)
+        for future in running:
+            if not future.cancelled() and future.exception() is None:
+                future.result().close()
+
+
 class _Keeping:
     """Whether reads go through the page cache, decided after each pass.
 
@@ -216,7 +241,7 @@ class _Keeping:
         self._decide()
 
     def _decide(self) -> None:
-        kept = self._source.cached_fraction() * self._source.nbytes
+        kept = self._source._cached_fraction() * self._source.nbytes
         room = available_bytes()
         if self.through_cache and kept < WARM_FRACTION * self._nbytes:
             self._tries -= 1

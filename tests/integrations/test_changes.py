@@ -55,13 +55,11 @@ def changed(model, name: str) -> None:
             model.linear.register_forward_hook(lambda module, given, output: output * 2)
         case "linear.weight":
             model.linear.weight = nn.Parameter(torch.zeros(8, 8), requires_grad=False)
-        case "linear.bias":
-            model.linear.bias.data = torch.zeros(8)
 
 
 NAMES = (
     "scale", "processor", "processor.factor", "factors.all.0", "kept", "computed", "linear._forward_hooks",
-    "linear.weight", "linear.bias",
+    "linear.weight",
 )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ class Watched:
         real_open, real_read, flag = os.open, os.preadv, os.O_DIRECT
         monkeypatch.setattr(os, "open", lambda path, flags, mode=0o777: real_open(path, flags & ~flag, mode))
         monkeypatch.setattr(sources, "available_bytes", lambda: self.room)
-        monkeypatch.setattr(Source, "cached_fraction", lambda source: self.cached)
+        monkeypatch.setattr(Source, "_cached_fraction", lambda source: self.cached)
         self.source = Source([file[1]], file[0], repeated=file[1].nbytes if repeated is None else repeated)
         self.fds: list[int] = []
 

@@ -64,6 +64,17 @@ def test_one_thread_needs_no_team(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ended(before)
 
 
+def test_a_team_that_has_no_memory_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: int) -> torch.Tensor:
+        raise RuntimeError("not enough memory")
+
+    before = threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(torch, "ones", refuse)
+    ParkedTeam().close()
+    assert ended(before)
+
+
 def test_threads_that_wait_give_up_the_processor() -> None:
     cores = len(os.sched_getaffinity(0))
     variables = {name: value for name, value in os.environ.items() if "OMP" not in name}

@@ -94,3 +94,26 @@ def test_they_are_cast_one_by_one(model, tmp_path) -> None:
 def test_tensors_that_are_not_all_of_a_weight_are_refused(checkpoint, names, options, message) -> None:
     with pytest.raises(penstock.SourceError, match=message):
         penstock.bind(exported(), checkpoint, rename=NAMES | {"gate_up": names}, **options)
+
+
+@pytest.mark.parametrize("names", [{"a": "whole", "b": ["up", "down"]}, {"a": ["up", "down"], "b": "whole"}])
+@pytest.mark.parametrize("same", [True, False])
+def test_a_tie_of_one_tensor_and_several_must_have_one_value(tmp_path, names, same) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = self.b = nn.Parameter(torch.zeros(4, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.a.T + x @ self.b.T
+
+    whole = torch.arange(32.0).reshape(4, 8)
+    up, down = (part + (not same) for part in whole.split(2))
+    save_file({"whole": whole, "up": up.clone(), "down": down.clone()}, tmp_path / "tied.safetensors")
+    program = torch.export.export(Tied(), (torch.ones(1, 8),))
+    if same:
+        bound = penstock.bind(program, tmp_path / "tied.safetensors", rename=names)
+        assert torch.equal(bound.state_dict["a"], whole)
+    else:
+        with pytest.raises(penstock.SourceError, match="is tied to another in the program, but tensor"):
+            penstock.bind(program, tmp_path / "tied.safetensors", rename=names)

@@ -140,7 +140,7 @@ def apply(
     memory: int | str,
     *,
     device: str = "cpu",
-    example: Sequence[Any] | Mapping[str, Any] | None = None,
+    example: torch.Tensor | Sequence[Any] | Mapping[str, Any] | None = None,
     lowering: str = "eager",
     cache: str | PathLike[str] | None = None,
 ) -> Applied:
@@ -149,10 +149,10 @@ def apply(
     It is in eval mode until it is restored. Each component's weights are written to `cache`
     (`~/.cache/penstock`), once for equal ones, and its parameters give their memory back. Its `forward` is
     replaced by one that exports the module for each kind of call when that first comes (or now, for
-    `example`: positional arguments or a mapping of names), and streams the weights from then on. `memory`
-    counts weights, activations, inputs and caches.
+    `example`: a tensor, positional arguments or a mapping of names), and streams the weights from then on.
+    `memory` counts weights, activations, inputs and caches.
 
-    Raises PassError for what cannot be exported, BudgetError for a cap below what one component needs.
+    Raises PassError for what cannot be exported. A call raises BudgetError for a cap below what it needs.
     """
     nbytes = parse_size(memory, name="memory")
     parts = components_of(model)
@@ -179,7 +179,9 @@ def apply(
     return applied
 
 
-def _call(model: Any, example: Sequence[Any] | Mapping[str, Any]) -> None:
+def _call(model: Any, example: torch.Tensor | Sequence[Any] | Mapping[str, Any]) -> None:
+    if isinstance(example, torch.Tensor):
+        example = (example,)
     with torch.no_grad():
         model(**example) if isinstance(example, Mapping) else model(*example)
 

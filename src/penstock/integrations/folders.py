@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from penstock.checkpoint_names import names_in_checkpoint
-from penstock.configuration import builder, read_config
+from penstock.configuration import builder, model_class, read_config
 from penstock.integrations.quantised import with_quantised_weights
 from penstock.passes.deferred import Deferred, deferred_init
 from penstock.runtime.checkpoint import open_checkpoint
@@ -75,13 +75,17 @@ def is_pipeline(folder: Path) -> bool:
 def open_model(folder: Path) -> Stored:
     """A module that transformers or diffusers saved: its class by the configuration, and its files."""
     files = tuple(path.resolve() for path in index_files(folder))
-    facts = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+    open_checkpoint(files)  # every header is parsed before anything else is
+    try:
+        facts = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SourceError(f"{folder / _CONFIG} is no JSON: {error}") from error
     if "_class_name" in facts:
         kind = _class(folder, "diffusers", facts["_class_name"])
         name, build = kind.__name__, _in_dtype(files, lambda: kind.from_config(facts))
     else:
         config = read_config(folder)
-        name, build = config.architectures[0], builder(config, str(folder), None)
+        name, build = model_class(config, str(folder)).__name__, builder(config, str(folder), None)
     return Stored(name, with_quantised_weights(build, facts, files, folder), files)
 
 

@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from penstock.integrations.absent import AbsentParameter, make_absent
 from penstock.passes.fake_export import Built
 from penstock.passes.graphs import dtype_name
 from penstock.passes.parts import each_part, plain_tensors
@@ -34,6 +35,10 @@ def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     found = _plain(module.named_parameters())
     found |= _plain((name, value) for name, value in module.named_buffers() if name not in lost)
     for name, value in found.items():
+        if isinstance(value, AbsentParameter):
+            raise PassError(
+                "penstock is applied to this module, or to a part of it, already: restore() that first"
+            )
         if type(value) not in (torch.Tensor, nn.Parameter):
             raise PassError(
                 f"weight {name} is a {type(value).__name__}, which does not say what tensors it is made of: "
@@ -134,7 +139,7 @@ def blank_copy(module: nn.Module, device: torch.device) -> Built:
 class Hollow:
     """A module whose parameters have shapes, a device and no memory; `nbytes` of it were given back.
 
-    What would touch them says so: torch itself may end the process.
+    What would touch them says so, where torch itself would end the process.
     """
 
     def __init__(self, module: nn.Module, sentence: str, device: torch.device) -> None:
@@ -155,10 +160,17 @@ class Hollow:
                 one._buffers[key] = None if buffer is None else buffer.to(device)
         self._parameters = dict(module.named_parameters())
         self._plain = _plain(self._parameters.items())
-        self._undo = [undo for one in module.modules() if one._parameters for undo in _refuse(one, sentence)]
+        self._undo = [
+            make_absent(value, name, sentence)
+            for name, value in self._parameters.items()
+            if type(value) is nn.Parameter
+        ]
+        self._undo += [undo for one in module.modules() if one._parameters for undo in _refuse(one, sentence)]
 
     def fill(self, files: Sequence[Path]) -> None:
         """Give the parameters memory again, with the values in `files`, and take the refusals away."""
+        for undo in self._undo:
+            undo()
         filled: set[int] = set()
         for file in files:
             with safe_open(file, framework="pt") as opened:
@@ -166,8 +178,6 @@ class Hollow:
                     self._fill(name, opened.get_tensor(name), filled)
         for name, parameter in self._parameters.items():
             parameter.requires_grad_(self._trained[name])
-        for undo in self._undo:
-            undo()
 
     def _fill(self, name: str, stored: torch.Tensor, filled: set[int]) -> None:
         value = self._plain[name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from torch.export import Dim, ExportedProgram
 
 import penstock
 from penstock.integrations.calls import Builder, Collector
+from penstock.integrations.content_key import content_key
 from penstock.integrations.decisions import Decisions, truth_of
 from penstock.integrations.hollow import write_once
 from penstock.integrations.kinds import Call, Result, method_of, named, refuse_grad
@@ -24,7 +24,7 @@ from penstock.integrations.libraries import as_when_called
 from penstock.integrations.memory import watch_memory
 from penstock.integrations.rebound import same_layout, with_other_file
 from penstock.passes.activations import activation_bytes
-from penstock.passes.fake_export import Built, with_computed_buffers
+from penstock.passes.fake_export import Built
 from penstock.passes.input_checks import InputChecks
 from penstock.passes.inputs import guards_of, leaves_of
 from penstock.passes.lowering.eager import LoweredProgram
@@ -120,7 +120,8 @@ class Where:
     lowering: str
 
     def __post_init__(self) -> None:
-        device_kind(self.device)
+        if device_kind(self.device) == "cuda" and not torch.cuda.is_available():
+            raise StreamError(f"there is no CUDA device here for {self.device}: use cpu or sim:rtx4090")
         if self.lowering not in _LOWERINGS:
             known = " or ".join(_LOWERINGS)
             raise PassError(f"there is no lowering {self.lowering!r}: choose {known}")
@@ -128,7 +129,9 @@ class Where:
     @property
     def target(self) -> torch.device:
         """Where tensors are: the GPU, or for a CPU and the simulated device the CPU."""
-        return torch.device(self.device if self.device.startswith("cuda") else "cpu")
+        if not self.device.startswith("cuda"):
+            return torch.device("cpu")
+        return torch.device("cuda", torch.device(self.device).index or 0)
 
 
 class Component:
@@ -279,7 +282,7 @@ class Component:
 
     def _compile(self) -> Program:
         programs = {method.name: method.exported for method in self._methods}
-        path = self._where.folder / f"{_digest(programs, self.weights, self._where.lowering)}.penstock"
+        path = self._where.folder / f"{content_key(programs, self.weights, self._where.lowering)}.penstock"
         write_once(path, lambda: self._write(programs, path))
         program = penstock.open(path)
         if self._where.lowering == "eager":
@@ -296,23 +299,3 @@ class Component:
             rename=lambda fqn: self._names.get(own := fqn.removeprefix("model."), own),
             pack=False,
         )
-
-
-def _digest(programs: Mapping[str, ExportedProgram], weights: Sequence[Path], lowering: str) -> str:
-    """What programs compute, over which files, with which versions."""
-    digest = hashlib.sha256(f"{lowering} {torch.__version__} {penstock.__version__} {weights}".encode())
-    for name, exported in programs.items():
-        text = exported.graph_module.print_readable(
-            print_output=False, include_stride=True, include_device=True
-        )
-        facts = (name, text, exported.graph_signature, exported.range_constraints, exported._guards_code)
-        digest.update(repr(facts).encode())
-        for key, value in with_computed_buffers(exported).constants.items():
-            digest.update(key.encode())
-            digest.update(_bytes_of(value) if isinstance(value, torch.Tensor) else repr(value).encode())
-    return digest.hexdigest()[:32]
-
-
-def _bytes_of(value: torch.Tensor) -> bytes:
-    flat = value.detach().cpu().contiguous().reshape(-1)
-    return bytes(flat.view(torch.uint8).numpy())

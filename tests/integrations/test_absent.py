@@ -1,0 +1,91 @@
+"""Parameters that gave their memory back say so, whatever is done to them."""
+
+import copy
+import os
+
+import models
+import pytest
+import torch
+from torch import nn
+
+from penstock.integrations import apply, load
+from penstock.schedule.errors import PassError, SourceError, StreamError
+
+IDS = torch.tensor([[5, 17, 99, 23, 42]])
+
+
+@pytest.fixture(scope="module")
+def applied(tmp_path_factory):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).requires_grad_(False)
+    before = copy.deepcopy(model)
+    with apply(model, "1MB", example=torch.randn(3, 8), cache=tmp_path_factory.mktemp("cache")):
+        yield model, before
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        *(lambda w: w.add_(1), lambda w: w.zero_(), nn.init.zeros_, lambda w: w.copy_(torch.ones(8, 8))),
+        *(lambda w: w.data, lambda w: w.norm(), lambda w: w.tolist(), lambda w: w.numpy(), copy.deepcopy),
+        *(lambda w: w[0], lambda w: w == 1, lambda w: torch.stack([w, w]), lambda w: w.detach()),
+        *(lambda w: w.to(torch.float16), lambda w: setattr(w, "data", torch.ones(8, 8)), lambda w: w.cpu()),
+        *(lambda w: nn.functional.linear(torch.ones(1, 8), w), lambda w: torch.ones(8, 8).copy_(w)),
+    ],
+)
+def test_its_values_are_not_to_be_had(applied, use):
+    with pytest.raises(StreamError, match=r"the parameter 0\.weight is not in memory: call the model itself"):
+        use(applied[0][0].weight)
+
+
+def test_its_facts_are(applied):
+    weight, other = applied[0][0].weight, applied[1][0].weight
+    for name in ("shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "nbytes", "is_meta"):
+        assert getattr(weight, name) == getattr(other, name), name
+    assert (weight.numel(), weight.stride(), weight.dim()) == (other.numel(), other.stride(), 2)
+    assert isinstance(weight, nn.Parameter)
+    assert repr(weight) == "a parameter of shape (8, 8) that is not in memory"
+
+
+def test_restored_it_is_what_it_was(tmp_path):
+    model = nn.Linear(8, 8).requires_grad_(False)
+    weight, values = model.weight, model.weight.clone()
+    with apply(model, "1MB", cache=tmp_path):
+        with pytest.raises(PassError, match="applied to this module, or to a part of it, already: restore"):
+            apply(nn.Sequential(model), "1MB", cache=tmp_path)
+        assert model.weight is weight
+    assert type(weight) is nn.Parameter
+    assert not vars(weight)
+    assert torch.equal(weight, values)
+
+
+def test_a_folder_that_was_written_again_is_exported_again(tmp_path):
+    model = models.llama(num_hidden_layers=1)
+    for scale in (1.0, 2.0):
+        model.lm_head.weight.mul_(scale)
+        model.save_pretrained(tmp_path / "model")
+        os.utime(tmp_path / "model" / "model.safetensors", ns=(0, int(scale) << 40))
+        streamed = load(tmp_path / "model", "350KB", cache=tmp_path / "cache")
+        assert torch.equal(streamed(IDS).logits, model(IDS).logits)
+        streamed.penstock_applied.close()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", b"{oops", "config.json is no JSON"),
+        ("config.json", b'{"model_type": "llama", "architectures": null}', "names no architectures"),
+        ("model.safetensors", b"\x08", "model.safetensors"),
+    ],
+)
+def test_a_damaged_folder_is_refused_by_the_name_of_its_file(tmp_path, file, content, message):
+    models.llama(num_hidden_layers=1).save_pretrained(tmp_path)
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(SourceError, match=message):
+        load(tmp_path, "1MB", cache=tmp_path / "cache")
+
+
+def test_a_gpu_that_is_not_there_is_said(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(StreamError, match="there is no CUDA device here for cuda"):
+        apply(nn.Linear(2, 2), "1MB", device="cuda", cache=tmp_path)
