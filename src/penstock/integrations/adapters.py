@@ -175,7 +175,7 @@ def _differing(
 
     config = module.peft_config[adapter]
     here, there = config.to_dict(), type(config)().to_dict() | (settings or {})
-    for key in here.keys() - _BESIDE if settings else {_START}:
+    for key in here.keys() - _BESIDE if settings else {_START, "use_rslora"} & here.keys():
         values = here.get(key), there.get(key)
         own = key == _START and all(value in _OWN_STARTS for value in values)
         if values[0] != values[1] and not own:
@@ -183,10 +183,12 @@ def _differing(
     for path, layer in module.named_modules():
         if adapter in getattr(layer, "merged_adapters", ()):
             yield f"{path}, into whose weight it is merged,", "merged", "not"
-        ranks, alphas = getattr(layer, "r", {}), getattr(layer, "lora_alpha", {})
+        ranks, alphas = getattr(layer, "r", {}), getattr(layer, "lora_alpha", getattr(layer, "alpha", {}))
         if adapter in ranks and adapter in alphas:
             patterns = there["alpha_pattern"]
-            alpha = patterns.get(get_pattern_key(patterns.keys(), path), there["lora_alpha"])
+            alpha = patterns.get(
+                get_pattern_key(patterns.keys(), path), there.get("lora_alpha", there.get("alpha"))
+            )
             alpha = alpha if settings else ranks[adapter]
             if alphas[adapter] != alpha:
                 yield f"lora_alpha ({path})", alphas[adapter], alpha

@@ -63,7 +63,7 @@ class Applied:
         self._weights = weights
         self._modules: dict[str, nn.Module] = {}
         self._hollow: dict[str, Hollow] = {}
-        self._replaced: list[tuple[nn.Module, str]] = []
+        self._replaced: list[tuple[nn.Module, str, Any]] = []
         self._trained: list[nn.Module] = []
 
     @property
@@ -71,18 +71,18 @@ class Applied:
         """Bytes of parameters that are no longer in memory."""
         return sum(hollow.nbytes for hollow in self._hollow.values())
 
-    def add(self, component: Component, module: nn.Module, hollow: Hollow) -> None:
-        """Replace the methods through which a module is called by its component's."""
+    def add(self, component: Component, module: nn.Module, device: torch.device) -> None:
+        """Replace the methods through which a module is called by its component's, and take its memory."""
+        self.components[component.name] = component
+        self._modules[component.name] = module
         for entry in entries_of(module):
             owner, _, name = entry.rpartition(".")
             part = module.get_submodule(owner)
             replaced = functools.wraps(getattr(part, name))(functools.partial(component.call, entry))
+            self._replaced.append((part, name, vars(part).get(name)))
             part.__dict__[name] = replaced
-            self._replaced.append((part, name))
+        self._hollow[component.name] = Hollow(module, _INSTEAD, device)
         component.check = Watch(module).check
-        self.components[component.name] = component
-        self._modules[component.name] = module
-        self._hollow[component.name] = hollow
 
     def evaluate(self, module: nn.Module) -> None:
         """Put a module in eval mode until it is restored."""
@@ -117,10 +117,12 @@ class Applied:
         self.close()
         if self._weights is None:
             raise StreamError("the model was never in memory: load it with its library where it should be")
-        for part, name in self._replaced:
-            part.__dict__.pop(name, None)
         for name, hollow in self._hollow.items():
             hollow.fill(self.components[name].weights)
+        for part, name, before in self._replaced:
+            part.__dict__.pop(name, None)
+            if before is not None:
+                part.__dict__[name] = before
         for one in self._trained:
             one.training = True
         for held in (self._replaced, self._trained, self._hollow, self._modules):
@@ -169,7 +171,7 @@ def apply(
             groups = by_adapter(module, stored_tensors(module))
             files = [store(tensors, folder / "weights") for tensors in groups]
             component = Component(name, blank_copy(module, where.target), files, where, applied.cap.turn)
-            applied.add(component, module, Hollow(module, _INSTEAD, where.target))
+            applied.add(component, module, where.target)
     except BaseException:
         applied.restore()
         raise
@@ -212,7 +214,7 @@ def load(
         blank = Built.by(stored.build, str(where.target))
         names = stored.names(module)
         component = Component(stored.name, blank, stored.files, where, applied.cap.turn, names=names)
-        applied.add(component, module, Hollow(module, _INSTEAD, where.target))
+        applied.add(component, module, where.target)
         return module
 
     if is_pipeline(folder):

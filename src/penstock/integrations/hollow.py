@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -151,15 +152,17 @@ class Hollow:
         self._bytes = {name: value.untyped_storage().nbytes() for name, value in plain.items()}
         firsts = [views[0].untyped_storage() for views in storages.values()]
         self.nbytes = sum(storage.nbytes() for storage in firsts if storage.device.type != "meta")
-        empty = {id(old): new for views in storages.values() for old, new in _emptied(views, device)}
-        for one in module.modules():
-            for key, held in one._parameters.items():
-                if held is not None:
-                    one._parameters[key] = _made_of(held, empty).requires_grad_(False)
-            for key, buffer in one._buffers.items():
-                one._buffers[key] = None if buffer is None else buffer.to(device)
+        with _unchanged_on_error(module, plain.values()):
+            empty = {id(old): new for views in storages.values() for old, new in _emptied(views, device)}
+            for one in module.modules():
+                for key, held in one._parameters.items():
+                    if held is not None:
+                        one._parameters[key] = _made_of(held, empty).requires_grad_(False)
+                for key, buffer in one._buffers.items():
+                    one._buffers[key] = None if buffer is None else buffer.to(device)
         self._parameters = dict(module.named_parameters())
         self._plain = _plain(self._parameters.items())
+        self._storages = {value.untyped_storage()._cdata for value in self._plain.values()}
         self._undo = [
             make_absent(value, name, sentence)
             for name, value in self._parameters.items()
@@ -168,27 +171,52 @@ class Hollow:
         self._undo += [undo for one in module.modules() if one._parameters for undo in _refuse(one, sentence)]
 
     def fill(self, files: Sequence[Path]) -> None:
-        """Give the parameters memory again, with the values in `files`, and take the refusals away."""
+        """Give the parameters memory again, with the values in `files`, and take the refusals away.
+
+        Raises SourceError where the files do not have them all: nothing has changed then.
+        """
+        with ExitStack() as stack:
+            try:
+                opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
+            except Exception as error:
+                raise SourceError(
+                    f"the weights cannot be read again from {files[0].parent}: {error}"
+                ) from error
+            where = {name: one for one in opened for name in one.keys()}  # noqa: SIM118
+            if lost := sorted(self._plain.keys() - where.keys()):
+                raise SourceError(f"{files[0].parent} has no {lost[0]} any more: the model stays as it is")
+            with torch._C.DisableTorchFunctionSubclass():
+                for name, value in self._plain.items():
+                    self._fill(name, value, where[name].get_tensor(name))
         for undo in self._undo:
             undo()
-        filled: set[int] = set()
-        for file in files:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys() & self._plain.keys():
-                    self._fill(name, opened.get_tensor(name), filled)
         for name, parameter in self._parameters.items():
             parameter.requires_grad_(self._trained[name])
 
-    def _fill(self, name: str, stored: torch.Tensor, filled: set[int]) -> None:
-        value = self._plain[name]
+    def _fill(self, name: str, value: torch.Tensor, stored: torch.Tensor) -> None:
         storage = value.untyped_storage()
+        if storage._cdata not in self._storages:  # somebody has given it another
+            value.data = stored.to(value.device)
+            return
         if storage.nbytes() == 0:
             storage.resize_(self._bytes[name])  # views of one storage stay that
-            filled.add(storage._cdata)
-        if storage._cdata in filled:
-            value.data.copy_(stored)
-        else:
-            value.data = stored.to(value.device)
+        value.data.copy_(stored)
+
+
+@contextmanager
+def _unchanged_on_error(module: nn.Module, plain: Iterable[torch.Tensor]) -> Iterator[None]:
+    """What raises leaves the module with the parameters, values and buffers that it had."""
+    values = [(value, value.data) for value in plain]
+    held = [(one, dict(one._parameters), dict(one._buffers)) for one in module.modules()]
+    try:
+        yield
+    except BaseException:
+        for value, data in values:
+            value.data = data
+        for one, parameters, buffers in held:
+            one._parameters.update(parameters)
+            one._buffers.update(buffers)
+        raise
 
 
 def _made_of(parameter: nn.Parameter, empty: Mapping[int, torch.Tensor]) -> Any:
@@ -226,5 +254,17 @@ def _refuse(module: nn.Module, sentence: str) -> Iterator[Any]:
     if "forward" not in vars(module):
         yield module.register_forward_pre_hook(refuse).remove
     for name in ("__deepcopy__", "__reduce_ex__", "_apply"):
-        module.__dict__[name] = refuse
-        yield lambda name=name: module.__dict__.pop(name, None)
+        yield _replace(module, name, refuse)
+
+
+def _replace(module: nn.Module, name: str, value: object) -> Callable[[], None]:
+    """Set an attribute of the instance; returns what puts back the one that it had, or none."""
+    had, before = name in vars(module), vars(module).get(name)
+    module.__dict__[name] = value
+
+    def undo() -> None:
+        module.__dict__.pop(name, None)
+        if had:
+            module.__dict__[name] = before
+
+    return undo

@@ -216,10 +216,9 @@ class Component:
         with self._one:
             self.unload()
             old = next(file for file in self.weights if same_layout(file, new))
-            self.weights[self.weights.index(old)] = new
-            if self._program is not None:
-                self._program = with_other_file(self._program, old, new)
-                self._plan = self._plan if self._program else None
+            program = None if self._program is None else with_other_file(self._program, old, new)
+            self.weights[self.weights.index(old)] = new  # from here on nothing can fail
+            self._program, self._plan = program, self._plan if program else None
 
     def _export(self, call: Call) -> _Method:
         """The method for a call; exported again where it decides otherwise than was assumed."""
@@ -282,7 +281,10 @@ class Component:
 
     def _compile(self) -> Program:
         programs = {method.name: method.exported for method in self._methods}
-        path = self._where.folder / f"{content_key(programs, self.weights, self._where.lowering)}.penstock"
+        path = (
+            self._where.folder
+            / f"{content_key(programs, self.weights, f'{self._where.lowering} {self._names}')}.penstock"
+        )
         write_once(path, lambda: self._write(programs, path))
         program = penstock.open(path)
         if self._where.lowering == "eager":
