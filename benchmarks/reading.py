@@ -26,12 +26,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.loading_ways import PIECE, forget_pages
 from benchmarks.machine import describe_machine
 from penstock.runtime.rates import READERS
-from penstock.runtime.source import Source
+from penstock.runtime.source import Mode, Source
 from penstock.runtime.stamp import stamp_file
 from penstock.schedule.sizes import parse_size
 
 ROOM = 64 << 20
-WAYS = {  # bytes off the blocks, way of opening, and whether the cache is told of each piece
+WAYS: dict[
+    str, tuple[int, Mode, bool]
+] = {  # bytes off the blocks, way of opening, and whether the cache is told of each piece
     "direct, on blocks": (0, "direct", False),
     "direct and moved": (64, "direct", False),
     "through the cache, announced": (64, "buffered", True),
@@ -45,7 +47,7 @@ def read_all(folder: Path, way: str) -> tuple[float, float]:
     (path,) = folder.glob("*.safetensors")
     memory = torch.zeros(ROOM + 8192, dtype=torch.uint8)
     base = -(-memory.data_ptr() // 4096) * 4096 + shift
-    with Source([stamp_file(path, recorded_path=path.name)], folder, mode=mode) as source:  # type: ignore[arg-type]
+    with Source([stamp_file(path, recorded_path=path.name)], folder, mode=mode) as source:
         file = source.files[0]
         starts = range(0, file.nbytes - PIECE, PIECE)
 

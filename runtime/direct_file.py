@@ -102,9 +102,9 @@ class DirectFile:
         """One direct read of all blocks that the bytes lie in; False where it did not bring them all.
 
         The first block and the last ones go to memory of their own, those between into the range itself,
-        behind where they belong. This took half of the processor's time that reading through the page cache
-        takes (three readers, 2 MiB each, cold: 1.5 GB/s; 1.35 through the cache with everything announced
-        before, a third of that without; 1.67 where offset and address agree).
+        behind where they belong. A cold GiB took 0.19 s of the processor so, 1.20 through the page cache and
+        0.39 with each piece announced to it; 0.06 where offset and address agree. The disk took as long,
+        within a tenth or so (benchmarks/reading.py).
         """
         block, stop = self.block, address + nbytes
         first = offset // block * block
