@@ -145,7 +145,7 @@ def other_values(
 
 
 def _values(module: nn.Module, given: Adapter, adapter: str) -> dict[str, torch.Tensor]:
-    fqns, parameters = names_in_files(module, adapter), dict(module.named_parameters())
+    fqns, parameters = names_in_files(module, adapter), dict(module.named_parameters(remove_duplicate=False))
     for name in sorted(fqns.keys() ^ given.tensors.keys()):
         has, lacks = ("the model", given.source) if name in fqns else (given.source, "the model")
         raise StreamError(f"adapter {adapter!r} has {name} in {has} and not in {lacks}: {_AGAIN}")
@@ -161,7 +161,24 @@ def _values(module: nn.Module, given: Adapter, adapter: str) -> dict[str, torch.
             f"{what} of adapter {adapter!r} is {here} in the model and {there} in {given.source}; it is part "
             f"of the program: {_AGAIN}"
         )
-    return {fqn: given.tensors[name].to(parameters[fqn].dtype) for name, fqn in fqns.items()}
+    _refuse_other_ties(fqns, parameters, given)
+    own = {fqn for fqn, _ in module.named_parameters()}  # tied ones once
+    return {fqn: given.tensors[name].to(parameters[fqn].dtype) for name, fqn in fqns.items() if fqn in own}
+
+
+def _refuse_other_ties(
+    fqns: Mapping[str, str], parameters: Mapping[str, torch.Tensor], given: Adapter
+) -> None:
+    """Raise StreamError where what is tied in the model has two values in the file."""
+    tied: dict[tuple[int, int], str] = {}
+    for name, fqn in fqns.items():
+        place = parameters[fqn].untyped_storage()._cdata, int(parameters[fqn].storage_offset())
+        first = tied.setdefault(place, name)
+        if not torch.equal(given.tensors[first], given.tensors[name]):
+            raise StreamError(
+                f"{first} and {name} are tied in the model and have different values in {given.source}: "
+                f"{_AGAIN}"
+            )
 
 
 def _differing(
