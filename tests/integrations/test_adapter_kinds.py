@@ -49,3 +49,20 @@ def test_tied_parameters_of_an_adapter_are_swapped_together(tmp_path):
         applied.swap_adapter(tmp_path / "tied")
         assert torch.equal(model(X), other(X))
     assert torch.equal(model(X), other(X))
+
+
+@pytest.mark.parametrize("other", [{}, {"use_rslora": True}], ids=["fits", "scales otherwise"])
+def test_dora_is_swapped_where_only_values_differ(other, tmp_path):
+    config = {"init_lora_weights": False, "use_dora": True}
+    model = adapted(LoraConfig(**SIZES, **config), 1)
+    reference = adapted(LoraConfig(**SIZES, **config, **other), 2)
+    reference.save_pretrained(tmp_path / "other")
+    with apply(model, "1MB", cache=tmp_path) as applied:
+        before = model(X)
+        if other:
+            with pytest.raises(StreamError, match="use_rslora of adapter 'default' is False in the model"):
+                applied.swap_adapter(tmp_path / "other")
+        else:
+            applied.swap_adapter(tmp_path / "other")
+        assert torch.equal(model(X), before if other else reference(X))
+        assert not torch.equal(before, reference(X))

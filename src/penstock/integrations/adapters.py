@@ -38,6 +38,9 @@ _BESIDE = frozenset(
 """Settings that do nothing in a call, those that the tensors tell, and those of the scaling, compared
 by layer."""
 
+_MAGNITUDE = "lora_magnitude_vector"
+"""What DoRA writes under its own name, without that of its only parameter."""
+
 _START, _OWN_STARTS = "init_lora_weights", (True, False, "gaussian", "orthogonal", "eva")
 """How an adapter's values began, and the ways that leave the model's own weights alone."""
 
@@ -90,7 +93,8 @@ def names_in_files(module: nn.Module, adapter: str) -> dict[str, str]:
         for name, _ in layer.named_parameters() if kinds else ():
             kind, *rest = name.split(".")
             if kind in kinds and rest[0] == adapter:
-                found[".".join([path, kind, *rest[1:]])] = f"{path}.{name}"
+                inside = rest[1:] if kind != _MAGNITUDE else []
+                found[".".join([path, kind, *inside])] = f"{path}.{name}"
     return found
 
 
