@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from penstock.integrations import apply
-from penstock.schedule.errors import StreamError
+from penstock.schedule.errors import SourceError, StreamError
 from tests.integrations import models
 
 X = torch.linspace(-1, 1, 16).reshape(1, 16)
@@ -66,3 +69,41 @@ def test_dora_is_swapped_where_only_values_differ(other, tmp_path):
             applied.swap_adapter(tmp_path / "other")
         assert torch.equal(model(X), before if other else reference(X))
         assert not torch.equal(before, reference(X))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A folder with an adapter, and a streamed model that has another one."""
+    folder = tmp_path_factory.mktemp("whole")
+    adapted(LoraConfig(**SIZES), 2).save_pretrained(folder)
+    with apply(adapted(LoraConfig(**SIZES), 1), "1MB", cache=tmp_path_factory.mktemp("cache")) as applied:
+        yield folder, applied
+
+
+FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+DAMAGED = {
+    "no JSON": (CONFIG, lambda old: old[:-9], r"settings in .*adapter_config\.json are no JSON"),
+    "no text": (CONFIG, lambda _: b"\xff\xfe\xfd", r"settings in .*adapter_config\.json are no JSON"),
+    "no object": (CONFIG, lambda _: b"[1]", "are a list and no object: get an intact copy"),
+    "cut off": (FILE, lambda old: old[:-9], "is not a safetensors file that can be trusted"),
+    "no header": (FILE, lambda old: b"?" * len(old), "is not a safetensors file that can be trusted"),
+    "empty": (FILE, lambda _: b"", "is not a safetensors file that can be trusted"),
+}
+
+
+@pytest.mark.parametrize(("name", "damage", "message"), DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_adapter_is_refused_by_name(name, damage, message, whole, tmp_path):
+    folder, applied = whole
+    for one in (FILE, CONFIG):
+        shutil.copy(folder / one, tmp_path)
+    (tmp_path / name).write_bytes(damage((folder / name).read_bytes()))
+    with pytest.raises(SourceError, match=message):
+        applied.swap_adapter(tmp_path)
+
+
+def test_damaged_settings_within_a_file_are_refused(whole, tmp_path):
+    folder, applied = whole
+    save_file(load_file(folder / FILE), tmp_path / FILE, {"lora_adapter_metadata": "{"})
+    with pytest.raises(SourceError, match=r"settings in .*adapter_model\.safetensors are no JSON"):
+        applied.swap_adapter(tmp_path)

@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from penstock.runtime.safetensors_file import read_header
 from penstock.schedule.errors import SourceError, StreamError
 
 _FILES = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
@@ -64,12 +65,13 @@ class Adapter:
             raise SourceError(
                 f"{source} holds no adapter: give a safetensors file, or a folder with {_FILES[0]}"
             )
+        written: str | bytes | None = read_header(file).metadata.get(_METADATA)
         with safe_open(file, framework="pt") as opened:
             tensors = {name.removeprefix(_PEFT): opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            settings = (opened.metadata() or {}).get(_METADATA)
-        if settings is None and (file.parent / _SETTINGS).is_file():
-            settings = (file.parent / _SETTINGS).read_text(encoding="utf-8")
-        return cls(source, tensors, settings and json.loads(settings))
+        place, beside = file, file.parent / _SETTINGS
+        if written is None and beside.is_file():
+            place, written = beside, beside.read_bytes()
+        return cls(source, tensors, None if written is None else _parsed(written, place))
 
     def part(self, prefix: str) -> Adapter:
         """What of it is for the component whose names begin with `prefix`."""
@@ -78,6 +80,21 @@ class Adapter:
             k.removeprefix(prefix): v for k, v in (self.settings or {}).items() if k.startswith(prefix)
         }
         return Adapter(self.source, tensors, settings or None)
+
+
+def _parsed(written: str | bytes, place: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads(written)
+    except (ValueError, RecursionError) as error:
+        raise SourceError(
+            f"the adapter's settings in {place} are no JSON ({error}): get an intact copy"
+        ) from error
+    if not isinstance(settings, dict):
+        raise SourceError(
+            f"the adapter's settings in {place} are a {type(settings).__name__} and no object: "
+            "get an intact copy"
+        )
+    return settings
 
 
 def adapters_of(module: nn.Module) -> list[str]:
