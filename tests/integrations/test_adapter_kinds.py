@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoHaConfig, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -106,4 +106,15 @@ def test_damaged_settings_within_a_file_are_refused(whole, tmp_path):
     folder, applied = whole
     save_file(load_file(folder / FILE), tmp_path / FILE, {"lora_adapter_metadata": "{"})
     with pytest.raises(SourceError, match=r"settings in .*adapter_model\.safetensors are no JSON"):
+        applied.swap_adapter(tmp_path)
+
+
+def test_an_adapter_of_another_kind_is_refused_by_its_kind(whole, tmp_path):
+    folder, applied = whole
+    adapted(LoHaConfig(**SIZES), 2).save_pretrained(tmp_path)
+    message = "says that it is LOHA, and adapter 'default' of the model is LORA: restore"
+    with pytest.raises(StreamError, match=message):
+        applied.swap_adapter(tmp_path)
+    shutil.copy(folder / FILE, tmp_path)
+    with pytest.raises(StreamError, match=message):
         applied.swap_adapter(tmp_path)

@@ -165,8 +165,14 @@ def other_values(
     return {prefix: _values(module, given.part(prefix), adapter) for prefix, module in having.items()}
 
 
-def _values(module: nn.Module, given: Adapter, adapter: str) -> dict[str, torch.Tensor]:
+def _values(module: Any, given: Adapter, adapter: str) -> dict[str, torch.Tensor]:
     fqns, parameters = names_in_files(module, adapter), dict(module.named_parameters(remove_duplicate=False))
+    kind = module.peft_config[adapter].peft_type
+    if (found := (given.settings or {}).get("peft_type", kind)) != kind:
+        raise StreamError(
+            f"{given.source} says that it is {found}, and adapter {adapter!r} of the model is {kind.value}: "
+            f"{_AGAIN}"
+        )
     for name in sorted(fqns.keys() ^ given.tensors.keys()):
         has, lacks = ("the model", given.source) if name in fqns else (given.source, "the model")
         raise StreamError(f"adapter {adapter!r} has {name} in {has} and not in {lacks}: {_AGAIN}")
