@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 
 import pytest
 import torch
-from peft import LoHaConfig, LoraConfig, get_peft_model
+from peft import (
+    AdaLoraConfig,
+    GraloraConfig,
+    IA3Config,
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    OFTConfig,
+    get_peft_model,
+)
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -71,6 +81,44 @@ def test_dora_is_swapped_where_only_values_differ(other, tmp_path):
         assert not torch.equal(before, reference(X))
 
 
+KINDS = {
+    "gralora": GraloraConfig(**SIZES, gralora_k=2),
+    "ia3": IA3Config(target_modules=["a", "b"], feedforward_modules=["b"]),
+    "oft": OFTConfig(target_modules=["a", "b"], oft_block_size=4),
+}
+
+
+@pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)
+def test_other_kinds_of_adapters_are_swapped(config, tmp_path):
+    other = adapted(copy.deepcopy(config), 2)
+    other.save_pretrained(tmp_path / "other")
+    with apply(adapted(config, 1), "1MB", cache=tmp_path) as applied:
+        before = applied.target(X)
+        applied.swap_adapter(tmp_path / "other")
+        assert torch.equal(applied.target(X), other(X))
+        assert not torch.equal(before, other(X))
+
+
+@pytest.mark.parametrize("kind", [LoHaConfig, LoKrConfig])
+def test_the_scaling_of_another_kind_is_called_as_that_kind_calls_it(kind, tmp_path):
+    adapted(kind(**SIZES, alpha_pattern={"a": 64}), 2).save_pretrained(tmp_path / "other")
+    with (
+        apply(adapted(kind(**SIZES), 1), "1MB", cache=tmp_path) as applied,
+        pytest.raises(StreamError, match=r"^alpha \(a\) of adapter 'default' is 8 in the model and 64 in"),
+    ):
+        applied.swap_adapter(tmp_path / "other")
+
+
+def test_an_adapter_that_has_more_parameters_than_its_file_is_refused(tmp_path):
+    config = AdaLoraConfig(init_r=4, total_step=9, target_modules=["a", "b"])
+    adapted(copy.deepcopy(config), 2).save_pretrained(tmp_path / "other")
+    with (
+        apply(adapted(config, 1), "1MB", cache=tmp_path) as applied,
+        pytest.raises(StreamError, match=r"'default' has a\.ranknum in the model and not in .*: restore"),
+    ):
+        applied.swap_adapter(tmp_path / "other")
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A folder with an adapter, and a streamed model that has another one."""
@@ -118,3 +166,16 @@ def test_an_adapter_of_another_kind_is_refused_by_its_kind(whole, tmp_path):
     shutil.copy(folder / FILE, tmp_path)
     with pytest.raises(StreamError, match=message):
         applied.swap_adapter(tmp_path)
+
+
+def test_a_file_without_settings_is_not_for_a_model_that_scales_otherwise(tmp_path):
+    sizes = SIZES | {"lora_alpha": 4}
+    adapted(LoraConfig(**sizes), 2).save_pretrained(tmp_path / "other")
+    (tmp_path / "other" / CONFIG).unlink()
+    with apply(adapted(LoraConfig(**sizes), 1), "1MB", cache=tmp_path) as applied:
+        applied.swap_adapter(tmp_path / "other" / FILE)
+    with (
+        apply(adapted(LoraConfig(**sizes, use_rslora=True), 1), "1MB", cache=tmp_path) as applied,
+        pytest.raises(StreamError, match="use_rslora of adapter 'default' is True in the model and False in"),
+    ):
+        applied.swap_adapter(tmp_path / "other" / FILE)

@@ -6,9 +6,8 @@ import json
 
 import pytest
 import torch
-from peft import LoHaConfig, LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
-from torch import nn
 
 from penstock.integrations import apply
 from penstock.schedule.errors import SourceError, StreamError
@@ -226,41 +225,3 @@ def test_the_names_in_the_adapter_of_a_pipeline_begin_with_their_component(tmp_p
         applied.swap_adapter(tmp_path / "fits.safetensors")
     for name, module in pair.components.items():
         assert torch.equal(module(IDS).logits, other.components[name](IDS).logits)
-
-
-class TwoLayers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, x):
-        return self.b(self.a(x))
-
-
-def with_adapter(config):
-    torch.manual_seed(0)
-    return models.frozen(get_peft_model(TwoLayers(), config))
-
-
-def test_the_scaling_of_another_kind_of_adapter_is_compared_by_layer(tmp_path):
-    sizes = {"r": 4, "target_modules": ["a", "b"]}
-    with_adapter(LoHaConfig(**sizes, alpha_pattern={"a": 64})).save_pretrained(tmp_path / "other")
-    with (
-        apply(with_adapter(LoHaConfig(**sizes)), "1MB", cache=tmp_path) as applied,
-        pytest.raises(StreamError, match=r"\(a\) of adapter 'default' is 8 in the model and 64 in"),
-    ):
-        applied.swap_adapter(tmp_path / "other")
-
-
-def test_a_file_without_settings_is_not_for_a_model_that_scales_otherwise(tmp_path):
-    sizes = {"r": 4, "lora_alpha": 4, "target_modules": ["a", "b"]}
-    with_adapter(LoraConfig(**sizes)).save_pretrained(tmp_path / "other")
-    (tmp_path / "other" / "adapter_config.json").unlink()
-    file = tmp_path / "other" / "adapter_model.safetensors"
-    with apply(with_adapter(LoraConfig(**sizes)), "1MB", cache=tmp_path) as applied:
-        applied.swap_adapter(file)
-    with (
-        apply(with_adapter(LoraConfig(**sizes, use_rslora=True)), "1MB", cache=tmp_path) as applied,
-        pytest.raises(StreamError, match="use_rslora of adapter 'default' is True in the model and False in"),
-    ):
-        applied.swap_adapter(file)

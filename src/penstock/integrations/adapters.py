@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,13 @@ _PEFT = "base_model.model."
 _BESIDE = frozenset(
     {
         "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type",
-        "lora_dropout", "megatron_core", "runtime_config",
+        "lora_dropout", "megatron_core", "peft_type", "runtime_config",
         "exclude_modules", "layers_pattern", "layers_to_transform", "target_modules",
         "alpha_pattern", "lora_alpha", "r", "rank_pattern",
     }
 )  # fmt: skip
-"""Settings that do nothing in a call, those that the tensors tell, and those of the scaling, compared
-by layer."""
+"""Settings that do nothing in a call, those that the tensors tell, the kind, and those of the scaling,
+compared by layer."""
 
 _MAGNITUDE = "lora_magnitude_vector"
 """What DoRA writes under its own name, without that of its only parameter."""
@@ -105,14 +105,19 @@ def adapters_of(module: nn.Module) -> list[str]:
 def names_in_files(module: nn.Module, adapter: str) -> dict[str, str]:
     """The FQNs of an adapter's parameters, by the names that its library writes."""
     found: dict[str, str] = {}
-    for path, layer in module.named_modules():
-        kinds = getattr(layer, "adapter_layer_names", ())
-        for name, _ in layer.named_parameters() if kinds else ():
+    for path, layer in _layers(module):
+        kinds = {*layer.adapter_layer_names, *layer.other_param_names}  # no file has the latter
+        for name, _ in layer.named_parameters():
             kind, *rest = name.split(".")
             if kind in kinds and rest[0] == adapter:
                 inside = rest[1:] if kind != _MAGNITUDE else []
                 found[".".join([path, kind, *inside])] = f"{path}.{name}"
     return found
+
+
+def _layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The layers that an adapter has replaced, by path."""
+    return ((path, one) for path, one in module.named_modules() if hasattr(one, "adapter_layer_names"))
 
 
 def by_adapter(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -211,28 +216,46 @@ def _refuse_other_ties(
 def _differing(
     module: Any, settings: Mapping[str, Any] | None, adapter: str
 ) -> Iterator[tuple[str, object, object]]:
-    """What is computed otherwise: what it is, in the model, and in the settings.
-
-    Where there are none, alpha is the rank, as diffusers has it.
-    """
-    from peft.utils.other import get_pattern_key
-
+    """What is computed otherwise: what it is, in the model, and in the settings."""
     config = module.peft_config[adapter]
-    here, there = config.to_dict(), type(config)().to_dict() | (settings or {})
-    for key in here.keys() - _BESIDE if settings else {_START, "use_rslora"} & here.keys():
+    here, there = config.to_dict(), {**_defaults(config), **(settings or {})}
+    for key in sorted(here.keys() - _BESIDE if settings else {_START, "use_rslora"} & here.keys()):
         values = here.get(key), there.get(key)
         own = key == _START and all(value in _OWN_STARTS for value in values)
-        if values[0] != values[1] and not own:
+        if _as_read(values[0]) != _as_read(values[1]) and not own:
             yield key, *values
-    for path, layer in module.named_modules():
+    for path, layer in _layers(module):
         if adapter in getattr(layer, "merged_adapters", ()):
             yield f"{path}, into whose weight it is merged,", "merged", "not"
-        ranks, alphas = getattr(layer, "r", {}), getattr(layer, "lora_alpha", getattr(layer, "alpha", {}))
-        if adapter in ranks and adapter in alphas:
-            patterns = there["alpha_pattern"]
-            alpha = patterns.get(
-                get_pattern_key(patterns.keys(), path), there.get("lora_alpha", there.get("alpha"))
-            )
-            alpha = alpha if settings else ranks[adapter]
-            if alphas[adapter] != alpha:
-                yield f"lora_alpha ({path})", alphas[adapter], alpha
+        yield from _differing_alpha(path, layer, adapter, there if settings else None)
+
+
+def _defaults(config: Any) -> dict[str, Any]:
+    """The settings that a file of this kind need not tell."""
+    return {
+        one.name: one.default if one.default_factory is MISSING else one.default_factory()
+        for one in fields(config)
+    }
+
+
+def _as_read(value: object) -> object:
+    """A setting as JSON has it, which knows no sets."""
+    return sorted(value) if isinstance(value, set) else value
+
+
+def _differing_alpha(
+    path: str, layer: Any, adapter: str, settings: Mapping[str, Any] | None
+) -> Iterator[tuple[str, object, object]]:
+    """As `_differing`, of one layer. Where there are no settings, alpha is the rank, as diffusers has it."""
+    from peft.utils.other import get_pattern_key
+
+    name = "lora_alpha" if hasattr(layer, "lora_alpha") else "alpha"
+    ranks, alphas = getattr(layer, "r", {}), getattr(layer, name, {})
+    if adapter not in ranks or adapter not in alphas:
+        return
+    alpha = ranks[adapter]
+    if settings is not None:
+        patterns = settings.get("alpha_pattern") or {}
+        alpha = patterns.get(get_pattern_key(list(patterns), path), settings.get(name))
+    if alphas[adapter] != alpha:
+        yield f"{name} ({path})", alphas[adapter], alpha
