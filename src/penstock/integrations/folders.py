@@ -23,6 +23,16 @@ from penstock.schedule.errors import SourceError
 
 _PIPELINE, _CONFIG = "model_index.json", "config.json"
 
+_ADAPTER = "adapter_config.json"
+"""Where this is, transformers loads another model, and the adapter into it."""
+
+_ADAPTERS = (_ADAPTER, "adapter_model.safetensors", "pytorch_lora_weights.safetensors")
+
+_AGAIN = (
+    "load it with its library, and save it again with save_pretrained, or give it to "
+    "penstock.integrations.apply"
+)
+
 
 @dataclass(frozen=True)
 class Stored:
@@ -65,6 +75,7 @@ def is_pipeline(folder: Path) -> bool:
         return True
     if (folder / _CONFIG).is_file():
         return False
+    _refuse_adapter(folder)
     tokenizer = any(folder.glob("tokenizer*.json"))
     raise SourceError(
         f"{folder} holds {'a tokenizer and no model' if tokenizer else 'no model'}: give the folder that has "
@@ -72,8 +83,23 @@ def is_pipeline(folder: Path) -> bool:
     )
 
 
+def _refuse_adapter(folder: Path) -> None:
+    """SourceError where a folder holds one."""
+    found = next((name for name in _ADAPTERS if (folder / name).is_file()), None)
+    if found:
+        raise SourceError(
+            f"{folder} holds an adapter ({found}): load its model with the library of that, the adapter into "
+            "it, and give it to penstock.integrations.apply"
+        )
+
+
 def open_model(folder: Path) -> Stored:
     """A module that transformers or diffusers saved: its class by the configuration, and its files."""
+    if (folder / _ADAPTER).is_file():
+        _refuse_adapter(folder)
+    pickled = sorted(path.name for path in folder.glob("*model*.bin"))
+    if pickled and not any(folder.glob("*.safetensors")):
+        raise SourceError(f"{folder} has its weights in {pickled[0]} and in no safetensors file: {_AGAIN}")
     files = tuple(path.resolve() for path in index_files(folder))
     open_checkpoint(files)  # every header is parsed before anything else is
     try:

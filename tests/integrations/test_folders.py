@@ -1,0 +1,51 @@
+"""Folders that `load` cannot use, and what it says of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+
+from penstock.integrations import load
+from penstock.schedule.errors import SourceError
+from tests.integrations import models
+
+# peft asks transformers for what transformers has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """One with a model."""
+    models.llama(num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_an_adapter_without_its_model_is_refused_by_name(tmp_path):
+    model = models.llama(num_hidden_layers=1)
+    model.add_adapter(LoraConfig(r=4, target_modules=["q_proj"]), "any")
+    model.save_pretrained(tmp_path / "peft")
+    (tmp_path / "diffusers").mkdir()
+    save_file({"unet.x": torch.ones(1)}, tmp_path / "diffusers" / "pytorch_lora_weights.safetensors")
+    for name, file in {"peft": "adapter_config.json", "diffusers": "pytorch_lora_weights"}.items():
+        with pytest.raises(
+            SourceError, match=rf"{name} holds an adapter \({file}.*: load its model with the"
+        ):
+            load(tmp_path / name, "1MB")
+
+
+def test_an_adapter_beside_its_model_is_refused_and_never_ignored(folder):
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(SourceError, match="model holds an adapter"):
+        load(folder, "1MB")
+
+
+def test_pickled_weights_are_refused_with_what_to_do(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    torch.save({}, folder / "optimizer.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(
+        SourceError, match=r"in pytorch_model\.bin and in no safetensors.*save_pretrained, or"
+    ):
+        load(folder, "1MB")
