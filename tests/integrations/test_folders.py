@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 import torch
 from peft import LoraConfig
@@ -49,3 +52,27 @@ def test_pickled_weights_are_refused_with_what_to_do(folder):
         SourceError, match=r"in pytorch_model\.bin and in no safetensors.*save_pretrained, or"
     ):
         load(folder, "1MB")
+
+
+def test_a_missing_tensor_is_named_as_the_model_names_it(folder):
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.0.self_attn.q_proj.weight"]
+    save_file(tensors, file)
+    name = re.escape(f"{folder} does not hold model.layers.0.self_attn.q_proj.weight (1 in all) of the Llama")
+    with pytest.raises(SourceError, match=rf"^{name}ForCausalLM: get its other files, or if its library"):
+        load(folder, "1MB")
+
+
+def test_a_configuration_of_another_model_or_dtype_is_refused(folder):
+    config = json.loads((folder / "config.json").read_text())
+    for changed, message in {
+        (
+            "dtype",
+            "bfloat16",
+        ): r"embed_tokens\.weight as float32 in its files and bfloat16 by .*save_pretrained",
+        ("intermediate_size", 64): r"gate_proj\.weight as \[128, 64\] in its files and \[64, 64\] by its con",
+    }.items():
+        (folder / "config.json").write_text(json.dumps(config | dict([changed])))
+        with pytest.raises(SourceError, match=message):
+            load(folder, "1MB")

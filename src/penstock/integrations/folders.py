@@ -17,11 +17,17 @@ from penstock.checkpoint_names import names_in_checkpoint
 from penstock.configuration import builder, model_class, read_config
 from penstock.integrations.quantised import with_quantised_weights
 from penstock.passes.deferred import Deferred, deferred_init
+from penstock.passes.graphs import dtype_name
+from penstock.passes.parts import has_parts
+from penstock.passes.weights import storage_identity
 from penstock.runtime.checkpoint import open_checkpoint
 from penstock.runtime.safetensors_file import TORCH_NAMES, index_files
+from penstock.runtime.stored_tensor import StoredTensor
 from penstock.schedule.errors import SourceError
 
 _PIPELINE, _CONFIG = "model_index.json", "config.json"
+
+_NAMED = 3
 
 _ADAPTER = "adapter_config.json"
 """Where this is, transformers loads another model, and the adapter into it."""
@@ -39,18 +45,55 @@ class Stored:
     """A module in a folder: what builds it, and the files of its weights."""
 
     name: str
+    folder: Path
     build: Callable[[], nn.Module]
     files: tuple[Path, ...]
 
     def make(self) -> nn.Module:
-        """The module with its buffers, and parameters of shapes only."""
+        """The module with its buffers, and parameters of shapes only.
+
+        Raises SourceError where the files do not have those.
+        """
         deferred = deferred_init(self.build)
+        self._check(deferred.module)
         _fill_buffers(deferred, self)
         return deferred.module.eval()
+
+    def _check(self, module: nn.Module) -> None:
+        names, stored = self.names(module), open_checkpoint(self.files).tensors
+        # One that is made of parts is made of what the files have.
+        plain = [
+            (fqn, value, names.get(fqn, (fqn,)))
+            for fqn, value in module.named_parameters(remove_duplicate=False)
+            if not has_parts(value)
+        ]
+        found = {storage_identity(value) for _, value, own in plain if all(name in stored for name in own)}
+        missing = [fqn for fqn, value, _ in plain if storage_identity(value) not in found]
+        if missing:
+            named = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
+            raise SourceError(
+                f"{self.folder} does not hold {named} ({len(missing)} in all) of the {self.name}: get its "
+                f"other files, or if its library finds everything, {_AGAIN}"
+            )
+        for fqn, value, (name, *others) in plain:
+            if name in stored and not others:
+                _refuse_other(f"{self.folder} has {fqn} as", value, stored[name])
 
     def names(self, module: nn.Module) -> dict[str, tuple[str, ...]]:
         """What the weights of the module are called in the files, where it is not what it calls them."""
         return names_in_checkpoint(module, open_checkpoint(self.files).tensors)
+
+
+def _refuse_other(where: str, value: torch.Tensor, stored: StoredTensor) -> None:
+    """SourceError where a parameter is of another shape or dtype than its tensor in the files."""
+    here, there = dtype_name(value.dtype), TORCH_NAMES.get(stored.dtype, stored.dtype)
+    if stored.shape != tuple(value.shape):
+        raise SourceError(
+            f"{where} {list(stored.shape)} in its files and {list(value.shape)} by its {_CONFIG}: they are "
+            "of two models, so get both from one"
+        )
+    if here != there:
+        raise SourceError(f"{where} {there} in its files and {here} by its {_CONFIG}: {_AGAIN}")
 
 
 def local_folder(source: str | Path) -> Path:
@@ -112,7 +155,7 @@ def open_model(folder: Path) -> Stored:
     else:
         config = read_config(folder)
         name, build = model_class(config, str(folder)).__name__, builder(config, str(folder), None)
-    return Stored(name, with_quantised_weights(build, facts, files, folder), files)
+    return Stored(name, folder, with_quantised_weights(build, facts, files, folder), files)
 
 
 def open_pipeline(folder: Path) -> tuple[dict[str, Stored], Callable[[dict[str, nn.Module]], Any]]:
