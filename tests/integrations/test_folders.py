@@ -9,8 +9,10 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from penstock.integrations import load
+from penstock.integrations.folders import Stored
 from penstock.schedule.errors import SourceError
 from tests.integrations import models
 
@@ -76,3 +78,24 @@ def test_a_configuration_of_another_model_or_dtype_is_refused(folder):
         (folder / "config.json").write_text(json.dumps(config | dict([changed])))
         with pytest.raises(SourceError, match=message):
             load(folder, "1MB")
+
+
+class Stacked(Stored):
+    """What transformers would say of experts whose biases are buffers."""
+
+    def names(self, module):
+        return {"bias": ("experts.0", "experts.1"), "absent": ("experts.1", "experts.2")}
+
+
+def test_a_buffer_that_several_tensors_make_is_all_of_them(tmp_path):
+    def build():
+        module = nn.Module()
+        module.register_buffer("bias", torch.zeros(2, 3))
+        module.register_buffer("absent", torch.full((2, 3), 7.0))
+        return module
+
+    file = tmp_path / "model.safetensors"
+    save_file({"experts.0": torch.zeros(3) + 1, "experts.1": torch.zeros(3) + 2}, file)
+    module = Stacked("stacked", tmp_path, build, (file,)).make()
+    assert torch.equal(module.bias, torch.tensor([[1.0] * 3, [2.0] * 3]))
+    assert torch.equal(module.absent, torch.full((2, 3), 7.0))  # not all of it is there

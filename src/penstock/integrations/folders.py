@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from penstock.checkpoint_names import names_in_checkpoint
 from penstock.configuration import builder, model_class, read_config
 from penstock.integrations.quantised import with_quantised_weights
-from penstock.passes.deferred import Deferred, deferred_init
+from penstock.passes.deferred import Deferred, deferred_init, join
 from penstock.passes.graphs import dtype_name
 from penstock.passes.parts import has_parts
 from penstock.passes.weights import storage_identity
@@ -209,22 +210,22 @@ def _in_dtype(files: tuple[Path, ...], build: Callable[[], nn.Module]) -> Callab
 
 
 def _fill_buffers(deferred: Deferred, stored: Stored) -> None:
-    """Give a module's buffers the values of the files, or those that it computes."""
-    from safetensors import safe_open
+    """Give a module's buffers the values of the files, or those that it computes.
 
-    where: dict[str, Path] = {}
-    for file in stored.files:
-        with safe_open(file, framework="pt") as opened:
-            where |= dict.fromkeys(opened.keys(), file)
+    The rows of one that several tensors make are theirs, one after another.
+    """
     names = stored.names(deferred.module)
-    for name, child in deferred.module.named_modules():
-        for key, value in child._buffers.items():
-            fqn = f"{name}.{key}" if name else key
-            if value is None:
-                continue
-            (name_there, *_) = names.get(fqn, (fqn,))
-            if name_there in where:
-                with safe_open(where[name_there], framework="pt") as opened:
-                    child._buffers[key] = opened.get_tensor(name_there)
-            else:
-                child._buffers[key] = deferred.values(value)
+    with ExitStack() as stack:
+        opened = [stack.enter_context(safe_open(file, framework="pt")) for file in stored.files]
+        where = {name: one for one in opened for name in one.keys()}  # noqa: SIM118
+        for path, child in deferred.module.named_modules():
+            for key, value in child._buffers.items():
+                if value is None:
+                    continue
+                own = names.get(fqn := join(path, key), (fqn,))
+                found = [where[name].get_tensor(name) for name in own if name in where]
+                if len(found) < len(own):
+                    child._buffers[key] = deferred.values(value)
+                else:
+                    rows = [one.flatten() for one in found]
+                    child._buffers[key] = found[0] if len(own) == 1 else torch.cat(rows).view(value.shape)
