@@ -29,11 +29,11 @@ class InputChecks:
         self._leaves = list(leaves)
         self._guards = [(text, compile(source, "<guard>", "eval")) for text, source in guards]
 
-    def check(self, leaves: Sequence[Any]) -> None:
-        """Raises StreamError naming the input, what was expected and what it got.
+    def check(self, leaves: Sequence[Any]) -> dict[str, int]:
+        """Returns the sizes of symbols; raises StreamError naming the input, what was expected and its value.
 
-        For another type, dtype, device, rank or size, a size out of its range, a repeated symbol with two
-        sizes, a guard that does not hold, and a Python value other than the exported one.
+        That is for another type, dtype, device, rank or size, a size out of its range, a repeated symbol
+        with two sizes, a guard that does not hold, and a Python value other than the exported one.
         """
         seen = _Seen({}, [])
         for expected, leaf in zip(self._leaves, leaves, strict=True):
@@ -47,6 +47,7 @@ class InputChecks:
                     f"the sizes {seen.sizes} break {text}, which held at export and which the program "
                     "relies on: export it for such sizes too"
                 )
+        return seen.sizes
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ def caller() -> str:
 
 
 def _innermost(frames: Iterable[FrameSummary]) -> str:
-    own = (str(Path(torch.__file__).parent), str(Path(__file__).resolve().parent))
+    package = Path(__file__).parent.parent
+    own = tuple(str(path.resolve()) for path in (Path(torch.__file__).parent, package, *package.iterdir()))
     python = sysconfig.get_path("stdlib")
     outside = [
         frame

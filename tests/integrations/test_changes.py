@@ -66,7 +66,7 @@ NAMES = (
 def test_whatever_changes_in_a_module_is_refused_by_name(tmp_path):
     for name in NAMES:
         model = tiny()
-        applied = apply(model, "1MB", cache=tmp_path)
+        applied = apply(model, "1MB", example=models.nothing, cache=tmp_path)
         changed(model, name)
         with pytest.raises(StreamError, match=rf"any more: {name}(\.\d+)?(, |  *changed)"):
             model(X)
@@ -76,14 +76,14 @@ def test_whatever_changes_in_a_module_is_refused_by_name(tmp_path):
 def test_a_hook_of_the_module_itself_runs_as_ever(tmp_path):
     model = tiny()
     expected = model(X)
-    with apply(model, "1MB", cache=tmp_path):
+    with apply(model, "1MB", example=models.nothing, cache=tmp_path):
         model.register_forward_hook(lambda module, given, output: output + 1)
         assert torch.equal(model(X), expected + 1)
 
 
 def test_a_configuration_within_the_configuration_is_watched(tmp_path):
     model = models.llama()
-    with apply(model, "400KB", cache=tmp_path):
+    with apply(model, "400KB", example=models.nothing, cache=tmp_path):
         model.config.rope_parameters["rope_theta"] = 7.0
         with pytest.raises(StreamError, match=r"config\.rope_parameters\.rope_theta changed"):
             model(torch.tensor([[3, 4, 5]]))
@@ -122,7 +122,7 @@ def test_what_a_module_remembers_of_a_call_is_refused_by_name(tmp_path):
     kinds = {Counts: "scale", Keeps: "factors.first", Replaces: "computed", Draws: "random numbers"}
     for kind, name in kinds.items():
         model = tiny(kind)
-        with apply(model, "1MB", cache=tmp_path):
+        with apply(model, "1MB", example=models.nothing, cache=tmp_path):
             for _ in range(2):
                 with pytest.raises(
                     PassError, match=rf"{kind.__name__} remembers something of a call \({name}"
@@ -132,7 +132,7 @@ def test_what_a_module_remembers_of_a_call_is_refused_by_name(tmp_path):
 
 def test_a_buffer_that_is_written_in_place_goes_on(tmp_path):
     model, reference = tiny(Writes), tiny(Writes)
-    with apply(model, "1MB", cache=tmp_path):
+    with apply(model, "1MB", example=models.nothing, cache=tmp_path):
         assert all(torch.equal(model(X), reference(X)) for _ in range(3))
 
 
@@ -144,6 +144,6 @@ def test_a_rope_that_changes_with_the_length_is_computed_in_each_call(tmp_path):
     )
     reference = models.twin(model)
     ids = torch.arange(2, 42).reshape(1, 40)
-    with apply(model, "600KB", cache=tmp_path):
+    with apply(model, "600KB", example=models.nothing, cache=tmp_path):
         for given in (ids[:, :8], ids, ids[:, :1], ids[:, :8]):
             assert torch.equal(model(given).logits, reference(given).logits)

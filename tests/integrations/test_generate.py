@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.integrations import apply
-from penstock.schedule.errors import BudgetError, PassError, PenstockError, StreamError
+from penstock.schedule.errors import PassError, PenstockError, StreamError
 from tests.integrations import models
 
 IDS = torch.tensor([[5, 17, 99, 23, 42], [7, 3, 64, 11, 90]])
@@ -18,7 +18,7 @@ def streamed(tmp_path_factory):
     """A Llama that streams in less than its size, and one that does not."""
     model = models.llama(num_hidden_layers=1)
     reference = models.twin(model)
-    applied = apply(model, "190KB", cache=tmp_path_factory.mktemp("cache"))
+    applied = apply(model, "190KB", example=models.nothing, cache=tmp_path_factory.mktemp("cache"))
     yield model, reference, applied
     applied.close()
 
@@ -57,7 +57,7 @@ def test_an_assistant_is_verified_by_the_streamed_model(streamed):
 def test_windows_of_attention_are_kept_when_they_slide(tmp_path):
     model = models.sliding()
     reference = models.twin(model)
-    with apply(model, "600KB", cache=tmp_path):
+    with apply(model, "600KB", example=models.nothing, cache=tmp_path):
         got, want = generated(model, do_sample=False), generated(reference, do_sample=False)
         assert torch.equal(got.sequences, want.sequences)
         assert all(torch.equal(a, b) for a, b in zip(got.logits, want.logits, strict=True))
@@ -66,7 +66,7 @@ def test_windows_of_attention_are_kept_when_they_slide(tmp_path):
 def test_an_encoder_and_its_decoder_generate(tmp_path):
     model = models.t5()
     reference = models.twin(model)
-    with apply(model, "300KB", cache=tmp_path):
+    with apply(model, "300KB", example=models.nothing, cache=tmp_path):
         assert torch.equal(model.generate(IDS, max_new_tokens=4), reference.generate(IDS, max_new_tokens=4))
 
 
@@ -76,7 +76,7 @@ def test_an_encoder_and_its_decoder_generate(tmp_path):
 def test_parameters_have_no_memory_until_they_are_restored(tmp_path):
     model = models.llama(num_hidden_layers=1)
     reference = models.twin(model)
-    with apply(model, "400KB", cache=tmp_path) as applied:
+    with apply(model, "400KB", example=models.nothing, cache=tmp_path) as applied:
         assert applied.freed_bytes == sum(p.nbytes for p in reference.parameters())
         assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
         assert (model.device, model.dtype) == (reference.device, reference.dtype)
@@ -103,18 +103,11 @@ def test_equal_weights_and_programs_are_written_once(tmp_path):
 def test_a_gradient_is_refused(tmp_path):
     model = models.llama(num_hidden_layers=1)
     embedded = torch.zeros(1, 3, 64, requires_grad=True)
-    with apply(model, "400KB", cache=tmp_path), pytest.raises(StreamError, match="requires grad"):
+    with (
+        apply(model, "400KB", example=models.nothing, cache=tmp_path),
+        pytest.raises(StreamError, match="requires grad"),
+    ):
         model(inputs_embeds=embedded)
-
-
-def test_a_cap_that_is_too_small_says_how_much_is_needed(tmp_path):
-    model = models.llama(num_hidden_layers=1)
-    with apply(model, "20KB", cache=tmp_path), pytest.raises(BudgetError, match="LlamaForCausalLM") as caught:
-        model(IDS)
-    least = caught.value.floor_bytes
-    model = models.llama(num_hidden_layers=1)
-    with apply(model, least, cache=tmp_path):
-        model(IDS)
 
 
 def test_a_model_that_accelerate_has_wrapped_is_refused(tmp_path):
@@ -123,7 +116,7 @@ def test_a_model_that_accelerate_has_wrapped_is_refused(tmp_path):
     model = models.llama(num_hidden_layers=1)
     cpu_offload(model, torch.device("cpu"))
     with pytest.raises(PassError, match="wrapped by accelerate: remove its hooks"):
-        apply(model, "400KB", cache=tmp_path)
+        apply(model, "400KB", example=models.nothing, cache=tmp_path)
 
 
 @pytest.mark.parametrize("options", [{"device": "gpu"}, {"lowering": "magic"}, {"memory": "lots"}])

@@ -23,12 +23,14 @@ def drawn(tmp_path_factory):
     return made, folder / "saved", models.picture(made)
 
 
-def test_a_pipeline_draws_the_same_picture_within_less_than_its_largest_component(drawn, tmp_path):
+def test_a_pipeline_draws_the_same_picture_within_less_than_its_largest_component(drawn, tmp_path, capfd):
     made, _, expected = drawn
     assert sum(p.nbytes for p in made.unet.parameters()) > CAP
     with apply(made, CAP, cache=tmp_path) as applied:
+        capfd.readouterr()
         for _ in range(2):
             assert torch.equal(models.picture(made), expected)
+        assert "exporting" not in capfd.readouterr().err  # a tiny picture was drawn before
         loaded = [name for name, one in applied.components.items() if one.stats is not None]
         assert loaded == ["vae"]  # the others hold nothing while it runs
         assert applied.components["vae"].stats.peak_bytes <= CAP
@@ -37,7 +39,7 @@ def test_a_pipeline_draws_the_same_picture_within_less_than_its_largest_componen
 
 def test_a_simulated_gpu_draws_the_same_picture_and_says_how_long_it_takes(drawn, tmp_path):
     _, folder, expected = drawn
-    made = load(folder, "5MB", cache=tmp_path, device="sim:rtx4090")
+    made = load(folder, "5MB", cache=tmp_path, example=models.nothing, device="sim:rtx4090")
     made.set_progress_bar_config(disable=True)
     assert torch.equal(models.picture(made), expected)
     stats = made.penstock_applied.components["vae"].stats
@@ -90,7 +92,7 @@ def test_a_model_from_a_folder_generates_as_its_library_loads_it(tmp_path):
 def test_experts_that_their_library_stacks_while_it_loads_come_from_its_files(tmp_path):
     model = models.mixtral()
     model.save_pretrained(tmp_path / "model")
-    streamed = load(tmp_path / "model", "250KB", cache=tmp_path / "cache")
+    streamed = load(tmp_path / "model", "250KB", example=models.nothing, cache=tmp_path / "cache")
     ids = torch.tensor([[5, 17, 99, 23, 42]])
     with torch.no_grad():
         assert torch.equal(streamed(ids).logits, model(ids).logits)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from penstock.integrations.adapters import Adapter, by_adapter, by_prefix, named_adapter, other_values
+from penstock.integrations.cap import Cap
 from penstock.integrations.folders import Stored, is_pipeline, local_folder, open_model, open_pipeline
 from penstock.integrations.hollow import Hollow, blank_copy, store, stored_tensors
 from penstock.integrations.libraries import (
@@ -24,29 +24,14 @@ from penstock.integrations.libraries import (
     refuse_wrapped,
 )
 from penstock.integrations.streamed import Component, Where
+from penstock.integrations.tiny_calls import Example, make_call, tiny_call
 from penstock.integrations.watch import Watch
 from penstock.passes.fake_export import Built
 from penstock.runtime.user_cache import user_cache
-from penstock.schedule.errors import PassError, StreamError
+from penstock.schedule.errors import StreamError
 from penstock.schedule.sizes import format_size, parse_size
 
 _INSTEAD = "call the model itself, or restore it first (restore() of what apply returned)"
-
-
-class Cap:
-    """What all components may hold together. One holds memory at a time; the last one keeps it."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self._holder: Component | None = None
-
-    def turn(self, component: Component) -> int:
-        """Take the memory from whoever has it; returns the bytes that `component` may hold."""
-        if self._holder not in (None, component):
-            assert self._holder is not None
-            self._holder.unload()
-        self._holder = component
-        return self.nbytes
 
 
 class Applied:
@@ -88,6 +73,36 @@ class Applied:
         """Put a module in eval mode until it is restored."""
         self._trained += [one for one in module.modules() if one.training]
         module.eval()
+
+    def prepare(self, example: Example) -> None:
+        """Export, compile and plan now what the calls that `example` makes need; nothing is computed.
+
+        It is a tensor, positional arguments, a mapping of names, or a function of the model, whose calls of
+        components return zeros. Raises PassError for what cannot be exported, BudgetError for what does not
+        fit.
+        """
+        self._rehearse(example)
+        self._plan()
+
+    def prepare_tiny_call(self) -> None:
+        """As `prepare`, for a tiny call of a model or a pipeline of a library that is known.
+
+        What it does not reach is exported when it is called.
+        """
+        try:
+            self._rehearse(tiny_call(self.target))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            print(f"penstock: a tiny call did not reach its end ({reason})", file=sys.stderr)
+        self._plan()
+
+    def _rehearse(self, example: Example) -> None:
+        with self.cap.rehearsal():
+            make_call(self.target, example)
+
+    def _plan(self) -> None:
+        for component in self.components.values():
+            component.prepare()
 
     def swap_adapter(self, source: str | PathLike[str], name: str | None = None) -> None:
         """Give the adapter `name` (by default the only one) the values of another one, in a folder or a file.
@@ -142,7 +157,7 @@ def apply(
     memory: int | str,
     *,
     device: str = "cpu",
-    example: torch.Tensor | Sequence[Any] | Mapping[str, Any] | None = None,
+    example: Example | None = None,
     lowering: str = "eager",
     cache: str | PathLike[str] | None = None,
 ) -> Applied:
@@ -150,16 +165,17 @@ def apply(
 
     It is in eval mode until it is restored. Each component's weights are written to `cache`
     (`~/.cache/penstock`), once for equal ones, and its parameters give their memory back. Its `forward` is
-    replaced by one that exports the module for each kind of call when that first comes (or now, for
-    `example`: a tensor, positional arguments or a mapping of names), and streams the weights from then on.
-    `memory` counts weights, activations, inputs and caches.
+    replaced by one that exports the module for each kind of call when that first comes, and streams the
+    weights from then on. `memory` counts weights, activations, inputs and caches.
 
-    Raises PassError for what cannot be exported. A call raises BudgetError for a cap below what it needs.
+    The kinds of calls that `example` makes (`Applied.prepare` has its forms) are exported and planned now;
+    where there is none, those of a tiny call, if the model is of transformers or diffusers.
+
+    Raises PassError for what cannot be exported, BudgetError for a cap below what a call needs, and the model
+    is as it was. Calls raise them too.
     """
     nbytes = parse_size(memory, name="memory")
     parts = components_of(model)
-    if example is not None and len(parts) > 1:
-        raise PassError("example= is for one module: a pipeline's components are exported as they are called")
     folder = user_cache() if cache is None else Path(cache)
     for name, module in parts.items():
         refuse_wrapped(module, name)
@@ -170,22 +186,14 @@ def apply(
             applied.evaluate(module)
             groups = by_adapter(module, stored_tensors(module))
             files = [store(tensors, folder / "weights") for tensors in groups]
-            component = Component(name, blank_copy(module, where.target), files, where, applied.cap.turn)
+            component = Component(name, blank_copy(module, where.target), files, where, applied.cap)
             applied.add(component, module, where.target)
+        print(f"penstock: {format_size(applied.freed_bytes)} of parameters given back", file=sys.stderr)
+        applied.prepare_tiny_call() if example is None else applied.prepare(example)
     except BaseException:
         applied.restore()
         raise
-    print(f"penstock: {format_size(applied.freed_bytes)} of parameters given back", file=sys.stderr)
-    if example is not None:
-        _call(model, example)
     return applied
-
-
-def _call(model: Any, example: torch.Tensor | Sequence[Any] | Mapping[str, Any]) -> None:
-    if isinstance(example, torch.Tensor):
-        example = (example,)
-    with torch.no_grad():
-        model(**example) if isinstance(example, Mapping) else model(*example)
 
 
 def load(
@@ -193,6 +201,7 @@ def load(
     memory: int | str,
     *,
     device: str = "cpu",
+    example: Example | None = None,
     lowering: str = "eager",
     cache: str | PathLike[str] | None = None,
 ) -> Any:
@@ -200,7 +209,8 @@ def load(
 
     `source` is a folder, or the name of a model in the local cache: nothing is downloaded. The model is never
     in memory: its weights are read from its safetensors files, in place, as it is called. What is returned is
-    the library's own object, in eval mode; `penstock_applied` of it has what `apply` returns.
+    the library's own object, in eval mode; `penstock_applied` of it has what `apply` returns. `example` is as
+    for `apply`.
 
     Raises SourceError for a folder that holds no model, PassError and BudgetError as `apply`.
     """
@@ -213,7 +223,7 @@ def load(
         module = stored.make()
         blank = Built.by(stored.build, str(where.target))
         names = stored.names(module)
-        component = Component(stored.name, blank, stored.files, where, applied.cap.turn, names=names)
+        component = Component(stored.name, blank, stored.files, where, applied.cap, names=names)
         applied.add(component, module, where.target)
         return module
 
@@ -224,4 +234,5 @@ def load(
         applied.target = stream(open_model(folder))
         add_generation_config(applied.target, folder)
     applied.target.penstock_applied = applied
+    applied.prepare_tiny_call() if example is None else applied.prepare(example)
     return applied.target

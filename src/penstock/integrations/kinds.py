@@ -39,13 +39,18 @@ class Call:
     tensors: tuple[torch.Tensor, ...]
     states: tuple[object, ...]
     full_masks: bool
+    text: str
+    """The arguments that were given, in words."""
 
     @classmethod
     def of(cls, entry: str, arguments: Mapping[str, Any]) -> Call:
         collector = Collector()
         tree = collector.take(dict(arguments))
         masks = [v for k, v in arguments.items() if k.endswith("attention_mask") and _is_padding(v)]
-        return cls(entry, tree, tuple(collector.tensors), tuple(collector.states), are_full(masks))
+        full = are_full(masks)
+        texts = [f"{name} {_text(value)}" for name, value in arguments.items() if value is not None]
+        text = ", ".join(texts if full else [*texts, "padded"])
+        return cls(entry, tree, tuple(collector.tensors), tuple(collector.states), full, text)
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -57,6 +62,12 @@ class Call:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return str(list(value.shape))
+    return repr(value) if isinstance(value, bool | int | float | str) else type(value).__name__
 
 
 def _order(tensor: torch.Tensor) -> tuple[object, ...]:

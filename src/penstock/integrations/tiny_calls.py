@@ -1,0 +1,102 @@
+"""Tiny calls of models and pipelines, as their users make them: exported before there is a real one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+Example = torch.Tensor | Sequence[Any] | Mapping[str, Any] | Callable[[Any], object]
+"""A tensor, positional arguments, arguments by name, or a function that calls the model it is given."""
+
+_LENGTH, _NEW_TOKENS = 7, 3
+"""Tokens of a tiny prompt, and what follows them."""
+
+_STEPS, _FRAMES = 2, 5
+"""Steps of denoising, and pictures of a film."""
+
+
+def make_call(model: Any, example: Example) -> None:
+    """Call a model as an example says, without gradients. Random numbers are drawn as if it had not been."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.no_grad(), torch.random.fork_rng(devices):
+        if isinstance(example, torch.Tensor):
+            model(example)
+        elif isinstance(example, Mapping):
+            model(**example)
+        elif isinstance(example, Sequence):
+            model(*example)
+        else:
+            example(model)
+
+
+def tiny_call(model: Any) -> Callable[[Any], object]:
+    """What makes a tiny call of a model of transformers or a pipeline of diffusers; of any other, none."""
+    if not isinstance(model, nn.Module):
+        return _draw
+    if not hasattr(model, "main_input_name") or not hasattr(model, "config"):
+        return lambda _: None
+    can_generate: Any = getattr(model, "can_generate", lambda: False)
+    return _generate if can_generate() else _look
+
+
+def _draw(pipeline: Any) -> None:
+    """What the pipeline draws with its own settings, in few steps."""
+    wanted = {"prompt": "a", "num_inference_steps": _STEPS, "num_frames": _FRAMES}
+    wanted["generator"] = torch.Generator()
+    taken = inspect.signature(pipeline.__call__).parameters
+    before = pipeline.__dict__.pop("_progress_bar_config", None)
+    pipeline.set_progress_bar_config(disable=True)
+    try:
+        pipeline(**{name: value for name, value in wanted.items() if name in taken})
+    finally:
+        del pipeline._progress_bar_config
+        pipeline.__dict__.update({} if before is None else {"_progress_bar_config": before})
+
+
+def _tokens(model: Any) -> torch.Tensor:
+    """Of one that has no meaning of its own."""
+    config = model.config.get_text_config()
+    held = [getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos", "decoder_start")]
+    special = {number for one in held for number in (one if isinstance(one, list) else [one])}
+    token = next(number for number in range(config.vocab_size) if number not in special)
+    return torch.full((1, _LENGTH), token, device=model.device)
+
+
+def _picture(model: Any) -> torch.Tensor:
+    config = getattr(model.config, "vision_config", model.config)
+    side, channels = config.image_size, getattr(config, "num_channels", 3)
+    height, width = side if isinstance(side, list | tuple) else (side, side)
+    return torch.zeros((1, channels, height, width), dtype=model.dtype, device=model.device)
+
+
+def _sound(model: Any) -> torch.Tensor:
+    """Features of half a minute, the only length that Whisper takes."""
+    shape = (1, model.config.num_mel_bins, 2 * model.config.max_source_positions)
+    return torch.zeros(shape, dtype=model.dtype, device=model.device)
+
+
+_INPUTS = {"input_ids": _tokens, "pixel_values": _picture, "input_features": _sound}
+
+
+def _generate(model: Any) -> None:
+    """A prompt and what follows it, with the model's own settings."""
+    name = model.main_input_name
+    given = {name: _INPUTS[name](model)}
+    if name == "input_ids":
+        given["attention_mask"] = torch.ones_like(given[name])
+    model.generate(**given, max_new_tokens=_NEW_TOKENS, min_new_tokens=_NEW_TOKENS)
+
+
+def _look(model: Any) -> None:
+    """What a tokenizer, a processor of pictures or both of them give."""
+    taken = inspect.signature(model.forward).parameters
+    given = {name: make(model) for name, make in _INPUTS.items() if name in taken}
+    if "input_ids" in given:
+        given["attention_mask"] = torch.ones_like(given["input_ids"])
+        if getattr(model.config, "type_vocab_size", 0) > 1:
+            given["token_type_ids"] = torch.zeros_like(given["input_ids"])
+    model(**given)

@@ -1,0 +1,145 @@
+"""What apply exports and plans before the first real call: the calls of an example, or a tiny one."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.zoo_transformers import bert, clip, vit, whisper
+from penstock.integrations import apply
+from penstock.integrations.tiny_calls import tiny_call
+from penstock.schedule.errors import BudgetError, PassError
+from tests.integrations import models
+
+IDS = torch.tensor([[5, 17, 99, 23, 42]])
+
+
+def linear():
+    torch.manual_seed(0)
+    return models.frozen(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """A Llama to which penstock was applied, and nothing else done, and its twin."""
+    model = models.llama(num_hidden_layers=1)
+    reference = models.twin(model)
+    before = torch.random.get_rng_state()
+    applied = apply(model, "400KB", cache=tmp_path_factory.mktemp("cache"))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    yield model, reference, applied
+    applied.close()
+
+
+def test_a_model_that_generates_has_its_methods_before_it_is_called(prepared, capfd):
+    model, reference, _ = prepared
+    capfd.readouterr()
+    got = model.generate(IDS, max_new_tokens=4, do_sample=False)
+    assert "exporting" not in capfd.readouterr().err
+    assert torch.equal(got, reference.generate(IDS, max_new_tokens=4, do_sample=False))
+
+
+def test_a_rehearsal_reads_no_weights_and_returns_zeros_of_the_sizes_of_the_call(prepared):
+    model, reference, applied = prepared
+    applied.close()
+    logits = []
+    applied.prepare(lambda called: logits.append(called(IDS[:, :3], use_cache=False).logits))
+    applied.prepare(lambda called: logits.append(called(IDS, use_cache=False).logits))
+    assert [tuple(one.shape) for one in logits] == [(1, 3, 128), (1, 5, 128)]
+    assert not any(one.any() for one in logits)
+    assert applied.components["LlamaForCausalLM"].stats is None  # nothing was loaded
+    assert torch.equal(model(IDS, use_cache=False).logits, reference(IDS, use_cache=False).logits)
+
+
+def test_calls_of_other_threads_wait_for_the_end_of_a_rehearsal(prepared):
+    model, reference, applied = prepared
+    got = []
+
+    def call():
+        with torch.no_grad():
+            got.append(model(IDS, use_cache=False).logits)
+
+    thread = threading.Thread(target=call)
+
+    def example(_):
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+        assert not got
+
+    applied.prepare(example)
+    thread.join()
+    assert torch.equal(got[0], reference(IDS, use_cache=False).logits)
+
+
+def test_a_cap_that_is_too_small_is_refused_when_it_is_given(tmp_path):
+    model = models.llama(num_hidden_layers=1)
+    reference = models.twin(model)
+    with pytest.raises(BudgetError, match="LlamaForCausalLM does not run in") as caught:
+        apply(model, "20KB", cache=tmp_path)
+    assert torch.equal(model(IDS).logits, reference(IDS).logits)  # as it was
+    with apply(model, caught.value.floor_bytes, cache=tmp_path):
+        assert torch.equal(model(IDS[:, :1]).logits, reference(IDS[:, :1]).logits)
+        with pytest.raises(BudgetError, match="or call it with smaller inputs"):
+            model(IDS.repeat(1, 100))
+
+
+EXAMPLES = {
+    "a tensor": torch.ones(2, 8),
+    "positional": [torch.ones(2, 8)],
+    "by name": {"input": torch.ones(2, 8)},
+    "a function": lambda model: model(model(torch.ones(2, 8))),
+}
+
+
+@pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES)
+def test_an_example_of_any_form_is_exported_and_not_computed(example, tmp_path, capfd):
+    model = linear()
+    expected = model(torch.ones(3, 8))
+    with apply(model, "1MB", example=example, cache=tmp_path) as applied:
+        assert capfd.readouterr().err.count("exporting Sequential.forward for input [2, 8]") == 1
+        assert len(list((tmp_path / "programs").iterdir())) == 1
+        assert applied.components["Sequential"].stats is None
+        assert torch.equal(model(torch.ones(3, 8)), expected)
+        assert "exporting" not in capfd.readouterr().err
+
+
+def test_an_example_that_fails_leaves_the_model_as_it_was(tmp_path):
+    model = linear()
+    expected = model(torch.ones(3, 8))
+    with pytest.raises(PassError, match="Sequential"):
+        apply(model, "1MB", example=torch.ones(3, 7), cache=tmp_path)
+    assert torch.equal(model(torch.ones(3, 8)), expected)
+
+
+def test_sizes_that_values_decide_have_no_zeros(tmp_path):
+    class Found(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = linear()
+
+        def forward(self, x):
+            return self.inner(x).nonzero()
+
+    model = models.frozen(Found())
+    with pytest.raises(PassError, match="depends on values"):
+        apply(model, "1MB", example=torch.ones(3, 8), cache=tmp_path)
+    expected = model(torch.ones(3, 8))
+    with apply(model, "1MB", cache=tmp_path):  # no tiny call is known
+        assert torch.equal(model(torch.ones(3, 8)), expected)
+
+
+@pytest.mark.parametrize("entry", [bert(), vit(), clip()], ids=lambda entry: entry.name)
+def test_models_that_do_not_generate_have_a_tiny_call(entry):
+    model = models.frozen(entry.build())
+    tiny_call(model)(model)
+
+
+def test_a_tiny_call_that_fails_says_so_and_prepares_what_it_reached(tmp_path, capfd):
+    model = models.frozen(whisper().build())  # which looks for a time in what it said
+    with apply(model, "2MB", cache=tmp_path):
+        assert "a tiny call did not reach its end (IndexError" in capfd.readouterr().err
+        assert len(list((tmp_path / "programs").iterdir())) == 1
