@@ -27,7 +27,8 @@ def parse_size(size: int | str, *, total: int | None = None, name: str = "budget
     if isinstance(size, int):
         nbytes = size
     elif match is None:
-        raise BudgetError(f"{name} {size!r} is not a size: write bytes, '32MiB', '8GB' or '50%'")
+        forms = "bytes, '32MiB' or '8GB'" if total is None else "bytes, '32MiB', '8GB' or '50%'"
+        raise BudgetError(f"{name} {size!r} is not a size: write {forms}")
     elif match[2] == "%":
         if total is None:
             raise BudgetError(f"{name} {size!r} is a percentage of an unknown total: write bytes or '32MiB'")
@@ -35,9 +36,8 @@ def parse_size(size: int | str, *, total: int | None = None, name: str = "budget
     elif match[2].lower() in _UNITS:
         nbytes = int(Fraction(match[1]) * _UNITS[match[2].lower()])
     else:
-        raise BudgetError(
-            f"{name} {size!r} has the unknown unit {match[2]!r}: use KiB, MiB, GiB, kB, MB, GB or %"
-        )
+        units = "KiB, MiB, GiB, kB, MB, GB" + ("" if total is None else " or %")
+        raise BudgetError(f"{name} {size!r} has the unknown unit {match[2]!r}: use {units}")
     if nbytes <= 0:
         raise BudgetError(f"{name} {size!r} is not positive: give at least one byte")
     return nbytes

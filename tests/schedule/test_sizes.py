@@ -32,6 +32,10 @@ def test_what_is_no_budget_is_refused(size):
 def test_a_percentage_needs_a_total():
     with pytest.raises(BudgetError, match="percentage"):
         parse_size("5%")
+    for wrong in ("many", "5 furlongs"):
+        with pytest.raises(BudgetError) as caught:
+            parse_size(wrong)
+        assert "%" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
