@@ -6,10 +6,12 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torchao.prototype.quantization.int4.inference_workflow import PrototypeInt4WeightOnlyConfig
 from torchao.quantization import (
     Float8WeightOnlyConfig,
+    FqnToConfig,
     Int8DynamicActivationInt8WeightConfig,
     Int8WeightOnlyConfig,
     quantize_,
@@ -18,6 +20,7 @@ from torchao.quantization import (
 from penstock import fake_export
 from penstock.integrations import apply, load
 from penstock.passes.parts import plain_tensors
+from penstock.runtime.safetensors_file import read_header
 from penstock.schedule.errors import BudgetError, PassError, SourceError, StreamError
 from tests import quantised_models
 from tests.integrations import models
@@ -133,6 +136,7 @@ def test_a_quantised_model_generates_what_it_generates_in_memory(saved, tmp_path
 
 def test_a_folder_of_quantised_weights_is_never_in_memory(saved, tmp_path):
     reference, folder = saved
+    assert len(list(folder.glob("*.safetensors"))) == 3
     model = load(folder, "130KB", cache=tmp_path)
     assert type(model.model.layers[0].mlp.up_proj.weight) is type(
         reference.model.layers[0].mlp.up_proj.weight
@@ -140,6 +144,23 @@ def test_a_folder_of_quantised_weights_is_never_in_memory(saved, tmp_path):
     assert all(value.untyped_storage().nbytes() == 0 for value in parts_of(model).values())
     assert torch.equal(model(IDS).logits, reference(IDS).logits)
     assert model.penstock_applied.components["LlamaForCausalLM"].stats.bytes_moved > 0
+    model.penstock_applied.close()
+
+
+@pytest.mark.parametrize("written", ["model.embed_tokens", "lm_head"])
+def test_a_quantised_embedding_that_is_the_head_too_is_loaded_from_either(written, tmp_path):
+    from transformers import LlamaForCausalLM, TorchAoConfig
+
+    models.llama(num_hidden_layers=1, tie_word_embeddings=True).save_pretrained(tmp_path / "plain")
+    config = TorchAoConfig(FqnToConfig({"model.embed_tokens": INT8}), include_input_output_embeddings=True)
+    reference = LlamaForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=config)
+    reference.save_pretrained(tmp_path / "tied")  # writes it twice, and cannot read that itself
+    file = tmp_path / "tied" / "model.safetensors"
+    metadata = read_header(file).metadata
+    names = (written, "model.layers", "model.norm")
+    save_file({k: v for k, v in load_file(file).items() if k.startswith(names)}, file, metadata)
+    model = load(tmp_path / "tied", "190KB", cache=tmp_path)
+    assert torch.equal(model(IDS).logits, models.frozen(reference)(IDS).logits)
     model.penstock_applied.close()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from penstock.runtime.checkpoint import open_checkpoint
 from penstock.runtime.safetensors_file import TORCH_NAMES
+from penstock.runtime.stored_tensor import StoredTensor
 from penstock.schedule.errors import SourceError
 
 _ONLY = "torchao"
@@ -33,25 +34,38 @@ def with_quantised_weights(
             f"{folder} was saved quantised with {method}, which torch.export cannot trace: load a folder in "
             "full dtype, or one that transformers saved with TorchAoConfig (docs/quantised.md)"
         )
-    weights = _weights(files, folder)
+    stored = open_checkpoint(files).tensors
+    weights = _weights(files, stored, folder)
 
     def build_quantised() -> nn.Module:
         module = build()
-        for fqn, value in weights.items():
-            owner, _, name = fqn.rpartition(".")
-            module.get_submodule(owner)._parameters[name] = value
+        _put(weights, module, stored)
         return module
 
     return build_quantised
 
 
-def _weights(files: tuple[Path, ...], folder: Path) -> dict[str, nn.Parameter]:
+def _put(weights: Mapping[str, nn.Parameter], module: nn.Module, stored: Container[str]) -> None:
+    """Give a module its weights; one that is tied and not stored itself gets that of another name."""
+    tied: dict[int, list[str]] = {}
+    for fqn, value in module.named_parameters(remove_duplicate=False):
+        tied.setdefault(id(value), []).append(fqn)
+    for fqns in tied.values():
+        for fqn in fqns:
+            found = next((weights[one] for one in (fqn, *fqns) if one in weights), None)
+            if found is not None and fqn not in stored:
+                owner, _, name = fqn.rpartition(".")
+                module.get_submodule(owner)._parameters[name] = found
+
+
+def _weights(
+    files: tuple[Path, ...], stored: Mapping[str, StoredTensor], folder: Path
+) -> dict[str, nn.Parameter]:
     """The weights of which a folder has parts, by FQN: tensors of torchao's classes that have no memory."""
     facts: dict[str, str] = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
             facts |= opened.metadata() or {}
-    stored = open_checkpoint(files).tensors
     parts = {
         name: torch.empty(one.shape, dtype=getattr(torch, TORCH_NAMES[one.dtype]), device="meta")
         for name, one in stored.items()
