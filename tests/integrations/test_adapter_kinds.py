@@ -20,7 +20,8 @@ from peft import (
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from penstock.integrations import apply
+from penstock.integrations import apply, streamed
+from penstock.integrations.rebound import with_other_file
 from penstock.schedule.errors import SourceError, StreamError
 from tests.integrations import models
 
@@ -179,3 +180,43 @@ def test_a_file_without_settings_is_not_for_a_model_that_scales_otherwise(tmp_pa
         pytest.raises(StreamError, match="use_rslora of adapter 'default' is True in the model and False in"),
     ):
         applied.swap_adapter(tmp_path / "other" / FILE)
+
+
+class Pair:
+    """As a pipeline is: components by name."""
+
+    def __init__(self, seed):
+        self.components = {
+            name: adapted(LoraConfig(**SIZES), seed).get_base_model() for name in ("first", "second")
+        }
+
+
+def test_where_one_component_fails_none_is_swapped(tmp_path, monkeypatch):
+    pair, other = Pair(1), Pair(2)
+    tensors = {
+        f"{name}.{fqn.replace('.default', '')}": value
+        for name, module in other.components.items()
+        for fqn, value in module.named_parameters()
+        if "lora" in fqn
+    }
+    file = tmp_path / "other.safetensors"
+    save_file(tensors, file, {"lora_adapter_metadata": '{"first.lora_alpha": 8, "second.lora_alpha": 8}'})
+    calls = []
+
+    def second_fails(*given):
+        calls.append(given)
+        if len(calls) == 2:
+            raise SourceError("the disk is full")
+        return with_other_file(*given)
+
+    with apply(pair, "1MB", cache=tmp_path) as applied:
+        before = {name: module(X) for name, module in pair.components.items()}
+        with monkeypatch.context() as patched:
+            patched.setattr(streamed, "with_other_file", second_fails)
+            with pytest.raises(SourceError, match="disk is full"):
+                applied.swap_adapter(file)
+        for name, module in pair.components.items():
+            assert torch.equal(module(X), before[name])
+        applied.swap_adapter(file)
+        for name, module in pair.components.items():
+            assert torch.equal(module(X), other.components[name](X))

@@ -107,17 +107,20 @@ class Applied:
     def swap_adapter(self, source: str | PathLike[str], name: str | None = None) -> None:
         """Give the adapter `name` (by default the only one) the values of another one, in a folder or a file.
 
-        Nothing is exported or compiled again; a model that is restored keeps them. Raises StreamError, and
-        changes nothing, where the other one has other layers, ranks, scaling or settings.
+        Nothing is exported or compiled again; a model that is restored keeps them. Raises StreamError where
+        the other one has other layers, ranks, scaling or settings, and SourceError for what cannot be read:
+        no component has changed then.
         """
         chosen, given = named_adapter(self._modules, name), Adapter.read(Path(source))
         modules = by_prefix(self._modules, given, alone=isinstance(self.target, nn.Module))
         values = other_values(modules, given, chosen)
         assert self._weights is not None  # what is used in place has no adapter
         files = {prefix: store(tensors, self._weights) for prefix, tensors in values.items()}
-        for component, prefix in zip(self.components.values(), modules, strict=True):
-            if prefix in files:
-                component.swap(files[prefix])
+        components = zip(self.components.values(), modules, strict=True)
+        with self.cap.lock:
+            swaps = [one.swapping(files[prefix]) for one, prefix in components if prefix in files]
+            for swap in swaps:
+                swap()
 
     def close(self) -> None:
         """Stop the readers and give the arena back; the next call takes it again."""

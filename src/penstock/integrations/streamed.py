@@ -148,14 +148,20 @@ class Component:
             self._module.close()
             self._module = None
 
-    def swap(self, new: Path) -> None:
-        """Read `new` from now on in the place of the weight file that has its layout; nothing is exported."""
-        with self._cap.lock:
-            self.unload()
-            old = next(file for file in self.weights if same_layout(file, new))
-            program = None if self._program is None else with_other_file(self._program, old, new)
-            self.weights[self.weights.index(old)] = new  # from here on nothing can fail
+    def swapping(self, new: Path) -> Callable[[], None]:
+        """What makes it read `new` in the place of the weight file that has its layout; nothing is exported.
+
+        What can fail is done here, and not by what is returned. The caller has the cap's lock until then.
+        """
+        self.unload()
+        old = next(file for file in self.weights if same_layout(file, new))
+        program = None if self._program is None else with_other_file(self._program, old, new)
+
+        def swap() -> None:
+            self.weights[self.weights.index(old)] = new
             self._program, self._plan = program, self._plan if program else None
+
+        return swap
 
     def _make_room(self, beside: int) -> None:
         """Leave this much beside weights, and more, so that the next call fits as well."""
