@@ -2,46 +2,90 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from penstock.passes.graphs import size_hint, tensors_of
+from penstock.passes.graphs import tensors_of
+from penstock.passes.inputs import dimension_of
 from penstock.passes.propagation import fake_inputs, propagate, storages_of
 
 
+@dataclass(frozen=True)
+class _Unit:
+    """Of what a storage is made: one byte, or the bytes that an expression says."""
+
+    expression: Any = 1
+    symbolic: Any = field(default=None, compare=False)
+
+
+_BYTE = _Unit()
+
+
 def activation_bytes(exported: ExportedProgram) -> int:
-    """The most bytes of intermediate values that are alive at once, at the exported sizes.
+    """The most bytes of intermediate values that are alive at once, at the exported sizes."""
+    return Activations(exported).peak()
+
+
+class Activations:
+    """The most bytes of intermediate values that are alive at once, by the sizes of a call.
 
     Values live from the node that makes them to the last one that reads them through any alias, as in the
     code that a graph module generates. Inputs and weights are not counted, results are. What a kernel takes
     for itself while it runs is not in the graph: leave room for it.
     """
-    graph_module = exported.graph_module
-    return _peak(propagate(graph_module, fake_inputs(graph_module)))
+
+    def __init__(self, exported: ExportedProgram) -> None:
+        graph_module = exported.graph_module
+        found = list(_alive(propagate(graph_module, fake_inputs(graph_module))))
+        symbolic = {unit for held in found for unit in held} - {_BYTE}
+        self._dimensions = {unit: dimension_of(exported, unit.symbolic) for unit in symbolic}
+        self._held = {frozenset(held.items()) for held in found}
+
+    def peak(self, sizes: Mapping[str, int] = MappingProxyType({})) -> int:
+        """Bytes where symbols have these sizes; at the exported ones where they have none."""
+        nbytes = {_BYTE: 1}
+        for unit, dimension in self._dimensions.items():
+            value = dimension.value(sizes)
+            nbytes[unit] = dimension.example if value is None else int(value)
+        return max((sum(nbytes[unit] * count for unit, count in held) for held in self._held), default=0)
 
 
-def _peak(graph_module: fx.GraphModule) -> int:
+def _alive(graph_module: fx.GraphModule) -> Iterator[Counter[_Unit]]:
+    """For each node of what the storages are made that are alive while it runs."""
     nodes = list(graph_module.graph.nodes)
     given = {s for node in nodes if node.op == "placeholder" for s in storages_of(node.meta.get("val"))}
     last_use: dict[int, int] = {}
     for position, node in enumerate(nodes):
         for used in (node, *node.all_input_nodes):
             last_use |= dict.fromkeys(storages_of(used.meta.get("val")), position)
-    peak = held = 0
-    alive: dict[int, int] = {}
+    alive: dict[int, Counter[_Unit]] = {}
+    held: Counter[_Unit] = Counter()
     for position, node in enumerate(nodes):
         for tensor in tensors_of(node.meta.get("val")):
             storage = int(tensor.untyped_storage()._cdata)
             if storage not in given and storage not in alive:
-                alive[storage] = int(size_hint(tensor.untyped_storage().nbytes()))
+                alive[storage] = _bytes_of(tensor)
                 held += alive[storage]
-        peak = max(peak, held + _body_peak(graph_module, node))
+        yield from (held + inner for inner in (Counter(), *_in_bodies(graph_module, node)))
         for storage in [s for s in alive if last_use[s] <= position]:
             held -= alive.pop(storage)
-    return peak
 
 
-def _body_peak(graph_module: fx.GraphModule, node: fx.Node) -> int:
-    """The peak of the largest body that a node of control flow runs."""
-    bodies = [getattr(graph_module, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
-    return max((_peak(body) for body in bodies if isinstance(body, fx.GraphModule)), default=0)
+def _bytes_of(tensor: torch.Tensor) -> Counter[_Unit]:
+    nbytes: Any = tensor.untyped_storage().nbytes()
+    return Counter({_BYTE: nbytes} if isinstance(nbytes, int) else {_Unit(nbytes.node.expr, nbytes): 1})
+
+
+def _in_bodies(graph_module: fx.GraphModule, node: fx.Node) -> Iterator[Counter[_Unit]]:
+    """The same for the nodes of the bodies that a node of control flow runs."""
+    for name in [str(n.target) for n in node.all_input_nodes if n.op == "get_attr"]:
+        body = getattr(graph_module, name)
+        if isinstance(body, fx.GraphModule):
+            yield from _alive(body)

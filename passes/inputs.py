@@ -125,16 +125,17 @@ def _leaf(exported: ExportedProgram, node: fx.Node) -> Leaf:
         sizes = tuple(_size(exported, size) for size in value.shape)
         return TensorLeaf(node.name, value.dtype, value.device.type, sizes)
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        dimension = _dimension(exported, value) if isinstance(value, torch.SymInt) else None
+        dimension = dimension_of(exported, value) if isinstance(value, torch.SymInt) else None
         return NumberLeaf(node.name, value.node.pytype, dimension)
     return ConstantLeaf(node.name, value)
 
 
 def _size(exported: ExportedProgram, size: int | torch.SymInt) -> int | Dimension:
-    return size if isinstance(size, int) else _dimension(exported, size)
+    return size if isinstance(size, int) else dimension_of(exported, size)
 
 
-def _dimension(exported: ExportedProgram, size: torch.SymInt) -> Dimension:
+def dimension_of(exported: ExportedProgram, size: torch.SymInt) -> Dimension:
+    """Returns what a program says of a symbolic size."""
     expression = size.node.expr
     ranges = bound_sympy(expression, exported.range_constraints)
     lower = 0 if ranges.lower in (-int_oo, -sympy.oo) else max(int(ranges.lower), 0)

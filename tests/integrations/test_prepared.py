@@ -143,3 +143,24 @@ def test_a_tiny_call_that_fails_says_so_and_prepares_what_it_reached(tmp_path, c
     with apply(model, "2MB", cache=tmp_path):
         assert "a tiny call did not reach its end (IndexError" in capfd.readouterr().err
         assert len(list((tmp_path / "programs").iterdir())) == 1
+
+
+def test_what_grows_faster_than_its_inputs_is_counted_at_the_sizes_of_the_call(tmp_path):
+    class Scores(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = linear()
+
+        def forward(self, x):
+            x = self.inner(x)
+            return (x @ x.t()).softmax(-1).sum()
+
+    model = models.frozen(Scores())
+    expected = model(torch.ones(100, 8))
+    with apply(model, "100KB", example=torch.ones(4, 8), cache=tmp_path) as applied:
+        assert torch.equal(model(torch.ones(100, 8)), expected)  # 80 KB of scores
+        with pytest.raises(BudgetError, match="smaller inputs") as caught:
+            model(torch.ones(1000, 8))
+        assert caught.value.floor_bytes > 2 * 4 * 1000 * 1000
+        assert torch.equal(model(torch.ones(100, 8)), expected)
+        assert applied.components["Scores"].stats.peak_bytes <= 100_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from penstock.passes.activations import activation_bytes
+from penstock.passes.activations import Activations, activation_bytes
 
 KIB = 1024
 
@@ -55,3 +55,16 @@ def test_the_body_of_a_branch_counts_beside_what_is_alive() -> None:
             return kept + y
 
     assert peak(Branch(), torch.zeros(KIB)) >= 4 * 4 * KIB
+
+
+def test_sizes_of_a_call_count_as_the_graph_says_and_not_in_proportion() -> None:
+    class Scores(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x @ x.t()).softmax(-1).sum()
+
+    rows = torch.export.Dim("rows", min=2, max=4096)
+    exported = torch.export.export(Scores(), (torch.zeros(4, 16),), dynamic_shapes=({0: rows},))
+    (symbol,) = map(str, exported.range_constraints)
+    found = Activations(exported)
+    assert found.peak() == activation_bytes(exported) == 2 * 4 * 4 * 4
+    assert found.peak({symbol: 400}) == 2 * 400 * 400 * 4

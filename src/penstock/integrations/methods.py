@@ -15,7 +15,7 @@ from penstock.integrations.decisions import Decisions, truth_of
 from penstock.integrations.kinds import Call, Result, method_of
 from penstock.integrations.libraries import as_when_called
 from penstock.integrations.memory import watch_memory
-from penstock.passes.activations import activation_bytes
+from penstock.passes.activations import Activations
 from penstock.passes.fake_export import Built
 from penstock.passes.graphs import size_at
 from penstock.passes.input_checks import InputChecks
@@ -36,8 +36,7 @@ class Method:
     exported: ExportedProgram
     checks: InputChecks
     result: Result
-    per_input_byte: float
-    """Bytes beside weights for each byte of inputs, as exported."""
+    activations: Activations
     truth: Callable[[Sequence[torch.Tensor]], tuple[bool, ...]] | None
     """What the values of a call's tensors decide; None where that needs weights."""
 
@@ -72,7 +71,7 @@ class Method:
             exported,
             InputChecks(leaves_of(exported), guards_of(exported)),
             results[-1],
-            (activation_bytes(exported) + call.nbytes) / max(call.nbytes, 1),
+            Activations(exported),
             truth_of(exported, len(results[-1].decisions.answers)),
         )
 
@@ -96,8 +95,8 @@ class Method:
         return self.decided(call) == self.assumed
 
     def bytes_beside(self, call: Call) -> int:
-        """About what a call takes beside weights: inputs, and the most values that live at once."""
-        return int(self.per_input_byte * call.nbytes)
+        """What a call takes beside weights: inputs, and the most bytes of values that live at once."""
+        return self.activations.peak(self.checks.check(list(call.tensors))) + call.nbytes
 
     def check(self, outputs: Sequence[torch.Tensor]) -> None:
         """Raise StreamError where a call was not what it was assumed to be."""

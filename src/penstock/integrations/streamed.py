@@ -35,7 +35,7 @@ _MOST_METHODS = 24
 _LOWERINGS = ("eager", "inductor")
 
 _ROOM = 1.25
-"""Times the memory that a call takes beside weights, which is set aside, so that the next fits as well."""
+"""Times the memory that a call takes beside weights, left where it can be: the next may be longer."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Component:
         self._program: Program | None = None
         self._plan: Plan | None = None
         self._module: StreamedModule | None = None
-        self._beside = 0
+        self._beside = self._rehearsed = 0
 
     @property
     def stats(self) -> Any:
@@ -109,7 +109,7 @@ class Component:
         call = Call.of(entry, named(method_of(self._blank.module, entry), args, kwargs))
         method = self._method_for(call)
         if self._cap.rehearsing:
-            self._make_room(method.bytes_beside(call))
+            self._rehearsed = max(self._rehearsed, method.bytes_beside(call))
             return method.returned(call, method.zeros(call))
         with torch.no_grad():
             outputs = self._loaded(method.bytes_beside(call)).call(method.name, list(call.tensors))
@@ -117,10 +117,11 @@ class Component:
         return method.returned(call, outputs)
 
     def prepare(self) -> None:
-        """Compile what calls have exported, and plan it; BudgetError where it does not fit."""
+        """Compile and plan what a rehearsal has called; BudgetError where it does not fit."""
         with self._cap.lock:
+            beside, self._rehearsed = self._rehearsed, 0
             if self._methods:
-                self._planned()
+                self._plan_for(beside)
 
     def _method_for(self, call: Call) -> Method:
         """The method that serves a call, exported now where there is none."""
@@ -163,46 +164,42 @@ class Component:
 
         return swap
 
-    def _make_room(self, beside: int) -> None:
-        """Leave this much beside weights, and more, so that the next call fits as well."""
-        if beside > self._beside:
-            self.unload()
-            self._beside, self._plan = int(beside * _ROOM), None
-
     def _loaded(self, beside: int) -> StreamedModule:
         """The module within what is left beside a call, which other components make room for."""
         self._cap.turn(self)
-        self._make_room(beside)
+        plan = self._plan_for(beside)
         if self._module is None:
-            program, plan = self._planned()
-            self._module = program.load(plan=plan, device=self._where.device)
+            self._module = self._compiled().load(plan=plan, device=self._where.device)
         return self._module
 
-    def _planned(self) -> tuple[Program, Plan]:
+    def _plan_for(self, beside: int) -> Plan:
+        """The plan that there is, or where it leaves less than a call takes beside weights another one."""
+        if self._plan is not None and beside <= self._beside:
+            return self._plan
+        program, cap = self._compiled(), self._cap.nbytes
+        floor = program.floor(self._where.device)
+        if cap < floor + beside:
+            raise BudgetError(
+                f"{self.name} does not run in {format_size(cap)}: a call takes {format_size(beside)} beside "
+                f"weights, and {format_size(floor)} of weights are needed at once; give at least "
+                f"{format_size(floor + beside)}, or call it with smaller inputs",
+                floor_bytes=floor + beside,
+            )
+        self.unload()
+        self._beside = min(max(self._beside, int(beside * _ROOM)), cap - floor)
+        budget = min(cap - self._beside, program.weight_bytes)
+        self._plan = program.plan(budget, device=self._where.device, effort=0.25)
+        return self._plan
+
+    def _compiled(self) -> Program:
         if self._program is None:
             self._program = self._compile()
-        if self._plan is None:
-            self._plan = self._plan_within(self._program, self._cap.nbytes)
-        return self._program, self._plan
-
-    def _plan_within(self, program: Program, cap: int) -> Plan:
-        budget = min(cap - self._beside, program.weight_bytes)
-        floor = program.floor(self._where.device)
-        if budget < floor:
-            raise BudgetError(
-                f"{self.name} does not run in {format_size(cap)}: a call takes {format_size(self._beside)} "
-                f"beside weights, and {format_size(floor)} of weights are needed at once; give at least "
-                f"{format_size(floor + self._beside)}, or call it with smaller inputs",
-                floor_bytes=floor + self._beside,
-            )
-        return program.plan(budget, device=self._where.device, effort=0.25)
+        return self._program
 
     def _compile(self) -> Program:
         programs = {method.name: method.exported for method in self._methods}
-        path = (
-            self._where.folder
-            / f"{content_key(programs, self.weights, f'{self._where.lowering} {self._names}')}.penstock"
-        )
+        settings = f"{self._where.lowering} {self._names}"
+        path = self._where.folder / f"{content_key(programs, self.weights, settings)}.penstock"
         write_once(path, lambda: self._write(programs, path))
         program = penstock.open(path)
         if self._where.lowering == "eager":
