@@ -1,12 +1,19 @@
 """Parameters that gave their memory back say so, whatever is done to them."""
 
 import copy
+import io
 import os
+import pickle
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import models
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.overrides import handle_torch_function
 
 from penstock.integrations import apply, load
 from penstock.schedule.errors import PassError, SourceError, StreamError
@@ -30,11 +37,63 @@ def applied(tmp_path_factory):
         *(lambda w: w[0], lambda w: w == 1, lambda w: torch.stack([w, w]), lambda w: w.detach()),
         *(lambda w: w.to(torch.float16), lambda w: setattr(w, "data", torch.ones(8, 8)), lambda w: w.cpu()),
         *(lambda w: nn.functional.linear(torch.ones(1, 8), w), lambda w: torch.ones(8, 8).copy_(w)),
+        *(np.asarray, copy.copy, pickle.dumps, lambda w: torch.save(w, io.BytesIO()), torch.from_dlpack),
+        *(lambda w: w.share_memory_(), lambda w: w.data_ptr(), lambda w: w.set_(torch.ones(8, 8))),
+        *(lambda w: w.__cuda_array_interface__, lambda w: w.untyped_storage().resize_(256) and w + 1),
+        lambda w: handle_torch_function(torch.add, [w], {"inner": [{"weight": w}]}),
     ],
 )
 def test_its_values_are_not_to_be_had(applied, use):
     with pytest.raises(StreamError, match=r"the parameter 0\.weight is not in memory: call the model itself"):
         use(applied[0][0].weight)
+
+
+def test_one_that_the_arguments_do_not_show_is_refused_without_its_name(applied):
+    with pytest.raises(StreamError, match="a parameter is not in memory: restore the model first"):
+        handle_torch_function(torch.add, [applied[0][0].weight], SimpleNamespace(weight=0))
+
+
+READERS = """
+import copy, sys, tempfile, torch
+from torch import nn
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
+from penstock.integrations import apply
+
+model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).requires_grad_(False)
+quantize_(model[1], Int8WeightOnlyConfig(set_inductor_config=False))
+apply(model, "1MB", cache=sys.argv[1])
+w, q = model[0].weight, model[1].weight
+for read in (
+    lambda: torch.vmap(lambda v: v * 2)(w),
+    lambda: torch.Tensor(w) + 1,
+    lambda: torch.tensor(w),
+    lambda: torch.autograd.Variable(w) + 1,
+    lambda: torch.func.grad(lambda v: v.sum())(w),
+    lambda: torch.func.functionalize(lambda v: v + 1)(w),
+    lambda: torch.Tensor._make_subclass(nn.Parameter, w) + 1,
+    lambda: copy.deepcopy(q),
+    lambda: nn.functional.embedding(torch.tensor([1]), q),
+    lambda: nn.Linear.forward(model[1], torch.ones(1, 32)),
+    lambda: q.qdata.sum(),
+    lambda: torch.vmap(lambda v: v * 2)(q.scale),
+):
+    try:
+        print(read())
+    except Exception as error:
+        print(error)
+"""
+
+
+def test_what_reads_it_behind_the_back_of_python_does_not_end_the_process(tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", READERS, tmp_path], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    said = run.stdout.splitlines()
+    assert len(said) == 12
+    for line, name in zip(said, ["0.weight"] * 7 + ["1.weight."] * 5, strict=True):
+        assert line.startswith(f"the parameter {name}"), line
+        assert "is not in memory: call the model itself" in line
 
 
 def test_its_facts_are(applied):

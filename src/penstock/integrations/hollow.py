@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from penstock.integrations.absent import AbsentParameter, make_absent
+from penstock.integrations.absent import AbsentTensor, make_absent
 from penstock.passes.fake_export import Built
 from penstock.passes.graphs import dtype_name
 from penstock.passes.parts import each_part, plain_tensors
@@ -36,7 +37,7 @@ def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     found = _plain(module.named_parameters())
     found |= _plain((name, value) for name, value in module.named_buffers() if name not in lost)
     for name, value in found.items():
-        if isinstance(value, AbsentParameter):
+        if isinstance(value, AbsentTensor):
             raise PassError(
                 "penstock is applied to this module, or to a part of it, already: restore() that first"
             )
@@ -137,44 +138,79 @@ def blank_copy(module: nn.Module, device: torch.device) -> Built:
         ) from error
 
 
+@dataclass(frozen=True)
+class _Absent:
+    """A tensor without memory: its device, the storage it lay in and its bytes, and what gives it values."""
+
+    value: torch.Tensor
+    device: torch.device
+    storage: int
+    nbytes: int
+    inference: bool
+    give: Callable[[torch.Tensor], None]
+
+    @classmethod
+    def made_of(cls, value: torch.Tensor, name: str, sentence: str, empty: torch.UntypedStorage) -> _Absent:
+        storage, device, inference = value.untyped_storage(), value.device, value.is_inference()
+        give = make_absent(value, name, sentence, empty)
+        return cls(value, device, storage._cdata, storage.nbytes(), inference, give)
+
+    def filled(self, memory: torch.UntypedStorage, stored: torch.Tensor) -> torch.Tensor:
+        """A tensor like it with these values, where it lay in its storage."""
+        with torch.inference_mode(self.inference):
+            empty = torch.empty(0, dtype=self.value.dtype, device=self.device)
+            offset, stride = self.value.storage_offset(), self.value.stride()
+            return empty.set_(memory, offset, self.value.shape, stride).copy_(stored)
+
+
 class Hollow:
     """A module whose parameters have shapes, a device and no memory; `nbytes` of it were given back.
 
-    What would touch them says so, where torch itself would end the process.
+    What would touch them says so. Memory that a buffer has a part of stays, as that of all buffers does.
     """
 
     def __init__(self, module: nn.Module, sentence: str, device: torch.device) -> None:
-        self._trained = {name: value.requires_grad for name, value in module.named_parameters()}
         plain = _plain(module.named_parameters())
-        storages: dict[int, list[torch.Tensor]] = {}
-        for value in {id(value): value for value in plain.values()}.values():
-            storages.setdefault(value.untyped_storage()._cdata, []).append(value)
-        self._bytes = {name: value.untyped_storage().nbytes() for name, value in plain.items()}
-        firsts = [views[0].untyped_storage() for views in storages.values()]
-        self.nbytes = sum(storage.nbytes() for storage in firsts if storage.device.type != "meta")
-        with _unchanged_on_error(module, plain.values()):
-            empty = {id(old): new for views in storages.values() for old, new in _emptied(views, device)}
-            for one in module.modules():
-                for key, held in one._parameters.items():
-                    if held is not None:
-                        one._parameters[key] = _made_of(held, empty).requires_grad_(False)
-                for key, buffer in one._buffers.items():
-                    one._buffers[key] = None if buffer is None else buffer.to(device)
-        self._parameters = dict(module.named_parameters())
-        self._plain = _plain(self._parameters.items())
-        self._storages = {value.untyped_storage()._cdata for value in self._plain.values()}
-        self._undo = [
-            make_absent(value, name, sentence)
-            for name, value in self._parameters.items()
-            if type(value) is nn.Parameter
-        ]
-        self._undo += [undo for one in module.modules() if one._parameters for undo in _refuse(one, sentence)]
+        parameters = {id(value) for value in plain.values()}
+        buffers = [one for one in _plain(module.named_buffers()).values() if id(one) not in parameters]
+        self._shared = {one.untyped_storage()._cdata: one.untyped_storage() for one in buffers}
+        self._absent: dict[str, _Absent] = {}
+        self._undo = ExitStack()
+        empty: dict[int, torch.UntypedStorage] = {}
+        with ExitStack() as on_error:
+            on_error.callback(self._undo.close)
+            for name, value in plain.items():
+                if isinstance(value, AbsentTensor):  # another name had it
+                    continue
+                data = value.data
+                if (storage := data.untyped_storage()._cdata) not in empty:
+                    empty[storage] = torch.empty(0, device=device).untyped_storage()
+                self._absent[name] = one = _Absent.made_of(value, name, sentence, empty[storage])
+                on_error.callback(one.give, data)
+            self._put_on(device, module, sentence)
+            for path, one in module.named_modules():
+                if one._parameters or (one is module and plain):
+                    _refuse(one, path, sentence, self._undo)
+            on_error.pop_all()
+
+    @property
+    def nbytes(self) -> int:
+        given = {one.storage: one for one in self._absent.values() if one.storage not in self._shared}
+        return sum(one.nbytes for one in given.values() if one.device.type != "meta")
 
     def fill(self, files: Sequence[Path]) -> None:
         """Give the parameters memory again, with the values in `files`, and take the refusals away.
 
-        Raises SourceError where the files do not have them all: nothing has changed then.
+        Raises SourceError where the files do not have them all. Whatever is raised, nothing has changed then.
         """
+        values = self._values(files) if self._absent else {}
+        for name, value in values.items():
+            self._absent.pop(name).give(value)
+        self._undo.close()
+
+    def _values(self, files: Sequence[Path]) -> dict[str, torch.Tensor]:
+        """The values of the parameters in new memory, tied as they were."""
+        memory, values = dict(self._shared), {}
         with ExitStack() as stack:
             try:
                 opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
@@ -183,78 +219,65 @@ class Hollow:
                     f"the weights cannot be read again from {files[0].parent}: {error}"
                 ) from error
             where = {name: one for one in opened for name in one.keys()}  # noqa: SIM118
-            if lost := sorted(self._plain.keys() - where.keys()):
+            if lost := sorted(self._absent.keys() - where.keys()):
                 raise SourceError(f"{files[0].parent} has no {lost[0]} any more: the model stays as it is")
-            with torch._C.DisableTorchFunctionSubclass():
-                for name, value in self._plain.items():
-                    self._fill(name, value, where[name].get_tensor(name))
-        for undo in self._undo:
-            undo()
-        for name, parameter in self._parameters.items():
-            parameter.requires_grad_(self._trained[name])
+            for name, one in self._absent.items():
+                if one.storage not in memory:
+                    raw = torch.empty(one.nbytes, dtype=torch.uint8, device=one.device)
+                    memory[one.storage] = raw.untyped_storage()
+                values[name] = one.filled(memory[one.storage], where[name].get_tensor(name))
+        return values
 
-    def _fill(self, name: str, value: torch.Tensor, stored: torch.Tensor) -> None:
-        storage = value.untyped_storage()
-        if storage._cdata not in self._storages:  # somebody has given it another
-            value.data = stored.to(value.device)
-            return
-        if storage.nbytes() == 0:
-            storage.resize_(self._bytes[name])  # views of one storage stay that
-        value.data.copy_(stored)
-
-
-@contextmanager
-def _unchanged_on_error(module: nn.Module, plain: Iterable[torch.Tensor]) -> Iterator[None]:
-    """What raises leaves the module with the parameters, values and buffers that it had."""
-    values = [(value, value.data) for value in plain]
-    held = [(one, dict(one._parameters), dict(one._buffers)) for one in module.modules()]
-    try:
-        yield
-    except BaseException:
-        for value, data in values:
-            value.data = data
-        for one, parameters, buffers in held:
-            one._parameters.update(parameters)
-            one._buffers.update(buffers)
-        raise
+    def _put_on(self, device: torch.device, module: nn.Module, sentence: str) -> None:
+        """Replace quantised parameters and buffers that are elsewhere by such on the device."""
+        names = {id(value): name for name, value in module.named_parameters()}
+        others: dict[int, Any] = {}
+        for one in module.modules():
+            for key, held in one._parameters.items():
+                if held is not None and held.device != device:
+                    if id(held) not in others:
+                        others[id(held)] = _absent_copy(held, names[id(held)], sentence, device)
+                    self._undo.callback(one._parameters.__setitem__, key, held)
+                    one._parameters[key] = others[id(held)]
+            for key, buffer in one._buffers.items():
+                if buffer is not None and buffer.device != device:
+                    if id(buffer) not in others:
+                        others[id(buffer)] = buffer.to(device)
+                        self._undo.callback(buffer.copy_, others[id(buffer)])
+                    self._undo.callback(one._buffers.__setitem__, key, buffer)
+                    one._buffers[key] = others[id(buffer)]
 
 
-def _made_of(parameter: nn.Parameter, empty: Mapping[int, torch.Tensor]) -> Any:
-    """The parameter itself where its tensors are, else one of those in their place."""
-    stays = all(empty[id(value)] is value for value in plain_tensors("", parameter).values())
-    return parameter if stays else each_part(parameter, lambda value: empty[id(value)])
+def _absent_copy(parameter: nn.Parameter, name: str, sentence: str, device: torch.device) -> torch.Tensor:
+    """A quantised parameter like one whose parts are absent, on a device."""
+    other = each_part(
+        parameter,
+        lambda value: torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device),
+    )
+    for part, value in plain_tensors(name, other).items():
+        make_absent(value, part, sentence, torch.empty(0, device=device).untyped_storage())
+    return other
 
 
-def _emptied(
-    views: Sequence[torch.Tensor], device: torch.device
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """For each tensor of one storage itself without memory, or where it was elsewhere one in its place."""
-    storage = torch.empty(views[0].untyped_storage().nbytes(), dtype=torch.uint8, device=device)
-    for value in views:
-        view = torch.empty(0, dtype=value.dtype, device=device).set_(
-            storage.untyped_storage(), value.storage_offset(), tuple(value.shape), value.stride()
-        )
-        if value.device == view.device:
-            value.requires_grad_(False)
-            value.data = view
-            yield value, value
-        else:
-            yield value, nn.Parameter(view, requires_grad=False) if isinstance(value, nn.Parameter) else view
-    storage.untyped_storage().resize_(0)
+def _refuse(module: nn.Module, path: str, sentence: str, undo: ExitStack) -> None:
+    """Make uses of a module that would touch its parameters say why they cannot, until `undo` is closed."""
+    kind = type(module).__name__
+    who = f"{path} ({kind})" if path else f"the {kind}"
 
+    def refuse(done: str) -> Callable[..., NoReturn]:
+        def refused(*_: Any, **__: Any) -> NoReturn:
+            raise StreamError(f"{who} cannot be {done}, as its parameters are not in memory: {sentence}")
 
-def _refuse(module: nn.Module, sentence: str) -> Iterator[Any]:
-    """Make uses of a module that would touch its parameters say why they cannot; yields what undoes it."""
+        return refused
 
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise StreamError(f"the parameters of this {type(module).__name__} are not in memory: {sentence}")
-
-    yield module.register_state_dict_pre_hook(refuse).remove  # type: ignore[no-untyped-call]
-    yield module.register_load_state_dict_pre_hook(refuse).remove  # type: ignore[no-untyped-call]
+    hooks: Any = module
+    undo.callback(hooks.register_state_dict_pre_hook(refuse("read by state_dict()")).remove)
+    undo.callback(hooks.register_load_state_dict_pre_hook(refuse("written by load_state_dict()")).remove)
     if "forward" not in vars(module):
-        yield module.register_forward_pre_hook(refuse).remove
-    for name in ("__deepcopy__", "__reduce_ex__", "_apply"):
-        yield _replace(module, name, refuse)
+        undo.callback(hooks.register_forward_pre_hook(refuse("called by itself")).remove)
+    undo.callback(_replace(module, "__deepcopy__", refuse("copied")))
+    undo.callback(_replace(module, "__reduce_ex__", refuse("pickled")))
+    undo.callback(_replace(module, "_apply", refuse("moved or converted")))
 
 
 def _replace(module: nn.Module, name: str, value: object) -> Callable[[], None]:
