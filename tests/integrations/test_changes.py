@@ -73,6 +73,30 @@ def test_whatever_changes_in_a_module_is_refused_by_name(tmp_path):
         applied.close()
 
 
+def test_a_part_that_is_replaced_taken_out_or_added_is_named_by_its_path(tmp_path):
+    def replace(model):
+        model.linear = nn.Linear(8, 8)
+
+    def take_out(model):
+        del model.linear
+
+    def add(model):
+        model.linear.later = nn.Identity()
+
+    said = {
+        replace: "linear is another module than when penstock was applied",
+        take_out: "linear was taken out",
+        add: r"linear\.later is new",
+    }
+    for change, what in said.items():
+        model = tiny()
+        applied = apply(model, "1MB", example=models.nothing, cache=tmp_path)
+        change(model)
+        with pytest.raises(StreamError, match=rf"any more: its part {what}.*: restore it, and apply"):
+            model(X)
+        applied.restore()
+
+
 def test_a_hook_of_the_module_itself_runs_as_ever(tmp_path):
     model = tiny()
     expected = model(X)

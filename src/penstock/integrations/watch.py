@@ -19,6 +19,8 @@ _BESIDE = frozenset(
     {
         "generation_config",
         "_compiled_call",
+        "_compiled_call_impl",
+        "_is_torch_compile",
         "_last_compile_config",
         "_previous_max_cache_length",
         "_diffusers_hook",
@@ -34,8 +36,8 @@ _DEPTH = 6
 
 
 class Watch:
-    """What a module was made of: the classes of its submodules, its configuration, its adapters, and
-    the attributes, parameters, buffers and hooks of each submodule."""
+    """What a module was made of: its submodules, its configuration, its adapters, and the attributes,
+    parameters, buffers and hooks of each submodule."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -49,8 +51,8 @@ class Watch:
         changed = ""
         if self._module.training:
             changed = "it is in training mode: call eval()"
-        elif _parts(self._module) != self._parts:
-            changed = "submodules were replaced or added (an adapter?): restore it, and apply penstock again"
+        elif names := different(self._parts, _parts(self._module)):
+            changed = f"{self._part(names[0])} (an adapter?): restore it, and apply penstock again"
         elif _adapters(self._module) != self._adapters:
             changed = "adapters were switched: restore it, switch them, and apply penstock again"
         elif _settings(self._module) != self._settings:
@@ -62,6 +64,13 @@ class Watch:
             raise StreamError(
                 f"the {type(self._module).__name__} is not what was exported any more: {changed}"
             )
+
+    def _part(self, name: str) -> str:
+        """What happened to a submodule."""
+        if name not in _parts(self._module):
+            return f"its part {name} was taken out"
+        since = "another module than when penstock was applied" if name in self._parts else "new"
+        return f"its part {name} is {since}"
 
 
 def attributes(module: nn.Module) -> dict[str, object]:
@@ -137,8 +146,9 @@ def _facts(module: nn.Module) -> dict[str, object]:
     return found
 
 
-def _parts(module: nn.Module) -> list[type]:
-    return [type(one) for one in module.modules()]
+def _parts(module: nn.Module) -> dict[str, object]:
+    """The submodules by path."""
+    return {name: (type(one), _Same(one)) for name, one in module.named_modules()}
 
 
 def _settings(module: nn.Module) -> list[tuple[str, Any]]:
