@@ -14,7 +14,7 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from penstock.integrations import apply, hollow
 from penstock.passes.parts import plain_tensors
-from penstock.schedule.errors import SourceError, StreamError
+from penstock.schedule.errors import PassError, SourceError, StreamError
 from tests.integrations import models
 
 X = torch.linspace(-1, 1, 64).reshape(2, 32)
@@ -139,6 +139,14 @@ def test_parameters_that_were_made_for_inference_come_back_as_such(tmp_path):
 
 
 # What is refused.
+
+
+def test_components_that_share_a_parameter_are_named(tmp_path):
+    encoder, unet = layers(), layers()
+    unet[1].weight = encoder[0].weight
+    with pytest.raises(PassError, match=r"encoder\.0\.weight and unet\.1\.weight are one parameter"):
+        apply(SimpleNamespace(components={"encoder": encoder, "unet": unet}), "1MB", cache=tmp_path)
+    assert type(unet[1].weight) is nn.Parameter
 
 
 class Outer(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,21 @@ def components_of(model: Any) -> dict[str, nn.Module]:
     found = {names[0]: modules[names[0]] for names in _by_object(modules).values()}
     if not found:
         raise PassError(f"the {type(model).__name__} has no component that is a module")
+    _refuse_shared(found)
     return found
+
+
+def _refuse_shared(modules: Mapping[str, nn.Module]) -> None:
+    """PassError for a parameter of two components, each of which streams on its own."""
+    seen: dict[int, tuple[str, str]] = {}
+    for name, module in modules.items():
+        for fqn, value in module.named_parameters():
+            other, path = seen.setdefault(id(value), (name, fqn))
+            if other != name:
+                raise PassError(
+                    f"{other}.{path} and {name}.{fqn} are one parameter: components stream one at a time, so "
+                    f"give {name} a copy of it, {name}.{fqn} = nn.Parameter({name}.{fqn}.detach().clone())"
+                )
 
 
 def _by_object(modules: dict[str, nn.Module]) -> dict[int, list[str]]:
