@@ -201,9 +201,10 @@ class Component:
         settings = f"{self._where.lowering} {self._names}"
         path = self._where.folder / f"{content_key(programs, self.weights, settings)}.penstock"
         write_once(path, lambda: self._write(programs, path))
-        program = penstock.open(path)
+        program = penstock.open(path)  # and what it would read again
+        program.activation_bytes = max(method.activations.peak() for method in self._methods)
         if self._where.lowering == "eager":
-            program.lowered = LoweredProgram.of(program.payload, programs)  # what it would read again
+            program.lowered = LoweredProgram.of(program.payload, programs)
         return program
 
     def _write(self, programs: Mapping[str, ExportedProgram], path: Path) -> Program:
