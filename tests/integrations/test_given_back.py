@@ -65,7 +65,7 @@ def test_one_object_is_one_on_another_device_and_the_same_again_after_it(tmp_pat
     for one in (weight, model[0].weight):
         with pytest.raises(StreamError, match=r"the parameter 0\.weight\.\w+ is not in memory: restore it"):
             one.scale.sum()
-    given.fill([file])
+    given.filling([file])()
     assert model[0].weight is model[1].weight is weight
     assert model[0].bias is bias
     assert {value.device for value in model.parameters()} == {torch.device("cpu")}

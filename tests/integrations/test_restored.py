@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -64,3 +65,60 @@ def test_a_damaged_file_in_the_cache_is_refused_before_anything_is_given_back(tm
         with pytest.raises(SourceError, match="is damaged: delete its folder"):
             apply(model, "1MB", cache=tmp_path)
         assert torch.equal(model.first.weight, before)
+
+
+class Pair:
+    """Two components, as a pipeline has them."""
+
+    def __init__(self):
+        self.components = {name: models.frozen(nn.Linear(size, size)) for name, size in (("a", 8), ("b", 4))}
+
+
+def test_no_component_is_restored_where_one_cannot_be(tmp_path):
+    pair = Pair()
+    inputs = {"a": torch.ones(2, 8), "b": torch.ones(2, 4)}
+    expected = {name: one(inputs[name]) for name, one in pair.components.items()}
+    applied = apply(pair, "1MB", example=models.nothing, cache=tmp_path)
+    file = applied.components["b"].weights[0]
+    file.rename(tmp_path / "elsewhere")
+    with pytest.raises(SourceError, match="cannot be read again"):
+        applied.restore()
+    assert torch.equal(pair.components["a"](inputs["a"]), expected["a"])  # streams as before
+    (tmp_path / "elsewhere").rename(file)
+    applied.restore()
+    for name, one in pair.components.items():
+        assert torch.equal(one(inputs[name]), expected[name])
+        assert "forward" not in vars(one)
+
+
+def test_an_error_of_the_body_is_not_hidden_by_one_of_the_restore(tmp_path):
+    model = models.frozen(nn.Linear(8, 8))
+
+    def lose_the_file_and_fail():
+        with apply(model, "1MB", cache=tmp_path) as applied:
+            applied.components["Linear"].weights[0].unlink()
+            raise KeyError("of the body")
+
+    with pytest.raises(KeyError) as caught:
+        lose_the_file_and_fail()
+    assert "penstock is still applied" in caught.value.__notes__[0]
+
+
+def test_a_compiler_of_the_users_runs_what_streams_as_it_is(tmp_path):
+    model = models.frozen(nn.Linear(8, 8))
+    expected = model(torch.ones(2, 8))
+    with apply(model, "1MB", example=torch.ones(2, 8), cache=tmp_path) as applied:
+        assert torch.equal(torch.compile(model, backend="eager")(torch.ones(2, 8)), expected)
+        assert applied.components["Linear"].stats.passes == 1
+
+
+def test_two_threads_call_two_components(tmp_path):
+    pair = Pair()
+    inputs = {"a": torch.ones(2, 8), "b": torch.ones(2, 4)}
+    expected = {name: one(inputs[name]) for name, one in pair.components.items()}
+
+    def call(name):
+        return all(torch.equal(pair.components[name](inputs[name]), expected[name]) for _ in range(20))
+
+    with apply(pair, "1MB", example=models.nothing, cache=tmp_path), ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(call, pair.components))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -28,7 +29,7 @@ from penstock.integrations.tiny_calls import Example, make_call, tiny_call
 from penstock.integrations.watch import Watch
 from penstock.passes.fake_export import Built
 from penstock.runtime.user_cache import user_cache
-from penstock.schedule.errors import StreamError
+from penstock.schedule.errors import PenstockError, StreamError
 from penstock.schedule.sizes import format_size, parse_size
 
 _INSTEAD = "call the model itself, or restore it first (restore() of what apply returned)"
@@ -63,9 +64,10 @@ class Applied:
         for entry in entries_of(module):
             owner, _, name = entry.rpartition(".")
             part = module.get_submodule(owner)
-            replaced = functools.wraps(getattr(part, name))(functools.partial(component.call, entry))
+            call = functools.wraps(getattr(part, name))(functools.partial(component.call, entry))
             self._replaced.append((part, name, vars(part).get(name)))
-            part.__dict__[name] = replaced
+            not_compiled: Any = torch.compiler.disable  # a compiler of the user's runs it as it is
+            part.__dict__[name] = not_compiled(call)
         self._hollow[component.name] = Hollow(module, _INSTEAD, device)
         component.check = Watch(module).check
 
@@ -124,19 +126,22 @@ class Applied:
 
     def close(self) -> None:
         """Stop the readers and give the arena back; the next call takes it again."""
-        for component in self.components.values():
-            component.unload()
+        with self.cap.lock:
+            for component in self.components.values():
+                component.unload()
 
     def restore(self) -> None:
         """Close, and give every component its parameters and its own methods again.
 
-        Raises StreamError for what `load` made, which was never in memory.
+        Raises StreamError for what `load` made, which was never in memory, and SourceError where the weights
+        cannot be read again: everything is still applied then.
         """
         self.close()
         if self._weights is None:
             raise StreamError("the model was never in memory: load it with its library where it should be")
-        for name, hollow in self._hollow.items():
-            hollow.fill(self.components[name].weights)
+        fills = [hollow.filling(self.components[name].weights) for name, hollow in self._hollow.items()]
+        for fill in fills:
+            fill()
         for part, name, before in self._replaced:
             part.__dict__.pop(name, None)
             if before is not None:
@@ -152,7 +157,12 @@ class Applied:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.restore()
+        try:
+            self.restore()
+        except PenstockError as failure:
+            if error is None:
+                raise
+            error.add_note(f"penstock is still applied, as it could not restore the model: {failure}")
 
 
 def apply(
@@ -184,7 +194,8 @@ def apply(
         refuse_wrapped(module, name)
     applied = Applied(model, Cap(nbytes), folder / "weights")
     where = Where(folder / "programs", device, lowering)
-    try:
+    with ExitStack() as on_error:
+        on_error.push(applied)
         for name, module in parts.items():
             applied.evaluate(module)
             groups = by_adapter(module, stored_tensors(module))
@@ -193,9 +204,7 @@ def apply(
             applied.add(component, module, where.target)
         print(f"penstock: {format_size(applied.freed_bytes)} of parameters given back", file=sys.stderr)
         applied.prepare_tiny_call() if example is None else applied.prepare(example)
-    except BaseException:
-        applied.restore()
-        raise
+        on_error.pop_all()
     return applied
 
 

@@ -198,15 +198,19 @@ class Hollow:
         given = {one.storage: one for one in self._absent.values() if one.storage not in self._shared}
         return sum(one.nbytes for one in given.values() if one.device.type != "meta")
 
-    def fill(self, files: Sequence[Path]) -> None:
-        """Give the parameters memory again, with the values in `files`, and take the refusals away.
+    def filling(self, files: Sequence[Path]) -> Callable[[], None]:
+        """Read the values in `files`; returns what gives them to the parameters and takes the refusals away.
 
-        Raises SourceError where the files do not have them all. Whatever is raised, nothing has changed then.
+        Raises SourceError where the files do not have them all.
         """
         values = self._values(files) if self._absent else {}
-        for name, value in values.items():
-            self._absent.pop(name).give(value)
-        self._undo.close()
+
+        def fill() -> None:
+            for name, value in values.items():
+                self._absent.pop(name).give(value)
+            self._undo.close()
+
+        return fill
 
     def _values(self, files: Sequence[Path]) -> dict[str, torch.Tensor]:
         """The values of the parameters in new memory, tied as they were."""
