@@ -48,6 +48,49 @@ def test_tokens_and_logits_are_those_of_the_model_in_memory(streamed, options):
     assert stats.peak_bytes <= stats.budget < 190_000
 
 
+def test_static_caches_of_other_lengths_need_no_other_export(streamed, capfd):
+    model, reference, _ = streamed
+    options = {"do_sample": False, "cache_implementation": "static"}
+    generated(model, **options)
+    capfd.readouterr()
+    got, want = (one.generate(IDS, max_new_tokens=9, **options) for one in (model, reference))
+    assert torch.equal(got, want)
+    assert "exporting" not in capfd.readouterr().err
+
+
+def test_a_second_turn_goes_on_from_the_cache_of_the_first(streamed):
+    def two_turns(model):
+        first = generated(model, do_sample=False)
+        ids = torch.cat([first.sequences, IDS[:, :3]], dim=1)
+        options = {"past_key_values": first.past_key_values, "max_new_tokens": 3, "do_sample": False}
+        return model.generate(ids, return_dict_in_generate=True, output_logits=True, **options)
+
+    got, want = (two_turns(one) for one in streamed[:2])
+    assert torch.equal(got.sequences, want.sequences)
+    assert all(torch.equal(a, b) for a, b in zip(got.logits, want.logits, strict=True))
+
+
+def test_a_cache_that_is_cropped_goes_on_from_there(streamed):
+    def again(model):
+        cache = model(IDS).past_key_values
+        cache.crop(-2)
+        return model(IDS[:, 1:3], past_key_values=cache).logits
+
+    assert torch.equal(*(again(one) for one in streamed[:2]))
+
+
+def test_past_the_end_of_a_static_cache_is_the_error_of_the_library(streamed):
+    from transformers import StaticCache
+
+    model, reference, _ = streamed
+    for one in (reference, model):
+        cache = StaticCache(config=one.config, max_cache_len=6)
+        one(IDS, past_key_values=cache)
+        with pytest.raises(IndexError, match="index 6 is out of bounds"):
+            one(IDS, past_key_values=cache)
+    assert torch.equal(model(IDS).logits, reference(IDS).logits)  # and what comes then is right
+
+
 def test_an_assistant_is_verified_by_the_streamed_model(streamed):
     model, reference, _ = streamed
     options = {"max_new_tokens": 6, "do_sample": False, "assistant_model": reference}

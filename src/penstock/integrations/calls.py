@@ -102,7 +102,11 @@ class Collector:
         return State(type(value), self._held(vars(value)))
 
     def _held(self, held: dict[str, Any]) -> Tree:
-        numbered = {k: _Number(v) if k in _NUMBERS and _is_whole(v) else v for k, v in held.items()}
+        numbered = {
+            key: _Number(value) if key in _NUMBERS and _is_whole(value) else value
+            for key, value in held.items()
+            if key not in _BESIDE
+        }
         leaves, spec = pytree.tree_flatten(numbered, is_leaf=is_state)
         return Tree(spec, tuple(self._in_state(leaf) for leaf in leaves))
 
@@ -158,8 +162,11 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, torch.SymInt) or type(value) is int
 
 
-_NUMBERS = frozenset({"cumulative_length", "cumulative_length_int"})
-"""What the states' classes call the tokens seen so far."""
+_NUMBERS = frozenset({"cumulative_length", "cumulative_length_int", "max_cache_len"})
+"""What the states' classes call the tokens seen so far, and those that they have room for."""
+
+_BESIDE = frozenset({"_is_user_defined"})
+"""What `generate` notes in a state for itself."""
 
 _PLAIN = (
     bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format,
@@ -186,8 +193,9 @@ class Builder:
     def update(self, target: Any, state: State) -> None:
         """Make an object hold what a state says."""
         held = self.give(state.held)
+        beside = {key: value for key, value in vars(target).items() if key in _BESIDE}
         vars(target).clear()
-        vars(target).update(held)
+        vars(target).update(held | beside)
 
     def _value(self, leaf: Any) -> Any:
         if isinstance(leaf, Slot):
