@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import StaticCache
 
 from penstock.integrations import apply
 from penstock.schedule.errors import PassError, PenstockError, StreamError
@@ -13,19 +14,9 @@ IDS = torch.tensor([[5, 17, 99, 23, 42], [7, 3, 64, 11, 90]])
 LEFT_PADDED = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
 
 
-@pytest.fixture(scope="module")
-def streamed(tmp_path_factory):
-    """A Llama that streams in less than its size, and one that does not."""
-    model = models.llama(num_hidden_layers=1)
-    reference = models.twin(model)
-    applied = apply(model, "190KB", example=models.nothing, cache=tmp_path_factory.mktemp("cache"))
-    yield model, reference, applied
-    applied.close()
-
-
-def generated(model, **options):
+def generated(model, ids=IDS, **options):
     torch.manual_seed(11)
-    return model.generate(IDS, max_new_tokens=6, return_dict_in_generate=True, output_logits=True, **options)
+    return model.generate(ids, max_new_tokens=6, return_dict_in_generate=True, output_logits=True, **options)
 
 
 WAYS = {
@@ -35,6 +26,48 @@ WAYS = {
     "beams": {"num_beams": 3},
     "static cache": {"do_sample": False, "cache_implementation": "static"},
 }
+
+
+def two_turns(model):
+    """The second one goes on from the cache of the first."""
+    first = generated(model, do_sample=False)
+    ids = torch.cat([first.sequences, IDS[:, :3]], dim=1)
+    options = {"attention_mask": torch.ones_like(ids), "past_key_values": first.past_key_values}
+    return generated(model, ids, do_sample=False, **options)
+
+
+def cropped(model):
+    cache = model(IDS).past_key_values
+    cache.crop(-2)
+    return model(IDS[:, 1:3], past_key_values=cache).logits
+
+
+def two_fillings(model):
+    """More than a static cache has room for."""
+    cache = StaticCache(config=model.config, max_cache_len=6)
+    model(IDS, past_key_values=cache)
+    model(IDS, past_key_values=cache)
+
+
+def assisted(model, assistant):
+    return model.generate(IDS[:1], max_new_tokens=6, do_sample=False, assistant_model=assistant)
+
+
+@pytest.fixture(scope="module")
+def streamed(tmp_path_factory):
+    """A Llama that streams in less than its size, its kinds of calls compiled at once, and its twin."""
+    model = models.llama(num_hidden_layers=1)
+    reference = models.twin(model)
+
+    def every_kind(called):
+        for options in WAYS.values():
+            generated(called, **options)
+        for calls in (two_turns, cropped, two_fillings, lambda one: assisted(one, reference)):
+            calls(called)
+
+    applied = apply(model, "190KB", example=every_kind, cache=tmp_path_factory.mktemp("cache"))
+    yield model, reference, applied
+    applied.close()
 
 
 @pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
@@ -51,7 +84,6 @@ def test_tokens_and_logits_are_those_of_the_model_in_memory(streamed, options):
 def test_static_caches_of_other_lengths_need_no_other_export(streamed, capfd):
     model, reference, _ = streamed
     options = {"do_sample": False, "cache_implementation": "static"}
-    generated(model, **options)
     capfd.readouterr()
     got, want = (one.generate(IDS, max_new_tokens=9, **options) for one in (model, reference))
     assert torch.equal(got, want)
@@ -59,42 +91,26 @@ def test_static_caches_of_other_lengths_need_no_other_export(streamed, capfd):
 
 
 def test_a_second_turn_goes_on_from_the_cache_of_the_first(streamed):
-    def two_turns(model):
-        first = generated(model, do_sample=False)
-        ids = torch.cat([first.sequences, IDS[:, :3]], dim=1)
-        options = {"past_key_values": first.past_key_values, "max_new_tokens": 3, "do_sample": False}
-        return model.generate(ids, return_dict_in_generate=True, output_logits=True, **options)
-
     got, want = (two_turns(one) for one in streamed[:2])
     assert torch.equal(got.sequences, want.sequences)
     assert all(torch.equal(a, b) for a, b in zip(got.logits, want.logits, strict=True))
 
 
 def test_a_cache_that_is_cropped_goes_on_from_there(streamed):
-    def again(model):
-        cache = model(IDS).past_key_values
-        cache.crop(-2)
-        return model(IDS[:, 1:3], past_key_values=cache).logits
-
-    assert torch.equal(*(again(one) for one in streamed[:2]))
+    assert torch.equal(*(cropped(one) for one in streamed[:2]))
 
 
 def test_past_the_end_of_a_static_cache_is_the_error_of_the_library(streamed):
-    from transformers import StaticCache
-
     model, reference, _ = streamed
     for one in (reference, model):
-        cache = StaticCache(config=one.config, max_cache_len=6)
-        one(IDS, past_key_values=cache)
         with pytest.raises(IndexError, match="index 6 is out of bounds"):
-            one(IDS, past_key_values=cache)
-    assert torch.equal(model(IDS).logits, reference(IDS).logits)  # and what comes then is right
+            two_fillings(one)
+    assert torch.equal(cropped(model), cropped(reference))  # and what comes then is right
 
 
 def test_an_assistant_is_verified_by_the_streamed_model(streamed):
     model, reference, _ = streamed
-    options = {"max_new_tokens": 6, "do_sample": False, "assistant_model": reference}
-    assert torch.equal(model.generate(IDS[:1], **options), reference.generate(IDS[:1], **options))
+    assert torch.equal(assisted(model, reference), assisted(reference, reference))
 
 
 def test_windows_of_attention_are_kept_when_they_slide(tmp_path):
