@@ -24,6 +24,7 @@ from penstock.passes.guardless import Guardless, capable
 from penstock.passes.lines import sentence, where
 from penstock.passes.parts import each_part, has_parts
 from penstock.passes.placement import AskedDevices, Placement, home_of, place
+from penstock.passes.remedies import remedy
 from penstock.schedule.errors import PassError
 
 BUFFERS = "penstock.buffers"
@@ -139,7 +140,8 @@ class Built:
                     root.eval(), args, kwargs, dynamic_shapes=dynamic_shapes, strict=False
                 )
         except Exception as error:
-            raise PassError(f"the model cannot be exported{where(error)}: {sentence(error)}") from error
+            said = sentence(error).rstrip(". ")
+            raise PassError(f"the model cannot be exported{where(error)}: {said}; {remedy(error)}") from error
         prefix = next(name for name, child in root.named_modules() if child is self.module)
         exported.graph_module.meta[BUFFERS] = {join(prefix, n): v for n, v in self.buffers.items()}
         return exported
