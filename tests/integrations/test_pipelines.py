@@ -123,3 +123,10 @@ def test_a_component_with_offloading_of_its_own_is_refused(tmp_path_factory):
     )
     with pytest.raises(PassError, match="unet has hooks of diffusers"):
         apply(made, CAP)
+
+
+def test_a_component_that_is_no_module_is_refused_by_name(drawn, monkeypatch):
+    made, _, _ = drawn
+    monkeypatch.setattr(made, "unet", lambda sample, timestep: sample)
+    with pytest.raises(PassError, match="component unet is a function and no module"):
+        apply(made, CAP)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 from torch import nn
@@ -85,12 +85,34 @@ def components_of(model: Any) -> dict[str, nn.Module]:
         raise PassError(
             f"expected a module, a transformers model or a diffusers pipeline, got {type(model).__name__}"
         )
+    _refuse_stand_ins(model, held)
     modules = {name: one for name, one in held.items() if isinstance(one, nn.Module)}
     found = {names[0]: modules[names[0]] for names in _by_object(modules).values()}
     if not found:
         raise PassError(f"the {type(model).__name__} has no component that is a module")
     _refuse_shared(found)
     return found
+
+
+def _refuse_stand_ins(pipeline: Any, held: Mapping[str, Any]) -> None:
+    """PassError for what is no module where the pipeline takes one: it would stay in memory, unheard."""
+    for name, hint in _hints(type(pipeline).__init__).items():
+        kinds = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type)]
+        given = held.get(name)
+        modules = any(issubclass(kind, nn.Module) for kind in kinds)
+        if modules and given is not None and not isinstance(given, (nn.Module, *kinds)):
+            raise PassError(
+                f"component {name} is a {type(given).__name__} and no module, so that it cannot stream: give "
+                "the pipeline the module of its library, or apply penstock to single components"
+            )
+
+
+def _hints(function: Any) -> dict[str, Any]:
+    """The types of arguments, as far as they can be looked up."""
+    try:
+        return get_type_hints(function)
+    except Exception:
+        return {}
 
 
 def _refuse_shared(modules: Mapping[str, nn.Module]) -> None:
