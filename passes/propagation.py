@@ -119,10 +119,10 @@ class _CountingProp(FakeTensorProp):
         try:
             counter, result = self._count(n)
         except RuntimeError as error:
-            if "symbolic sizes" not in str(error):
+            if "symbolic sizes" not in str(error) and "SymInt" not in str(error):
                 raise
-            # torch 2.11 decomposes `linear` in C++, which does not know them. Only here: some views become
-            # copies when Python decomposes.
+            # C++ decomposes `linear` (in torch 2.11) and `upsample_nearest2d`, and does not know them. Only
+            # here: some views become copies when Python decomposes.
             with enable_python_dispatcher():
                 counter, result = self._count(n)
         n.meta[FLOPS] = size_hint(counter.get_total_flops())

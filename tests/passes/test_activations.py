@@ -68,3 +68,13 @@ def test_sizes_of_a_call_count_as_the_graph_says_and_not_in_proportion() -> None
     found = Activations(exported)
     assert found.peak() == activation_bytes(exported) == 2 * 4 * 4 * 4
     assert found.peak({symbol: 400}) == 2 * 400 * 400 * 4
+
+
+def test_a_size_of_one_input_that_another_is_scaled_to_may_be_dynamic() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+            return nn.functional.interpolate(x, size=like.shape[-2:], mode="nearest")
+
+    inputs = torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 8, 8)
+    sizes = {2: torch.export.Dim.AUTO, 3: torch.export.Dim.AUTO}
+    assert peak(Scaled(), *inputs, dynamic_shapes=(sizes, sizes)) == 8 * 8 * 4
