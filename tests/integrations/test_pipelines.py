@@ -60,6 +60,17 @@ def test_an_autoencoder_encodes_to_the_same_distribution(drawn, tmp_path):
     )
 
 
+def test_an_autoencoder_decodes_to_what_its_library_returns(drawn, tmp_path):
+    made, _, _ = drawn
+    latents = torch.rand(1, 4, 8, 8)
+    with torch.no_grad():
+        expected = made.vae.decode(latents)
+        with apply(made.vae, CAP, cache=tmp_path):
+            found = made.vae.decode(latents)
+    assert type(found) is type(expected)
+    assert torch.equal(found.sample, expected.sample)
+
+
 def test_a_component_that_cannot_be_streamed_leaves_the_others_as_they_were(tmp_path_factory):
     made = models.pipeline(tmp_path_factory.mktemp("vocabulary"))
     made.unet.conv_in.weight.data = made.unet.conv_in.weight.data.to(memory_format=torch.channels_last)

@@ -78,8 +78,9 @@ def _key(leaf: Any) -> str:
 
 
 def is_state(value: object) -> bool:
-    """Whether a value is an object that a library keeps between calls."""
-    return type(value).__module__ in STATE_MODULES and hasattr(value, "__dict__")
+    """Whether a value is an object that a library keeps between calls. What it returns is none."""
+    known = type(value).__module__ in STATE_MODULES and hasattr(value, "__dict__")
+    return known and not isinstance(value, dict)
 
 
 class Collector:
