@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,8 +17,8 @@ Example = torch.Tensor | Sequence[Any] | Mapping[str, Any] | Callable[[Any], obj
 _LENGTH, _NEW_TOKENS = 7, 3
 """Tokens of a tiny prompt, and what follows them."""
 
-_STEPS, _FRAMES = 2, 5
-"""Steps of denoising, and pictures of a film."""
+_STEPS, _FRAMES, _SAMPLE = 2, 5, 64
+"""Steps of denoising, pictures of a film, and the side of latents where a pipeline does not say."""
 
 
 def make_call(model: Any, example: Example) -> None:
@@ -44,17 +46,57 @@ def tiny_call(model: Any) -> Callable[[Any], object]:
 
 
 def _draw(pipeline: Any) -> None:
-    """What the pipeline draws with its own settings, in few steps."""
-    wanted = {"prompt": "a", "num_inference_steps": _STEPS, "num_frames": _FRAMES}
-    wanted["generator"] = torch.Generator()
+    """What the pipeline draws with its own settings, in few steps, and with pictures where it needs them."""
     taken = inspect.signature(pipeline.__call__).parameters
-    before = pipeline.__dict__.pop("_progress_bar_config", None)
-    pipeline.set_progress_bar_config(disable=True)
+    strength = taken["strength"].default if "strength" in taken else 1
+    given = {"prompt": "a", "class_labels": [0], "num_frames": _FRAMES, "generator": torch.Generator()}
+    given["num_inference_steps"] = math.ceil(_STEPS / strength)  # of which it makes a part of `strength`
+    copied = _undisturbed(pipeline)
     try:
-        pipeline(**{name: value for name, value in wanted.items() if name in taken})
-    finally:
-        del pipeline._progress_bar_config
-        pipeline.__dict__.update({} if before is None else {"_progress_bar_config": before})
+        copied(**{name: value for name, value in given.items() if name in taken})
+    except (AttributeError, TypeError, ValueError):  # what None is not
+        if not (pictures := _pictures(pipeline, taken)):
+            raise
+        copied(**{name: value for name, value in {**given, **pictures}.items() if name in taken})
+
+
+def _undisturbed(pipeline: Any) -> Any:
+    """One with the same components, but for schedulers, and without a progress bar."""
+    from diffusers import DiffusionPipeline, SchedulerMixin
+
+    copied = copy.copy(pipeline)
+    for name, held in vars(pipeline).items():
+        if isinstance(held, SchedulerMixin):
+            vars(copied)[name] = copy.deepcopy(held)
+        elif isinstance(held, DiffusionPipeline):
+            vars(copied)[name] = _undisturbed(held)
+    copied.set_progress_bar_config(disable=True)
+    return copied
+
+
+def _pictures(pipeline: Any, taken: Mapping[str, inspect.Parameter]) -> dict[str, object]:
+    """Black ones of the size that a pipeline draws, and a mask that hides nothing, by argument."""
+    from PIL import Image
+
+    size = _size(pipeline, taken)
+    picture = Image.new("RGB", size)
+    found: dict[str, object] = {"image": picture, "mask_image": Image.new("L", size, 255)}
+    nets = getattr(getattr(pipeline, "controlnet", None), "nets", None)
+    control = "control_image" if "control_image" in taken else "image"
+    found |= {control: [picture] * len(nets) if nets else picture, "video": [picture] * _FRAMES}
+    return {name: value for name, value in found.items() if name in taken}
+
+
+def _size(pipeline: Any, taken: Mapping[str, inspect.Parameter]) -> tuple[int, int]:
+    """Width and height of what a pipeline draws where neither is given."""
+    denoiser = getattr(pipeline, "unet", None) or getattr(pipeline, "transformer", None)
+    configured = getattr(getattr(denoiser, "config", None), "sample_size", None)
+    sample = getattr(pipeline, "default_sample_size", None) or configured or _SAMPLE
+    sides = (sample, sample) if isinstance(sample, int) else (sample[1], sample[0])
+    scale = getattr(pipeline, "vae_scale_factor", 1)
+    own = [taken[name].default if name in taken else None for name in ("width", "height")]
+    width, height = (given or side * scale for given, side in zip(own, sides, strict=True))
+    return width, height
 
 
 def _tokens(model: Any) -> torch.Tensor:
