@@ -49,6 +49,9 @@ WEIGHTS = "weights.safetensors"
 
 Chunks = Callable[[], Iterator[Chunk]]
 
+Place = tuple[tuple[WeightFile, int, int], ...]
+"""Where the bytes of a storage lie: files as they were stamped, offsets and lengths."""
+
 
 def compile(
     exported: ExportedProgram | Mapping[str, ExportedProgram],
@@ -64,6 +67,7 @@ def compile(
     resident_below: int | str | None = None,
     force: bool = False,
     progress: Progress | None = None,
+    earlier: Program | None = None,
 ) -> Program:
     """Compile an exported program into the artifact folder `path`, and open it.
 
@@ -76,7 +80,8 @@ def compile(
     `lowering="inductor"` compiles with AOTInductor, whose `options` are those of `torch.compile`. Weights of
     less than `resident_below` bytes (None: 64 KiB) then stay in memory and cost no probes. Such an artifact
     runs with the version of torch, and on the kind of processor, that compiled it.
-    `force` replaces an artifact that exists. Prints the bytes it is about to write.
+    `force` replaces an artifact that exists. What `earlier` has hashed in place, in files that are still the
+    same, is not hashed again. Prints the bytes it is about to write.
 
     Raises PassError for a program that cannot be streamed, SourceError for weight files that are
     not the program's and for an output that cannot be written.
@@ -92,10 +97,11 @@ def compile(
         compiled = _compile(annotated, checkpoint, rules, options, resident_below)
         annotated = replace(annotated, payload=compiled.payload)
     writer = _Writer(annotated, checkpoint, rules, in_place=not pack, progress=progress)
+    hashed = {} if earlier is None else _hashed(earlier.payload.storages, earlier.payload.files)
     folder = Path(path)
 
     def build(temporary: Path) -> None:
-        catalog = writer.write_weights(temporary)
+        catalog = writer.write_weights(temporary, hashed)
         program = _save_program(annotated, compiled, temporary)
         payload = replace(catalog, lowering="inductor" if compiled else "eager", program=program)
         data = payload.to_bytes()
@@ -169,6 +175,14 @@ def _open(weights: Paths, annotated: Annotated, rename: Rename, *, pack: bool) -
     return checkpoint
 
 
+def _place(storage: Storage, files: Sequence[WeightFile]) -> Place:
+    return tuple((files[one.file], one.file_offset, one.nbytes) for one in storage.extents)
+
+
+def _hashed(storages: Sequence[Storage], files: Sequence[WeightFile]) -> dict[Place, str]:
+    return {_place(one, files): one.sha256 for one in storages if one.extents and one.sha256}
+
+
 class _Writer:
     """Decides for each storage where its bytes come from, and writes what must be written."""
 
@@ -194,7 +208,7 @@ class _Writer:
             check_parts(weights, bound.spans)
             self._storages, self._spans = bound.storages, bound.spans
 
-    def write_weights(self, folder: Path) -> Payload:
+    def write_weights(self, folder: Path, hashed: Mapping[Place, str]) -> Payload:
         """Write the packed file, if one is needed, and return the payload with files and extents."""
         in_place = [s for s, storage in enumerate(self._storages) if self._in_place and storage.extents]
         packed = [s for s in _packing_order(self._payload) if s not in set(in_place)]
@@ -203,7 +217,9 @@ class _Writer:
         files: list[WeightFile] = []
         if self._checkpoint is not None and self._in_place:
             files = [stamp_file(p, recorded_path=str(p)) for p in self._checkpoint.files]
-            self._hash_in_place(storages, in_place, files, folder)
+            for s in in_place:
+                storages[s] = replace(storages[s], sha256=hashed.get(_place(storages[s], files)))
+            self._hash_in_place(storages, [s for s in in_place if not storages[s].sha256], files, folder)
         if packed:
             total = sum(storages[s].nbytes for s in packed)
             check_space(folder, total)

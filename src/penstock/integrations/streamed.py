@@ -89,6 +89,7 @@ class Component:
         self._blank, self._where, self._cap = blank, where, cap
         self._methods: list[Method] = []
         self._program: Program | None = None
+        self._earlier: Program | None = None
         self._plan: Plan | None = None
         self._module: StreamedModule | None = None
         self._beside = self._rehearsed = 0
@@ -193,7 +194,7 @@ class Component:
 
     def _compiled(self) -> Program:
         if self._program is None:
-            self._program = self._compile()
+            self._program = self._earlier = self._compile()
         return self._program
 
     def _compile(self) -> Program:
@@ -216,4 +217,5 @@ class Component:
             weights=self.weights,
             rename=lambda fqn: self._names.get(own := fqn.removeprefix("model."), own),
             pack=False,
+            earlier=self._earlier,
         )
