@@ -71,6 +71,17 @@ def test_an_autoencoder_decodes_to_what_its_library_returns(drawn, tmp_path):
     assert torch.equal(found.sample, expected.sample)
 
 
+def test_a_component_may_be_moved_to_where_it_is(drawn, tmp_path):
+    made, _, _ = drawn
+    with apply(made.vae, CAP, example=models.nothing, cache=tmp_path):
+        assert made.vae.to("cpu", torch.float32) is made.vae  # as pipelines do before they encode a picture
+        for change in ({"dtype": torch.float16}, {"memory_format": torch.channels_last}):
+            with pytest.raises(StreamError, match="AutoencoderKL cannot be moved or converted"):
+                made.vae.to(**change)
+        with pytest.raises(StreamError, match="cannot be moved or converted"):
+            made.vae.share_memory()
+
+
 def test_a_component_that_cannot_be_streamed_leaves_the_others_as_they_were(tmp_path_factory):
     made = models.pipeline(tmp_path_factory.mktemp("vocabulary"))
     made.unet.conv_in.weight.data = made.unet.conv_in.weight.data.to(memory_format=torch.channels_last)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 from safetensors import safe_open
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.integrations.absent import AbsentTensor, make_absent
 from penstock.passes.fake_export import Built
@@ -281,7 +282,25 @@ def _refuse(module: nn.Module, path: str, sentence: str, undo: ExitStack) -> Non
         undo.callback(hooks.register_forward_pre_hook(refuse("called by itself")).remove)
     undo.callback(_replace(module, "__deepcopy__", refuse("copied")))
     undo.callback(_replace(module, "__reduce_ex__", refuse("pickled")))
-    undo.callback(_replace(module, "_apply", refuse("moved or converted")))
+    undo.callback(_replace(module, "_apply", _unless_done(module, refuse("moved or converted"))))
+
+
+def _unless_done(module: nn.Module, refused: Callable[[], NoReturn]) -> Callable[..., nn.Module]:
+    """A module's `_apply`, which is refused where it would change a dtype or a device."""
+
+    def apply(function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        held = _plain([*module.named_parameters(), *module.named_buffers()]).values()
+        return module if all(_is_kept(one, function) for one in held) else refused()
+
+    return apply
+
+
+def _is_kept(value: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Whether a function returns the tensor that it is given, by one of its kind without values."""
+    with FakeTensorMode(), suppress(Exception):
+        like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        return function(like) is like
+    return False
 
 
 def _replace(module: nn.Module, name: str, value: object) -> Callable[[], None]:
