@@ -82,6 +82,16 @@ def test_a_component_may_be_moved_to_where_it_is(drawn, tmp_path):
             made.vae.share_memory()
 
 
+def test_a_prior_makes_embeddings_of_its_latents(tmp_path):
+    from diffusers import PriorTransformer
+
+    sizes = {"num_attention_heads": 1, "attention_head_dim": 8, "num_layers": 1, "num_embeddings": 4}
+    prior = models.frozen(PriorTransformer(**sizes, embedding_dim=8))
+    expected = prior.post_process_latents(torch.ones(1, 8))
+    with apply(prior, "1MB", cache=tmp_path):
+        assert torch.equal(prior.post_process_latents(torch.ones(1, 8)), expected)
+
+
 def test_a_component_that_cannot_be_streamed_leaves_the_others_as_they_were(tmp_path_factory):
     made = models.pipeline(tmp_path_factory.mktemp("vocabulary"))
     made.unet.conv_in.weight.data = made.unet.conv_in.weight.data.to(memory_format=torch.channels_last)

@@ -18,6 +18,9 @@ from penstock.schedule.errors import PassError
 _MASKS = "transformers.masking_utils"
 _DECISIONS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 
+_CALLED = ("encode", "decode", "post_process_latents")
+"""Methods of components that pipelines of diffusers call, and which read parameters."""
+
 
 @contextmanager
 def as_when_called(decisions: Decisions) -> Iterator[None]:
@@ -139,7 +142,7 @@ def _by_object(modules: dict[str, nn.Module]) -> dict[int, list[str]]:
 def entries_of(module: nn.Module) -> list[str]:
     """The methods through which its library calls a module: `forward`, and of some others beside it."""
     entries = ["forward"]
-    entries += [name for name in ("encode", "decode") if _is_diffusers(module) and hasattr(module, name)]
+    entries += [name for name in _CALLED if _is_diffusers(module) and hasattr(module, name)]
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
         get_encoder: Any = getattr(module, "get_encoder", lambda: None)
         encoder = get_encoder()
