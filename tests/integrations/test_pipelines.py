@@ -92,6 +92,23 @@ def test_a_prior_makes_embeddings_of_its_latents(tmp_path):
         assert torch.equal(prior.post_process_latents(torch.ones(1, 8)), expected)
 
 
+def test_of_a_safety_checker_the_vision_model_streams(drawn, tmp_path):
+    from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
+    from transformers import CLIPConfig, CLIPImageProcessor
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    seen = {"vision_config": {**sizes, "image_size": 8, "patch_size": 4}, "text_config": sizes}
+    checker = models.frozen(StableDiffusionSafetyChecker(CLIPConfig(**seen, projection_dim=8)))
+    checker.concept_embeds_weights.fill_(2)  # no cosine is more
+    others = {"safety_checker": checker, "feature_extractor": CLIPImageProcessor()}
+    made = type(drawn[0])(**drawn[0].components | others)
+    with apply(made, CAP, example=models.nothing, cache=tmp_path) as applied:
+        assert "safety_checker.vision_model" in applied.components
+        images, found = made.safety_checker(torch.ones(1, 3, 8, 8), torch.ones(1, 3, 8, 8))
+        assert images.all()
+        assert found == [False]
+
+
 def test_a_component_that_cannot_be_streamed_leaves_the_others_as_they_were(tmp_path_factory):
     made = models.pipeline(tmp_path_factory.mktemp("vocabulary"))
     made.unet.conv_in.weight.data = made.unet.conv_in.weight.data.to(memory_format=torch.channels_last)

@@ -89,12 +89,19 @@ def components_of(model: Any) -> dict[str, nn.Module]:
             f"expected a module, a transformers model or a diffusers pipeline, got {type(model).__name__}"
         )
     _refuse_stand_ins(model, held)
-    modules = {name: one for name, one in held.items() if isinstance(one, nn.Module)}
+    modules = dict(_streamed(name, one) for name, one in held.items() if isinstance(one, nn.Module))
     found = {names[0]: modules[names[0]] for names in _by_object(modules).values()}
     if not found:
         raise PassError(f"the {type(model).__name__} has no component that is a module")
     _refuse_shared(found)
     return found
+
+
+def _streamed(name: str, module: nn.Module) -> tuple[str, nn.Module]:
+    """A component; of a safety checker, which decides in Python about what it saw, its vision model."""
+    if type(module).__name__.endswith("SafetyChecker") and hasattr(module, "vision_model"):
+        return f"{name}.vision_model", module.get_submodule("vision_model")
+    return name, module
 
 
 def _refuse_stand_ins(pipeline: Any, held: Mapping[str, Any]) -> None:
