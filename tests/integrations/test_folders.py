@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from penstock.integrations import load
-from penstock.integrations.folders import Stored
+from penstock.integrations.folders import Stored, open_model
 from penstock.schedule.errors import SourceError
 from tests.integrations import models
 
@@ -44,6 +44,14 @@ def test_an_adapter_beside_its_model_is_refused_and_never_ignored(folder):
     (folder / "adapter_config.json").write_text("{}")
     with pytest.raises(SourceError, match="model holds an adapter"):
         load(folder, "1MB")
+
+
+def test_of_several_variants_the_one_that_its_library_reads_is_read(folder):
+    file = folder / "model.safetensors"
+    save_file(load_file(file), folder / "model.fp16.safetensors")
+    assert open_model(folder).files == (file,)
+    file.unlink()
+    assert open_model(folder).files == (folder / "model.fp16.safetensors",)
 
 
 def test_pickled_weights_are_refused_with_what_to_do(folder):

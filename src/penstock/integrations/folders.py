@@ -144,7 +144,7 @@ def open_model(folder: Path) -> Stored:
     pickled = sorted(path.name for path in folder.glob("*model*.bin"))
     if pickled and not any(folder.glob("*.safetensors")):
         raise SourceError(f"{folder} has its weights in {pickled[0]} and in no safetensors file: {_AGAIN}")
-    files = tuple(path.resolve() for path in index_files(folder))
+    files = tuple(path.resolve() for path in index_files(_weights(folder)))
     open_checkpoint(files)  # every header is parsed before anything else is
     try:
         facts = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
@@ -157,6 +157,13 @@ def open_model(folder: Path) -> Stored:
         config = read_config(folder)
         name, build = model_class(config, str(folder)).__name__, builder(config, str(folder), None)
     return Stored(name, folder, with_quantised_weights(build, facts, files, folder), files)
+
+
+def _weights(folder: Path) -> Path:
+    """What libraries read where no variant (fp16) is asked for; where it is not there, all of the folder."""
+    names = [f"{name}.safetensors" for name in ("model", "diffusion_pytorch_model")]
+    own = [folder / f"{name}{end}" for end in (".index.json", "") for name in names]
+    return next((one for one in own if one.is_file()), folder)
 
 
 def open_pipeline(folder: Path) -> tuple[dict[str, Stored], Callable[[dict[str, nn.Module]], Any]]:
