@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 
 import pytest
@@ -78,7 +79,7 @@ def test_calls_of_other_threads_wait_for_the_end_of_a_rehearsal(prepared):
 def test_a_cap_that_is_too_small_is_refused_when_it_is_given(tmp_path):
     model = models.llama(num_hidden_layers=1)
     reference = models.twin(model)
-    with pytest.raises(BudgetError, match="LlamaForCausalLM does not run in") as caught:
+    with pytest.raises(BudgetError, match=r"LlamaForCausalLM does not run in .*example=") as caught:
         apply(model, "20KB", cache=tmp_path)
     assert torch.equal(model(IDS).logits, reference(IDS).logits)  # as it was
     with apply(model, caught.value.floor_bytes, cache=tmp_path):
@@ -141,7 +142,8 @@ def test_models_that_do_not_generate_have_a_tiny_call(entry):
 def test_a_tiny_call_that_fails_says_so_and_prepares_what_it_reached(tmp_path, capfd):
     model = models.frozen(whisper().build())  # which looks for a time in what it said
     with apply(model, "2MB", cache=tmp_path):
-        assert "a tiny call did not reach its end (IndexError" in capfd.readouterr().err
+        said = capfd.readouterr().err
+        assert re.search(r"a tiny call did not reach its end \(IndexError.*\): .* first called, or", said)
         assert len(list((tmp_path / "programs").iterdir())) == 1
 
 

@@ -29,10 +29,14 @@ from penstock.integrations.tiny_calls import Example, make_call, tiny_call
 from penstock.integrations.watch import Watch
 from penstock.passes.fake_export import Built
 from penstock.runtime.user_cache import user_cache
-from penstock.schedule.errors import PenstockError, StreamError
+from penstock.schedule.errors import BudgetError, PenstockError, StreamError
 from penstock.schedule.sizes import format_size, parse_size
 
 _INSTEAD = "call the model itself, or restore it first (restore() of what apply returned)"
+
+_LATER = ": what it did not reach is exported when it is first called, or now where example= makes the call"
+
+_OWN_SIZES = " (this was a tiny call in sizes of the model's own: example= makes another)"
 
 
 class Applied:
@@ -95,8 +99,11 @@ class Applied:
             self._rehearse(tiny_call(self.target))
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            print(f"penstock: a tiny call did not reach its end ({reason})", file=sys.stderr)
-        self._plan()
+            print(f"penstock: a tiny call did not reach its end ({reason}){_LATER}", file=sys.stderr)
+        try:
+            self._plan()
+        except BudgetError as error:
+            raise BudgetError(f"{error}{_OWN_SIZES}", floor_bytes=error.floor_bytes) from error
 
     def _rehearse(self, example: Example) -> None:
         with self.cap.rehearsal():
