@@ -111,7 +111,11 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        args, given = pytree.tree_map(self._without_memory, (args, dict(kwargs or {})))
+        with torch._C.DisableTorchFunction():  # a legacy constructor (torch.FloatTensor) leaves modes active
+            return self._recorded(func, args, dict(kwargs or {}))
+
+    def _recorded(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, given = pytree.tree_map(self._without_memory, (args, kwargs))
         if func._schema.name in _SCALARS:
             return func(
                 *pytree.tree_map(lambda x: self.values(x) if isinstance(x, torch.Tensor) else x, args)
@@ -122,9 +126,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(a.name == "device" for a in func._schema.arguments):
             placed["device"] = _META
         result = func(*moved, **placed)
-        draws = None
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            draws = self._draws.count(given.get("generator"))
+        seeded = torch.Tag.nondeterministic_seeded in func.tags
+        draws = self._draws.count(given.get("generator")) if seeded else None
         outputs = tuple(
             self._spec(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)
         )

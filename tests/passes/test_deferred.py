@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -130,6 +131,19 @@ def test_seeding_in_the_constructor_counts() -> None:
     torch.manual_seed(5)
     expected = build()
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), expected.parameters(), strict=True))
+
+
+def test_a_legacy_constructor_converts_numbers_of_numpy() -> None:
+    table = np.arange(6.0).reshape(2, 3)  # float64
+
+    def build() -> nn.Module:
+        module = nn.Embedding(2, 3)
+        with torch.no_grad():
+            module.weight[:] = torch.FloatTensor(table)
+        return module
+
+    found = penstock.deferred_init(build).materialize()
+    assert torch.equal(found.weight, torch.tensor(table, dtype=torch.float32))
 
 
 @pytest.mark.parametrize(
