@@ -33,6 +33,8 @@ class Guardless(TorchFunctionMode):
             return args[0].to(
                 torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
             )
+        if func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
+            return args[0].detach()  # which export sees to be a parameter's
         instead = _INSTEAD.get(func)
         if instead is not None and args[0].device.type != "cpu":
             return instead(*args, **given)

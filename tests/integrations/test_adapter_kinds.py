@@ -10,6 +10,7 @@ import torch
 from peft import (
     AdaLoraConfig,
     GraloraConfig,
+    HRAConfig,
     IA3Config,
     LoHaConfig,
     LoKrConfig,
@@ -84,6 +85,7 @@ def test_dora_is_swapped_where_only_values_differ(other, tmp_path):
 
 KINDS = {
     "gralora": GraloraConfig(**SIZES, gralora_k=2),
+    "hra": HRAConfig(**SIZES),  # reads the data of a parameter, which export does not follow by itself
     "ia3": IA3Config(target_modules=["a", "b"], feedforward_modules=["b"]),
     "oft": OFTConfig(target_modules=["a", "b"], oft_block_size=4),
 }
