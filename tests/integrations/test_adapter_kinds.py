@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 
 import pytest
@@ -133,10 +134,17 @@ def whole(tmp_path_factory):
 
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
+
+def _with_pattern(pattern):
+    return lambda old: json.dumps(json.loads(old) | {"alpha_pattern": pattern}).encode()
+
+
 DAMAGED = {
     "no JSON": (CONFIG, lambda old: old[:-9], r"settings in .*adapter_config\.json are no JSON"),
     "no text": (CONFIG, lambda _: b"\xff\xfe\xfd", r"settings in .*adapter_config\.json are no JSON"),
     "no object": (CONFIG, lambda _: b"[1]", "are a list and no object: get an intact copy"),
+    "list": (CONFIG, _with_pattern([1]), "alpha_pattern in the settings of .* is a list and no object"),
+    "no expression": (CONFIG, _with_pattern({"(": 1}), r"is for '\(', which is no regular expression"),
     "cut off": (FILE, lambda old: old[:-9], "is not a safetensors file that can be trusted"),
     "no header": (FILE, lambda old: b"?" * len(old), "is not a safetensors file that can be trusted"),
     "empty": (FILE, lambda _: b"", "is not a safetensors file that can be trusted"),

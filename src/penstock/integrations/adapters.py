@@ -7,6 +7,7 @@ program, and other ones are refused.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -188,6 +189,7 @@ def _values(module: Any, given: Adapter, adapter: str) -> dict[str, torch.Tensor
                 f"{name} is {shapes[0]} in the model and {shapes[1]} in {given.source}: another rank needs "
                 f"another program, so {_AGAIN}"
             )
+    _refuse_damaged_pattern(given)
     for what, here, there in _differing(module, given.settings, adapter):
         raise StreamError(
             f"{what} of adapter {adapter!r} is {here} in the model and {there} in {given.source}; it is part "
@@ -196,6 +198,21 @@ def _values(module: Any, given: Adapter, adapter: str) -> dict[str, torch.Tensor
     _refuse_other_ties(fqns, parameters, given)
     own = {fqn for fqn, _ in module.named_parameters()}  # tied ones once
     return {fqn: given.tensors[name].to(parameters[fqn].dtype) for name, fqn in fqns.items() if fqn in own}
+
+
+def _refuse_damaged_pattern(given: Adapter) -> None:
+    """Raise SourceError where the scaling by layer is no table of regular expressions."""
+    pattern = (given.settings or {}).get("alpha_pattern") or {}
+    said = f"alpha_pattern in the settings of {given.source} is"
+    if not isinstance(pattern, dict):
+        raise SourceError(f"{said} a {type(pattern).__name__} and no object: get an intact copy")
+    for key in pattern:
+        try:
+            re.compile(key)
+        except re.error as error:
+            raise SourceError(
+                f"{said} for {key!r}, which is no regular expression ({error}): get an intact copy"
+            ) from error
 
 
 def _refuse_other_ties(
