@@ -24,7 +24,7 @@ from torch import nn
 
 from penstock.integrations import apply, streamed
 from penstock.integrations.rebound import with_other_file
-from penstock.schedule.errors import SourceError, StreamError
+from penstock.schedule.errors import PassError, SourceError, StreamError
 from tests.integrations import models
 
 X = torch.linspace(-1, 1, 16).reshape(1, 16)
@@ -65,6 +65,15 @@ def test_tied_parameters_of_an_adapter_are_swapped_together(tmp_path):
         applied.swap_adapter(tmp_path / "tied")
         assert torch.equal(model(X), other(X))
     assert torch.equal(model(X), other(X))
+
+
+def test_an_adapter_that_is_another_transposed_is_refused_as_tied(tmp_path):
+    model = adapted(LoraConfig(**SIZES), 1)
+    transposed = model.b.lora_A["default"].weight.t()
+    model.a.lora_B["default"].weight = nn.Parameter(transposed, requires_grad=False)
+    message = r"a\.lora_B.* in the memory of b\.lora_A.* copy would untie it: .* merge it first"
+    with pytest.raises(PassError, match=message):
+        apply(model, "1MB", cache=tmp_path)
 
 
 @pytest.mark.parametrize("other", [{}, {"use_rslora": True}], ids=["fits", "scales otherwise"])

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import nn
 
 from penstock.runtime.safetensors_file import read_header
-from penstock.schedule.errors import SourceError, StreamError
+from penstock.schedule.errors import PassError, SourceError, StreamError
 
 _FILES = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
 """What peft and transformers, and what diffusers call an adapter's file in its folder."""
@@ -129,6 +129,18 @@ def by_adapter(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[d
         for adapter in adapters_of(module)
     ]
     return [own, *filter(None, groups)]
+
+
+def refuse_transposed(name: str, value: torch.Tensor, others: Mapping[str, torch.Tensor]) -> None:
+    """Raise PassError for a weight that is not dense, and lies in the memory of another one."""
+    storage = value.untyped_storage()._cdata
+    for other, tensor in others.items():
+        if tensor is not value and tensor.untyped_storage()._cdata == storage:
+            raise PassError(
+                f"weight {name} has strides {list(value.stride())} in the memory of {other}, to which it is "
+                "tied, and a contiguous copy would untie it: where an adapter ties them "
+                "(ensure_weight_tying of peft), merge it first (merge_and_unload), or add it without that"
+            )
 
 
 def named_adapter(modules: Mapping[str, nn.Module], adapter: str | None) -> str:

@@ -15,6 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.integrations.absent import AbsentTensor, make_absent
+from penstock.integrations.adapters import refuse_transposed
 from penstock.passes.fake_export import Built
 from penstock.passes.graphs import dtype_name
 from penstock.passes.parts import each_part, plain_tensors
@@ -53,6 +54,7 @@ def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
                 "penstock.integrations.load"
             )
         if not value.is_contiguous():
+            refuse_transposed(name, value, found)
             raise PassError(f"weight {name} has strides {list(value.stride())}: make it contiguous first")
     return found
 
