@@ -103,6 +103,9 @@ _FORMULAS = {
     torch.ops.aten.mkldnn_rnn_layer: _recurrent_flops,
 }
 
+_IN_CXX = (torch.ops.aten.baddbmm.default, torch.ops.aten.pad.default)
+"""What calls others in C++, which does not know symbolic sizes; torch logs each failure."""
+
 
 class _CountingProp(FakeTensorProp):
     """FakeTensorProp that also counts floating-point operations.
@@ -129,5 +132,6 @@ class _CountingProp(FakeTensorProp):
         return result
 
     def _count(self, n: fx.Node) -> tuple[FlopCounterMode, Any]:
-        with FlopCounterMode(display=False, custom_mapping=_FORMULAS) as counter:
+        in_python = enable_python_dispatcher() if n.target in _IN_CXX else nullcontext()
+        with in_python, FlopCounterMode(display=False, custom_mapping=_FORMULAS) as counter:
             return counter, super().run_node(n)

@@ -47,6 +47,18 @@ def test_weights_and_inputs_are_not_counted_and_symbols_have_their_exported_size
     assert found == 8 * 32 * 4
 
 
+def test_a_product_whose_bias_is_expanded_to_symbolic_sizes_is_propagated() -> None:
+    class Alibi(nn.Module):
+        def forward(self, mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            rows, length = mask.shape
+            bias = mask.cumsum(-1)[:, None, None].expand(rows, 2, 1, length).reshape(rows * 2, 1, length)
+            heads = x.view(rows, length, 2, -1).transpose(1, 2).reshape(rows * 2, length, -1)
+            return bias.baddbmm(heads, heads.transpose(1, 2))
+
+    sizes = {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}
+    assert peak(Alibi(), torch.ones(3, 5), torch.zeros(3, 5, 16), dynamic_shapes=(sizes, sizes)) > 0
+
+
 def test_the_body_of_a_branch_counts_beside_what_is_alive() -> None:
     class Branch(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
