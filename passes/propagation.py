@@ -103,7 +103,8 @@ _FORMULAS = {
     torch.ops.aten.mkldnn_rnn_layer: _recurrent_flops,
 }
 
-_IN_CXX = (torch.ops.aten.baddbmm.default, torch.ops.aten.pad.default)
+_aten = torch.ops.aten
+_IN_CXX = (_aten.baddbmm.default, _aten.pad.default, _aten.linalg_solve_triangular.default)
 """What calls others in C++, which does not know symbolic sizes; torch logs each failure."""
 
 
