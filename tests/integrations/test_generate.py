@@ -113,6 +113,14 @@ def test_an_assistant_is_verified_by_the_streamed_model(streamed):
     assert torch.equal(assisted(model, reference), assisted(reference, reference))
 
 
+def test_saving_is_refused_before_anything_changes(streamed, tmp_path):
+    model, reference, _ = streamed
+    with pytest.raises(StreamError, match="the LlamaForCausalLM cannot be saved, as its parameters are not"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+    assert torch.equal(model(IDS).logits, reference(IDS).logits)
+
+
 def test_windows_of_attention_are_kept_when_they_slide(tmp_path):
     model = models.sliding()
     reference = models.twin(model)

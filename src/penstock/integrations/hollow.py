@@ -285,6 +285,8 @@ def _refuse(module: nn.Module, path: str, sentence: str, undo: ExitStack) -> Non
     undo.callback(_replace(module, "__deepcopy__", refuse("copied")))
     undo.callback(_replace(module, "__reduce_ex__", refuse("pickled")))
     undo.callback(_replace(module, "_apply", _unless_done(module, refuse("moved or converted"))))
+    if hasattr(module, "save_pretrained"):  # which changes the configuration before it fails
+        undo.callback(_replace(module, "save_pretrained", refuse("saved")))
 
 
 def _unless_done(module: nn.Module, refused: Callable[[], NoReturn]) -> Callable[..., nn.Module]:
