@@ -57,6 +57,19 @@ def t5() -> Any:
     return frozen(T5ForConditionalGeneration(config))
 
 
+def llava() -> Any:
+    """A picture becomes 4 tokens, of number 120 each."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = SIZES | {"num_hidden_layers": 1}
+    seen = {**sizes, "image_size": 16, "patch_size": 8}
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**seen), text_config=LlamaConfig(**sizes), image_token_id=120
+    )
+    return frozen(LlavaForConditionalGeneration(config))
+
+
 def nothing(_: object) -> None:
     """An example that calls nothing, so that only what a test calls is exported."""
 

@@ -137,6 +137,15 @@ def test_an_encoder_and_its_decoder_generate(tmp_path):
         assert torch.equal(model.generate(IDS, max_new_tokens=4), reference.generate(IDS, max_new_tokens=4))
 
 
+def test_generate_encodes_pictures_before_it_calls_the_model(tmp_path):
+    model = models.llava()
+    reference = models.twin(model)
+    ids = torch.tensor([[5, 120, 120, 120, 120, 7, 8]])
+    given = {"input_ids": ids, "pixel_values": torch.rand(1, 3, 16, 16), "max_new_tokens": 1}
+    with apply(model, "1MB", example=models.nothing, cache=tmp_path):
+        assert torch.equal(model.generate(**given), reference.generate(**given))
+
+
 # What apply leaves and gives back.
 
 

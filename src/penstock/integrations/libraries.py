@@ -154,7 +154,16 @@ def entries_of(module: nn.Module) -> list[str]:
         get_encoder: Any = getattr(module, "get_encoder", lambda: None)
         encoder = get_encoder()
         entries += [f"{name}.forward" for name, child in module.named_modules() if child is encoder and name]
-    return entries
+    return entries + _features_of(module)
+
+
+def _features_of(module: nn.Module) -> list[str]:
+    """The methods that encode pictures, films, sounds or texts, which `generate` and users call."""
+    base: Any = getattr(module, "base_model", None)
+    paths = [path for path, child in module.named_modules() if child is base]
+    made = [f"get_{kind}_features" for kind in ("image", "video", "audio", "text")]
+    found = [name for name in made if callable(getattr(base, name, None))]
+    return [f"{path}.{name}".removeprefix(".") for path in paths for name in found]
 
 
 def _is_diffusers(module: nn.Module) -> bool:
