@@ -107,3 +107,14 @@ def test_a_buffer_that_several_tensors_make_is_all_of_them(tmp_path):
     module = Stacked("stacked", tmp_path, build, (file,)).make()
     assert torch.equal(module.bias, torch.tensor([[1.0] * 3, [2.0] * 3]))
     assert torch.equal(module.absent, torch.full((2, 3), 7.0))  # not all of it is there
+
+
+def test_a_component_of_several_folders_is_refused_and_not_taken_for_the_first(tmp_path):
+    from diffusers import UNet2DModel
+
+    blocks = {"down_block_types": ("DownBlock2D",), "up_block_types": ("UpBlock2D",)}
+    UNet2DModel(**blocks, block_out_channels=(8,), norm_num_groups=4).save_pretrained(tmp_path / "unet")
+    index = {"_class_name": "DDPMPipeline", "unet": ["diffusers", "MultiControlNetModel"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(SourceError, match=r"holds a UNet2DModel, and .* says MultiControlNetModel"):
+        load(tmp_path, "1MB")

@@ -179,9 +179,20 @@ def open_pipeline(folder: Path) -> tuple[dict[str, Stored], Callable[[dict[str, 
             others[name] = None
         elif (folder / name / _CONFIG).is_file() and _is_module(folder, *value):
             stored[name] = open_model(folder / name)
+            _refuse_several(folder, name, value, stored[name])
         else:
             others[name] = _class(folder, *value).from_pretrained(folder / name, local_files_only=True)
     return stored, lambda modules: kind(**others, **modules)
+
+
+def _refuse_several(folder: Path, name: str, value: list[str], found: Stored) -> None:
+    """SourceError for a component that is made of the modules of several folders."""
+    library, kind = value
+    if library == "diffusers" and kind != found.name:
+        raise SourceError(
+            f"{folder / name} holds a {found.name}, and {_PIPELINE} says {kind}, which may be several: "
+            "load the pipeline with its library, and give it to penstock.integrations.apply"
+        )
 
 
 def _class(folder: Path, library: str, name: str) -> Any:
