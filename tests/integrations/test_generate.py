@@ -186,6 +186,12 @@ def test_a_gradient_is_refused(tmp_path):
         model(inputs_embeds=embedded)
 
 
+def test_autocast_is_refused(streamed):
+    model, *_ = streamed
+    with torch.autocast("cpu"), pytest.raises(StreamError, match=r"autocast is on.* outside of it, or load"):
+        model(IDS)
+
+
 def test_a_model_that_accelerate_has_wrapped_is_refused(tmp_path):
     from accelerate import cpu_offload
 

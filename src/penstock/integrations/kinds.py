@@ -46,6 +46,7 @@ class Call:
     def of(cls, entry: str, arguments: Mapping[str, Any]) -> Call:
         collector = Collector()
         tree = collector.take(dict(arguments))
+        _refuse_autocast(collector.tensors)
         masks = [v for k, v in arguments.items() if k.endswith("attention_mask") and _is_padding(v)]
         full = are_full(masks)
         texts = [f"{name} {_text(value)}" for name, value in arguments.items() if value is not None]
@@ -85,6 +86,15 @@ def _settings() -> tuple[object, ...]:
     kinds = ("cpu", "cuda")
     autocast = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in kinds]
     return torch.get_default_dtype(), *autocast
+
+
+def _refuse_autocast(tensors: Sequence[torch.Tensor]) -> None:
+    """Raise StreamError under torch.autocast, of which an exported program has nothing."""
+    if any(torch.is_autocast_enabled(kind) for kind in {tensor.device.type for tensor in tensors}):
+        raise StreamError(
+            "torch.autocast is on, and a program has the dtypes that it was exported with: call the model "
+            "outside of it, or load the model in the dtype that it should compute in"
+        )
 
 
 def _is_padding(value: object) -> bool:
