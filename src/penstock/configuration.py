@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,11 +65,20 @@ def builder(config: Any, source: str, dtype: str | None) -> Callable[[], nn.Modu
         torch.set_default_dtype(wanted)
         try:
             built: nn.Module = model(config)
-            return built
         finally:
             torch.set_default_dtype(before)
+        _keep_dtypes(built, wanted)
+        return built
 
     return build
+
+
+def _keep_dtypes(model: Any, wanted: torch.dtype) -> None:
+    """Give what the library leaves in float32 that dtype: T5's `wo` in float16, some routers."""
+    for pattern, dtype in model._get_dtype_plan(wanted).items():
+        for name, value in model.state_dict(keep_vars=True).items():
+            if re.search(pattern.replace("*", ".*"), name):
+                value.data = value.data.to(dtype)
 
 
 def dtype_of(config: Any, dtype: str | None) -> torch.dtype:

@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import T5ForConditionalGeneration
 
 from penstock.integrations import load
 from penstock.integrations.folders import Stored, open_model
@@ -118,3 +119,16 @@ def test_a_component_of_several_folders_is_refused_and_not_taken_for_the_first(t
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     with pytest.raises(SourceError, match=r"holds a UNet2DModel, and .* says MultiControlNetModel"):
         load(tmp_path, "1MB")
+
+
+def test_what_the_library_leaves_in_float32_is_so_here(tmp_path):
+    models.t5().half().save_pretrained(tmp_path / "half")
+    with pytest.raises(SourceError, match=r"wo\.weight as float16 in its files and float32 by .* save it ag"):
+        load(tmp_path / "half", "1MB")
+    kept = models.frozen(T5ForConditionalGeneration.from_pretrained(tmp_path / "half"))
+    kept.save_pretrained(tmp_path / "kept")
+    model = load(tmp_path / "kept", "1MB", example=models.nothing, cache=tmp_path)
+    ids = torch.tensor([[5, 6, 7]])
+    given = {"input_ids": ids, "decoder_input_ids": ids}
+    assert torch.equal(model(**given).logits, models.twin(kept)(**given).logits)
+    model.penstock_applied.close()
