@@ -9,6 +9,7 @@ import torch
 from torch.export import ExportedProgram
 
 from penstock.passes.call_signature import check_signature
+from penstock.passes.constants import with_own_constants
 from penstock.passes.fake_export import with_computed_buffers
 from penstock.passes.grad_regions import without_grad_regions
 from penstock.passes.inputs import describe_method
@@ -78,6 +79,7 @@ def annotate_with_values(
     programs = {name: with_computed_buffers(program) for name, program in programs.items()}
     programs = {name: with_plain_parts(program) for name, program in programs.items()}
     programs = {name: without_grad_regions(program) for name, program in programs.items()}
+    programs = with_own_constants(programs)
     if not programs:
         raise PassError("there is no method to annotate: give an exported program, or {name: program}")
     catalog = _Catalog()

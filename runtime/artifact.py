@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 
 WEIGHTS = "weights.safetensors"
 
+_ANNOUNCED = 1 << 20
+"""Bytes to write from which on it is said."""
+
 Chunks = Callable[[], Iterator[Chunk]]
 
 Place = tuple[tuple[WeightFile, int, int], ...]
@@ -81,7 +84,8 @@ def compile(
     less than `resident_below` bytes (None: 64 KiB) then stay in memory and cost no probes. Such an artifact
     runs with the version of torch, and on the kind of processor, that compiled it.
     `force` replaces an artifact that exists. What `earlier` has hashed in place, in files that are still the
-    same, is not hashed again. Prints the bytes it is about to write.
+    same, is not hashed again. Prints the bytes it is about to write, if
+    they are many.
 
     Raises PassError for a program that cannot be streamed, SourceError for weight files that are
     not the program's and for an output that cannot be written.
@@ -104,12 +108,16 @@ def compile(
         catalog = writer.write_weights(temporary, hashed)
         program = _save_program(annotated, compiled, temporary)
         payload = replace(catalog, lowering="inductor" if compiled else "eager", program=program)
-        data = payload.to_bytes()
-        (temporary / PAYLOAD).write_bytes(data)
-        (temporary / DIGEST).write_bytes(digest_line(data))
+        _write_payload(payload, temporary)
 
     write_artifact(folder, force=force, build=build)
     return open_program(folder)
+
+
+def _write_payload(payload: Payload, folder: Path) -> None:
+    data = payload.to_bytes()
+    (folder / PAYLOAD).write_bytes(data)
+    (folder / DIGEST).write_bytes(digest_line(data))
 
 
 def _save_program(annotated: Annotated, compiled: inductor.Compiled | None, folder: Path) -> ProgramFile:
@@ -224,7 +232,8 @@ class _Writer:
             total = sum(storages[s].nbytes for s in packed)
             check_space(folder, total)
             entries = [self._entry(s) for s in packed]
-            print(f"penstock: writing {total:,} bytes of weights to {folder.parent}", file=sys.stderr)
+            if total >= _ANNOUNCED:
+                print(f"penstock: writing {total:,} bytes of weights to {folder.parent}", file=sys.stderr)
             placed = pack(
                 folder / WEIGHTS, entries, progress=count_bytes(self._progress, "packing weights", total)
             )

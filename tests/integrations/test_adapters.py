@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 
 from penstock.integrations import apply
-from penstock.schedule.errors import SourceError, StreamError
+from penstock.schedule.errors import PassError, SourceError, StreamError
 from tests.integrations import models
 
 # peft asks transformers for what transformers has renamed.
@@ -225,3 +225,13 @@ def test_the_names_in_the_adapter_of_a_pipeline_begin_with_their_component(tmp_p
         applied.swap_adapter(tmp_path / "fits.safetensors")
     for name, module in pair.components.items():
         assert torch.equal(module(IDS).logits, other.components[name](IDS).logits)
+
+
+def test_an_adapter_that_adds_virtual_tokens_is_refused_by_name(tmp_path):
+    from peft import PromptTuningConfig
+
+    model = get_peft_model(
+        models.llama(num_hidden_layers=1), PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=3)
+    )
+    with pytest.raises(PassError, match="of the kind PROMPT_TUNING, which adds virtual tokens"):
+        apply(model, "1MB", cache=tmp_path)

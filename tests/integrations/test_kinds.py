@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import torch
@@ -26,6 +27,47 @@ class Asks(nn.Module):
         factor = (1 if x.is_contiguous() else 2) + (4 if x is y else 0)
         made = torch.ones(8)
         return (self.linear(x) * factor + self.computed).contiguous().view(-1) + x.contiguous().view(-1), made
+
+
+class Remembers(nn.Module):
+    """Keeps a table in a cache of its class, as models of diffusers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019
+    def table(self, size):
+        return torch.arange(size) / size
+
+    def forward(self, x):
+        return self.linear(x) + self.table(8)
+
+
+def test_what_an_export_leaves_in_a_cache_is_not_there_for_the_next(tmp_path):
+    model = models.frozen(Remembers())
+    wanted = [model(x) for x in (X, X[:1])]
+    with apply(model, "1MB", cache=tmp_path):
+        assert all(torch.equal(model(x), want) for x, want in zip((X, X[:1]), wanted, strict=True))
+    assert torch.equal(model(X), wanted[0])
+
+
+class Lifts(nn.Module):
+    """A constant that export calls by the same name for each kind of call."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x) + torch.tensor(1.0 if x.ndim == 2 else 2.0)
+
+
+def test_constants_of_one_name_are_each_kinds_own(tmp_path):
+    model = models.frozen(Lifts())
+    wanted = [model(x) for x in (X, X[0])]
+    with apply(model, "1MB", cache=tmp_path):
+        assert all(torch.equal(model(x), want) for x, want in zip((X, X[0]), wanted, strict=True))
 
 
 def applied_and_not(tmp_path, dtype=torch.float32):

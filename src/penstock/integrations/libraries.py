@@ -80,6 +80,7 @@ def refuse_wrapped(module: nn.Module, name: str) -> None:
 def components_of(model: Any) -> dict[str, nn.Module]:
     """The modules that a model or a pipeline consists of, by name. PassError where there are none."""
     if isinstance(model, nn.Module):
+        _refuse_virtual_tokens(model)
         get_base: Any = getattr(model, "get_base_model", lambda: model)  # peft calls its model's own methods
         module: nn.Module = get_base()
         return {type(module).__name__: module}
@@ -102,6 +103,16 @@ def _streamed(name: str, module: nn.Module) -> tuple[str, nn.Module]:
     if type(module).__name__.endswith("SafetyChecker") and hasattr(module, "vision_model"):
         return f"{name}.vision_model", module.get_submodule("vision_model")
     return name, module
+
+
+def _refuse_virtual_tokens(model: Any) -> None:
+    """PassError for an adapter that peft runs around the model, and which calls parts of it by themselves."""
+    config: Any = getattr(model, "active_peft_config", None)
+    if getattr(config, "is_prompt_learning", False) or getattr(config, "is_adaption_prompt", False):
+        raise PassError(
+            f"the adapter is of the kind {config.peft_type.value}, which adds virtual tokens to each call in "
+            "code of peft's own: it cannot be streamed; use an adapter of weights, such as LoRA"
+        )
 
 
 def _refuse_stand_ins(pipeline: Any, held: Mapping[str, Any]) -> None:

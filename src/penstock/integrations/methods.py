@@ -14,6 +14,7 @@ from penstock.integrations.calls import Builder, Collector
 from penstock.integrations.decisions import Decisions, truth_of
 from penstock.integrations.kinds import Call, Result, method_of
 from penstock.integrations.libraries import as_when_called
+from penstock.integrations.library_caches import empty_caches
 from penstock.integrations.memory import watch_memory
 from penstock.passes.activations import Activations
 from penstock.passes.fake_export import Built
@@ -59,7 +60,8 @@ class Method:
         results: list[Result] = []
         flat = _Flat(model.module, call, known, results.append).eval()
         sizes = [{d: Dim.AUTO for d, n in enumerate(t.shape) if n > 1} for t in call.tensors]
-        exported = with_plain_parts(model.export(([*call.tensors],), (sizes,), module=flat))
+        with empty_caches(model.module):
+            exported = with_plain_parts(model.export(([*call.tensors],), (sizes,), module=flat))
         if names := results[-1].remembered:
             raise PassError(
                 f"the {type(model.module).__name__} remembers something of a call ({', '.join(names[:3])}), "

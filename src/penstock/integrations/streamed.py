@@ -19,6 +19,7 @@ from penstock.integrations.hollow import write_once
 from penstock.integrations.kinds import Call, method_of, named, refuse_grad
 from penstock.integrations.methods import Method
 from penstock.integrations.rebound import same_layout, with_other_file
+from penstock.passes.constants import with_own_constants
 from penstock.passes.fake_export import Built
 from penstock.passes.lowering.eager import LoweredProgram
 from penstock.runtime.binding import Names
@@ -29,7 +30,7 @@ from penstock.schedule.errors import BudgetError, PassError, StreamError
 from penstock.schedule.model import Plan
 from penstock.schedule.sizes import format_size
 
-_MOST_METHODS = 24
+_MOST_METHODS = 48
 """Kinds of call of one module. A model with more exports for single sizes, which is no way to run it."""
 
 _LOWERINGS = ("eager", "inductor")
@@ -132,7 +133,8 @@ class Component:
         if len(self._methods) == _MOST_METHODS:
             raise StreamError(
                 f"{self.name} was called in {_MOST_METHODS} kinds and sizes that need a program each: call "
-                "it with fewer kinds of arguments, or with sizes that repeat"
+                "it with fewer kinds of arguments or with sizes that repeat, or restore it, which forgets "
+                "them, and apply penstock again"
             )
         print(f"penstock: exporting {self.name}.{call.entry} for {call.text}", file=sys.stderr)
         try:
@@ -198,7 +200,7 @@ class Component:
         return self._program
 
     def _compile(self) -> Program:
-        programs = {method.name: method.exported for method in self._methods}
+        programs = with_own_constants({method.name: method.exported for method in self._methods})
         settings = f"{self._where.lowering} {self._names}"
         path = self._where.folder / f"{content_key(programs, self.weights, settings)}.penstock"
         write_once(path, lambda: self._write(programs, path))

@@ -27,12 +27,11 @@ def make_call(model: Any, example: Example) -> None:
     with torch.no_grad(), torch.random.fork_rng(devices):
         if isinstance(example, torch.Tensor):
             model(example)
-        elif isinstance(example, Mapping):
-            model(**example)
-        elif isinstance(example, Sequence):
-            model(*example)
-        else:
+        elif callable(example):
             example(model)
+        else:
+            called = model if isinstance(model, nn.Module) else _undisturbed(model)
+            called(**example) if isinstance(example, Mapping) else called(*example)
 
 
 def tiny_call(model: Any) -> Callable[[Any], object]:

@@ -1,0 +1,46 @@
+"""Caches of functions of a model's library, in which an export would leave tensors that have no values."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+_CACHE = type(functools.lru_cache(len))
+
+
+@contextmanager
+def empty_caches(model: nn.Module) -> Iterator[None]:
+    """The caches (`functools.lru_cache`) beside and in a model's classes are empty before and after."""
+    caches = list(_caches(model))
+    for cache in caches:
+        cache.cache_clear()
+    try:
+        yield
+    finally:
+        for cache in caches:
+            cache.cache_clear()
+
+
+def _caches(model: nn.Module) -> Iterator[Any]:
+    kinds = {kind for part in model.modules() for kind in type(part).__mro__}
+    names = {kind.__module__ for kind in kinds} - {"builtins"}
+    own = {name for name in names if not name.startswith("torch.")}
+    holders = [kind for kind in kinds if kind.__module__ in own] + [sys.modules[name] for name in own]
+    for holder in holders:
+        for value in list(vars(holder).values()):
+            cells = getattr(value, "__closure__", None) or ()
+            for one in (value, *(_content(cell) for cell in cells)):
+                if isinstance(one, _CACHE):
+                    yield one
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a name that was never bound
+        return None
