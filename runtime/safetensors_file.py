@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -166,7 +167,7 @@ def index_files(path: Path | Sequence[Path], wanted: Callable[[str], bool] | Non
         return _folder_files(path, wanted)
     if not path.is_file():
         raise SourceError(f"{path} is not a file or folder that exists; give a checkpoint's path")
-    if path.name.endswith(".safetensors.index.json"):
+    if re.search(r"\.safetensors\.index(\.\w+)?\.json$", path.name):
         return _indexed_files(path, wanted)
     if path.suffix != ".safetensors":
         raise SourceError(f"{path} is neither a .safetensors file nor a .safetensors.index.json")

@@ -55,6 +55,28 @@ def test_of_several_variants_the_one_that_its_library_reads_is_read(folder):
     assert open_model(folder).files == (folder / "model.fp16.safetensors",)
 
 
+@pytest.mark.parametrize("shards", [{}, {"max_shard_size": "100KB"}], ids=["one file", "shards"])
+def test_a_variant_that_is_asked_for_is_read_in_its_dtype(folder, shards, tmp_path):
+    models.llama(num_hidden_layers=1).half().save_pretrained(tmp_path / "half", variant="fp16", **shards)
+    for file in (tmp_path / "half").glob("model*"):
+        file.rename(folder / file.name)
+    model = load(folder, "1MB", variant="fp16", example=models.nothing, cache=tmp_path / "cache")
+    reference = type(model).from_pretrained(folder, variant="fp16", dtype=torch.float16)
+    ids = torch.tensor([[5, 17, 99]])
+    assert model.dtype == torch.float16
+    assert torch.equal(model(ids).logits, models.frozen(reference)(ids).logits)
+    with pytest.raises(SourceError, match="has no variant 'fp8' of its weights: it has fp16"):
+        load(folder, "1MB", variant="fp8")
+
+
+def test_files_of_another_dtype_than_the_configuration_says_are_refused_with_the_variant_to_read(folder):
+    models.llama(num_hidden_layers=1).half().save_pretrained(folder, variant="fp16")  # and its configuration
+    with pytest.raises(
+        SourceError, match=r"float32 in its files and float16 by its .* variant='fp16', or load"
+    ):
+        load(folder, "1MB")
+
+
 def test_pickled_weights_are_refused_with_what_to_do(folder):
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     torch.save({}, folder / "optimizer.bin")

@@ -16,7 +16,14 @@ from torch import nn
 
 from penstock.integrations.adapters import Adapter, by_adapter, by_prefix, named_adapter, other_values
 from penstock.integrations.cap import Cap
-from penstock.integrations.folders import Stored, is_pipeline, local_folder, open_model, open_pipeline
+from penstock.integrations.folders import (
+    Stored,
+    is_pipeline,
+    local_folder,
+    open_model,
+    open_pipeline,
+    refuse_variant,
+)
 from penstock.integrations.hollow import Hollow, blank_copy, store, stored_tensors
 from penstock.integrations.libraries import (
     add_generation_config,
@@ -221,6 +228,7 @@ def load(
     *,
     device: str = "cpu",
     example: Example | None = None,
+    variant: str | None = None,
     lowering: str = "eager",
     cache: str | PathLike[str] | None = None,
 ) -> Any:
@@ -229,11 +237,12 @@ def load(
     `source` is a folder, or the name of a model in the local cache: nothing is downloaded. The model is never
     in memory: its weights are read from its safetensors files, in place, as it is called. What is returned is
     the library's own object, in eval mode; `penstock_applied` of it has what `apply` returns. `example` is as
-    for `apply`.
+    for `apply`. Of `variant` (`fp16`) are the weights of components that have it.
 
     Raises SourceError for a folder that holds no model, PassError and BudgetError as `apply`.
     """
     folder = local_folder(source if isinstance(source, str) else Path(source))
+    refuse_variant(folder, variant)
     applied = Applied(None, Cap(parse_size(memory, name="memory")), None)
     made = user_cache() if cache is None else Path(cache)
     where = Where(made / "programs", device, lowering)
@@ -247,10 +256,10 @@ def load(
         return module
 
     if is_pipeline(folder):
-        stored, assemble = open_pipeline(folder)
+        stored, assemble = open_pipeline(folder, variant)
         applied.target = assemble({name: stream(replace(one, name=name)) for name, one in stored.items()})
     else:
-        applied.target = stream(open_model(folder))
+        applied.target = stream(open_model(folder, variant))
         add_generation_config(applied.target, folder)
     applied.target.penstock_applied = applied
     applied.prepare_tiny_call() if example is None else applied.prepare(example)

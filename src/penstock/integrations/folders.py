@@ -78,15 +78,16 @@ class Stored:
             )
         for fqn, value, (name, *others) in plain:
             if name in stored and not others:
-                _refuse_other(f"{self.folder} has {fqn} as", value, stored[name])
+                _refuse_other(self.folder, fqn, value, stored[name])
 
     def names(self, module: nn.Module) -> dict[str, tuple[str, ...]]:
         """What the weights of the module are called in the files, where it is not what it calls them."""
         return names_in_checkpoint(module, open_checkpoint(self.files).tensors)
 
 
-def _refuse_other(where: str, value: torch.Tensor, stored: StoredTensor) -> None:
+def _refuse_other(folder: Path, fqn: str, value: torch.Tensor, stored: StoredTensor) -> None:
     """SourceError where a parameter is of another shape or dtype than its tensor in the files."""
+    where = f"{folder} has {fqn} as"
     here, there = dtype_name(value.dtype), TORCH_NAMES.get(stored.dtype, stored.dtype)
     if stored.shape != tuple(value.shape):
         raise SourceError(
@@ -94,7 +95,8 @@ def _refuse_other(where: str, value: torch.Tensor, stored: StoredTensor) -> None
             "of two models, so get both from one"
         )
     if here != there:
-        raise SourceError(f"{where} {there} in its files and {here} by its {_CONFIG}: {_AGAIN}")
+        other = "".join(f"load it with variant={name!r}, or " for name in _variants(folder))
+        raise SourceError(f"{where} {there} in its files and {here} by its {_CONFIG}: {other}{_AGAIN}")
 
 
 def local_folder(source: str | Path) -> Path:
@@ -137,14 +139,18 @@ def _refuse_adapter(folder: Path) -> None:
         )
 
 
-def open_model(folder: Path) -> Stored:
-    """A module that transformers or diffusers saved: its class by the configuration, and its files."""
+def open_model(folder: Path, variant: str | None = None) -> Stored:
+    """A module that transformers or diffusers saved: its class by the configuration, and its files.
+
+    Those of a variant (`fp16`), where it has such, and then in their dtype.
+    """
     if (folder / _ADAPTER).is_file():
         _refuse_adapter(folder)
     pickled = sorted(path.name for path in folder.glob("*model*.bin"))
     if pickled and not any(folder.glob("*.safetensors")):
         raise SourceError(f"{folder} has its weights in {pickled[0]} and in no safetensors file: {_AGAIN}")
-    files = tuple(path.resolve() for path in index_files(_weights(folder)))
+    weights = _weights(folder, variant)
+    files = tuple(path.resolve() for path in index_files(weights))
     open_checkpoint(files)  # every header is parsed before anything else is
     try:
         facts = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
@@ -155,18 +161,37 @@ def open_model(folder: Path) -> Stored:
         name, build = kind.__name__, _in_dtype(files, lambda: kind.from_config(facts))
     else:
         config = read_config(folder)
-        name, build = model_class(config, str(folder)).__name__, builder(config, str(folder), None)
+        dtype = _dtype(files) if variant and variant in weights.name.split(".") else None
+        name = model_class(config, str(folder)).__name__
+        build = builder(config, str(folder), dtype_name(dtype) if dtype else None)
     return Stored(name, folder, with_quantised_weights(build, facts, files, folder), files)
 
 
-def _weights(folder: Path) -> Path:
-    """What libraries read where no variant (fp16) is asked for; where it is not there, all of the folder."""
-    names = [f"{name}.safetensors" for name in ("model", "diffusion_pytorch_model")]
-    own = [folder / f"{name}{end}" for end in (".index.json", "") for name in names]
+def _weights(folder: Path, variant: str | None) -> Path:
+    """What libraries read for a variant, else what they read for none, else all of the folder."""
+    names = ("model", "diffusion_pytorch_model")
+    ends = ("safetensors.index.json", "safetensors")
+    of_variant = ((f"safetensors.index.{variant}.json", f"{variant}.safetensors"),) if variant else ()
+    own = [folder / f"{name}.{end}" for both in (*of_variant, ends) for end in both for name in names]
     return next((one for one in own if one.is_file()), folder)
 
 
-def open_pipeline(folder: Path) -> tuple[dict[str, Stored], Callable[[dict[str, nn.Module]], Any]]:
+def _variants(folder: Path) -> list[str]:
+    """The variants of its weights that a folder has."""
+    return sorted({path.suffixes[-2][1:].split("-")[0] for path in folder.glob("*model.*.safetensors")})
+
+
+def refuse_variant(folder: Path, variant: str | None) -> None:
+    """SourceError where neither a folder nor a component in it has the variant that is asked for."""
+    found = sorted({name for one in (folder, *folder.iterdir()) for name in _variants(one)})
+    if variant and variant not in found:
+        has = f"has {', '.join(found)}" if found else "has none"
+        raise SourceError(f"{folder} has no variant {variant!r} of its weights: it {has}")
+
+
+def open_pipeline(
+    folder: Path, variant: str | None = None
+) -> tuple[dict[str, Stored], Callable[[dict[str, nn.Module]], Any]]:
     """The modules of a pipeline by name, and what makes the pipeline of them and of all that is none."""
     index = json.loads((folder / _PIPELINE).read_text(encoding="utf-8"))
     kind = _class(folder, "diffusers", index.pop("_class_name"))
@@ -178,7 +203,7 @@ def open_pipeline(folder: Path) -> tuple[dict[str, Stored], Callable[[dict[str, 
         elif value[0] is None:
             others[name] = None
         elif (folder / name / _CONFIG).is_file() and _is_module(folder, *value):
-            stored[name] = open_model(folder / name)
+            stored[name] = open_model(folder / name, variant)
             _refuse_several(folder, name, value, stored[name])
         else:
             others[name] = _class(folder, *value).from_pretrained(folder / name, local_files_only=True)
@@ -210,11 +235,16 @@ def _is_module(folder: Path, library: str, name: str) -> bool:
     return issubclass(_class(folder, library, name), nn.Module)
 
 
-def _in_dtype(files: tuple[Path, ...], build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """What builds a module in the dtype of its files, which such configurations do not tell."""
+def _dtype(files: tuple[Path, ...]) -> torch.dtype | None:
+    """The dtype of floating point that files hold first."""
     tensors = open_checkpoint(files).tensors.values()
     dtypes = [getattr(torch, TORCH_NAMES[one.dtype]) for one in tensors if one.dtype in TORCH_NAMES]
-    found = next((dtype for dtype in dtypes if dtype.is_floating_point), None)
+    return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
+
+
+def _in_dtype(files: tuple[Path, ...], build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """What builds a module in the dtype of its files, which such configurations do not tell."""
+    found = _dtype(files)
 
     def build_in_dtype() -> nn.Module:
         before = torch.get_default_dtype()
