@@ -84,8 +84,7 @@ def compile(
     less than `resident_below` bytes (None: 64 KiB) then stay in memory and cost no probes. Such an artifact
     runs with the version of torch, and on the kind of processor, that compiled it.
     `force` replaces an artifact that exists. What `earlier` has hashed in place, in files that are still the
-    same, is not hashed again. Prints the bytes it is about to write, if
-    they are many.
+    same, is not hashed again. Says how many bytes it is about to write, if they are many.
 
     Raises PassError for a program that cannot be streamed, SourceError for weight files that are
     not the program's and for an output that cannot be written.
