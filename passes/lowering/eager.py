@@ -8,7 +8,7 @@ is known.
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,15 +40,26 @@ def save(programs: Mapping[str, ExportedProgram], folder: Path) -> str:
 
 @dataclass(frozen=True)
 class LoweredProgram:
-    """What an artifact holds as code: for each method what runs of it."""
+    """What an artifact holds as code: for each method what runs of it.
+
+    Weights in `with_grad`, by FQN, require grad where it runs, which must be under `torch.no_grad`: matrix
+    products of torch ask that, and take other kernels, with other last bits.
+    """
 
     payload: Payload
     methods: Mapping[str, MethodCode]
+    with_grad: Collection[str] = ()
 
     @classmethod
-    def of(cls, payload: Payload, programs: Mapping[str, ExportedProgram]) -> LoweredProgram:
+    def of(
+        cls,
+        payload: Payload,
+        programs: Mapping[str, ExportedProgram],
+        with_grad: Collection[str] = (),
+    ) -> LoweredProgram:
         """What `load` would read where `programs` had been saved."""
-        return cls(payload, {name: method_code(exported) for name, exported in programs.items()})
+        methods = {name: method_code(exported) for name, exported in programs.items()}
+        return cls(payload, methods, frozenset(with_grad))
 
 
 def load(folder: Path, payload: Payload) -> LoweredProgram:
@@ -103,7 +114,9 @@ def bind(
     move_graph(graph, inner, code.signature.device, target)
     add_sites(graph, method.graph, _sites(code, graph, payload, payload.trace_for(method.graph), probed))
     weights = {weight.fqn: weight for weight in payload.tensors}
-    lifted = tuple(checked_weight(weights, fqn, tensors) for _, fqn in code.weights)
+    bound = {fqn: checked_weight(weights, fqn, tensors) for _, fqn in code.weights}
+    bound |= {fqn: bound[fqn].detach().requires_grad_() for fqn in bound.keys() & lowered.with_grad}
+    lifted = tuple(bound[fqn] for _, fqn in code.weights)
     convention = CallingConvention(code.signature, target)
     return BoundProgram(fx.GraphModule(bodies, graph), convention, tensors, lifted)
 

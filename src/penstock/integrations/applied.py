@@ -214,12 +214,19 @@ def apply(
             applied.evaluate(module)
             groups = by_adapter(module, stored_tensors(module))
             files = [store(tensors, folder / "weights") for tensors in groups]
-            component = Component(name, blank_copy(module, where.target), files, where, applied.cap)
+            blank, with_grad = blank_copy(module, where.target), _with_grad(module)
+            component = Component(name, blank, files, where, applied.cap, with_grad=with_grad)
             applied.add(component, module, where.target)
         print(f"penstock: {format_size(applied.freed_bytes)} of parameters given back", file=sys.stderr)
         applied.prepare_tiny_call() if example is None else applied.prepare(example)
         on_error.pop_all()
     return applied
+
+
+def _with_grad(module: nn.Module) -> list[str]:
+    """The parameters that require grad, by FQN, ties under each of their names."""
+    named = module.named_parameters(remove_duplicate=False)
+    return [name for name, value in named if value.requires_grad]
 
 
 def load(
@@ -251,7 +258,15 @@ def load(
         module = stored.make()
         blank = Built.by(stored.build, str(where.target))
         names = stored.names(module)
-        component = Component(stored.name, blank, stored.files, where, applied.cap, names=names)
+        component = Component(
+            stored.name,
+            blank,
+            stored.files,
+            where,
+            applied.cap,
+            names=names,
+            with_grad=_with_grad(module),
+        )
         applied.add(component, module, where.target)
         return module
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -69,7 +69,8 @@ class Component:
     """A module that is streamed whenever it is called, after `check` has passed.
 
     `blank` is a copy of it with fake parameters, `weights` are the files that hold their values, under the
-    names that `names` has for them, or their own. `cap` is told before each call, and makes other components
+    names that `names` has for them, or their own. Parameters in `with_grad` require grad, as the module has
+    them: torch's matrix products ask. `cap` is told before each call, and makes other components
     give back what they hold.
     """
 
@@ -82,9 +83,10 @@ class Component:
         cap: Cap,
         *,
         names: Mapping[str, Names] = MappingProxyType({}),
+        with_grad: Collection[str] = (),
     ) -> None:
         self.name = name
-        self._names = names
+        self._names, self._with_grad = names, with_grad
         self.check: Callable[[], None] = lambda: None
         self.weights = list(weights)
         self._blank, self._where, self._cap = blank, where, cap
@@ -207,7 +209,8 @@ class Component:
         program = penstock.open(path)  # and what it would read again
         program.activation_bytes = max(method.activations.peak() for method in self._methods)
         if self._where.lowering == "eager":
-            program.lowered = LoweredProgram.of(program.payload, programs)
+            with_grad = [f"model.{fqn}" for fqn in self._with_grad]
+            program.lowered = LoweredProgram.of(program.payload, programs, with_grad)
         return program
 
     def _write(self, programs: Mapping[str, ExportedProgram], path: Path) -> Program:

@@ -1,0 +1,175 @@
+"""Generating with a transformers model that gets a part of the memory of its weights, in one line.
+
+A Llama-shaped model in bfloat16, written by transformers, generates greedily behind a prompt of 32 tokens.
+Each way runs in a process of its own, in turn, with a warm page cache: time until the model is ready (for
+penstock at first, when it exports and compiles, and with what it keeps of that), until the first token, for
+each further one, and the most anonymous memory meanwhile, above what the libraries hold. The limit is the
+library's own model, all in memory. accelerate gets the same memory for weights and keeps the rest on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.loading import Peak, checkpoint
+from benchmarks.loading_ways import shards, warm_pages
+from benchmarks.machine import describe_machine
+from penstock.schedule.sizes import format_size, parse_size
+
+PROMPT = 32
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What one process measured: seconds, bytes, and the sha256 of the tokens."""
+
+    ready_s: float
+    first_token_s: float
+    token_s: float
+    anonymous: int
+    tokens: str
+
+
+class Clock:
+    """Notes when tokens come; what `generate` takes as a streamer."""
+
+    def __init__(self) -> None:
+        self.began = time.perf_counter()
+        self.times: list[float] = []
+
+    def put(self, _: torch.Tensor) -> None:
+        self.times.append(time.perf_counter() - self.began)
+
+    def end(self) -> None:
+        """There is nothing to flush."""
+
+
+def load_transformers(folder: Path, _: int) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def load_accelerate(folder: Path, cap: int) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    options: dict[str, Any] = {"device_map": "auto", "max_memory": {"cpu": cap}}
+    return AutoModelForCausalLM.from_pretrained(folder, offload_folder=folder / "offload", **options).eval()
+
+
+def load_penstock(folder: Path, cap: int) -> Any:
+    from penstock.integrations import load
+
+    return load(folder, cap)
+
+
+LOADERS: dict[str, Callable[[Path, int], Any]] = {
+    "transformers, all in memory": load_transformers,
+    "accelerate, the rest on disk": load_accelerate,
+    "penstock": load_penstock,
+}
+
+
+def measure_here(way: str, folder: Path, cap: int, tokens: int) -> Generated:
+    """Load and generate twice in this process, libraries imported before; the second time counts."""
+    import accelerate  # noqa: F401
+    from transformers import LlamaForCausalLM  # noqa: F401 (registers what it returns)
+
+    import penstock.integrations  # noqa: F401
+
+    ids = torch.arange(3, 3 + PROMPT)[None]
+    peak = Peak()
+    began = time.perf_counter()
+    model = LOADERS[way](folder, cap)
+    ready = time.perf_counter() - began
+    for _ in range(2):
+        clock = Clock()
+        options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "use_cache": True}
+        said = model.generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, **options)
+    peak.stop()
+    _, first, *others = clock.times  # the prompt is put first
+    digest = hashlib.sha256(said.numpy().tobytes()).hexdigest()
+    return Generated(ready, first, (others[-1] - first) / len(others), peak.anonymous, digest)
+
+
+def run_apart(way: str, folder: Path, cap: int, tokens: int) -> Generated:
+    own = ["--way", way, "--folder", str(folder), "--cap", str(cap), "--tokens", str(tokens)]
+    home = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}  # empty at first
+    done = subprocess.run(
+        [sys.executable, __file__, *own], capture_output=True, text=True, check=False, env=home
+    )
+    if done.returncode:
+        raise RuntimeError(f"{way} failed: {done.stderr.strip().splitlines()[-1]}")
+    return Generated(**json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def render(rows: dict[str, list[Generated]]) -> str:
+    """A line a way: medians, the first time to be ready apart."""
+    lines = ["| way | ready at first, s | ready, s | first token, s | a token, s | anonymous | tokens |"]
+    lines.append("|---" * 7 + "|")
+    for way, found in rows.items():
+        names = ("ready_s", "first_token_s", "token_s")
+        ready, first, token = (median(getattr(one, name) for one in found) for name in names)
+        anonymous = format_size(max(one.anonymous for one in found))
+        lines.append(
+            f"| {way} | {found[0].ready_s:.1f} | {ready:.1f} | {first:.2f} | {token:.2f} "
+            f"| {anonymous} | {found[0].tokens[:8]} |"
+        )
+    return "\n".join(lines)
+
+
+def main(
+    *,
+    size: Annotated[str, typer.Option(help="Bytes of weights.")] = "2GiB",
+    cap: Annotated[str, typer.Option(help="Bytes of memory, or a part of the weights.")] = "35%",
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens that are generated.")] = 6,
+    rounds: Annotated[int, typer.Option(min=1)] = 3,
+    folder: Annotated[Path | None, typer.Option(help="Where the checkpoint is made.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
+    way: Annotated[str | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Measure all ways of generating in turn.
+
+    Example: python benchmarks/generating.py --size 4GiB --cap 2GB --json benchmarks/results/generating.json
+    """
+    if way is not None:
+        assert folder is not None
+        typer.echo(json.dumps(asdict(measure_here(way, folder, int(cap), tokens))))
+        return
+    ways = list(LOADERS)
+    with checkpoint(folder, parse_size(size)) as made:
+        nbytes = parse_size(cap, total=sum(path.stat().st_size for path in shards(made)))
+        found: dict[str, list[Generated]] = {one: [] for one in ways}
+        for number in range(rounds):
+            for one in ways[number % len(ways) :] + ways[: number % len(ways)]:
+                warm_pages(made)
+                found[one].append(run_apart(one, made, nbytes, tokens))
+    typer.echo(f"{size} of weights, {format_size(nbytes)} of memory, warm:\n\n{render(found)}")
+    if json_path:
+        facts = {
+            "machine": describe_machine(),
+            "torch": torch.__version__,
+            "size": size,
+            "cap": nbytes,
+            "results": {one: [asdict(each) for each in rows] for one, rows in found.items()},
+        }
+        json_path.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
