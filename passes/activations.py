@@ -46,7 +46,10 @@ class Activations:
         found = list(_alive(propagate(graph_module, fake_inputs(graph_module))))
         symbolic = {unit for held in found for unit in held} - {_BYTE}
         self._dimensions = {unit: dimension_of(exported, unit.symbolic) for unit in symbolic}
-        self._held = {frozenset(held.items()) for held in found}
+        self._held: list[Counter[_Unit]] = []
+        for held in sorted(found, key=Counter.total, reverse=True):
+            if not any(held <= larger for larger in self._held):
+                self._held.append(held)
 
     def peak(self, sizes: Mapping[str, int] = MappingProxyType({})) -> int:
         """Bytes where symbols have these sizes; at the exported ones where they have none."""
@@ -54,7 +57,8 @@ class Activations:
         for unit, dimension in self._dimensions.items():
             value = dimension.value(sizes)
             nbytes[unit] = dimension.example if value is None else int(value)
-        return max((sum(nbytes[unit] * count for unit, count in held) for held in self._held), default=0)
+        peaks = (sum(nbytes[unit] * count for unit, count in held.items()) for held in self._held)
+        return max(peaks, default=0)
 
 
 def _alive(graph_module: fx.GraphModule) -> Iterator[Counter[_Unit]]:

@@ -27,6 +27,8 @@ _BY_TYPE: tuple[tuple[type[BaseException], str], ...] = (
 
 def remedy(error: BaseException) -> str:
     """A sentence for an error of an export, by its class or that of what caused it."""
+    if "fake impl" in str(error):
+        return _OPERATOR
     causes = [error, error.__cause__, error.__context__]
     found = [text for cause in causes for kind, text in _BY_TYPE if isinstance(cause, kind)]
     return next(iter(found), _PLAIN)

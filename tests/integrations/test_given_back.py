@@ -256,3 +256,17 @@ def test_a_restore_of_which_one_component_fails_is_repeated(tmp_path):
     applied.restore()
     assert torch.equal(models_["first"](X), expected[0])
     assert torch.equal(models_["second"](X.double()), expected[1])
+
+
+def test_what_is_said_of_grad_while_it_is_away_is_so_afterwards(tmp_path):
+    model = layers()
+    model[0].weight.requires_grad_(True)
+    model[0].bias.requires_grad_(False)
+    file = hollow.store(hollow.stored_tensors(model), tmp_path)
+    given = hollow.Hollow(model, "restore it", torch.device("cpu"))
+    assert model[0].weight.requires_grad
+    model[0].weight.requires_grad_(False)
+    model[0].bias.requires_grad_(True)
+    given.filling([file])()
+    assert not model[0].weight.requires_grad
+    assert model[0].bias.requires_grad

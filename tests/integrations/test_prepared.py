@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import threading
 
@@ -12,7 +13,8 @@ from torch import nn
 from benchmarks.zoo_transformers import bert, clip, vit, whisper
 from penstock.integrations import apply
 from penstock.integrations.tiny_calls import tiny_call
-from penstock.schedule.errors import BudgetError, PassError
+from penstock.runtime.program import Program
+from penstock.schedule.errors import BudgetError, PassError, StreamError
 from tests.integrations import models
 
 IDS = torch.tensor([[5, 17, 99, 23, 42]])
@@ -166,3 +168,81 @@ def test_what_grows_faster_than_its_inputs_is_counted_at_the_sizes_of_the_call(t
         assert caught.value.floor_bytes > 2 * 4 * 1000 * 1000
         assert torch.equal(model(torch.ones(100, 8)), expected)
         assert applied.components["Scores"].stats.peak_bytes <= 100_000
+
+
+# What a rehearsal leaves alone.
+
+
+def test_a_cache_that_is_given_as_an_example_stays_what_it_is(prepared):
+    model, reference, applied = prepared
+    cache = reference(IDS).past_key_values
+    before = copy.deepcopy(cache)
+    applied.prepare({"input_ids": IDS[:, :1], "past_key_values": cache})
+    assert cache.get_seq_length() == before.get_seq_length()
+    got = model(IDS[:, :1], past_key_values=cache).logits
+    assert torch.equal(got, reference(IDS[:, :1], past_key_values=before).logits)
+
+
+def test_a_generator_that_is_given_as_an_example_draws_what_it_would(tmp_path):
+    class Takes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = linear()
+
+        def forward(self, x, generator=None):
+            return self.inner(x)
+
+    class Pipeline:
+        def __init__(self):
+            self.components = {"inner": models.frozen(Takes())}
+
+        def set_progress_bar_config(self, **_):
+            """As pipelines of diffusers have it."""
+
+        def __call__(self, generator):
+            return self.components["inner"](torch.rand(2, 8, generator=generator))
+
+    generator = torch.Generator().manual_seed(3)
+    with apply(Pipeline(), "1MB", example=lambda made: made(generator.clone_state()), cache=tmp_path) as one:
+        one.prepare({"generator": generator})
+    assert torch.equal(torch.rand(4, generator=generator), torch.rand(4, generator=generator.manual_seed(3)))
+
+
+def test_hooks_of_the_model_see_no_zeros(tmp_path):
+    model, seen = linear(), []
+    model.register_forward_hook(lambda _, given, output: seen.append(output))
+    with apply(model, "1MB", example=torch.ones(2, 8), cache=tmp_path):
+        assert seen == []
+        model(torch.ones(2, 8))
+    assert len(seen) == 1
+    assert seen[0].any()
+
+
+def test_calls_of_an_example_that_fails_need_no_room(tmp_path):
+    def fails(model):
+        model(torch.ones(4000, 8))
+        raise ValueError("of the example")
+
+    with apply(linear(), "100KB", example=models.nothing, cache=tmp_path) as applied:
+        with pytest.raises(ValueError, match="of the example"):
+            applied.prepare(fails)
+        applied.prepare(torch.ones(3, 8))
+    with pytest.raises(StreamError, match="the model was restored: apply penstock to it again"):
+        applied.prepare(torch.ones(3, 8))
+
+
+def test_planning_that_is_interrupted_leaves_no_plan_that_is_too_large(tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    model = models.frozen(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+    with apply(model, "100KB", example=torch.ones(4, 64), cache=tmp_path) as applied:
+        model(torch.ones(4, 64))
+        assert applied.components["Sequential"].stats.budget > 33_000  # all weights
+        with monkeypatch.context() as patch:
+            patch.setattr(Program, "plan", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                model(torch.ones(100, 64))
+        model(torch.ones(100, 64))
+        beside = 3 * 100 * 64 * 4  # what goes in, between and out
+        assert applied.components["Sequential"].stats.budget + beside <= 100_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -122,3 +123,32 @@ def test_two_threads_call_two_components(tmp_path):
 
     with apply(pair, "1MB", example=models.nothing, cache=tmp_path), ThreadPoolExecutor(2) as pool:
         assert all(pool.map(call, pair.components))
+
+
+def test_calls_that_wait_while_a_model_is_restored_run_the_model_itself(tmp_path):
+    model = models.frozen(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+    expected = model(torch.ones(2, 64))
+    applied = apply(model, "1MB", example=torch.ones(2, 64), cache=tmp_path)
+    component, call = applied.components["Sequential"], model.forward  # as a thread holds it
+    with ThreadPoolExecutor(1) as pool, applied.cap.lock:
+        waiting = pool.submit(call, torch.ones(2, 64))
+        applied.restore()
+    assert torch.equal(waiting.result(), expected)
+    assert component.stats is None
+
+
+def test_ctrl_c_waits_for_the_end_of_a_restore(tmp_path, monkeypatch):
+    model = models.frozen(nn.Linear(8, 8))
+    expected = model(torch.ones(2, 8))
+    applied = apply(model, "1MB", example=torch.ones(2, 8), cache=tmp_path)
+    give_back = applied._give_back
+
+    def interrupted():
+        signal.raise_signal(signal.SIGINT)
+        give_back()
+
+    monkeypatch.setattr(applied, "_give_back", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        applied.restore()
+    assert "forward" not in vars(model)
+    assert torch.equal(model(torch.ones(2, 8)), expected)

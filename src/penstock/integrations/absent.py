@@ -86,6 +86,7 @@ def make_absent(
         dtype=value.dtype,
         device=empty.device,
         storage_size=0,
+        requires_grad=value.requires_grad,
     )
     _exchange(value, kept)
     said = {_SAYS: f"the parameter {name} is not in memory: {sentence}", _STORAGE: empty}
@@ -94,6 +95,8 @@ def make_absent(
 
     def give(data: torch.Tensor) -> None:
         kept.data = data
+        if kept.requires_grad != value.requires_grad:
+            kept.requires_grad_(value.requires_grad)
         _exchange(value, kept)
         for attribute in said:
             value.__dict__.pop(attribute, None)

@@ -25,14 +25,17 @@ from penstock.integrations.folders import (
     refuse_variant,
 )
 from penstock.integrations.hollow import Hollow, blank_copy, store, stored_tensors
+from penstock.integrations.kinds import method_of
 from penstock.integrations.libraries import (
     add_generation_config,
     components_of,
     entries_of,
     refuse_wrapped,
+    without_hooks,
 )
 from penstock.integrations.streamed import Component, Where
 from penstock.integrations.tiny_calls import Example, make_call, tiny_call
+from penstock.integrations.uninterrupted import uninterrupted
 from penstock.integrations.watch import Watch
 from penstock.passes.fake_export import Built
 from penstock.runtime.user_cache import user_cache
@@ -79,7 +82,8 @@ class Applied:
             self._replaced.append((part, name, vars(part).get(name)))
             not_compiled: Any = torch.compiler.disable  # a compiler of the user's runs it as it is
             part.__dict__[name] = not_compiled(call)
-        self._hollow[component.name] = Hollow(module, _INSTEAD, device)
+        with uninterrupted():
+            self._hollow[component.name] = Hollow(module, _INSTEAD, device)
         component.check = Watch(module).check
 
     def evaluate(self, module: nn.Module) -> None:
@@ -91,10 +95,17 @@ class Applied:
         """Export, compile and plan now what the calls that `example` makes need; nothing is computed.
 
         It is a tensor, positional arguments, a mapping of names, or a function of the model, whose calls of
-        components return zeros. Raises PassError for what cannot be exported, BudgetError for what does not
-        fit.
+        components return zeros. Caches and generators among arguments are not used, copies of them are; a
+        function must not wait for calls of another thread, which wait for its end. Raises PassError for what
+        cannot be exported, BudgetError for what does not fit.
         """
-        self._rehearse(example)
+        self._refuse_restored()
+        try:
+            self._rehearse(example)
+        except BaseException:
+            for component in self.components.values():
+                component.forget_rehearsal()
+            raise
         self._plan()
 
     def prepare_tiny_call(self) -> None:
@@ -113,8 +124,15 @@ class Applied:
             raise BudgetError(f"{error}{_OWN_SIZES}", floor_bytes=error.floor_bytes) from error
 
     def _rehearse(self, example: Example) -> None:
-        with self.cap.rehearsal():
-            make_call(self.target, example)
+        with self.cap.lock, ExitStack() as hooks:
+            before = self.cap.rehearsing
+            for module in self._modules.values():
+                hooks.enter_context(without_hooks(module))
+            try:
+                self.cap.rehearsing = True
+                make_call(self.target, example)
+            finally:
+                self.cap.rehearsing = before
 
     def _plan(self) -> None:
         for component in self.components.values():
@@ -127,6 +145,7 @@ class Applied:
         the other one has other layers, ranks, scaling or settings, and SourceError for what cannot be read:
         no component has changed then.
         """
+        self._refuse_restored()
         chosen, given = named_adapter(self._modules, name), Adapter.read(Path(source))
         modules = by_prefix(self._modules, given, alone=isinstance(self.target, nn.Module))
         values = other_values(modules, given, chosen)
@@ -150,20 +169,34 @@ class Applied:
         Raises StreamError for what `load` made, which was never in memory, and SourceError where the weights
         cannot be read again: everything is still applied then.
         """
-        self.close()
-        if self._weights is None:
-            raise StreamError("the model was never in memory: load it with its library where it should be")
-        fills = [hollow.filling(self.components[name].weights) for name, hollow in self._hollow.items()]
-        for fill in fills:
-            fill()
+        with self.cap.lock:
+            self.close()
+            if self._weights is None:
+                raise StreamError(
+                    "the model was never in memory: load it with its library where it should be"
+                )
+            fills = [hollow.filling(self.components[name].weights) for name, hollow in self._hollow.items()]
+            with uninterrupted():
+                for fill in fills:
+                    fill()
+                self._give_back()
+
+    def _give_back(self) -> None:
+        """Take away what was put on modules; calls that wait for their turn run the modules' own methods."""
         for part, name, before in self._replaced:
             part.__dict__.pop(name, None)
             if before is not None:
                 part.__dict__[name] = before
         for one in self._trained:
             one.training = True
+        for name, module in self._modules.items():
+            self.components[name].own = functools.partial(method_of, module)
         for held in (self._replaced, self._trained, self._hollow, self._modules):
             held.clear()
+
+    def _refuse_restored(self) -> None:
+        if not self._hollow:
+            raise StreamError("the model was restored: apply penstock to it again")
 
     def __enter__(self) -> Applied:
         return self

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Protocol
 
 
@@ -17,7 +15,8 @@ class Holder(Protocol):
 class Cap:
     """What all components may hold together, in bytes. One holds memory at a time; the last one keeps it.
 
-    Who has `lock` has the memory: one call runs at a time, whichever thread makes it.
+    Who has `lock` has the memory: one call runs at a time, whichever thread makes it. While `rehearsing`,
+    which is set with it, calls return zeros and read no weights.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -32,13 +31,3 @@ class Cap:
             assert self._holder is not None
             self._holder.unload()
         self._holder = component
-
-    @contextmanager
-    def rehearsal(self) -> Iterator[None]:
-        """Calls inside return zeros and read no weights; those of other threads wait."""
-        with self.lock:
-            before, self.rehearsing = self.rehearsing, True
-            try:
-                yield
-            finally:
-                self.rehearsing = before

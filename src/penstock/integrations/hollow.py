@@ -76,10 +76,12 @@ def store(tensors: Mapping[str, torch.Tensor], cache: Path) -> Path:
             digest.update(chunk)
     folder = cache / digest.hexdigest()[:32]
 
+    def build(made: Path) -> None:
+        pack(made / WEIGHTS, [_entry(name, value) for name, value in tensors.items()])
+
     def write() -> None:
-        entries = [_entry(name, value) for name, value in tensors.items()]
         folder.parent.mkdir(parents=True, exist_ok=True)
-        write_artifact(folder, force=False, build=lambda made: _ignore(pack(made / WEIGHTS, entries)))
+        write_artifact(folder, force=False, build=build)
 
     if folder.exists():
         _refuse_damaged(folder / WEIGHTS, tensors)
@@ -111,10 +113,6 @@ def write_once(folder: Path, write: Callable[[], object]) -> None:
         except SourceError:
             if attempt == _ATTEMPTS - 1 and not folder.exists():
                 raise
-
-
-def _ignore(_: object) -> None:
-    """What a builder of an artifact returns."""
 
 
 def _entry(name: str, value: torch.Tensor) -> PackEntry:
@@ -209,8 +207,9 @@ class Hollow:
         values = self._values(files) if self._absent else {}
 
         def fill() -> None:
-            for name, value in values.items():
-                self._absent.pop(name).give(value)
+            for name, one in self._absent.items():
+                one.give(values[name])
+            self._absent.clear()
             self._undo.close()
 
         return fill

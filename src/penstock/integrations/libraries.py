@@ -54,6 +54,20 @@ def as_when_called(decisions: Decisions) -> Iterator[None]:
             setattr(masks, name, original)
 
 
+@contextmanager
+def without_hooks(module: nn.Module) -> Iterator[None]:
+    """A module's own hooks do not see what is no real call."""
+    names = ("_forward_hooks", "_forward_pre_hooks")
+    held = {name: dict(vars(module)[name]) for name in names}
+    try:
+        for name in names:
+            vars(module)[name].clear()
+        yield
+    finally:
+        for name in names:
+            vars(module)[name].update(held[name])
+
+
 def are_full(masks: Sequence[torch.Tensor]) -> bool:
     """Whether padding masks (two dimensions, ones and zeros) hide nothing."""
     return all(bool(mask.all()) for mask in masks)

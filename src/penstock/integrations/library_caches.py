@@ -6,6 +6,7 @@ import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -30,13 +31,21 @@ def _caches(model: nn.Module) -> Iterator[Any]:
     kinds = {kind for part in model.modules() for kind in type(part).__mro__}
     names = {kind.__module__ for kind in kinds} - {"builtins"}
     own = {name for name in names if not name.startswith("torch.")}
-    holders = [kind for kind in kinds if kind.__module__ in own] + [sys.modules[name] for name in own]
+    modules = [sys.modules[name] for name in own]
+    modules += [one for module in modules for one in vars(module).values() if _is_of(own, one)]
+    holders = [kind for kind in kinds if kind.__module__ in own] + modules
     for holder in holders:
         for value in list(vars(holder).values()):
             cells = getattr(value, "__closure__", None) or ()
             for one in (value, *(_content(cell) for cell in cells)):
                 if isinstance(one, _CACHE):
                     yield one
+
+
+def _is_of(own: set[str], value: object) -> bool:
+    """Whether a value is a module of the libraries of these modules."""
+    libraries = {name.partition(".")[0] for name in own}
+    return type(value) is ModuleType and value.__name__.partition(".")[0] in libraries
 
 
 def _content(cell: Any) -> Any:

@@ -88,6 +88,7 @@ class Component:
         self.name = name
         self._names, self._with_grad = names, with_grad
         self.check: Callable[[], None] = lambda: None
+        self.own: Callable[[str], Any] | None = None  # the module's methods, once it is restored
         self.weights = list(weights)
         self._blank, self._where, self._cap = blank, where, cap
         self._methods: list[Method] = []
@@ -105,7 +106,9 @@ class Component:
     def call(self, entry: str, *args: Any, **kwargs: Any) -> Any:
         """What a method of the module returns for these arguments, which may be any that it takes."""
         with self._cap.lock:
-            return self._call(entry, args, kwargs)
+            if self.own is None:
+                return self._call(entry, args, kwargs)
+        return self.own(entry)(*args, **kwargs)
 
     def _call(self, entry: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         self.check()
@@ -119,6 +122,10 @@ class Component:
             outputs = self._loaded(method.bytes_beside(call)).call(method.name, list(call.tensors))
         method.check(outputs)
         return method.returned(call, outputs)
+
+    def forget_rehearsal(self) -> None:
+        """Leave no room for calls of a rehearsal that did not reach its end."""
+        self._rehearsed = 0
 
     def prepare(self) -> None:
         """Compile and plan what a rehearsal has called; BudgetError where it does not fit."""
@@ -150,9 +157,9 @@ class Component:
 
     def unload(self) -> None:
         """Give the arena's memory back; the next call takes it again."""
-        if self._module is not None:
-            self._module.close()
-            self._module = None
+        module, self._module = self._module, None
+        if module is not None:
+            module.close()
 
     def swapping(self, new: Path) -> Callable[[], None]:
         """What makes it read `new` in the place of the weight file that has its layout; nothing is exported.
@@ -191,10 +198,11 @@ class Component:
                 floor_bytes=floor + beside,
             )
         self.unload()
-        self._beside = min(max(self._beside, int(beside * _ROOM)), cap - floor)
-        budget = min(cap - self._beside, program.weight_bytes)
-        self._plan = program.plan(budget, device=self._where.device, effort=0.25)
-        return self._plan
+        left = min(max(self._beside, int(beside * _ROOM)), cap - floor)
+        budget = min(cap - left, program.weight_bytes)
+        plan = program.plan(budget, device=self._where.device, effort=0.25)
+        self._plan, self._beside = plan, left
+        return plan
 
     def _compiled(self) -> Program:
         if self._program is None:

@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
+
+from penstock.integrations.calls import is_state
 
 Example = torch.Tensor | Sequence[Any] | Mapping[str, Any] | Callable[[Any], object]
 """A tensor, positional arguments, arguments by name, or a function that calls the model it is given."""
@@ -31,7 +34,15 @@ def make_call(model: Any, example: Example) -> None:
             example(model)
         else:
             called = model if isinstance(model, nn.Module) else _undisturbed(model)
-            called(**example) if isinstance(example, Mapping) else called(*example)
+            given = pytree.tree_map(_copied, example, is_leaf=is_state)
+            called(**given) if isinstance(example, Mapping) else called(*given)
+
+
+def _copied(leaf: Any) -> Any:
+    """A copy of what a call would change."""
+    if is_state(leaf):
+        return copy.deepcopy(leaf)
+    return leaf.clone_state() if isinstance(leaf, torch.Generator) else leaf
 
 
 def tiny_call(model: Any) -> Callable[[Any], object]:
