@@ -201,6 +201,18 @@ def test_a_model_that_accelerate_has_wrapped_is_refused(tmp_path):
         apply(model, "400KB", example=models.nothing, cache=tmp_path)
 
 
+def test_an_attention_that_cannot_be_exported_is_refused_by_name(tmp_path):
+    model = models.llama(num_hidden_layers=1, attn_implementation="flex_attention")
+    with pytest.raises(PassError, match=r'uses flex_attention.*attn_implementation="sdpa" or '):
+        apply(model, "400KB", cache=tmp_path)
+
+
+def test_a_model_on_several_devices_is_refused(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, device="meta"))
+    with pytest.raises(PassError, match="Sequential lies on several devices, cpu, meta: move it to one"):
+        apply(model, "400KB", cache=tmp_path)
+
+
 @pytest.mark.parametrize("options", [{"device": "gpu"}, {"lowering": "magic"}, {"memory": "lots"}])
 def test_options_that_are_none_are_refused_before_memory_is_given_back(options, tmp_path):
     model = models.llama(num_hidden_layers=1)

@@ -74,7 +74,13 @@ def are_full(masks: Sequence[torch.Tensor]) -> bool:
 
 
 def refuse_wrapped(module: nn.Module, name: str) -> None:
-    """PassError for a module that another tool streams already, or that lies on several devices."""
+    """PassError for a module that another tool streams or compiles already, or that is on several devices."""
+    attention = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if attention == "flex_attention":
+        raise PassError(
+            f"{name} uses flex_attention, which torch compiles by itself and cannot export: load "
+            'it with attn_implementation="sdpa" or "eager"'
+        )
     for child in module.modules():
         if hasattr(child, "_hf_hook"):
             raise PassError(
