@@ -1,10 +1,12 @@
 """Generating with a transformers model that gets a part of the memory of its weights, in one line.
 
 A Llama-shaped model in bfloat16, written by transformers, generates greedily behind a prompt of 32 tokens.
-Each way runs in a process of its own, in turn, with a warm page cache: time until the model is ready (for
-penstock at first, when it exports and compiles, and with what it keeps of that), until the first token, for
-each further one, and the most anonymous memory meanwhile, above what the libraries hold. The limit is the
-library's own model, all in memory. accelerate gets the same memory for weights and keeps the rest on disk.
+Each way runs in a process of its own, in turn: time until the model is ready (for penstock at first, when it
+exports and compiles, and with what it keeps of that), until the first token, for each further one, and the
+most anonymous memory meanwhile, above what the libraries hold. accelerate gets the same memory for weights
+and keeps the rest on disk. First the page cache is warm and has room for all weights: transformers and
+accelerate map the files, which then are in memory. Then memory is really small: the process joins a cgroup,
+page cache included, before it loads, and the cache is cold.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -27,8 +30,9 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.loading import Peak, checkpoint
-from benchmarks.loading_ways import shards, warm_pages
+from benchmarks.loading_ways import forget_pages, shards, warm_pages
 from benchmarks.machine import describe_machine
+from penstock.demo.cgroup import join_group, make_group
 from penstock.schedule.sizes import format_size, parse_size
 
 PROMPT = 32
@@ -85,13 +89,15 @@ LOADERS: dict[str, Callable[[Path, int], Any]] = {
 }
 
 
-def measure_here(way: str, folder: Path, cap: int, tokens: int) -> Generated:
+def measure_here(way: str, folder: Path, cap: int, tokens: int, group: Path | None) -> Generated:
     """Load and generate twice in this process, libraries imported before; the second time counts."""
     import accelerate  # noqa: F401
     from transformers import LlamaForCausalLM  # noqa: F401 (registers what it returns)
 
     import penstock.integrations  # noqa: F401
 
+    if group is not None:
+        join_group(group)
     ids = torch.arange(3, 3 + PROMPT)[None]
     peak = Peak()
     began = time.perf_counter()
@@ -107,8 +113,9 @@ def measure_here(way: str, folder: Path, cap: int, tokens: int) -> Generated:
     return Generated(ready, first, (others[-1] - first) / len(others), peak.anonymous, digest)
 
 
-def run_apart(way: str, folder: Path, cap: int, tokens: int) -> Generated:
+def run_apart(way: str, folder: Path, cap: int, tokens: int, group: Path | None) -> Generated:
     own = ["--way", way, "--folder", str(folder), "--cap", str(cap), "--tokens", str(tokens)]
+    own += [] if group is None else ["--group", str(group)]
     home = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}  # empty at first
     done = subprocess.run(
         [sys.executable, __file__, *own], capture_output=True, text=True, check=False, env=home
@@ -116,6 +123,21 @@ def run_apart(way: str, folder: Path, cap: int, tokens: int) -> Generated:
     if done.returncode:
         raise RuntimeError(f"{way} failed: {done.stderr.strip().splitlines()[-1]}")
     return Generated(**json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def run_warm(way: str, folder: Path, cap: int, tokens: int) -> Generated:
+    """With all of the weights in the page cache."""
+    warm_pages(folder)
+    return run_apart(way, folder, cap, tokens, None)
+
+
+def run_small(way: str, folder: Path, cap: int, tokens: int, limit: int) -> Generated:
+    """In a memory cgroup of `limit` bytes, the page cache cold."""
+    forget_pages(folder)
+    with make_group(limit) as group:
+        if group is None:
+            raise RuntimeError("no memory cgroup can be made here: run as root, or with --limit 0")
+        return run_apart(way, folder, cap, tokens, group.folder)
 
 
 def render(rows: dict[str, list[Generated]]) -> str:
@@ -137,11 +159,15 @@ def main(
     *,
     size: Annotated[str, typer.Option(help="Bytes of weights.")] = "2GiB",
     cap: Annotated[str, typer.Option(help="Bytes of memory, or a part of the weights.")] = "35%",
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens that are generated.")] = 6,
-    rounds: Annotated[int, typer.Option(min=1)] = 3,
+    limit: Annotated[
+        str, typer.Option(help="Bytes of the cgroup, or a part of the weights; 0: none.")
+    ] = "60%",
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens that are generated.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1)] = 2,
     folder: Annotated[Path | None, typer.Option(help="Where the checkpoint is made.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
     way: Annotated[str | None, typer.Option(hidden=True)] = None,
+    group: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Measure all ways of generating in turn.
 
@@ -149,24 +175,34 @@ def main(
     """
     if way is not None:
         assert folder is not None
-        typer.echo(json.dumps(asdict(measure_here(way, folder, int(cap), tokens))))
+        typer.echo(json.dumps(asdict(measure_here(way, folder, int(cap), tokens, group))))
         return
     ways = list(LOADERS)
+    results: dict[str, dict[str, list[Generated]]] = {}
     with checkpoint(folder, parse_size(size)) as made:
-        nbytes = parse_size(cap, total=sum(path.stat().st_size for path in shards(made)))
-        found: dict[str, list[Generated]] = {one: [] for one in ways}
-        for number in range(rounds):
-            for one in ways[number % len(ways) :] + ways[: number % len(ways)]:
-                warm_pages(made)
-                found[one].append(run_apart(one, made, nbytes, tokens))
-    typer.echo(f"{size} of weights, {format_size(nbytes)} of memory, warm:\n\n{render(found)}")
+        total = sum(path.stat().st_size for path in shards(made))
+        nbytes = parse_size(cap, total=total)
+        most = 0 if limit == "0" else parse_size(limit, total=total, name="limit")
+        states: dict[str, Callable[[str, Path, int, int], Generated]] = {"warm": run_warm}
+        if most:
+            states[f"cgroup of {format_size(most)}, cold"] = partial(run_small, limit=most)
+        for state, measure in states.items():
+            found: dict[str, list[Generated]] = {one: [] for one in ways}
+            for number in range(rounds):
+                for one in ways[number % len(ways) :] + ways[: number % len(ways)]:
+                    found[one].append(measure(one, made, nbytes, tokens))
+            results[state] = found
+            typer.echo(f"{size} of weights, {format_size(nbytes)} for them, {state}:\n\n{render(found)}\n")
     if json_path:
         facts = {
             "machine": describe_machine(),
             "torch": torch.__version__,
             "size": size,
             "cap": nbytes,
-            "results": {one: [asdict(each) for each in rows] for one, rows in found.items()},
+            "results": {
+                state: {one: [asdict(each) for each in rows] for one, rows in found.items()}
+                for state, found in results.items()
+            },
         }
         json_path.write_text(json.dumps(facts, indent=1) + "\n")
 
