@@ -47,9 +47,6 @@ if TYPE_CHECKING:
 
 WEIGHTS = "weights.safetensors"
 
-_ANNOUNCED = 1 << 20
-"""Bytes to write from which on it is said."""
-
 Chunks = Callable[[], Iterator[Chunk]]
 
 Place = tuple[tuple[WeightFile, int, int], ...]
@@ -84,7 +81,7 @@ def compile(
     less than `resident_below` bytes (None: 64 KiB) then stay in memory and cost no probes. Such an artifact
     runs with the version of torch, and on the kind of processor, that compiled it.
     `force` replaces an artifact that exists. What `earlier` has hashed in place, in files that are still the
-    same, is not hashed again. Says how many bytes it is about to write, if they are many.
+    same, is not hashed again. Prints the bytes it is about to write.
 
     Raises PassError for a program that cannot be streamed, SourceError for weight files that are
     not the program's and for an output that cannot be written.
@@ -231,8 +228,7 @@ class _Writer:
             total = sum(storages[s].nbytes for s in packed)
             check_space(folder, total)
             entries = [self._entry(s) for s in packed]
-            if total >= _ANNOUNCED:
-                print(f"penstock: writing {total:,} bytes of weights to {folder.parent}", file=sys.stderr)
+            print(f"penstock: writing {total:,} bytes of weights to {folder.parent}", file=sys.stderr)
             placed = pack(
                 folder / WEIGHTS, entries, progress=count_bytes(self._progress, "packing weights", total)
             )
