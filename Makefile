@@ -22,10 +22,10 @@ bench: $(STAMP) ## measure against the disk, memory and the peers (SIZE=4GiB)
 	@$(VENV)/bin/python benchmarks/disk.py $(if $(SIZE),--size $(SIZE))
 
 soak: $(STAMP) ## random plans in random orders on the simulated device, by the thousand (SEEDS=5000)
-	@PENSTOCK_SEEDS=$(or $(SEEDS),5000) $(VENV)/bin/python -m pytest tests/runtime/test_sim.py -k random --timeout=0
+	@PENSTOCK_SEEDS=$(or $(SEEDS),5000) $(VENV)/bin/python -m pytest tests/runtime/sim/test_sim.py -k random --timeout=0
 
 gpu: $(STAMP) ## on a machine with CUDA: the devices' tests, then benchmarks/gpu.py
-	@$(VENV)/bin/python -m pytest -n 0 tests/runtime/test_device.py tests/integrations/test_apply_on_devices.py
+	@$(VENV)/bin/python -m pytest -n 0 tests/runtime/device/test_device.py tests/integrations/test_apply_on_devices.py
 	@$(VENV)/bin/python benchmarks/gpu.py
 
 clean: ## remove the environment and everything that was built

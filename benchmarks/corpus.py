@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.tracing import Builder, Program
-from penstock.schedule.model import Work
+from penstock.schedule.facts.model import Work
 
 CONTEXT = 2048
 PREFILL = 2048

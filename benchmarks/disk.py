@@ -54,8 +54,8 @@ from benchmarks.machine import describe_machine, read_available_memory
 from benchmarks.rounds import STATES, Bench, Case, Options, list_cases
 from benchmarks.summary import judge, summarise
 from benchmarks.table import render, write_tables
-from penstock.schedule.errors import BudgetError
-from penstock.schedule.sizes import format_size, parse_size
+from penstock.schedule.facts.errors import BudgetError
+from penstock.schedule.facts.sizes import format_size, parse_size
 
 EXAMPLES = """Examples:
 

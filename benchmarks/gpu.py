@@ -35,7 +35,7 @@ from benchmarks.cases import load_weights, make_inputs, make_meta_module, write_
 from benchmarks.flux import make_flux_inputs, make_meta_flux
 from benchmarks.machine import describe_machine
 from penstock.runtime.program import Program
-from penstock.schedule.sizes import format_size, parse_size
+from penstock.schedule.facts.sizes import format_size, parse_size
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Budgets, as shares of the way from the floor to all weights."""

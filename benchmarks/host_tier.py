@@ -14,11 +14,11 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.corpus import list_programs
-from penstock.schedule.costs import with_times
-from penstock.schedule.layout import packed_arena
+from penstock.schedule.facts.costs import with_times
+from penstock.schedule.facts.presets import PRESETS
 from penstock.schedule.planner import make_plan
-from penstock.schedule.presets import PRESETS
-from penstock.schedule.verify import verify_plan
+from penstock.schedule.space.layout import packed_arena
+from penstock.schedule.verify.proof import verify_plan
 
 CASES = (
     ("llama-3.1-70b, decode", "h100", 0.25, 0.5),

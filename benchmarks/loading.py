@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.loading_ways import LOADERS, forget_pages, read_alone, save, warm_pages
 from benchmarks.machine import describe_machine, read_memory
-from penstock.schedule.sizes import format_size, parse_size
+from penstock.schedule.facts.sizes import format_size, parse_size
 
 LIMITS = {"the bytes alone": False, "the bytes alone, new memory": True}
 WAYS = ("plain", "assign", "accelerate", "transformers", "penstock 25%", "penstock 100%", *LIMITS)

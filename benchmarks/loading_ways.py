@@ -93,8 +93,8 @@ def read_alone(folder: Path, *, new_memory: bool) -> float:
     from concurrent.futures import ThreadPoolExecutor
 
     import penstock
+    from penstock.runtime.files.rates import READERS
     from penstock.runtime.loading import open_source
-    from penstock.runtime.rates import READERS
 
     program = penstock.open(folder / "model.penstock")
     with open_source(program.payload, program.path) as source:
@@ -121,7 +121,7 @@ def read_alone(folder: Path, *, new_memory: bool) -> float:
 def save(way: str, folder: Path, target: Path) -> None:
     """Write the checkpoint anew, in one way."""
     if way == "penstock convert":
-        from penstock.runtime.convert import convert
+        from penstock.runtime.checkpoint.convert import convert
 
         convert(folder, target, shard_size="500MB")
         return

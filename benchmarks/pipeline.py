@@ -6,9 +6,10 @@ nothing runs: every figure is a prediction of the simulation. The components sha
 memory at a time, so each begins with nothing on the device: a turn of the plan first copies what stays, then
 runs all its calls on the virtual clock, the first of them cold. Weights wait in page-locked host memory.
 
-Baselines are schedule/baselines.py's, with the same memory, link and compute and no overhead. Their turn is
-all calls but the first in the steady state, and a first one for which all bytes are copied as well, hidden
-behind its compute as far as can be: no less than it takes. Compute is a roofline at the vendor's peaks.
+Baselines are those of `schedule/report/baselines.py`, with the same memory, link and compute and no
+overhead. Their turn is all calls but the first in the steady state, and a first one for which all bytes are
+copied as well, hidden behind its compute as far as can be: no less than it takes. Compute is a roofline at
+the vendor's peaks.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.pipeline_parts import list_parts
 from benchmarks.pipeline_table import BEST, REST, WHOLE, Image, Turn, render
 from benchmarks.table import write_between
-from penstock.plan_command import host_of
-from penstock.preflight import Model
+from penstock.cli.plan import host_of
+from penstock.models.preflight import Model
 from penstock.runtime.memory_split import CUDA_WORKSPACE, MemorySplit
-from penstock.schedule import whatif
-from penstock.schedule.costs import with_times
-from penstock.schedule.errors import BudgetError, PlanError
-from penstock.schedule.model import Hardware, Plan
+from penstock.schedule.clock.event_graph import simulate
+from penstock.schedule.facts.costs import with_times
+from penstock.schedule.facts.errors import BudgetError, PlanError
+from penstock.schedule.facts.model import Hardware, Plan
+from penstock.schedule.facts.presets import find_hardware
+from penstock.schedule.facts.sizes import format_size, parse_size
 from penstock.schedule.planner import make_plan
-from penstock.schedule.presets import find_hardware
-from penstock.schedule.sizes import format_size, parse_size
-from penstock.schedule.timeline import simulate
-from penstock.schedule.verify import verify_plan
+from penstock.schedule.report import whatif
+from penstock.schedule.verify.proof import verify_plan
 
 BEGIN = "<!-- benchmarks/pipeline.py writes from here -->"
 CAPS = ("24GB", "16GB", "12GB", "8GB")

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import penstock
 from benchmarks.flux import CHANNELS, POOLED, TEXT_WIDTH, DenoisingStep
 from benchmarks.zoo_diffusers import Decoding, of_diffusers
+from penstock.models.preflight import Model
 from penstock.passes.activations import activation_bytes
-from penstock.preflight import Model
 
 TEXT_TOKENS, CLIP_TOKENS, LATENT_CHANNELS = 512, 77, 16
 

@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.corpus import DECODERS, decoder_of
 from benchmarks.tracing import Program
-from penstock.schedule.costs import with_times
-from penstock.schedule.layout import packed_arena
+from penstock.schedule.facts.costs import with_times
+from penstock.schedule.facts.presets import PRESETS
 from penstock.schedule.planner import make_plan
-from penstock.schedule.presets import PRESETS
+from penstock.schedule.space.layout import packed_arena
 
 LAYERS = (16, 32, 64, 128, 256, 512)
 GRANULES = {"paged": 2 << 20, "contiguous": 4096}

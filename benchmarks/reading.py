@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.loading_ways import PIECE, forget_pages
 from benchmarks.machine import describe_machine
-from penstock.runtime.rates import READERS
-from penstock.runtime.source import Mode, Source
-from penstock.runtime.stamp import stamp_file
-from penstock.schedule.sizes import parse_size
+from penstock.runtime.files.rates import READERS
+from penstock.runtime.files.source import Mode, Source
+from penstock.runtime.files.stamp import stamp_file
+from penstock.schedule.facts.sizes import parse_size
 
 ROOM = 64 << 20
 WAYS: dict[

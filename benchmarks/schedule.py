@@ -2,7 +2,7 @@
 
 Every program of benchmarks/corpus.py, on every preset of hardware, in budgets from the floor to nearly
 all, for both kinds of arena. Of each case: the plan's predicted time over the bound for its own granule,
-the time of every policy of schedule/baselines.py in the same model over the plan's, and the
+the time of every policy of schedule/report/baselines.py in the same model over the plan's, and the
 seconds that planning took, bound included. Compute is a roofline at the vendors' peaks, so it is at its
 shortest and the link's share at its largest: the hardest case for the planner.
 """
@@ -27,12 +27,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.corpus import list_programs
 from benchmarks.table import write_between
-from penstock.schedule.baselines import Problem, compare
-from penstock.schedule.costs import with_times
-from penstock.schedule.layout import packed_arena
+from penstock.schedule.facts.costs import with_times
+from penstock.schedule.facts.presets import PRESETS, find_hardware
 from penstock.schedule.planner import floor, make_plan
-from penstock.schedule.presets import PRESETS, find_hardware
-from penstock.schedule.verify import verify_plan
+from penstock.schedule.report.baselines import Problem, compare
+from penstock.schedule.space.layout import packed_arena
+from penstock.schedule.verify.proof import verify_plan
 
 SHARES = (0.0, 0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98)
 """Budgets, as shares of the way from the floor to all weights."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.reader import choose_fastest
-from penstock.schedule.sizes import format_size
+from penstock.schedule.facts.sizes import format_size
 
 BEGIN = "<!-- benchmarks/disk.py writes from here -->"
 END = "<!-- to here -->"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock.schedule.model import Step, Storage, Trace, Work
+from penstock.schedule.facts.model import Step, Storage, Trace, Work
 
 
 @dataclass(frozen=True)

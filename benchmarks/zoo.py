@@ -27,7 +27,7 @@ from benchmarks import zoo_adapters, zoo_diffusers, zoo_quantised, zoo_transform
 from benchmarks.machine import describe_machine
 from benchmarks.table import write_between
 from benchmarks.zoo_visit import Row, Run, visit
-from penstock.schedule.sizes import format_size
+from penstock.schedule.facts.sizes import format_size
 
 BEGIN = "<!-- benchmarks/zoo.py writes from here -->"
 ENTRIES = (

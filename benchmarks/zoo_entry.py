@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.runtime.binding import Rename
+from penstock.runtime.checkpoint.binding import Rename
 
 
 def save(model: Any, folder: Path) -> None:

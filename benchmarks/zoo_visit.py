@@ -18,10 +18,10 @@ from torch.utils import _pytree as pytree
 
 import penstock
 from benchmarks.zoo_entry import Entry
-from penstock.checkpoint_names import names_in_checkpoint
-from penstock.passes.parts import plain_tensors
-from penstock.runtime.binding import Rename
-from penstock.runtime.checkpoint import open_checkpoint
+from penstock.models.checkpoint_names import names_in_checkpoint
+from penstock.passes.weights.parts import plain_tensors
+from penstock.runtime.checkpoint.binding import Rename
+from penstock.runtime.checkpoint.opening import open_checkpoint
 
 RESIDENT_BELOW = "1KiB"
 """Compiled programs keep small weights in memory; these models have only small ones."""

@@ -1,0 +1,1 @@
+"""Exported program in, facts out: which node reads which weight, in what order, and at what cost."""

@@ -12,9 +12,9 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from penstock.passes.graphs import tensors_of
-from penstock.passes.inputs import dimension_of
-from penstock.passes.propagation import fake_inputs, propagate, storages_of
+from penstock.passes.calls.inputs import dimension_of
+from penstock.passes.graph.nodes import tensors_of
+from penstock.passes.graph.propagation import fake_inputs, propagate, storages_of
 
 
 @dataclass(frozen=True)

@@ -8,21 +8,21 @@ from dataclasses import dataclass, replace
 import torch
 from torch.export import ExportedProgram
 
-from penstock.passes.call_signature import check_signature
-from penstock.passes.constants import with_own_constants
-from penstock.passes.fake_export import with_computed_buffers
-from penstock.passes.grad_regions import without_grad_regions
-from penstock.passes.inputs import describe_method
-from penstock.passes.lost_values import refuse_lost_values
-from penstock.passes.retarget import exported_device
-from penstock.passes.subclasses import parts_of, with_plain_parts
+from penstock.passes.building.fake_export import with_computed_buffers
+from penstock.passes.calls.inputs import describe_method
+from penstock.passes.calls.signature import check_signature
+from penstock.passes.graph.grad_regions import without_grad_regions
+from penstock.passes.graph.retarget import exported_device
 from penstock.passes.trace import PRESET_CPU, observe
-from penstock.passes.usage import Usage, find_usage
-from penstock.passes.weights import Weights, find_weights, storage_identity
-from penstock.schedule.errors import PassError
-from penstock.schedule.model import Hardware, Kind, Method, Storage, Weight
-from penstock.schedule.parts import join_parts, read_together
-from penstock.schedule.payload import Payload
+from penstock.passes.weights.constants import with_own_constants
+from penstock.passes.weights.lifted import Weights, find_weights, storage_identity
+from penstock.passes.weights.lost_values import refuse_lost_values
+from penstock.passes.weights.subclasses import parts_of, with_plain_parts
+from penstock.passes.weights.usage import Usage, find_usage
+from penstock.schedule.facts.errors import PassError
+from penstock.schedule.facts.model import Hardware, Kind, Method, Storage, Weight
+from penstock.schedule.facts.parts import join_parts, read_together
+from penstock.schedule.payload.codec import Payload
 
 
 @dataclass(frozen=True)

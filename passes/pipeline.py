@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from torch import fx
 
-from penstock.schedule.errors import PassError, PenstockError
+from penstock.schedule.facts.errors import PassError, PenstockError
 
 Program = TypeVar("Program")
 

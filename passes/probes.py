@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 import torch
 from torch import fx
 
-from penstock.passes.grad_regions import inline_grad_regions
-from penstock.passes.graphs import copy_graph_module, placeholders_of
-from penstock.passes.propagation import fake_inputs, propagate, storages_of
-from penstock.schedule.errors import PassError, StreamError
-from penstock.schedule.model import Plan, Step, Storage, Trace
+from penstock.passes.graph.grad_regions import inline_grad_regions
+from penstock.passes.graph.nodes import copy_graph_module, placeholders_of
+from penstock.passes.graph.propagation import fake_inputs, propagate, storages_of
+from penstock.schedule.facts.errors import PassError, StreamError
+from penstock.schedule.facts.model import Plan, Step, Storage, Trace
 
 if TYPE_CHECKING:
-    from penstock.schedule.payload import Payload
+    from penstock.schedule.payload.codec import Payload
 
 _Result = TypeVar("_Result")
 

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.passes.annotate import Annotated, annotate_with_values
-from penstock.passes.fake_export import computed_buffers
+from penstock.passes.building.fake_export import computed_buffers
 from penstock.passes.lowering import eager, inductor
-from penstock.runtime.artifact_files import DIGEST, PAYLOAD, digest_line
-from penstock.runtime.atomic import write_artifact
-from penstock.runtime.bind_values import with_small_values
-from penstock.runtime.binding import Rename, Rules, Span, bind, without
-from penstock.runtime.checkpoint import Checkpoint, Paths, open_checkpoint
-from penstock.runtime.module import StreamedModule
-from penstock.runtime.pack import (
+from penstock.runtime.checkpoint.bind_values import with_small_values
+from penstock.runtime.checkpoint.binding import Rename, Rules, Span, bind, without
+from penstock.runtime.checkpoint.opening import Checkpoint, Paths, open_checkpoint
+from penstock.runtime.checkpoint.part_names import check_parts, part_names
+from penstock.runtime.checkpoint.slices import Slices
+from penstock.runtime.files.artifact_files import DIGEST, PAYLOAD, digest_line
+from penstock.runtime.files.pack import (
     BLOCK_ALIGNED_FROM,
     Chunk,
     PackEntry,
@@ -28,18 +28,18 @@ from penstock.runtime.pack import (
     storage_bytes,
     tensor_chunks,
 )
-from penstock.runtime.part_names import check_parts, part_names
+from penstock.runtime.files.stamp import hash_storage, stamp_file
+from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
 from penstock.runtime.program import open as open_program
-from penstock.runtime.progress import Progress, count_bytes
-from penstock.runtime.slices import Slices
-from penstock.runtime.stamp import hash_storage, stamp_file
-from penstock.schedule.errors import PassError, SourceError
-from penstock.schedule.model import Extent, Method, Part, Storage, Weight, WeightFile
-from penstock.schedule.parts import storages_together
-from penstock.schedule.payload import Payload, ProgramFile
-from penstock.schedule.payload_checks import part_nbytes
-from penstock.schedule.sizes import parse_size
+from penstock.runtime.system.atomic import write_artifact
+from penstock.runtime.system.progress import Progress, count_bytes
+from penstock.schedule.facts.errors import PassError, SourceError
+from penstock.schedule.facts.model import Extent, Method, Part, Storage, Weight, WeightFile
+from penstock.schedule.facts.parts import storages_together
+from penstock.schedule.facts.sizes import parse_size
+from penstock.schedule.payload.checks import part_nbytes
+from penstock.schedule.payload.codec import Payload, ProgramFile
 
 if TYPE_CHECKING:
     import torch

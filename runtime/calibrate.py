@@ -17,19 +17,19 @@ from pathlib import Path
 
 import torch
 
-from penstock.runtime.atomic import replace_file
-from penstock.runtime.queue import PIECE
-from penstock.runtime.rates import READERS, measure_read
-from penstock.runtime.source import Source
-from penstock.runtime.user_cache import user_cache
-from penstock.schedule.errors import PenstockError, StreamError
-from penstock.schedule.model import Hardware, Weight
+from penstock.runtime.files.rates import READERS, measure_read
+from penstock.runtime.files.source import Source
+from penstock.runtime.stream.queue import PIECE
+from penstock.runtime.system.atomic import replace_file
+from penstock.runtime.system.user_cache import user_cache
+from penstock.schedule.facts.errors import PenstockError, StreamError
+from penstock.schedule.facts.model import Hardware, Weight
 
 _MATRIX = 512
 _BUFFER = 32 << 20
 _ROUNDS = 3
 _LATENCY_NS = 50_000  # waking a reader and telling the caller, mostly the interpreter's
-_COPY_LATENCY_NS = 5_000  # as the presets have it (schedule/presets.py)
+_COPY_LATENCY_NS = 5_000  # as the presets have it (schedule/facts/presets.py)
 _IN_FLIGHT = 2 * READERS * PIECE  # what every reader copies, and what it copies next
 
 
@@ -57,7 +57,7 @@ def measure_cuda(device: str, weights: Sequence[Weight], source: Source) -> Hard
 
     Raises StreamError where there is none.
     """
-    from penstock.runtime.cuda import CudaDevice
+    from penstock.runtime.device.cuda import CudaDevice
 
     opened = CudaDevice.of(device)
     try:

@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from penstock.runtime.calibrate import measure_hardware
-from penstock.runtime.memory import round_up, supports_move, supports_populate
-from penstock.runtime.rates import measure_populate, measure_read
-from penstock.runtime.source import Source
-from penstock.schedule.errors import PlanError
-from penstock.schedule.layout import mapped_arena, packed_arena
-from penstock.schedule.model import Arena, Hardware, Range, Storage, Weight
-from penstock.schedule.payload import Payload
+from penstock.runtime.files.rates import measure_populate, measure_read
+from penstock.runtime.files.source import Source
+from penstock.runtime.system.memory import round_up, supports_move, supports_populate
+from penstock.schedule.facts.errors import PlanError
+from penstock.schedule.facts.model import Arena, Hardware, Range, Storage, Weight
+from penstock.schedule.facts.sizes import format_size
+from penstock.schedule.payload.codec import Payload
 from penstock.schedule.planner import Floor, floor
-from penstock.schedule.sizes import format_size
+from penstock.schedule.space.layout import mapped_arena, packed_arena
 
 MAPPED_GRANULE = 2 << 20  # the largest folio of the page cache, which is mapped and dropped whole
 PAGE = mmap.PAGESIZE
@@ -25,7 +25,7 @@ _SECONDS = 0.15
 
 _MOST_GRANULES = 20_000
 _OFF_BLOCKS = 64  # bytes: where no block begins
-_SMALL = 64 << 10  # below it a packed tensor is not aligned to whole blocks (runtime/pack.py)
+_SMALL = 64 << 10  # below it a packed tensor is not aligned to whole blocks (runtime/files/pack.py)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def choose(
 ) -> ArenaChoice:
     """The first arena whose floor the budget reaches, and how fast it fills.
 
-    A mapping takes what the page cache holds, and direct reads bring the rest (runtime/arena_adaptive.py).
+    A mapping takes what the page cache holds, and direct reads bring the rest (runtime/arena/adaptive.py).
     """
     name = preferred(floors, budget)
     if not source.files:

@@ -12,19 +12,19 @@ from pathlib import Path
 import torch
 
 from penstock.passes.lowering import compiled, eager
-from penstock.runtime.arena import WeightArena, open_arena
+from penstock.runtime.arena.opening import WeightArena, open_arena
+from penstock.runtime.files.rates import READERS
+from penstock.runtime.files.reading import HeldStorages
+from penstock.runtime.files.source import WARM_FRACTION, Mode, Source
 from penstock.runtime.memory_split import MemorySplit
 from penstock.runtime.module import BoundMethod, Resources, StreamedModule
-from penstock.runtime.parked_team import ParkedTeam
-from penstock.runtime.rates import READERS
-from penstock.runtime.reading import HeldStorages
-from penstock.runtime.source import WARM_FRACTION, Mode, Source
-from penstock.runtime.streamer import Counters, Streamer
-from penstock.runtime.streaming import Stats, StepStreamer
-from penstock.schedule.errors import StreamError
-from penstock.schedule.model import Method, Part, Plan
-from penstock.schedule.payload import Payload
-from penstock.schedule.sizes import format_size
+from penstock.runtime.stream.interface import Stats, StepStreamer
+from penstock.runtime.stream.streamer import Counters, Streamer
+from penstock.runtime.system.parked_team import ParkedTeam
+from penstock.schedule.facts.errors import StreamError
+from penstock.schedule.facts.model import Method, Part, Plan
+from penstock.schedule.facts.sizes import format_size
+from penstock.schedule.payload.codec import Payload
 
 
 @dataclass(frozen=True)

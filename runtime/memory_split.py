@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from penstock.schedule.errors import BudgetError
-from penstock.schedule.sizes import format_size, parse_size
+from penstock.schedule.facts.errors import BudgetError
+from penstock.schedule.facts.sizes import format_size, parse_size
 
 Reserve: TypeAlias = int | str | Callable[[int], int]
 """What a caller keeps for itself: bytes, `2GB`, or bytes as a function of the context length."""

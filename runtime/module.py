@@ -15,15 +15,15 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
-from penstock.passes.calling import CallingConvention
+from penstock.passes.calls.convention import CallingConvention
 from penstock.passes.probes import STREAMER, CompiledCalls
 from penstock.passes.probes import Streamer as Probes
-from penstock.runtime.probe_calls import ProbeCalls, probe_calls
-from penstock.runtime.stopwatch import Stopwatch
-from penstock.runtime.streaming import Stats, StepStreamer
-from penstock.schedule.errors import StreamError
-from penstock.schedule.model import Plan, Trace
-from penstock.schedule.payload import ProbeOrder
+from penstock.runtime.stream.interface import Stats, StepStreamer
+from penstock.runtime.stream.probe_calls import ProbeCalls, probe_calls
+from penstock.runtime.stream.stopwatch import Stopwatch
+from penstock.schedule.facts.errors import StreamError
+from penstock.schedule.facts.model import Plan, Trace
+from penstock.schedule.payload.codec import ProbeOrder
 
 
 class Bound(Protocol):

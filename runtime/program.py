@@ -12,30 +12,30 @@ from pathlib import Path
 from penstock.passes.activations import activation_bytes
 from penstock.passes.lowering import eager
 from penstock.passes.lowering.archive import load_exported
-from penstock.runtime.artifact_files import read_payload
 from penstock.runtime.calibrate import measure_cuda
 from penstock.runtime.choice import choose, cpu_arenas, floors, kept_storages, preferred
-from penstock.runtime.cuda import CudaDevice
-from penstock.runtime.device_loading import device_kind, hardware_of, load_on_device, open_device
-from penstock.runtime.host_limit import check_host_limit, parse_host_memory, unlimited_bytes
-from penstock.runtime.host_memory import usable_bytes
+from penstock.runtime.device.cuda import CudaDevice
+from penstock.runtime.device.host_limit import check_host_limit, parse_host_memory, unlimited_bytes
+from penstock.runtime.device.loading import device_kind, hardware_of, load_on_device, open_device
+from penstock.runtime.files.artifact_files import read_payload
+from penstock.runtime.files.rates import READERS
+from penstock.runtime.files.source import Source
+from penstock.runtime.files.stamp import hash_storage
 from penstock.runtime.loading import LoadOptions, load_on_cpu, open_source
 from penstock.runtime.memory_split import CUDA_WORKSPACE, MemorySplit, Reserve, reserved_bytes
 from penstock.runtime.module import StreamedModule
-from penstock.runtime.progress import Progress, count_bytes
-from penstock.runtime.rates import READERS
 from penstock.runtime.remembered import remembered_plan
-from penstock.runtime.sim import SimDevice
-from penstock.runtime.source import Source
-from penstock.runtime.stamp import hash_storage
-from penstock.schedule.costs import with_times
-from penstock.schedule.errors import BudgetError, PlanError, SourceError
-from penstock.schedule.model import Arena, Hardware, Plan, Trace, Wrap
-from penstock.schedule.payload import Payload, verify_payload
+from penstock.runtime.sim.device import SimDevice
+from penstock.runtime.system.limits import usable_bytes
+from penstock.runtime.system.progress import Progress, count_bytes
+from penstock.schedule.facts.costs import with_times
+from penstock.schedule.facts.errors import BudgetError, PlanError, SourceError
+from penstock.schedule.facts.model import Arena, Hardware, Plan, Trace, Wrap
+from penstock.schedule.facts.presets import find_hardware
+from penstock.schedule.facts.sizes import parse_size
+from penstock.schedule.payload.codec import Payload, verify_payload
 from penstock.schedule.planner import Floor, make_plan
-from penstock.schedule.presets import find_hardware
-from penstock.schedule.sizes import parse_size
-from penstock.schedule.verify import verify_plan
+from penstock.schedule.verify.proof import verify_plan
 
 _LOAD_EFFORT = 0.25
 """The share of the planner's search that a load waits for."""

@@ -12,14 +12,14 @@ from pathlib import Path
 import torch
 
 from penstock._version import __version__
-from penstock.runtime.artifact_files import DIGEST
-from penstock.runtime.atomic import replace_file
+from penstock.runtime.files.artifact_files import DIGEST
 from penstock.runtime.loading import reading_mode
-from penstock.runtime.user_cache import user_cache
-from penstock.schedule.errors import PenstockError
-from penstock.schedule.model import Plan
-from penstock.schedule.payload import Payload, plan_from_json
-from penstock.schedule.verify import verify_plan
+from penstock.runtime.system.atomic import replace_file
+from penstock.runtime.system.user_cache import user_cache
+from penstock.schedule.facts.errors import PenstockError
+from penstock.schedule.facts.model import Plan
+from penstock.schedule.payload.codec import Payload, plan_from_json
+from penstock.schedule.verify.proof import verify_plan
 
 MOST = 64
 """Plans that are kept; the ones that were not used for the longest time go first."""

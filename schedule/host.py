@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from penstock.schedule.errors import BudgetError, PlanError
-from penstock.schedule.model import HostTier, Plan, Range, Schedule, Transfer
-from penstock.schedule.spans import merged, subtract
-from penstock.schedule.timeline import steady_period_ns
+from penstock.schedule.clock.event_graph import steady_period_ns
+from penstock.schedule.facts.errors import BudgetError, PlanError
+from penstock.schedule.facts.model import HostTier, Plan, Range, Schedule, Transfer
+from penstock.schedule.space.spans import merged, subtract
 
 _RINGS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Staging memory that is tried, as parts of all that the host has."""

@@ -12,17 +12,18 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.schedule import addresses, contiguous, paged
-from penstock.schedule.bound import relax, tier_of, usable_bytes
-from penstock.schedule.errors import BudgetError, PlanError
+from penstock.schedule.bound.period import relax, tier_of, usable_bytes
+from penstock.schedule.bound.relaxation import Tier
+from penstock.schedule.clock.event_graph import steady_period_ns
+from penstock.schedule.clock.transfers import Decisions
+from penstock.schedule.facts.errors import BudgetError, PlanError
+from penstock.schedule.facts.model import Arena, Hardware, Plan, Schedule, Storage, Trace, Wrap
+from penstock.schedule.facts.problems import facts_problems
 from penstock.schedule.host import with_host
-from penstock.schedule.layout import first_uses
-from penstock.schedule.model import Arena, Hardware, Plan, Schedule, Storage, Trace, Wrap
-from penstock.schedule.plan_checks import facts_problems
-from penstock.schedule.relaxation import Tier
-from penstock.schedule.spans import Group, Reads, read_runs, span_groups
-from penstock.schedule.timeline import steady_period_ns
-from penstock.schedule.transfers import Decisions
+from penstock.schedule.search import contiguous, paged
+from penstock.schedule.space import addresses
+from penstock.schedule.space.layout import first_uses
+from penstock.schedule.space.spans import Group, Reads, read_runs, span_groups
 
 RUNGS = 12
 """Rungs of the ladder of budgets, from the floor to that at which nothing streams."""

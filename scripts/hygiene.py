@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MAX_FILE_BYTES = 1 << 20
-MAX_FILE_LINES = 320
-MAX_FUNCTION_LINES = 55
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 60
 MAX_POSITIONAL = 5
 SOURCES = {".py", ".sh", ".toml", ".md", ".txt", ".yml", ".yaml", ""}
 ASCII_ONLY = {".py", ".sh", ".toml"}

@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 
-from penstock.schedule.model import Drop, Plan, Range, Schedule, Storage, Trace, Transfer
+from penstock.schedule.facts.model import Drop, Plan, Range, Schedule, Storage, Trace, Transfer
 
 PASSES = 3
 Unit = tuple[int, int]

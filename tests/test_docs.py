@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import Command, penstock_fixture  # noqa: F401
+from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 
 ROOT = Path(__file__).parents[1]
 CALL = """
 import shlex, subprocess, sys
-from penstock import cli
+from penstock.cli import main as cli
 
 def call(line):
     sys.argv = shlex.split(line)

@@ -116,7 +116,7 @@ def test_the_wheel_has_its_licence_and_its_command(built: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         meta = {name.split("/", 1)[1]: name for name in archive.namelist() if ".dist-info/" in name}
         assert "licenses/LICENSE" in meta
-        assert "penstock = penstock.cli:main" in archive.read(meta["entry_points.txt"]).decode()
+        assert "penstock = penstock.cli.main:main" in archive.read(meta["entry_points.txt"]).decode()
         assert f"Version: {penstock.__version__}" in archive.read(meta["METADATA"]).decode()
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from penstock.passes.lines import sentence
+from penstock.passes.calls.stored_program import load_stored, with_types
+from penstock.passes.graph.lines import sentence
 from penstock.passes.lowering.method_code import MethodCode, decode_method, encode_method, method_code
-from penstock.passes.stored_program import load_stored, with_types
-from penstock.schedule.errors import PassError, PayloadError, SourceError
-from penstock.schedule.payload import Payload
+from penstock.schedule.facts.errors import PassError, PayloadError, SourceError
+from penstock.schedule.payload.codec import Payload
 
 PROGRAM = "program.zip"
 

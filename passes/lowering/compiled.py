@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from penstock.passes.call_signature import CallSignature
-from penstock.passes.calling import CallingConvention
+from penstock.passes.calls.convention import CallingConvention
+from penstock.passes.calls.signature import CallSignature
 from penstock.passes.lowering.archive import open_programs, read_code
 from penstock.passes.lowering.eager import checked_weight
 from penstock.passes.lowering.inductor import PACKAGE
-from penstock.schedule.errors import PayloadError, StreamError
-from penstock.schedule.model import Method
-from penstock.schedule.payload import Payload
+from penstock.schedule.facts.errors import PayloadError, StreamError
+from penstock.schedule.facts.model import Method
+from penstock.schedule.payload.codec import Payload
 
 _INSTRUCTIONS = {
     "AVX512_VNNI": "_is_vnni_supported",

@@ -17,15 +17,15 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from penstock.passes.calling import CallingConvention
-from penstock.passes.graphs import dtype_name
+from penstock.passes.calls.convention import CallingConvention
+from penstock.passes.graph.nodes import dtype_name
+from penstock.passes.graph.retarget import move_graph, nested_modules
 from penstock.passes.lowering.archive import PROGRAM, open_programs, read_code, write_programs
 from penstock.passes.lowering.method_code import MethodCode, method_code
 from penstock.passes.probes import Site, add_sites
-from penstock.passes.retarget import move_graph, nested_modules
-from penstock.schedule.errors import PassError, StreamError
-from penstock.schedule.model import Method, Trace, Weight
-from penstock.schedule.payload import Payload
+from penstock.schedule.facts.errors import PassError, StreamError
+from penstock.schedule.facts.model import Method, Trace, Weight
+from penstock.schedule.payload.codec import Payload
 
 
 def save(programs: Mapping[str, ExportedProgram], folder: Path) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from penstock.schedule.errors import PassError
+from penstock.schedule.facts.errors import PassError
 
 _CPP_BODY = ("void AOTInductorModel::run_impl(", "} // AOTInductorModel::run_impl")
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")

@@ -12,10 +12,10 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument
 from torch.utils import _pytree as pytree
 
-from penstock.passes.graphs import size_hint
-from penstock.passes.inputs import user_placeholders
-from penstock.passes.weights import Weights, find_weights
-from penstock.schedule.errors import PassError
+from penstock.passes.calls.inputs import user_placeholders
+from penstock.passes.graph.nodes import size_hint
+from penstock.passes.weights.lifted import Weights, find_weights
+from penstock.schedule.facts.errors import PassError
 
 COPIED = 4096
 """Bytes of a tensor, at most, whose values the compiler is given: it copies scalars into the code."""

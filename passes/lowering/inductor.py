@@ -23,19 +23,19 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from penstock.passes.graph.retarget import exported_device
 from penstock.passes.lowering.archive import PROGRAM, write_programs
 from penstock.passes.lowering.emitted import Observation, observe_cpp
 from penstock.passes.lowering.hollow import example_arguments, has_values, without_values
 from penstock.passes.lowering.options import FIXED, check_options, own_passes, raise_own
 from penstock.passes.lowering.post_grad import Placement, ProbePass
-from penstock.passes.retarget import exported_device
 from penstock.passes.trace import PRESET_CPU, sum_of
-from penstock.passes.weights import Weights
-from penstock.schedule.costs import with_times
-from penstock.schedule.errors import PassError
-from penstock.schedule.model import Method, Step, Storage, Trace, Weight, Work
-from penstock.schedule.parts import read_together
-from penstock.schedule.payload import Payload, ProbeOrder
+from penstock.passes.weights.lifted import Weights
+from penstock.schedule.facts.costs import with_times
+from penstock.schedule.facts.errors import PassError
+from penstock.schedule.facts.model import Method, Step, Storage, Trace, Weight, Work
+from penstock.schedule.facts.parts import read_together
+from penstock.schedule.payload.codec import Payload, ProbeOrder
 
 PACKAGE = "compiled.pt2"
 

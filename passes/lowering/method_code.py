@@ -15,10 +15,10 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from penstock.passes.call_signature import CallSignature, decode_signature, encode_signature, signature_of
-from penstock.passes.graphs import copy_graph_module
-from penstock.passes.stored_graph import Bodies, check_operators, decode_graph, encode_graph
-from penstock.schedule.errors import PassError
+from penstock.passes.calls.signature import CallSignature, decode_signature, encode_signature, signature_of
+from penstock.passes.calls.stored_graph import Bodies, check_operators, decode_graph, encode_graph
+from penstock.passes.graph.nodes import copy_graph_module
+from penstock.schedule.facts.errors import PassError
 
 VERSION = 1
 

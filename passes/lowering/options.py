@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.passes.lowering.post_grad import GraphPass
-from penstock.schedule.errors import PassError, PenstockError
+from penstock.schedule.facts.errors import PassError, PenstockError
 
 FIXED = {
     "aot_inductor.package": True,

@@ -16,14 +16,14 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._ops import OpOverload
 
-from penstock.passes.graphs import placeholders_of
+from penstock.passes.graph.nodes import placeholders_of
+from penstock.passes.graph.propagation import fake_inputs, propagate, storages_of
 from penstock.passes.probes import ACQUIRE, RELEASE
-from penstock.passes.propagation import fake_inputs, propagate, storages_of
 from penstock.passes.trace import sum_of, work_of
-from penstock.passes.usage import Flow, follow
-from penstock.passes.weights import Weights
-from penstock.schedule.errors import PassError
-from penstock.schedule.model import Step, Work
+from penstock.passes.weights.lifted import Weights
+from penstock.passes.weights.usage import Flow, follow
+from penstock.schedule.facts.errors import PassError
+from penstock.schedule.facts.model import Step, Work
 
 aten = torch.ops.aten
 

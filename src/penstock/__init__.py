@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 from penstock._version import __version__
 
 if TYPE_CHECKING:
-    from penstock.packed_gguf import unpack_gguf
+    from penstock.models.packed_gguf import unpack_gguf
     from penstock.passes.annotate import annotate
-    from penstock.passes.deferred import deferred_init
-    from penstock.passes.fake_export import fake_export
+    from penstock.passes.building.deferred import deferred_init
+    from penstock.passes.building.fake_export import fake_export
     from penstock.passes.pipeline import Pipeline
     from penstock.passes.probes import insert_probes
     from penstock.runtime.artifact import compile
-    from penstock.runtime.bind_values import bind
-    from penstock.runtime.offload import offload
+    from penstock.runtime.checkpoint.bind_values import bind
+    from penstock.runtime.dynamo.offload import offload
     from penstock.runtime.program import open
-    from penstock.schedule.errors import (
+    from penstock.schedule.facts.errors import (
         BudgetError,
         PassError,
         PayloadError,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         SourceError,
         StreamError,
     )
-    from penstock.schedule.payload import Payload
+    from penstock.schedule.payload.codec import Payload
 
 __all__ = [
     "BudgetError",
@@ -56,24 +56,24 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Payload": "penstock.schedule.payload",
+    "Payload": "penstock.schedule.payload.codec",
     "Pipeline": "penstock.passes.pipeline",
     "annotate": "penstock.passes.annotate",
-    "bind": "penstock.runtime.bind_values",
+    "bind": "penstock.runtime.checkpoint.bind_values",
     "compile": "penstock.runtime.artifact",
-    "deferred_init": "penstock.passes.deferred",
-    "fake_export": "penstock.passes.fake_export",
+    "deferred_init": "penstock.passes.building.deferred",
+    "fake_export": "penstock.passes.building.fake_export",
     "insert_probes": "penstock.passes.probes",
-    "offload": "penstock.runtime.offload",
+    "offload": "penstock.runtime.dynamo.offload",
     "open": "penstock.runtime.program",
-    "unpack_gguf": "penstock.packed_gguf",
+    "unpack_gguf": "penstock.models.packed_gguf",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOMES.get(name, "penstock.schedule.errors")), name)
+    value = getattr(import_module(_HOMES.get(name, "penstock.schedule.facts.errors")), name)
     globals()[name] = value
     return value
 

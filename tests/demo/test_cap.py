@@ -12,7 +12,7 @@ import pytest
 
 from penstock.demo import cap, cgroup, llama, processes
 from penstock.demo.child import Job, Result
-from penstock.schedule.errors import StreamError
+from penstock.schedule.facts.errors import StreamError
 from tests.demo.screens import CONSOLE, MIB, capture, make_runs
 
 

@@ -23,8 +23,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from penstock.integrations import apply, streamed
-from penstock.integrations.rebound import with_other_file
-from penstock.schedule.errors import PassError, SourceError, StreamError
+from penstock.integrations.emptied.rebound import with_other_file
+from penstock.schedule.facts.errors import PassError, SourceError, StreamError
 from tests.integrations import models
 
 X = torch.linspace(-1, 1, 16).reshape(1, 16)

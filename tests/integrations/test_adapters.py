@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 
 from penstock.integrations import apply
-from penstock.schedule.errors import PassError, SourceError, StreamError
+from penstock.schedule.facts.errors import PassError, SourceError, StreamError
 from tests.integrations import models
 
 # peft asks transformers for what transformers has renamed.

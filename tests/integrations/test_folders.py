@@ -14,7 +14,7 @@ from transformers import T5ForConditionalGeneration
 
 from penstock.integrations import load
 from penstock.integrations.folders import Stored, open_model
-from penstock.schedule.errors import SourceError
+from penstock.schedule.facts.errors import SourceError
 from tests.integrations import models
 
 # peft asks transformers for what transformers has renamed.

@@ -7,7 +7,7 @@ import torch
 from transformers import StaticCache
 
 from penstock.integrations import apply
-from penstock.schedule.errors import PassError, PenstockError, StreamError
+from penstock.schedule.facts.errors import PassError, PenstockError, StreamError
 from tests.integrations import models
 
 IDS = torch.tensor([[5, 17, 99, 23, 42], [7, 3, 64, 11, 90]])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.integrations import apply, load
-from penstock.schedule.errors import PassError, SourceError, StreamError
+from penstock.schedule.facts.errors import PassError, SourceError, StreamError
 from tests.integrations import models
 
 CAP = 2_200_000

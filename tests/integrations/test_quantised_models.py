@@ -19,9 +19,9 @@ from torchao.quantization import (
 
 from penstock import fake_export
 from penstock.integrations import apply, load
-from penstock.passes.parts import plain_tensors
-from penstock.runtime.safetensors_file import read_header
-from penstock.schedule.errors import BudgetError, PassError, SourceError, StreamError
+from penstock.passes.weights.parts import plain_tensors
+from penstock.runtime.files.safetensors_file import read_header
+from penstock.schedule.facts.errors import BudgetError, PassError, SourceError, StreamError
 from tests import quantised_models
 from tests.integrations import models
 

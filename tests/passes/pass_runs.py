@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pass_models import Case
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from penstock.passes.annotate import Annotated, annotate_with_values
 from penstock.passes.lowering import eager
 from penstock.passes.probes import STREAMER
-from penstock.schedule.payload import Payload, ProgramFile
+from penstock.schedule.payload.codec import Payload, ProgramFile
+from tests.passes.pass_models import Case
 
 
 class PoisoningStreamer:

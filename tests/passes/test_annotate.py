@@ -4,17 +4,17 @@ import io
 
 import pytest
 import torch
-from pass_models import CASES
-from pass_runs import PoisoningStreamer, export, prepare, same_bits, streaming
 from torch import fx, nn
 
 from penstock.passes.annotate import annotate, annotate_with_values
 from penstock.passes.lowering import eager
 from penstock.passes.pipeline import Pipeline
 from penstock.passes.probes import insert_probes
-from penstock.schedule.errors import PassError
-from penstock.schedule.model import Input, Symbol
-from penstock.schedule.payload import Payload
+from penstock.schedule.facts.errors import PassError
+from penstock.schedule.facts.model import Input, Symbol
+from penstock.schedule.payload.codec import Payload
+from tests.passes.pass_models import CASES
+from tests.passes.pass_runs import PoisoningStreamer, export, prepare, same_bits, streaming
 
 
 def test_methods_record_leaves_and_symbols():

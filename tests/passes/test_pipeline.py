@@ -1,7 +1,7 @@
 import pytest
 
 from penstock.passes.pipeline import Pipeline
-from penstock.schedule.errors import PassError, StreamError
+from penstock.schedule.facts.errors import PassError, StreamError
 
 
 def double(numbers):

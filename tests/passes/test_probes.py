@@ -2,15 +2,13 @@ import importlib
 
 import pytest
 import torch
-from pass_models import CASES
-from pass_runs import decompose, export, streaming
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.passes import probes
 from penstock.passes.annotate import annotate
 from penstock.passes.probes import STREAMER, insert_probes, streaming_steps
-from penstock.schedule.errors import PassError, StreamError
-from penstock.schedule.model import (
+from penstock.schedule.facts.errors import PassError, StreamError
+from penstock.schedule.facts.model import (
     Arena,
     Drop,
     Hardware,
@@ -22,6 +20,8 @@ from penstock.schedule.model import (
     Trace,
     Transfer,
 )
+from tests.passes.pass_models import CASES
+from tests.passes.pass_runs import decompose, export, streaming
 
 acquire, release = torch.ops.penstock.acquire.default, torch.ops.penstock.release.default
 

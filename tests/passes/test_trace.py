@@ -1,15 +1,15 @@
 import pytest
 import torch
-from pass_models import CASES
-from pass_runs import export
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from penstock.passes.annotate import annotate
 from penstock.passes.trace import with_measured
-from penstock.schedule.costs import with_times
-from penstock.schedule.errors import PassError
-from penstock.schedule.model import Hardware, Work
+from penstock.schedule.facts.costs import with_times
+from penstock.schedule.facts.errors import PassError
+from penstock.schedule.facts.model import Hardware, Work
+from tests.passes.pass_models import CASES
+from tests.passes.pass_runs import export
 
 MACHINE = Hardware("test", flops_per_s=1e9, memory_bytes_per_s=1e9, link_bytes_per_s=1e9, link_latency_ns=0)
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import penstock
-from penstock.runtime import direct_file
-from penstock.runtime.artifact_files import digest_line
+from penstock.runtime.files import direct_file
+from penstock.runtime.files.artifact_files import digest_line
 from tests.runtime.conftest import Compiled
 
 

@@ -9,7 +9,7 @@ import torch
 
 import penstock
 from penstock.runtime.program import Program
-from penstock.schedule.payload import Payload
+from penstock.schedule.payload.codec import Payload
 from tests.runtime.compiled_models import export
 
 pytestmark = pytest.mark.timeout(300)

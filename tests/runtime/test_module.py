@@ -15,7 +15,7 @@ from torch.export import export
 
 import penstock
 from penstock.runtime.program import Program
-from penstock.schedule.model import Plan
+from penstock.schedule.facts.model import Plan
 from tests.runtime.conftest import Compiled
 from tests.runtime.models import Counter
 
@@ -160,7 +160,7 @@ def test_methods_share_weights_and_state(methods: tuple[Program, Cached], arena:
 
 
 def test_a_plan_goes_through_json(methods: tuple[Program, Cached]) -> None:
-    from penstock.schedule.payload import plan_from_json
+    from penstock.schedule.payload.codec import plan_from_json
 
     program, model = methods
     plan = program.plan("50%")
@@ -234,7 +234,9 @@ def test_what_a_program_hands_out_outlives_the_module(tmp_path: Path, arena: str
 def test_a_system_without_populate_moves_and_direct_reads(
     stack: Compiled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from penstock.runtime import arena, choice, direct_file
+    from penstock.runtime import choice
+    from penstock.runtime.arena import opening as arena
+    from penstock.runtime.files import direct_file
 
     for module in (arena, choice):
         for name in ("supports_populate", "supports_move"):

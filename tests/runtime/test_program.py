@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import penstock
-from penstock.schedule.model import Hardware
+from penstock.schedule.facts.model import Hardware
 
 ARENAS = ("mapped", "pooled", "contiguous", "paged")
 

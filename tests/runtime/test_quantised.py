@@ -13,9 +13,9 @@ from torch import nn
 from torch.export import ExportedProgram, export
 
 import penstock
-from penstock.report import artifact_tables
+from penstock.cli.facts import artifact_tables
 from penstock.runtime.program import Program
-from penstock.schedule.errors import SourceError
+from penstock.schedule.facts.errors import SourceError
 from tests.quantised_models import Hidden, Packed, Shown, linears, pack, quantise
 
 x = torch.linspace(-1, 1, 3 * 256).reshape(3, 256)

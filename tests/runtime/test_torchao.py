@@ -26,7 +26,7 @@ from torchao.quantization.granularity import PerAxis, PerGroup
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import penstock
-from penstock.schedule.errors import PayloadError, SourceError
+from penstock.schedule.facts.errors import PayloadError, SourceError
 from tests.quantised_models import linears
 
 # Without set_inductor_config=False each would change options of Inductor for the whole process.

@@ -9,14 +9,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.schedule.errors import BudgetError, PlanError
+from penstock.schedule.clock.event_graph import build_graph, simulate, steady_period_ns
+from penstock.schedule.facts.errors import BudgetError, PlanError
+from penstock.schedule.facts.model import (
+    Hardware,
+    HostTier,
+    Plan,
+    Range,
+    Schedule,
+    Step,
+    Storage,
+    Trace,
+    Transfer,
+)
 from penstock.schedule.host import staged_bytes
-from penstock.schedule.layout import packed_arena
-from penstock.schedule.model import Hardware, HostTier, Plan, Range, Schedule, Step, Storage, Trace, Transfer
 from penstock.schedule.planner import floor, make_plan
-from penstock.schedule.timeline import build_graph, simulate, steady_period_ns
-from penstock.schedule.verify import verify_plan
-from tests.schedule.test_timeline import heaviest
+from penstock.schedule.space.layout import packed_arena
+from penstock.schedule.verify.proof import verify_plan
+from tests.schedule.clock.test_timeline import heaviest
 from tests.schedule.traces import Problem, problems
 
 MACHINE = Hardware("test", 1e12, 1e12, 1e9, 0, disk_bytes_per_s=0.5e9)

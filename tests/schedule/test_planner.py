@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.schedule.errors import BudgetError, PlanError
-from penstock.schedule.layout import first_uses, packed_arena
-from penstock.schedule.model import Arena, Hardware, Plan, Range, Step, Storage, Trace
+from penstock.schedule.clock.event_graph import steady_period_ns
+from penstock.schedule.facts.errors import BudgetError, PlanError
+from penstock.schedule.facts.model import Arena, Hardware, Plan, Range, Step, Storage, Trace
 from penstock.schedule.planner import RUNGS, floor, make_plan
-from penstock.schedule.timeline import steady_period_ns
-from penstock.schedule.verify import verify_plan
+from penstock.schedule.space.layout import first_uses, packed_arena
+from penstock.schedule.verify.proof import verify_plan
 from tests.schedule.traces import Problem, equal_problem, machine, problems
 
 UNIT = 4096

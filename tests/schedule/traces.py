@@ -7,8 +7,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from penstock.schedule.layout import first_uses, mapped_arena, packed_arena
-from penstock.schedule.model import Arena, Extent, Hardware, Step, Storage, Trace, WeightFile, Wrap
+from penstock.schedule.facts.model import Arena, Extent, Hardware, Step, Storage, Trace, WeightFile, Wrap
+from penstock.schedule.space.layout import first_uses, mapped_arena, packed_arena
 
 GRANULE = 64
 

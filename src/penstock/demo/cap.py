@@ -22,8 +22,8 @@ from penstock.demo.child import Job
 from penstock.demo.disk import ReadRate, find_folder, measure_read
 from penstock.demo.processes import Ending, run_capped, run_child
 from penstock.demo.screen import make_table, shorten, show_progress
-from penstock.schedule.errors import BudgetError, SourceError
-from penstock.schedule.sizes import format_size, parse_size
+from penstock.schedule.facts.errors import BudgetError, SourceError
+from penstock.schedule.facts.sizes import format_size, parse_size
 
 DEFAULT_SIZE = "2GiB"
 SMALLEST_CAP = 400 << 20

@@ -8,9 +8,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.runtime.rates import measure_read as measure_rate
-from penstock.runtime.source import Source
-from penstock.runtime.stamp import stamp_file
+from penstock.runtime.files.rates import measure_read as measure_rate
+from penstock.runtime.files.source import Source
+from penstock.runtime.files.stamp import stamp_file
 
 _SECONDS = 5.0
 IN_MEMORY = {"tmpfs", "ramfs"}

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from penstock.schedule.errors import PenstockError
+from penstock.schedule.facts.errors import PenstockError
 
 
 def run(*, part: Literal["all", "cap", "real"] = "all", size: str | None = None, json: bool = False) -> int:

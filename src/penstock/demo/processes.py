@@ -18,7 +18,7 @@ from penstock.demo.cgroup import MemoryGroup, make_group
 from penstock.demo.child import OUT_OF_MEMORY, Job, Result
 from penstock.demo.disk import drop_cache
 from penstock.demo.screen import show_progress
-from penstock.schedule.errors import StreamError
+from penstock.schedule.facts.errors import StreamError
 
 
 @dataclass(frozen=True)

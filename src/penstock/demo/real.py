@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.padding import Padding
 
 from penstock.demo.screen import make_table, shorten, show_progress
-from penstock.schedule.errors import PenstockError
-from penstock.schedule.sizes import parse_size
+from penstock.schedule.facts.errors import PenstockError
+from penstock.schedule.facts.sizes import parse_size
 
 if TYPE_CHECKING:
     from torch import Tensor

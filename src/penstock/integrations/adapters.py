@@ -17,8 +17,8 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from penstock.runtime.safetensors_file import read_header
-from penstock.schedule.errors import PassError, SourceError, StreamError
+from penstock.runtime.files.safetensors_file import read_header
+from penstock.schedule.facts.errors import PassError, SourceError, StreamError
 
 _FILES = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
 """What peft and transformers, and what diffusers call an adapter's file in its folder."""

@@ -15,7 +15,11 @@ import torch
 from torch import nn
 
 from penstock.integrations.adapters import Adapter, by_adapter, by_prefix, named_adapter, other_values
+from penstock.integrations.calls.kinds import method_of
+from penstock.integrations.calls.tiny_calls import Example, make_call, tiny_call
 from penstock.integrations.cap import Cap
+from penstock.integrations.emptied.hollow import Hollow, blank_copy, store, stored_tensors
+from penstock.integrations.emptied.watch import Watch
 from penstock.integrations.folders import (
     Stored,
     is_pipeline,
@@ -24,8 +28,6 @@ from penstock.integrations.folders import (
     open_pipeline,
     refuse_variant,
 )
-from penstock.integrations.hollow import Hollow, blank_copy, store, stored_tensors
-from penstock.integrations.kinds import method_of
 from penstock.integrations.libraries import (
     add_generation_config,
     components_of,
@@ -34,13 +36,11 @@ from penstock.integrations.libraries import (
     without_hooks,
 )
 from penstock.integrations.streamed import Component, Where
-from penstock.integrations.tiny_calls import Example, make_call, tiny_call
 from penstock.integrations.uninterrupted import uninterrupted
-from penstock.integrations.watch import Watch
-from penstock.passes.fake_export import Built
-from penstock.runtime.user_cache import user_cache
-from penstock.schedule.errors import BudgetError, PenstockError, StreamError
-from penstock.schedule.sizes import format_size, parse_size
+from penstock.passes.building.fake_export import Built
+from penstock.runtime.system.user_cache import user_cache
+from penstock.schedule.facts.errors import BudgetError, PenstockError, StreamError
+from penstock.schedule.facts.sizes import format_size, parse_size
 
 _INSTEAD = "call the model itself, or restore it first (restore() of what apply returned)"
 

@@ -14,17 +14,17 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from penstock.checkpoint_names import names_in_checkpoint
-from penstock.configuration import builder, model_class, read_config
 from penstock.integrations.quantised import with_quantised_weights
-from penstock.passes.deferred import Deferred, deferred_init, join
-from penstock.passes.graphs import dtype_name
-from penstock.passes.parts import has_parts
-from penstock.passes.weights import storage_identity
-from penstock.runtime.checkpoint import open_checkpoint
-from penstock.runtime.safetensors_file import TORCH_NAMES, index_files
-from penstock.runtime.stored_tensor import StoredTensor
-from penstock.schedule.errors import SourceError
+from penstock.models.checkpoint_names import names_in_checkpoint
+from penstock.models.configuration import builder, model_class, read_config
+from penstock.passes.building.deferred import Deferred, deferred_init, join
+from penstock.passes.graph.nodes import dtype_name
+from penstock.passes.weights.lifted import storage_identity
+from penstock.passes.weights.parts import has_parts
+from penstock.runtime.checkpoint.opening import open_checkpoint
+from penstock.runtime.checkpoint.stored_tensor import StoredTensor
+from penstock.runtime.files.safetensors_file import TORCH_NAMES, index_files
+from penstock.schedule.facts.errors import SourceError
 
 _PIPELINE, _CONFIG = "model_index.json", "config.json"
 

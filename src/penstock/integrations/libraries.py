@@ -12,8 +12,8 @@ from typing import Any, get_args, get_type_hints
 import torch
 from torch import nn
 
-from penstock.integrations.decisions import AskedMask, Decisions
-from penstock.schedule.errors import PassError
+from penstock.integrations.calls.decisions import AskedMask, Decisions
+from penstock.schedule.facts.errors import PassError
 
 _MASKS = "transformers.masking_utils"
 _DECISIONS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")

@@ -10,10 +10,10 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from penstock.runtime.checkpoint import open_checkpoint
-from penstock.runtime.safetensors_file import TORCH_NAMES
-from penstock.runtime.stored_tensor import StoredTensor
-from penstock.schedule.errors import SourceError
+from penstock.runtime.checkpoint.opening import open_checkpoint
+from penstock.runtime.checkpoint.stored_tensor import StoredTensor
+from penstock.runtime.files.safetensors_file import TORCH_NAMES
+from penstock.schedule.facts.errors import SourceError
 
 _ONLY = "torchao"
 

@@ -13,22 +13,22 @@ import torch
 from torch.export import ExportedProgram
 
 import penstock
+from penstock.integrations.calls.kinds import Call, method_of, named, refuse_grad
+from penstock.integrations.calls.methods import Method
 from penstock.integrations.cap import Cap
-from penstock.integrations.content_key import content_key
-from penstock.integrations.hollow import write_once
-from penstock.integrations.kinds import Call, method_of, named, refuse_grad
-from penstock.integrations.methods import Method
-from penstock.integrations.rebound import same_layout, with_other_file
-from penstock.passes.constants import with_own_constants
-from penstock.passes.fake_export import Built
+from penstock.integrations.emptied.content_key import content_key
+from penstock.integrations.emptied.hollow import write_once
+from penstock.integrations.emptied.rebound import same_layout, with_other_file
+from penstock.passes.building.fake_export import Built
 from penstock.passes.lowering.eager import LoweredProgram
-from penstock.runtime.binding import Names
-from penstock.runtime.device_loading import device_kind
+from penstock.passes.weights.constants import with_own_constants
+from penstock.runtime.checkpoint.binding import Names
+from penstock.runtime.device.loading import device_kind
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
-from penstock.schedule.errors import BudgetError, PassError, StreamError
-from penstock.schedule.model import Plan
-from penstock.schedule.sizes import format_size
+from penstock.schedule.facts.errors import BudgetError, PassError, StreamError
+from penstock.schedule.facts.model import Plan
+from penstock.schedule.facts.sizes import format_size
 
 _MOST_METHODS = 48
 """Kinds of call of one module. A model with more exports for single sizes, which is no way to run it."""

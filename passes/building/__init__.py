@@ -1,0 +1,1 @@
+"""Models that are exported without ever being built: no memory, no initialisation, no GPU."""

@@ -1,0 +1,125 @@
+"""Models whose parameters are initialised later, as far as they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.passes.building.placement import OnCpu
+from penstock.passes.building.recording import Recording
+from penstock.passes.graph.lines import sentence, where
+from penstock.schedule.facts.errors import PassError, PenstockError
+
+
+def deferred_init(build: Callable[[], nn.Module]) -> Deferred:
+    """Run a constructor without memory, and keep how it initialises what.
+
+    Values that are materialised later are those that the constructor would have given under the state that
+    torch's default CPU generator has now; its state does not change. To get them for one parameter, all
+    numbers before are drawn and forgotten: time as for the whole model, memory as for that parameter.
+    Generators of GPUs, and others than the default one, are refused.
+
+    Raises PassError, with the line of the model that causes it, where that cannot be.
+    """
+    with OnCpu():
+        return record(build)
+
+
+def record(build: Callable[[], nn.Module]) -> Deferred:
+    """As `deferred_init`, where another mode sees to the devices that the constructor asks for."""
+    if isinstance(build, nn.Module):
+        raise PassError(
+            f"expected a function that builds the model, got a {type(build).__name__} that is built: give "
+            "lambda: Model(...), or export the module itself with torch.export.export"
+        )
+    recording = Recording()
+    try:
+        with recording, torch.no_grad():
+            module = build()
+    except PenstockError:
+        raise
+    except Exception as error:
+        raise PassError(
+            f"the model cannot be built without memory{where(error)}: {sentence(error)}"
+        ) from error
+    if not isinstance(module, nn.Module):
+        raise PassError(f"expected a function that returns a module, got {type(module).__name__}")
+    hold_attributes(module)
+    return Deferred(module, recording)
+
+
+class Deferred:
+    """`module` has shapes, and no memory before it is materialised.
+
+    `allocated` are large tensors that its constructor really made: bytes, and where.
+    """
+
+    def __init__(self, module: nn.Module, recording: Recording) -> None:
+        self.module = module
+        self.allocated = recording.allocated
+        self._recording = recording
+        self._made: dict[int, torch.Tensor] = {}
+
+    def materialize(self, name: str = "") -> nn.Module:
+        """Give the submodule `name` (all, by default) real parameters and buffers, and return it.
+
+        What was materialised before stays as it is, so parts may be asked for in any order and again. Tied
+        parameters stay tied. Raises PassError for a submodule that there is not.
+        """
+        try:
+            part = self.module.get_submodule(name)
+        except AttributeError as error:
+            raise PassError(f"there is no submodule {name!r}: {error}") from error
+        for child in part.modules():
+            held: Any
+            for held in (child._parameters, child._buffers):
+                for key, tensor in held.items():
+                    if tensor is not None and tensor.is_meta:
+                        held[key] = self._real(tensor)
+        return part
+
+    def materialize_slice(self, fqn: str, rows: slice) -> torch.Tensor:
+        """Some rows of one parameter or buffer, in memory of their own; the module stays as it is.
+
+        All of the parameter is in memory for a moment. Raises PassError for one that there is not.
+        """
+        owner, _, key = fqn.rpartition(".")
+        try:
+            tensor = getattr(self.module.get_submodule(owner), key)
+        except AttributeError as error:
+            raise PassError(f"there is no parameter or buffer {fqn!r}: {error}") from error
+        if not isinstance(tensor, torch.Tensor):
+            whole = f"; materialize({fqn!r}) gives a whole module" if isinstance(tensor, nn.Module) else ""
+            raise PassError(
+                f"{fqn!r} is a {type(tensor).__name__}, expected the name of a parameter or buffer{whole}"
+            )
+        return self.values(tensor)[rows].clone()
+
+    def values(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The values of a tensor of the module, which stays as it is."""
+        return self._recording.values(tensor)
+
+    def _real(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._made:
+            values = self.values(tensor)
+            if isinstance(tensor, nn.Parameter):
+                values = nn.Parameter(values, requires_grad=tensor.requires_grad)
+            self._made[id(tensor)] = values
+        return self._made[id(tensor)]
+
+
+def join(module: str, key: str) -> str:
+    """The FQN of what a submodule holds."""
+    return f"{module}.{key}" if module else key
+
+
+def hold_attributes(module: nn.Module) -> None:
+    """Tensors that a module keeps as plain attributes become buffers, which are found by name."""
+    for child in module.modules():
+        for key, value in list(vars(child).items()):
+            if isinstance(value, torch.Tensor):
+                delattr(child, key)
+                child.register_buffer(key, value, persistent=False)

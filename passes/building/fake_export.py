@@ -1,0 +1,205 @@
+"""Exports a model that is never built: no memory, no initialisation, no GPU.
+
+The constructor runs while tensors have shapes only (deferred.py), and the devices that it asks for are kept
+(placement.py). Its parameters become fake tensors on those devices, and the module is exported with them,
+so the graph shows what a machine that has the devices would show.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+from penstock.passes.building.deferred import hold_attributes, join, record
+from penstock.passes.building.guardless import Guardless, capable
+from penstock.passes.building.placement import AskedDevices, Placement, home_of, place
+from penstock.passes.building.remedies import remedy
+from penstock.passes.calls.examples import check_inputs
+from penstock.passes.graph.lines import sentence, where
+from penstock.passes.weights.parts import each_part, has_parts
+from penstock.schedule.facts.errors import PassError
+
+BUFFERS = "penstock.buffers"
+"""In `graph_module.meta` of what fake_export returns: the values of non-persistent buffers, by FQN."""
+
+
+def fake_export(
+    build: Callable[[], nn.Module],
+    example_inputs: Sequence[Any] | Mapping[str, Any],
+    placement: Placement = None,
+    dynamic_shapes: Any = None,
+) -> ExportedProgram:
+    """Export the module that `build()` would return, without building it.
+
+    `example_inputs` are positional arguments, or keyword arguments as a mapping. Only the shapes of tensors
+    count; they are taken to be where the first parameter is.
+    `placement` is a device for everything, devices by FQN pattern (`{"*": "cuda:0", "head.*": "cuda:1"}`), or
+    None: as the constructor asks. The program's weights are fake: bind them to a checkpoint's.
+
+    Raises PassError, with the line of the model that causes it, where the model cannot be exported so.
+    """
+    return Built.by(build, placement).export(example_inputs, dynamic_shapes)
+
+
+def with_computed_buffers(exported: ExportedProgram) -> ExportedProgram:
+    """The program with the values of the buffers that its module computes, where fake_export kept them."""
+    computed = exported.graph_module.meta.get(BUFFERS)
+    if not computed:
+        return exported
+    changed = copy.copy(exported)
+    changed._constants = {name: computed.get(name, old) for name, old in exported.constants.items()}
+    return changed
+
+
+def computed_buffers(programs: Iterable[ExportedProgram]) -> set[str]:
+    """The FQNs of the buffers that the programs' modules compute: torch neither saves nor loads them."""
+    return {name for exported in programs for name in exported.graph_module.meta.get(BUFFERS) or ()}
+
+
+class Built:
+    """A module of fake tensors, where they are, and the values of what no checkpoint has."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        buffers: dict[str, torch.Tensor],
+        devices: Mapping[str, torch.device],
+        *,
+        home: torch.device,
+        allocated: Sequence[tuple[int, str]] = (),
+    ) -> None:
+        self.module, self.buffers, self.devices, self.allocated = module, buffers, devices, allocated
+        self._home = home
+        self._mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+        self._fakes: dict[int, torch.Tensor] = {}
+        self._storages: dict[int, torch.Tensor] = {}
+        for name, child in self.module.named_modules(remove_duplicate=False):
+            for held in (child._parameters, child._buffers):
+                for key, tensor in held.items():
+                    if tensor is not None:
+                        held[key] = self._fake(tensor, self.devices[join(name, key)])
+
+    @classmethod
+    def by(cls, build: Callable[[], nn.Module], placement: Placement = None) -> Built:
+        """Run a constructor without memory; PassError where it cannot be."""
+        asked = AskedDevices()
+        with asked, capable():
+            deferred = record(build)
+        module = deferred.module
+        buffers = _computed(module, deferred.values)
+        devices = place(module, asked, placement)
+        return cls(module, buffers, devices, home=home_of(placement, devices), allocated=deferred.allocated)
+
+    @classmethod
+    def of(cls, module: nn.Module, home: torch.device) -> Built:
+        """A copy on `home` of a module in memory, without its parameters' values; it stays as it is."""
+        flats: dict[int, torch.Tensor] = {}
+
+        def shape_of(value: torch.Tensor) -> torch.Tensor:
+            storage = value.untyped_storage()
+            nbytes = storage.nbytes() // value.itemsize
+            flat = flats.setdefault(storage._cdata, torch.empty(nbytes, dtype=value.dtype, device="meta"))
+            view = flat.view(value.dtype).as_strided(value.shape, value.stride(), value.storage_offset())
+            return nn.Parameter(view, requires_grad=False) if isinstance(value, nn.Parameter) else view
+
+        memo: dict[int, Any] = {id(value): each_part(value, shape_of) for value in module.parameters()}
+        copied = copy.deepcopy(module, memo)
+        hold_attributes(copied)
+        devices = {
+            join(name, key): home
+            for name, child in copied.named_modules(remove_duplicate=False)
+            for key in (*child._parameters, *child._buffers)
+        }
+        buffers = _computed(copied, lambda value: value.detach().clone())
+        return cls(copied, buffers, devices, home=home)
+
+    def export(
+        self,
+        example_inputs: Sequence[Any] | Mapping[str, Any],
+        dynamic_shapes: Any = None,
+        *,
+        module: nn.Module | None = None,
+    ) -> ExportedProgram:
+        """The exported program of the module, or of one that calls it; PassError where it does not export."""
+        by_name = isinstance(example_inputs, Mapping)
+        root = self.module if module is None else module
+        check_inputs(root, example_inputs)
+        given: Any = ((), dict(example_inputs)) if by_name else (tuple(example_inputs), {})
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self._input, given)
+        try:
+            with Guardless(), capable(), torch.no_grad():
+                exported = torch.export.export(
+                    root.eval(), args, kwargs, dynamic_shapes=dynamic_shapes, strict=False
+                )
+        except Exception as error:
+            said = sentence(error).rstrip(". ")
+            raise PassError(f"the model cannot be exported{where(error)}: {said}; {remedy(error)}") from error
+        prefix = next(name for name, child in root.named_modules() if child is self.module)
+        exported.graph_module.meta[BUFFERS] = {join(prefix, n): v for n, v in self.buffers.items()}
+        return exported
+
+    def _fake(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """One fake tensor for each real one, in one storage for each real one: ties and views stay."""
+        if has_parts(tensor):
+            made = each_part(tensor, lambda part: self._fake(part, device))
+            return self._fakes.setdefault(id(tensor), made)
+        storage = tensor.untyped_storage()
+        with self._mode:
+            flat = self._storages.get(storage._cdata)
+            if flat is None:
+                elements = storage.nbytes() // tensor.itemsize
+                flat = torch.empty(elements, dtype=tensor.dtype, device=device)
+                self._storages[storage._cdata] = flat
+            if flat.device != device:
+                raise PassError(
+                    f"one storage is meant for {flat.device} and for {device}: place tied weights together"
+                )
+            if id(tensor) in self._fakes:
+                return self._fakes[id(tensor)]
+            whole = flat if flat.dtype == tensor.dtype else flat.view(tensor.dtype)
+            fake = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        if isinstance(tensor, nn.Parameter):
+            fake = nn.Parameter(fake, requires_grad=False)
+        self._fakes[id(tensor)] = fake
+        return fake
+
+    def _input(self, value: torch.Tensor) -> torch.Tensor:
+        device = value.device if value.device.type == "cuda" else self._home
+        with self._mode:
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+
+
+def _computed(module: nn.Module, values: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The values of the buffers that no checkpoint has, by each name; one tensor for each of theirs."""
+    made: dict[int, torch.Tensor] = {}
+    found = {}
+    for name, buffer in _lost_buffers(module):
+        if id(buffer) not in made:
+            made[id(buffer)] = values(buffer)
+        found[name] = made[id(buffer)]
+    return found
+
+
+def _lost_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The buffers that no checkpoint has, not even as a view of something else."""
+    saved = {
+        tensor.untyped_storage()._cdata
+        for tensor in module.state_dict(keep_vars=True).values()
+        if isinstance(tensor, torch.Tensor)
+    }
+    return [
+        (join(name, key), tensor)
+        for name, child in module.named_modules(remove_duplicate=False)
+        for key, tensor in child._buffers.items()
+        if key in child._non_persistent_buffers_set
+        and tensor is not None
+        and tensor.untyped_storage()._cdata not in saved
+    ]

@@ -1,0 +1,120 @@
+"""Lets tensors that only pretend to be on a GPU be used in Python where torch has no CUDA.
+
+Some methods of tensors ask the driver for a device before anything else, in C++: indexing, `contiguous` and
+a few more. The operators that they call do not, so they are called instead. A device without an index is the
+first one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from penstock.passes.building.placement import indexed
+
+_aten = torch.ops.aten
+
+
+class Guardless(TorchFunctionMode):
+    """Active while a program is exported whose tensors are fake."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = {name: _with_index(value) for name, value in (kwargs or {}).items()}
+        args = tuple(_with_index(value) for value in args)
+        if func is torch.Tensor.cuda:
+            device = (args[1] if len(args) > 1 else given.get("device")) or 0
+            return args[0].to(
+                torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+            )
+        if func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
+            return args[0].detach()  # which export sees to be a parameter's
+        instead = _INSTEAD.get(func)
+        if instead is not None and args[0].device.type != "cpu":
+            return instead(*args, **given)
+        return func(*args, **given)
+
+
+@contextmanager
+def capable() -> Iterator[None]:
+    """Models that ask what the GPU can do are told a recent one's answer where torch knows of none."""
+    if torch.cuda.is_available():
+        yield
+        return
+    with patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)):
+        yield
+
+
+def _with_index(value: Any) -> Any:
+    if isinstance(value, torch.device) or value == "cuda":
+        return indexed(torch.device(value))
+    return value
+
+
+def get_item(tensor: torch.Tensor, index: Any) -> torch.Tensor:
+    """`tensor[index]` by the operators that Python's indexing calls."""
+    viewed, tensors = _view(tensor, index)
+    return _aten.index.Tensor(viewed, tensors) if tensors else viewed
+
+
+def set_item(tensor: torch.Tensor, index: Any, value: Any) -> None:
+    """`tensor[index] = value` likewise."""
+    viewed, tensors = _view(tensor, index)
+    if not isinstance(value, torch.Tensor):
+        value = torch.full((), value, dtype=tensor.dtype, device=tensor.device)
+    if tensors:
+        _aten.index_put_.default(viewed, tensors, value)
+    else:
+        _aten.copy_.default(viewed, value)
+
+
+def _view(tensor: torch.Tensor, index: Any) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """What the numbers, slices and None of an index make of a tensor, and the tensors in it by position."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    items = [torch.tensor(item, device=tensor.device) if isinstance(item, list) else item for item in items]
+    filled = tensor.dim() - sum(map(_dimensions, items))  # what an ellipsis stands for
+    tensors: list[torch.Tensor | None] = []
+    dimension = 0
+    for item in items:
+        if item is Ellipsis:
+            dimension += filled
+        elif item is None:
+            tensor, dimension = _aten.unsqueeze.default(tensor, dimension), dimension + 1
+        elif isinstance(item, slice):
+            if item != slice(None):
+                tensor = _aten.slice.Tensor(tensor, dimension, item.start, item.stop, item.step or 1)
+            dimension += 1
+        elif isinstance(item, torch.Tensor):
+            tensors += [None] * (dimension - len(tensors)) + [item]
+            dimension += _dimensions(item)
+        else:
+            tensor = _aten.select.int(tensor, dimension, item)
+    return tensor, tensors
+
+
+def _dimensions(item: Any) -> int:
+    """How many dimensions of a tensor an item of its index takes."""
+    if item is None or item is Ellipsis:
+        return 0
+    if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8):
+        return item.dim()
+    return 1
+
+
+def _contiguous(tensor: torch.Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
+    return _aten.contiguous.default(tensor, memory_format=memory_format)
+
+
+_INSTEAD: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    torch.Tensor.__getitem__: get_item,
+    torch.Tensor.__setitem__: set_item,
+    torch.Tensor.contiguous: _contiguous,
+    torch.Tensor.copy_: _aten.copy_.default,
+    torch.Tensor.__invert__: _aten.bitwise_not.default,
+}

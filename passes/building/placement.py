@@ -1,0 +1,154 @@
+"""Which device each tensor of a module is meant for: as its constructor asks, or as patterns say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from penstock.passes.graph.lines import caller
+from penstock.schedule.facts.errors import PassError
+
+Placement: TypeAlias = str | torch.device | Mapping[str, str | torch.device] | None
+"""One device for all, devices by FQN pattern (`*` for all that no other matches), or the constructor's."""
+
+CPU = torch.device("cpu")
+
+
+class AskedDevices(TorchFunctionMode):
+    """Active while a constructor runs: keeps which device it asks for, and makes tensors on the CPU instead.
+
+    A CPU-only torch could not make them elsewhere, nor initialise what it made.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._asked: dict[int, torch.device] = {}
+        self._kept: list[torch.UntypedStorage] = []  # an address is not given to another while this lives
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func == torch.Tensor.device.__get__:
+            return self.of(args[0])
+        asked = _asked_for(func, args, given)
+        if asked is None:
+            result = func(*args, **given)
+            # What is made from a tensor for another device is meant for it, too.
+            sources = {self.of(a) for a in args if isinstance(a, torch.Tensor)} - {CPU}
+            asked = sources.pop() if len(sources) == 1 else None
+        else:
+            args = tuple(CPU if _is_device(a) and func is not torch.tensor else a for a in args)
+            if func is torch.Tensor.cuda:
+                return self._place(args[0], asked)
+            result = func(*args, **{name: CPU if name == "device" else v for name, v in given.items()})
+        return self._place(result, asked)
+
+    def of(self, tensor: torch.Tensor) -> torch.device:
+        """The device that a tensor was asked for."""
+        return self._asked.get(tensor.untyped_storage()._cdata, CPU)
+
+    def _place(self, result: Any, asked: torch.device | None) -> Any:
+        if asked is not None and isinstance(result, torch.Tensor):
+            storage = result.untyped_storage()
+            self._asked[storage._cdata] = asked
+            self._kept.append(storage)
+        return result
+
+
+class OnCpu(TorchFunctionMode):
+    """Active while a constructor runs whose values are promised: PassError where it asks for a GPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        asked = _asked_for(func, args, given)
+        if asked is not None and asked.type == "cuda":
+            raise PassError(
+                f"the constructor asks for {asked}{caller()}, and values that a GPU's generator draws cannot "
+                "be promised: build it on the CPU and move what is materialised, or use fake_export"
+            )
+        return func(*args, **given)
+
+
+def _asked_for(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device | None:
+    if func is torch.Tensor.cuda:
+        index = kwargs.get("device", args[1] if len(args) > 1 else None) or 0
+        return indexed(torch.device("cuda", index) if isinstance(index, int) else torch.device(index))
+    if kwargs.get("device") is not None:
+        return indexed(torch.device(kwargs["device"]))
+    if func is torch.Tensor.to:
+        found = [a for a in args[1:] if _is_device(a)]
+        return indexed(torch.device(found[0])) if found else None
+    return None
+
+
+def _is_device(value: Any) -> bool:
+    return isinstance(value, torch.device) or (isinstance(value, str) and value.split(":")[0] in _TYPES)
+
+
+_TYPES = ("cpu", "cuda", "meta")
+
+
+def indexed(device: torch.device) -> torch.device:
+    """The device with its index: `cuda` is `cuda:0`."""
+    return (
+        torch.device(device.type, device.index or 0) if device.type == "cuda" else torch.device(device.type)
+    )
+
+
+def place(module: nn.Module, asked: AskedDevices, placement: Placement) -> dict[str, torch.device]:
+    """The device of every parameter and buffer, by every name that it has.
+
+    Raises PassError for a pattern that matches nothing, or a name that two patterns match.
+    """
+    tensors = {
+        name: tensor
+        for found in (
+            module.named_parameters(remove_duplicate=False),
+            module.named_buffers(remove_duplicate=False),
+        )
+        for name, tensor in found
+    }
+    if placement is None:
+        return {name: asked.of(tensor) for name, tensor in tensors.items()}
+    if isinstance(placement, str | torch.device):
+        placement = {"*": placement}
+    devices = {pattern: _device(name) for pattern, name in placement.items()}
+    chosen: dict[str, torch.device] = {}
+    for pattern in devices:
+        if pattern != "*" and not any(fnmatchcase(name, pattern) for name in tensors):
+            names = ", ".join(list(tensors)[:3])
+            raise PassError(f"the placement pattern {pattern!r} matches nothing; there are {names}, ...")
+    for name, tensor in tensors.items():
+        matching = [pattern for pattern in devices if pattern != "*" and fnmatchcase(name, pattern)]
+        if len(matching) > 1:
+            raise PassError(f"the placement patterns {matching} both match {name}: make them apart")
+        default = devices.get("*", asked.of(tensor))
+        chosen[name] = devices[matching[0]] if matching else default
+    return chosen
+
+
+def home_of(placement: Placement, devices: Mapping[str, torch.device]) -> torch.device:
+    """Where inputs are taken to be: the default of a placement, else with the first parameter."""
+    if isinstance(placement, str | torch.device):
+        return _device(placement)
+    if placement is not None and "*" in placement:
+        return _device(placement["*"])
+    return next(iter(devices.values()), CPU)
+
+
+def _device(name: str | torch.device) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise PassError(f"there is no device {name!r}: give cpu, cuda or cuda:1") from error
+    if device.type not in ("cpu", "cuda"):
+        raise PassError(f"a program is not placed on {str(device)!r}: give cpu, cuda or cuda:1")
+    return indexed(device)

@@ -1,0 +1,320 @@
+"""Records what a constructor does to tensors without doing it, and does it later, as far as it is asked for.
+
+While a `Recording` is active every tensor is made on the meta device: it has a shape and no memory. Each
+operation is kept with the storages that it reads and writes. `Recording.values` runs the operations that one
+tensor depends on, on real memory.
+
+Random numbers come out as they would have: an operation that draws runs at the state that its generator
+would have had, which takes drawing all numbers before it, in their order, though not keeping them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.passes.graph.lines import caller
+from penstock.passes.weights.parts import in_one_part
+from penstock.schedule.facts.errors import PassError
+
+_META = torch.device("meta")
+_SCALARS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::item")
+"""Operators that answer with a number, which needs values."""
+
+LARGE = 1 << 20
+"""Bytes of a tensor from which on it counts that a constructor really allocates it."""
+
+_SAMPLING = "_no_grad_trunc_normal_"
+"""What `nn.init.trunc_normal_` calls, however a model has imported it."""
+
+_CHUNK = 1 << 22
+"""Numbers drawn at a time where only the generator's state afterwards matters; a multiple of 16."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A tensor as a view of storage number `storage`."""
+
+    storage: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class Operation:
+    """`function` on arguments in which tensors are Specs; `outputs` are the tensors that it returned.
+
+    `draws` is the number of its place among those that draw random numbers, None for all others.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outputs: tuple[Spec, ...]
+    draws: int | None
+
+    @property
+    def storages(self) -> set[int]:
+        """All that it touches."""
+        leaves = [*pytree.tree_leaves((self.args, dict(self.kwargs))), *self.outputs]
+        return {leaf.storage for leaf in leaves if isinstance(leaf, Spec)}
+
+
+class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Active as a context manager, while a constructor runs; on one thread.
+
+    `allocated` are tensors that were made elsewhere, with memory: their bytes, and where; large ones, and all
+    that come from NumPy.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._operations: list[Operation] = []
+        self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}  # by address: number, kept alive
+        self._of_real: dict[int, tuple[torch.Tensor, torch.UntypedStorage]] = {}
+        self.allocated: list[tuple[int, str]] = []
+        self._draws = _Draws()
+        self._also = ExitStack()
+
+    def __enter__(self) -> Recording:
+        # Sampling until it fits is a loop over values, so as a whole it is one operation.
+        sample = getattr(nn.init, _SAMPLING, None)
+        if sample is not None:
+            self._also.enter_context(patch.object(nn.init, _SAMPLING, partial(self._record_sampling, sample)))
+        self._also.enter_context(patch.object(torch, "from_numpy", partial(self._note, torch.from_numpy)))
+        self._also.enter_context(_Pretending(self))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._also.close()
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunction():  # a legacy constructor (torch.FloatTensor) leaves modes active
+            return self._recorded(func, args, dict(kwargs or {}))
+
+    def _recorded(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, given = pytree.tree_map(self._without_memory, (args, kwargs))
+        if func._schema.name in _SCALARS:
+            return func(
+                *pytree.tree_map(lambda x: self.values(x) if isinstance(x, torch.Tensor) else x, args)
+            )
+        recorded = pytree.tree_map(self._spec, (args, given))
+        placed = {name: _META if isinstance(value, torch.device) else value for name, value in given.items()}
+        moved = tuple(_META if isinstance(value, torch.device) else value for value in args)
+        if any(a.name == "device" for a in func._schema.arguments):
+            placed["device"] = _META
+        result = func(*moved, **placed)
+        seeded = torch.Tag.nondeterministic_seeded in func.tags
+        draws = self._draws.count(given.get("generator")) if seeded else None
+        outputs = tuple(
+            self._spec(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)
+        )
+        self._operations.append(Operation(func, recorded[0], _on_cpu(recorded[1]), outputs, draws))
+        return result
+
+    def _record_sampling(
+        self, sample: Callable[..., Any], tensor: torch.Tensor, *bounds: float, generator: Any = None
+    ) -> torch.Tensor:
+        spec = self._spec(tensor)
+        operation = Operation(sample, (spec, *bounds), {}, (spec,), self._draws.count(generator))
+        self._operations.append(operation)
+        return tensor
+
+    def _note(self, from_numpy: Callable[[Any], torch.Tensor], array: Any) -> torch.Tensor:
+        tensor = from_numpy(array)
+        if tensor.nbytes < LARGE:  # a large one is found where it is used
+            self.allocated.append((tensor.nbytes, caller()))
+        return tensor
+
+    def values(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the same shape and stride with the values it would have, in memory of its own.
+
+        Raises PassError for a tensor that was not made in this recording.
+        """
+        if tensor.device != _META:
+            return tensor
+        spec = self._spec(tensor)
+        with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+            found = self._run(self._needed(spec.storage), spec)
+        return found
+
+    def _needed(self, storage: int) -> list[Operation]:
+        """The operations that a storage's values depend on, in order."""
+        wanted, chosen = {storage}, []
+        for operation in reversed(self._operations):
+            if wanted & {spec.storage for spec in _written(operation)}:
+                chosen.append(operation)
+                wanted |= operation.storages
+        return chosen[::-1]
+
+    def _run(self, operations: Sequence[Operation], spec: Spec) -> torch.Tensor:
+        memory: dict[int, torch.UntypedStorage] = {}
+
+        def real(leaf: Any) -> Any:
+            if not isinstance(leaf, Spec):
+                return leaf
+            if leaf.storage not in memory:
+                raise PassError("a tensor that the constructor uses was made before it: make it inside")
+            empty = torch.empty(0, dtype=leaf.dtype)
+            return empty.set_(memory[leaf.storage], leaf.offset, leaf.shape, leaf.stride)
+
+        for operation in operations:
+            args, kwargs = pytree.tree_map(real, (operation.args, dict(operation.kwargs)))
+            with self._draws.at(operation, self._operations):
+                result = operation.function(*args, **kwargs)
+            leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            for leaf, output in zip(leaves, operation.outputs, strict=True):
+                if output.storage not in memory:
+                    memory[output.storage] = _laid_out(leaf, output).untyped_storage()
+        found: torch.Tensor = real(spec)
+        return found
+
+    def _without_memory(self, leaf: Any) -> Any:
+        """A tensor that was made of numbers has values of its own, which are kept."""
+        if not isinstance(leaf, torch.Tensor) or leaf.device == _META:
+            return leaf
+        storage = in_one_part(leaf).untyped_storage()
+        if storage._cdata not in self._of_real:
+            flat = torch.empty(0, dtype=torch.uint8).set_(storage).clone()
+            twin = torch.empty(flat.numel(), dtype=torch.uint8, device=_META)
+            if storage.nbytes() >= LARGE:
+                self.allocated.append((storage.nbytes(), caller()))
+            self._of_real[storage._cdata] = twin, storage
+            self._operations.append(Operation(flat.clone, (), {}, (self._spec(twin),), None))
+        twin = self._of_real[storage._cdata][0]
+        empty = torch.empty(0, dtype=leaf.dtype, device=_META)
+        return empty.set_(twin.untyped_storage(), leaf.storage_offset(), leaf.shape, leaf.stride())
+
+    def _spec(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        storage = leaf.untyped_storage()
+        number, _ = self._storages.setdefault(storage._cdata, (len(self._storages), storage))
+        return Spec(number, leaf.dtype, tuple(leaf.shape), tuple(leaf.stride()), int(leaf.storage_offset()))
+
+
+class _Pretending(TorchFunctionMode):
+    """Tensors without memory say that they are on the CPU, and give their values where these are needed."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self._values = recording.values
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func == torch.Tensor.is_meta.__get__:  # type: ignore[attr-defined]
+            return False
+        if func in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__):
+            args = (self._values(args[0]), *args[1:])
+        result = func(*args, **(kwargs or {}))
+        return torch.device("cpu") if func == torch.Tensor.device.__get__ and result == _META else result
+
+
+class _Draws:
+    """The states of torch's default generator before each operation that draws, as far as they are known."""
+
+    def __init__(self) -> None:
+        self._seen = torch.get_rng_state()
+        self._known = {0: self._seen}
+        self._count = 0
+
+    def count(self, generator: torch.Generator | None) -> int:
+        """The number of another operation that draws."""
+        if generator is not None:
+            raise PassError(
+                "the constructor draws from a generator of its own, which cannot be recorded: draw from "
+                "torch's default one (torch.manual_seed)"
+            )
+        now = torch.get_rng_state()
+        if not torch.equal(now, self._seen):  # seeded in between
+            self._seen = self._known[self._count] = now
+        self._count += 1
+        return self._count - 1
+
+    @contextmanager
+    def at(self, operation: Operation, operations: Sequence[Operation]) -> Iterator[None]:
+        """The generator is as it would have been before `operation`, and as it was afterwards."""
+        if operation.draws is None:
+            yield
+            return
+        with torch.random.fork_rng(devices=()):
+            first = max(number for number in self._known if number <= operation.draws)
+            torch.set_rng_state(self._known[first])
+            for one in operations:
+                if one.draws is not None and first <= one.draws < operation.draws:
+                    _draw(one)
+                    self._known.setdefault(one.draws + 1, torch.get_rng_state())
+            torch.set_rng_state(self._known[operation.draws])
+            yield
+            self._known.setdefault(operation.draws + 1, torch.get_rng_state())
+
+
+def _draw(operation: Operation) -> None:
+    """Draw what an operation draws, and forget it."""
+    target = operation.args[0] if operation.args else None
+    filling = operation.function in (torch.ops.aten.uniform_.default, torch.ops.aten.normal_.default)
+    if filling and isinstance(target, Spec) and _elements(target) > 2 * _CHUNK and _is_contiguous(target):
+        # Both draw element by element, normal ones 16 at a time: so do pieces, of which the last is longest.
+        count = _elements(target)
+        scratch = torch.empty(_CHUNK + count % _CHUNK, dtype=target.dtype)
+        for piece in [*[scratch[:_CHUNK]] * (count // _CHUNK - 1), scratch]:
+            operation.function(piece, *operation.args[1:], **operation.kwargs)
+        return
+
+    def scratch_like(leaf: Any) -> Any:
+        return torch.zeros(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Spec) else leaf
+
+    args, kwargs = pytree.tree_map(scratch_like, (operation.args, dict(operation.kwargs)))
+    operation.function(*args, **kwargs)
+
+
+def _laid_out(value: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """The value in memory as its spec says: some operators lay their results out otherwise on meta."""
+    if (value.stride(), value.storage_offset()) == (spec.stride, spec.offset):
+        return value
+    whole = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+    return whole.copy_(value) if not spec.offset else value
+
+
+def _written(operation: Operation) -> Iterator[Spec]:
+    yield from operation.outputs
+    if isinstance(operation.function, OpOverload):
+        for argument, value in zip(operation.function._schema.arguments, operation.args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Spec))
+
+
+def _on_cpu(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    cpu = torch.device("cpu")
+    return {name: cpu if isinstance(value, torch.device) else value for name, value in kwargs.items()}
+
+
+def _elements(spec: Spec) -> int:
+    return math.prod(spec.shape)
+
+
+def _is_contiguous(spec: Spec) -> bool:
+    return torch.empty_strided(spec.shape, spec.stride, device=_META).is_contiguous()

@@ -1,0 +1,155 @@
+"""What a method's leaves must be, checked on every call.
+
+What export only assumed about them it wrote down as ranges of symbols and as guards. A call that
+breaks one would run, and be wrong: so all of them are checked before anything runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import CodeType
+from typing import Any, NoReturn
+
+import torch
+from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+
+from penstock.passes.graph.nodes import dtype_name
+from penstock.schedule.facts.errors import StreamError
+
+_NAMES = {**SYMPY_INTERP, "math": math, "inf": math.inf}
+
+
+class InputChecks:
+    """Checks the leaves of calls. A guard is its text, and Python on `leaves`."""
+
+    def __init__(self, leaves: Iterable[Leaf], guards: Iterable[tuple[str, str]]) -> None:
+        self._leaves = list(leaves)
+        self._guards = [(text, compile(source, "<guard>", "eval")) for text, source in guards]
+
+    def check(self, leaves: Sequence[Any]) -> dict[str, int]:
+        """Returns the sizes of symbols; raises StreamError naming the input, what was expected and its value.
+
+        That is for another type, dtype, device, rank or size, a size out of its range, a repeated symbol
+        with two sizes, a guard that does not hold, and a Python value other than the exported one.
+        """
+        seen = _Seen({}, [])
+        for expected, leaf in zip(self._leaves, leaves, strict=True):
+            expected.check(leaf, seen)
+        for name, expression, got in seen.derived:
+            if expression.value(seen.sizes) not in (None, got):
+                _refuse(name, f"{expression.value(seen.sizes)}, which is {expression.text}", got)
+        for text, code in self._guards:
+            if not eval(code, _NAMES, {"leaves": leaves}):
+                raise StreamError(
+                    f"the sizes {seen.sizes} break {text}, which held at export and which the program "
+                    "relies on: export it for such sizes too"
+                )
+        return seen.sizes
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a call's leaves have said so far: symbols, and sizes that depend on several of them."""
+
+    sizes: dict[str, int]
+    derived: list[tuple[str, Dimension, int]]
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """A dynamic size: `linear` is (symbol, scale, shift), or None where it depends on several `symbols`.
+
+    `source` is the expression as Python, `example` its value at export.
+    """
+
+    text: str
+    lower: int
+    upper: int | None
+    example: int
+    linear: tuple[str, int, int] | None
+    symbols: tuple[str, ...]
+    source: str
+
+    @cached_property
+    def _code(self) -> CodeType:
+        return compile(self.source, "<size>", "eval")
+
+    def value(self, sizes: Mapping[str, int]) -> Any:
+        """Returns the value at these sizes, None when one of its symbols has none."""
+        return eval(self._code, _NAMES, dict(sizes)) if set(self.symbols) <= sizes.keys() else None
+
+    def check(self, name: str, got: int, seen: _Seen) -> None:
+        if got < self.lower or (self.upper is not None and got > self.upper):
+            _refuse(name, f"{self.lower} to {'any size' if self.upper is None else self.upper}", got)
+        if self.linear is None:
+            seen.derived.append((name, self, got))
+            return
+        symbol, scale, shift = self.linear
+        root, rest = divmod(got - shift, scale)
+        known = seen.sizes.setdefault(symbol, root)
+        if rest or known != root:
+            _refuse(name, f"{scale * known + shift}, which is {self.text} as in the other inputs", got)
+
+
+@dataclass(frozen=True)
+class TensorLeaf:
+    name: str
+    dtype: torch.dtype
+    device: str
+    sizes: tuple[int | Dimension, ...]
+
+    def check(self, leaf: Any, seen: _Seen) -> None:
+        if not isinstance(leaf, torch.Tensor):
+            _refuse(self.name, "a tensor", type(leaf).__name__)
+        if leaf.dtype != self.dtype:
+            _refuse(self.name, dtype_name(self.dtype), dtype_name(leaf.dtype))
+        if leaf.device.type != self.device:
+            _refuse(self.name, f"a tensor on {self.device}", f"one on {leaf.device}")
+        if leaf.dim() != len(self.sizes):
+            _refuse(self.name, f"{len(self.sizes)} dimensions", f"shape {tuple(leaf.shape)}")
+        for position, (expected, got) in enumerate(zip(self.sizes, leaf.shape, strict=True)):
+            if not isinstance(expected, int):
+                expected.check(f"{self.name}.shape[{position}]", got, seen)
+            elif got != expected:
+                _refuse(f"{self.name}.shape[{position}]", f"{expected}, a static size", got)
+
+
+@dataclass(frozen=True)
+class NumberLeaf:
+    name: str
+    type: type
+    dimension: Dimension | None
+
+    def check(self, leaf: Any, seen: _Seen) -> None:
+        if type(leaf) is not self.type:
+            _refuse(self.name, f"a value of type {self.type.__name__}", type(leaf).__name__)
+        if self.dimension is not None and isinstance(leaf, int):
+            self.dimension.check(self.name, leaf, seen)
+
+
+@dataclass(frozen=True)
+class ConstantLeaf:
+    name: str
+    value: Any
+
+    def check(self, leaf: Any, seen: _Seen) -> None:
+        if isinstance(leaf, torch.Tensor):
+            _refuse(self.name, f"the exported value {self.value!r}", "a tensor")
+        if type(leaf) is not type(self.value) or not (
+            leaf == self.value or (_is_nan(leaf) and _is_nan(self.value))
+        ):
+            _refuse(self.name, f"the exported value {self.value!r}", repr(leaf))
+
+
+Leaf = TensorLeaf | NumberLeaf | ConstantLeaf
+
+
+def _is_nan(value: object) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+def _refuse(name: str, expected: str, got: object) -> NoReturn:
+    raise StreamError(f"input {name}: expected {expected}, got {got}; pass what the program was exported for")

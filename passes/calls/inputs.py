@@ -1,0 +1,162 @@
+"""The leaves that an exported program takes, what it assumes of them, and both as facts of the payload."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.printers import PythonPrinter
+from torch.utils._sympy.value_ranges import bound_sympy
+
+from penstock.passes.calls.checks import ConstantLeaf, Dimension, Leaf, NumberLeaf, TensorLeaf
+from penstock.passes.graph.nodes import dtype_name, placeholders_of, size_hint
+from penstock.schedule.facts.errors import PassError
+from penstock.schedule.facts.model import Input, Method, Symbol
+
+
+def describe_method(exported: ExportedProgram, name: str, graph: int) -> Method:
+    """Returns what a method takes: its leaves in pytree order and the symbols in their shapes.
+
+    A dimension that is an expression of symbols (`2*s0`) counts as a symbol of that name.
+    """
+    symbols: dict[str, Symbol] = {}
+    inputs: list[Input] = []
+    for node in user_placeholders(exported):
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            sizes = [_size(exported, size) for size in value.shape]
+            shape = tuple(size if isinstance(size, int) else size.text for size in sizes)
+            inputs.append(Input(node.name, dtype_name(value.dtype), shape, str(value.device)))
+            dynamic = [size for size in sizes if isinstance(size, Dimension)]
+            symbols |= {
+                size.text: Symbol(size.text, size.lower, size.upper, size.example) for size in dynamic
+            }
+        elif isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            inputs.append(Input(node.name, value.node.pytype.__name__))
+        else:
+            inputs.append(Input(node.name, type(value).__name__, value=repr(value)))
+    return Method(name, graph, tuple(inputs), tuple(symbols.values()))
+
+
+def user_placeholders(exported: ExportedProgram) -> list[fx.Node]:
+    """Returns the placeholders that are no weights, in pytree order."""
+    specs = exported.graph_signature.input_specs
+    nodes = placeholders_of(exported.graph)
+    return [node for node, spec in zip(nodes, specs, strict=True) if spec.kind is InputKind.USER_INPUT]
+
+
+def leaves_of(exported: ExportedProgram) -> tuple[Leaf, ...]:
+    """Returns what each leaf must be, in pytree order."""
+    return tuple(_leaf(exported, node) for node in user_placeholders(exported))
+
+
+def guards_of(exported: ExportedProgram) -> tuple[tuple[str, str], ...]:
+    """Returns what export assumed about the inputs beyond ranges: each as text, and as Python on `leaves`.
+
+    Export writes it down as Python on its own names of the inputs, which a stored program keeps.
+    Raises PassError for an input that has no such name here.
+    """
+    sources = _sources(exported)
+    guards = []
+    for text in dict.fromkeys(getattr(exported, "_guards_code", ())):
+        source = text
+        for name, position in sources:
+            source = source.replace(name, f"leaves[{position}]")
+        if "L[" in source:
+            raise PassError(
+                f"the program relies on {text}, which names an input that cannot be found in its calls: "
+                "export with strict=True, or pass inputs in lists, tuples and dictionaries only"
+            )
+        guards.append((text, source))
+    return tuple(guards)
+
+
+def _sources(exported: ExportedProgram) -> list[tuple[str, int]]:
+    """Returns the names that guards may have for a leaf, and its position, for every leaf."""
+    spec = exported.call_spec.in_spec
+    if spec is None:
+        return []
+    signature = exported.module_call_graph[0].signature
+    names = list(signature.forward_arg_names or ()) if signature else []
+    positional, by_name = spec.children()
+    paths: list[tuple[str, ...]] = []
+    for position, child in enumerate(positional.children()):
+        name = names[position] if position < len(names) else ""
+        base, _, index = name.rpartition("_")
+        # Of `*rest` the signature has rest_0, rest_1, ...
+        starts = (f"L['{name}']", f"L['{base}'][{index}]") if index.isdigit() else (f"L['{name}']",)
+        paths += [tuple(start + path for start in starts) for path in _paths(child)]
+    for name, child in zip(by_name.context or (), by_name.children(), strict=True):
+        paths += [(f"L['{name}']{path}",) for path in _paths(child)]
+    named = [(name, leaf) for leaf, candidates in enumerate(paths) for name in candidates]
+    return named + [(f"L['flat_args'][{leaf}]", leaf) for leaf in range(len(paths))]
+
+
+def _paths(spec: pytree.TreeSpec) -> list[str]:
+    """Returns how each leaf of a tree is reached from its root."""
+    if spec.is_leaf():
+        return [""]
+    children = zip(_keys(spec), spec.children(), strict=True)
+    return [key + path for key, child in children for path in _paths(child)]
+
+
+def _keys(spec: pytree.TreeSpec) -> list[str]:
+    """Returns how a node's children are reached from it; "?" in a class that does not say."""
+    if spec.type in (list, tuple):
+        return [f"[{position}]" for position in range(spec.num_children)]
+    names = spec.context
+    # Registered classes have the names of their fields first, and what else they need behind.
+    if isinstance(names, list) and names and isinstance(names[0], list):
+        names = names[0]
+    if not isinstance(names, list | tuple) or len(names) != spec.num_children:
+        return ["?"] * spec.num_children
+    return [f".{name}" if dataclasses.is_dataclass(spec.type) else f"[{name!r}]" for name in names]
+
+
+def _leaf(exported: ExportedProgram, node: fx.Node) -> Leaf:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        sizes = tuple(_size(exported, size) for size in value.shape)
+        return TensorLeaf(node.name, value.dtype, value.device.type, sizes)
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        dimension = dimension_of(exported, value) if isinstance(value, torch.SymInt) else None
+        return NumberLeaf(node.name, value.node.pytype, dimension)
+    return ConstantLeaf(node.name, value)
+
+
+def _size(exported: ExportedProgram, size: int | torch.SymInt) -> int | Dimension:
+    return size if isinstance(size, int) else dimension_of(exported, size)
+
+
+def dimension_of(exported: ExportedProgram, size: torch.SymInt) -> Dimension:
+    """Returns what a program says of a symbolic size."""
+    expression = size.node.expr
+    ranges = bound_sympy(expression, exported.range_constraints)
+    lower = 0 if ranges.lower in (-int_oo, -sympy.oo) else max(int(ranges.lower), 0)
+    return Dimension(
+        text=str(expression),
+        lower=lower,
+        upper=None if ranges.upper in (int_oo, sympy.oo) else int(ranges.upper),
+        example=max(size_hint(size), lower),
+        linear=_linear(expression),
+        symbols=tuple(sorted(str(symbol) for symbol in expression.free_symbols)),
+        source=PythonPrinter().doprint(expression),
+    )
+
+
+def _linear(expression: sympy.Expr) -> tuple[str, int, int] | None:
+    """Returns symbol, scale and shift of an expression linear in one symbol, else None."""
+    symbols = list(expression.free_symbols)
+    if len(symbols) != 1 or not expression.is_polynomial(*symbols):
+        return None
+    polynomial = sympy.Poly(expression, *symbols)
+    if polynomial.degree() != 1 or polynomial.all_coeffs()[0] <= 0:
+        return None
+    scale, shift = polynomial.all_coeffs()
+    return str(symbols[0]), int(scale), int(shift)

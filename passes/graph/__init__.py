@@ -1,0 +1,1 @@
+"""What every pass needs of `torch.fx` graphs: copying, walking, propagating, retargeting, blaming a line."""

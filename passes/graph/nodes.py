@@ -1,0 +1,69 @@
+"""Small helpers on `torch.fx` graphs that several passes need."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from penstock.schedule.facts.errors import PassError
+
+
+def copy_graph_module(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """Returns a copy whose graphs, nested ones included, may be changed.
+
+    Node names and metadata are kept, and tensors are shared.
+    """
+    copied = fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
+    copied.meta.update(graph_module.meta)
+    for name, child in graph_module.named_children():
+        if isinstance(child, fx.GraphModule) and hasattr(copied, name):
+            setattr(copied, name, copy_graph_module(child))
+    return copied
+
+
+def tensors_of(value: object) -> Iterator[torch.Tensor]:
+    """Yields the tensors of a nested value."""
+    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def placeholders_of(graph: fx.Graph) -> list[fx.Node]:
+    """Returns the inputs of a graph in order."""
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def subgraphs_of(node: fx.Node) -> list[fx.GraphModule]:
+    """Returns the graph modules that a control-flow operator is given."""
+    owner = node.graph.owning_module
+    found = [
+        getattr(owner, str(operand.target), None)
+        for operand in node.all_input_nodes
+        if operand.op == "get_attr"
+    ]
+    return [module for module in found if isinstance(module, fx.GraphModule)]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns torch's name of a dtype without its prefix: `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def size_at(size: int | torch.SymInt, sizes: Mapping[str, int]) -> int:
+    """Returns what a size is where the symbols have these; PassError where it depends on values."""
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    if unknown := sorted(str(symbol) for symbol in expression.free_symbols if str(symbol) not in sizes):
+        raise PassError(f"a size, {expression}, depends on values that are not known ({', '.join(unknown)})")
+    return int(expression.xreplace({symbol: sizes[str(symbol)] for symbol in expression.free_symbols}))
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """Returns a size, or the one that a symbolic size was exported with (1 where it has none)."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    return 1 if hint is None else int(hint)

@@ -1,0 +1,126 @@
+"""Devices in a graph: export bakes the device it ran on into constants and assertions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.utils import _pytree as pytree
+
+from penstock.passes.graph.nodes import copy_graph_module, tensors_of
+from penstock.schedule.facts.errors import PassError
+
+TRANSFER = "penstock_transfer"
+"""Key of `node.meta`: that a conversion took its tensor to another device, where values do not tell."""
+
+_CPU_KERNELS = ("_for_cpu", "mkldnn", "onednn")
+"""Parts of the names of operators that exist on a CPU only."""
+
+
+def exported_device(graph_module: fx.GraphModule) -> torch.device:
+    """Returns the device that a program was exported for: the accelerator if it names one.
+
+    Raises PassError when it names several, which one arena cannot serve.
+    """
+    found: set[torch.device] = set()
+    for module in nested_modules(graph_module):
+        for node in module.graph.nodes:
+            found |= {tensor.device for tensor in tensors_of(node.meta.get("val"))}
+            found |= {leaf for leaf in _leaves(node) if isinstance(leaf, torch.device)}
+    accelerators = sorted({_indexed(device) for device in found if device.type != "cpu"}, key=str)
+    if len(accelerators) > 1:
+        raise PassError(
+            f"the program uses the devices {[str(device) for device in accelerators]}, expected one besides "
+            "the CPU: export it for one device"
+        )
+    return accelerators[0] if accelerators else torch.device("cpu")
+
+
+def retarget(graph_module: fx.GraphModule, device: torch.device | str) -> fx.GraphModule:
+    """Returns a copy of the graph in which the device it was exported for is `device`.
+
+    Constants made in the graph, conversions, assertions and autocast regions change, in the bodies
+    of control flow too. In a program exported for an accelerator, what names the CPU stays there:
+    its transfers are explicit and are kept. `meta["val"]` still tells of the exported device.
+
+    Raises PassError for operators that exist on a CPU only, when `device` is another.
+    """
+    copied = copy_graph_module(graph_module)
+    if move_graph(copied.graph, nested_modules(copied)[1:], exported_device(graph_module), device):
+        copied.recompile()
+    return copied
+
+
+def move_graph(
+    graph: fx.Graph, bodies: Iterable[fx.GraphModule], source: torch.device, target: torch.device | str
+) -> bool:
+    """Does in place what `retarget` does, bodies of control flow included; tells if anything was to do."""
+    target = torch.device(target)
+    if _indexed(source) == _indexed(target):
+        return False
+    for node in graph.nodes:
+        _retarget_node(node, source, target)
+    for body in bodies:
+        for node in body.graph.nodes:
+            _retarget_node(node, source, target)
+        body.recompile()
+    return True
+
+
+def _retarget_node(node: fx.Node, source: torch.device, target: torch.device) -> None:
+    name = str(node.target)
+    if (
+        isinstance(node.target, OpOverload)
+        and target.type != "cpu"
+        and any(part in name for part in _CPU_KERNELS)
+    ):
+        raise PassError(
+            f"node {node.name!r} calls {name}, which exists on a CPU only, and cannot move to {target}: "
+            "export the program without decomposing it, or for that device"
+        )
+
+    def move(leaf: object) -> object:
+        if isinstance(leaf, torch.device) and _indexed(leaf) == _indexed(source):
+            return target
+        return leaf
+
+    if node.op != "call_function":
+        return
+    args, kwargs = pytree.tree_map(move, (node.args, node.kwargs))
+    if isinstance(node.target, HigherOrderOperator) and "autocast" in name and args[0] == source.type:
+        args = (target.type, *args[1:])
+    node.args, node.kwargs = args, kwargs
+    if isinstance(node.target, OpOverload) and is_transfer(node):
+        # Between devices it made a copy. Where they become one it would hand out its input.
+        position = [argument.name for argument in node.target._schema.arguments].index("copy")
+        if position < len(args):
+            node.args = (*args[:position], True, *args[position + 1 :])
+        else:
+            node.kwargs = kwargs | {"copy": True}
+
+
+def is_transfer(node: fx.Node) -> bool:
+    """Tells whether a node is a conversion that took its tensor to another device when it was exported."""
+    if not isinstance(node.target, OpOverload) or node.target.overloadpacket is not torch.ops.aten.to:
+        return False
+    devices = {tensor.device for tensor in tensors_of(node.meta.get("val"))}
+    given = {tensor.device for tensor in tensors_of(node.all_input_nodes[0].meta.get("val"))}
+    return TRANSFER in node.meta or not given <= devices
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """Returns the device with its index: `cuda` means `cuda:0` in an exported program."""
+    if device.type in {"cpu", "meta"}:
+        return torch.device(device.type)
+    return torch.device(device.type, device.index or 0)
+
+
+def nested_modules(graph_module: fx.GraphModule) -> list[fx.GraphModule]:
+    """Returns the module itself, then the bodies of its control flow, however deep."""
+    return [module for module in graph_module.modules() if isinstance(module, fx.GraphModule)]
+
+
+def _leaves(node: fx.Node) -> list[object]:
+    return pytree.tree_leaves((node.args, node.kwargs))

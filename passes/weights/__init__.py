@@ -1,0 +1,1 @@
+"""What the weights of a program are, which memory they share, and which nodes read them."""

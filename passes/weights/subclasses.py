@@ -1,0 +1,233 @@
+"""Weights that are tensor subclasses -> their parts, each a plain weight of the program.
+
+A quantised weight is one tensor to its module, and several to the machine: data, scale, zero point.
+`torch.export` keeps it whole in the state dict, and where the subclass computes on its parts the graph asks
+for them by name. Here each part becomes an input of its own, called `FQN.PART`, and the graph computes what
+it computed before. A subclass whose operators are hidden from the graph is opened by decomposing the program.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
+
+from penstock.passes.graph.nodes import copy_graph_module
+from penstock.passes.graph.propagation import fake_mode_of
+from penstock.passes.weights.parts import each_part, flattened, has_parts
+from penstock.schedule.facts.errors import PassError
+
+PARTS = "penstock.parts"
+"""In `graph_module.meta`: for each part of a weight that was opened here, by `FQN.PART`, both as a pair."""
+
+_ACCESS = "export::access_subclass_inner_tensor"
+
+
+def with_plain_parts(exported: ExportedProgram) -> ExportedProgram:
+    """Returns the program with each tensor subclass among its weights replaced by its parts.
+
+    The program itself where there is none. Raises PassError, which names the weight and its class, where the
+    parts cannot be told apart in the graph.
+    """
+    found = _subclasses(exported)
+    if not found:
+        return exported
+    hidden = [name for name, one in found.items() if not _is_open(one.node, one.parts)]
+    return _decomposed(exported, found, hidden[0]) if hidden else _opened(exported, found)
+
+
+def parts_of(exported: ExportedProgram) -> Mapping[str, tuple[str, str]]:
+    """Returns FQN and part's name, by the name that the part has in the program."""
+    parts: Mapping[str, tuple[str, str]] = exported.graph_module.meta.get(PARTS, {})
+    return parts
+
+
+@dataclass(frozen=True)
+class _Subclass:
+    """A weight that is a tensor subclass: its input, and its parts by their names."""
+
+    spec: InputSpec
+    node: fx.Node
+    value: torch.Tensor
+    parts: Mapping[str, torch.Tensor]
+
+
+def _subclasses(exported: ExportedProgram) -> dict[str, _Subclass]:
+    nodes = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
+    found: dict[str, _Subclass] = {}
+    for spec in exported.graph_signature.input_specs:
+        if spec.kind is InputKind.USER_INPUT or not isinstance(spec.target, str):
+            continue
+        value = exported.state_dict.get(spec.target, exported.constants.get(spec.target))
+        if has_parts(value):
+            parts = dict(flattened(value))
+            found[spec.target] = _Subclass(spec, nodes[spec.arg.name], value, parts)
+    return found
+
+
+def _is_open(node: fx.Node, parts: Container[str], path: str = "") -> bool:
+    """Whether the graph only ever asks for parts, and for their parts where these are subclasses again."""
+    for user in node.users:
+        if not _is_access(user):
+            return False
+        name = f"{path}{user.args[1]}"
+        if name not in parts and not _is_open(user, parts, f"{name}."):
+            return False
+    return True
+
+
+def _is_access(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and schema.name == _ACCESS
+
+
+def _opened(exported: ExportedProgram, found: Mapping[str, _Subclass]) -> ExportedProgram:
+    """Returns the program whose graph has an input for each part, where it asked the whole for it."""
+    graph_module = copy_graph_module(exported.graph_module)
+    nodes = {}
+    for before, node in zip(exported.graph.nodes, graph_module.graph.nodes, strict=True):
+        node.name = before.name  # copying renames what is a builtin of Python, such as `input`
+        nodes[node.name] = node
+    specs: list[InputSpec] = []
+    for spec in exported.graph_signature.input_specs:
+        one = found.get(str(spec.target)) if spec.kind is not InputKind.USER_INPUT else None
+        if one is None:
+            specs.append(spec)
+            continue
+        whole = nodes[one.node.name]
+        inputs = {}
+        for part, tensor in one.parts.items():
+            with graph_module.graph.inserting_before(whole):
+                inputs[part] = graph_module.graph.placeholder(f"{whole.name}_{part.replace('.', '_')}")
+            inputs[part].meta["val"] = _fake(whole.meta["val"], tensor)
+            name = f"{spec.target}.{part}"
+            specs.append(InputSpec(spec.kind, TensorArgument(inputs[part].name), name, spec.persistent))
+        _replace_accesses(whole, "", inputs)
+        graph_module.graph.erase_node(whole)
+    graph_module.graph.lint()
+    graph_module.recompile()
+    graph_module.meta[PARTS] = {
+        f"{fqn}.{part}": (fqn, part) for fqn, one in found.items() for part in one.parts
+    }
+    result = copy.copy(exported)
+    result._graph_module = graph_module
+    result._graph_signature = copy.copy(exported.graph_signature)
+    result._graph_signature.input_specs = specs
+    result._state_dict = _with_parts(exported.state_dict, found)
+    result._constants = _with_parts(exported.constants, found)
+    return result
+
+
+def _replace_accesses(node: fx.Node, path: str, inputs: Mapping[str, fx.Node]) -> None:
+    for user in list(node.users):
+        name = f"{path}{user.args[1]}"
+        if name in inputs:
+            user.replace_all_uses_with(inputs[name])
+        else:
+            _replace_accesses(user, f"{name}.", inputs)
+        user.graph.erase_node(user)
+
+
+def _fake(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Returns what a part looks like on the device of the whole, which a stored program has as plain."""
+    with fake_mode_of([whole, *_inner(whole)]):
+        return torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=whole.device)
+
+
+def _inner(whole: torch.Tensor) -> list[torch.Tensor]:
+    return [part for _, part in flattened(whole)] if has_parts(whole) else []
+
+
+def _with_parts(values: Mapping[str, Any], found: Mapping[str, _Subclass]) -> dict[str, Any]:
+    """Returns the values, each subclass replaced by its parts, which share its memory."""
+    result: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in found:
+            wrap = isinstance(value, torch.nn.Parameter)
+            result |= {f"{name}.{part}": _plain(tensor, wrap) for part, tensor in found[name].parts.items()}
+        elif not has_parts(value):
+            result[name] = value  # a subclass that is no input is another name of one that is
+    return result
+
+
+def _plain(tensor: torch.Tensor, wrap: bool) -> torch.Tensor:
+    if not wrap or isinstance(tensor, torch.nn.Parameter):
+        return tensor
+    return torch.nn.Parameter(tensor.detach(), requires_grad=False)
+
+
+def _decomposed(exported: ExportedProgram, found: Mapping[str, _Subclass], hidden: str) -> ExportedProgram:
+    """Returns the decomposed program, in which torch has run the operators of the subclasses.
+
+    torch gives the parts names of its own, in the order of `flattened`.
+    """
+    name, kind = hidden, type(found[hidden].value).__name__
+    refusal = (
+        f"{found[hidden].spec.kind.name.lower()} {name!r} is a {kind}, whose parts the graph does not show"
+    )
+    if exported.verifier.dialect != "TRAINING":
+        raise PassError(f"{refusal}: give the program as torch.export.export returned it")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # copying tree specs warns on some versions of torch
+        try:
+            opened = _with_plain_memory(exported, found).run_decompositions({})
+        except Exception as error:
+            raise PassError(
+                f"{refusal}, and torch cannot decompose the program ({type(error).__name__}: {error}): "
+                "dequantise this weight before the export"
+            ) from error
+    names = {}
+    for fqn, one in found.items():
+        module, _, attribute = fqn.rpartition(".")
+        stem = f"{module}{'.' * bool(module)}parametrizations.{attribute}.original"
+        for number, (part, tensor) in enumerate(one.parts.items()):
+            given = f"{stem}{number}"
+            value = opened.state_dict.get(given)
+            if value is None or (value.dtype, value.shape) != (tensor.dtype, tensor.shape):
+                raise PassError(f"{refusal}: dequantise this weight before the export")
+            names[given] = (fqn, part)
+            opened.state_dict[given] = _plain(tensor, isinstance(value, torch.nn.Parameter))
+    return _renamed(opened, exported, names)
+
+
+def _with_plain_memory(exported: ExportedProgram, found: Mapping[str, _Subclass]) -> ExportedProgram:
+    """Returns the program with memory that is never touched where the parts of its weights are fake, which
+    torch does not take apart."""
+    result = copy.copy(exported)
+    result._state_dict = dict(exported.state_dict)
+    for fqn, one in found.items():
+        if fqn in result._state_dict:
+            result._state_dict[fqn] = each_part(one.value, _plain_memory)
+    return result
+
+
+def _plain_memory(part: torch.Tensor) -> torch.Tensor:
+    if not isinstance(part, FakeTensor):
+        return part
+    return torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=part.device)
+
+
+def _renamed(
+    opened: ExportedProgram, exported: ExportedProgram, names: Mapping[str, tuple[str, str]]
+) -> ExportedProgram:
+    """Returns the decomposed program with its parts called `FQN.PART`."""
+    result = copy.copy(opened)
+    signature = copy.copy(opened.graph_signature)
+    known = {given: ".".join(pair) for given, pair in names.items()}
+    signature.input_specs = [
+        InputSpec(spec.kind, spec.arg, known.get(str(spec.target), spec.target), spec.persistent)
+        for spec in signature.input_specs
+    ]
+    result._graph_signature = signature
+    result.graph_module.meta[PARTS] = {".".join(pair): pair for pair in names.values()}
+    result._state_dict = {known.get(name, name): value for name, value in opened.state_dict.items()}
+    result._guards_code = getattr(exported, "_guards_code", [])  # decomposing forgets what export assumed
+    return result

@@ -1,0 +1,1 @@
+"""The memory of a CPU that weights stream into."""

@@ -1,0 +1,251 @@
+"""What all arenas share: accounting, views, closing; and what both paged arenas share."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from ctypes import c_char
+from typing import TYPE_CHECKING, NamedTuple
+
+from penstock.runtime.system.memory import (
+    HUGE_PAGE,
+    MADV_HUGEPAGE,
+    MADV_NOHUGEPAGE,
+    PAGE,
+    PROT_NONE,
+    Reservation,
+    drop_pages,
+    hint,
+    protect,
+    round_down,
+    round_up,
+)
+from penstock.schedule.facts.errors import PlanError, StreamError
+from penstock.schedule.facts.model import Part, Plan, Storage
+
+if TYPE_CHECKING:
+    import torch
+
+ALIGNMENT = 64
+"""Bytes to which storages are aligned: kernels round differently at addresses off 16."""
+
+
+class HeldRanges:
+    """The union of disjoint ranges, its size now and at most. Safe from several threads."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.peak_nbytes = 0
+        # Starts (even positions) and stops (odd ones) of disjoint ranges, ascending: a position
+        # is inside a range exactly when an odd number of edges lies before it.
+        self._edges: list[int] = []
+        self._lock = threading.Lock()
+
+    def add(self, start: int, stop: int) -> None:
+        self._set(start, stop, held=True)
+
+    def remove(self, start: int, stop: int) -> None:
+        self._set(start, stop, held=False)
+
+    def within(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """What is held of the bytes `start` to `stop`, as disjoint ranges."""
+        with self._lock:
+            return self._within(start, stop)
+
+    def _set(self, start: int, stop: int, *, held: bool) -> None:
+        if start >= stop:
+            return
+        with self._lock:
+            self.nbytes -= sum(b - a for a, b in self._within(start, stop))
+            low, high = bisect_left(self._edges, start), bisect_right(self._edges, stop)
+            self._edges[low:high] = [start] * (low % 2 != held) + [stop] * (high % 2 != held)
+            self.nbytes += (stop - start) * held
+            self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+
+    def _within(self, start: int, stop: int) -> list[tuple[int, int]]:
+        low, high = bisect_right(self._edges, start), bisect_left(self._edges, stop)
+        edges = [start] * (low % 2) + self._edges[low:high] + [stop] * (high % 2)
+        return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+class BaseArena(ABC):
+    """One reservation of address space, at fixed places of which the storages lie.
+
+    `places[s]` is where storage s begins, in bytes from the reservation's start, or -1.
+    """
+
+    def __init__(self, storages: Sequence[Storage], places: Sequence[int], nbytes: int) -> None:
+        self._storages = storages
+        self._places = places
+        for index, (storage, place) in enumerate(zip(storages, places, strict=True)):
+            if place >= 0 and (place % ALIGNMENT or place + storage.nbytes > nbytes):
+                raise PlanError(
+                    f"storage {index} lies at byte {place} of an arena of {nbytes} bytes: expected a "
+                    f"multiple of {ALIGNMENT} with room for {storage.nbytes} bytes; plan it again"
+                )
+        self._held = HeldRanges()
+        self._memory = Reservation(nbytes)
+        self._closed = False
+
+    @property
+    def held_bytes(self) -> int:
+        return self._held.nbytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._held.peak_nbytes
+
+    def check(self) -> None:
+        # What private memory holds, no one can take away: only closing ends it.
+        self._require_open()
+
+    def fill(self, start: int, stop: int) -> int:
+        return self._fill(start, stop, self._bring)
+
+    def _fill(self, start: int, stop: int, bring: Callable[[int, int], int]) -> int:
+        self._require_open()
+        # Counted before it arrives: memory is taken from the first byte on.
+        self._held.add(start, stop)
+        try:
+            return bring(start, stop)
+        except BaseException:
+            self.drop(start, stop)
+            raise
+
+    def fill_ready(self, start: int, stop: int) -> int | None:
+        return None
+
+    def drop(self, start: int, stop: int) -> None:
+        self._require_open()
+        self._discard(start, stop)
+        self._held.remove(start, stop)
+
+    def view(self, part: Part) -> torch.Tensor:
+        self._require_open()
+        place = self._places[part.storage]
+        reach = part.offset + _reach(part)
+        if place < 0 or reach > self._storages[part.storage].nbytes:
+            raise PlanError(
+                f"a view of {reach} bytes was asked of storage {part.storage}, which has "
+                f"{self._storages[part.storage].nbytes} at byte {place} of the arena; plan it again"
+            )
+        return tensor_at(self._memory.address + place + part.offset, part)
+
+    def mapped_bytes(self) -> int:
+        return 0 if self._closed else self._memory.resident_bytes()
+
+    def close(self) -> None:
+        self._closed = True
+        self._memory.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise StreamError("the weights' memory has been closed; load the program again")
+
+    @abstractmethod
+    def _bring(self, start: int, stop: int) -> int:
+        """Put the bytes there, and say how many."""
+
+    @abstractmethod
+    def _discard(self, start: int, stop: int) -> None:
+        """Give back what the range takes."""
+
+
+class Pages(NamedTuple):
+    """The bytes `start` to `stop` of a segment, and address and size of the whole pages they are in."""
+
+    segment: int
+    start: int
+    stop: int
+    address: int
+    nbytes: int
+
+
+class PagedArena(BaseArena):
+    """An arena in which every storage lies at its layout offset, and pages come and go."""
+
+    def __init__(self, plan: Plan, storages: Sequence[Storage], *, debug: bool, protection: int) -> None:
+        self._segments = sorted(plan.arena.segments)
+        self._starts = [s.start for s in self._segments]
+        self._debug = debug
+        self._protection = protection
+        self._whole_huge_pages = plan.arena.granule % HUGE_PAGE == 0
+        places = [-1 if s in plan.outside else place for s, place in enumerate(plan.arena.layout)]
+        super().__init__(storages, places, max((s.stop for s in self._segments), default=0))
+
+    def _segment_pages(self, index: int) -> tuple[int, int]:
+        """Where a segment's pages begin, from the arena's start, and their bytes."""
+        start = round_down(self._segments[index].start, PAGE)
+        return start, round_up(self._segments[index].stop, PAGE) - start
+
+    def _prepare(self) -> None:
+        """Once something is mapped: choose the size of pages and, to debug, forbid all reads."""
+        # Of a huge page only all can be dropped: a smaller granule would take its neighbours along.
+        advice = MADV_HUGEPAGE if self._whole_huge_pages else MADV_NOHUGEPAGE
+        hint(self._memory.address, self._memory.nbytes, advice)
+        if self._debug:
+            protect(self._memory.address, self._memory.nbytes, PROT_NONE)
+
+    def _pages(self, start: int, stop: int) -> Iterator[Pages]:
+        """The pages of a range, segment by segment."""
+        first = max(0, bisect_right(self._starts, start) - 1)
+        for index in range(first, bisect_left(self._starts, stop)):
+            segment = self._segments[index]
+            low, high = max(start, segment.start), min(stop, segment.stop)
+            if low >= high:
+                continue
+            if (low % PAGE and low > segment.start) or (high % PAGE and high < segment.stop):
+                raise PlanError(
+                    f"the range {start} to {stop} begins or ends inside a page of {PAGE} bytes: make the "
+                    "plan's granule a multiple of the page size"
+                )
+            address = self._memory.address + round_down(low, PAGE)
+            yield Pages(index, low, high, address, self._memory.address + round_up(high, PAGE) - address)
+
+    def _bring(self, start: int, stop: int) -> int:
+        brought = 0
+        for pages in self._pages(start, stop):
+            if self._debug:
+                protect(pages.address, pages.nbytes, self._protection)
+            brought += self._bring_pages(pages)
+        return brought
+
+    def _discard(self, start: int, stop: int) -> None:
+        for pages in self._pages(start, stop):
+            drop_pages(pages.address, pages.nbytes)
+            if self._debug:
+                protect(pages.address, pages.nbytes, PROT_NONE)
+
+    @abstractmethod
+    def _bring_pages(self, pages: Pages) -> int:
+        """Put the bytes of `pages` there, and say how many."""
+
+
+def tensor_at(address: int, part: Part) -> torch.Tensor:
+    """A tensor over raw memory, which it neither owns nor keeps alive."""
+    import torch
+
+    dtype = _dtype(part.dtype)
+    # A ctypes array counts as writable, also over read-only pages: torch warns about others. One
+    # of no bytes is refused, so a tensor without elements gets one that it cannot reach.
+    memory = (c_char * max(_reach(part), dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(part.shape, part.stride)
+
+
+def _reach(part: Part) -> int:
+    """Bytes from a part's first element to the end of its last."""
+    if 0 in part.shape:
+        return 0
+    last = sum((n - 1) * stride for n, stride in zip(part.shape, part.stride, strict=True))
+    return (last + 1) * _dtype(part.dtype).itemsize
+
+
+def _dtype(name: str) -> torch.dtype:
+    import torch
+
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise PlanError(f"{name!r} is not a dtype of this version of torch: export the program with it")
+    return dtype

@@ -1,0 +1,116 @@
+"""The paged arena of private memory that is taken once: granules move to where they are filled."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from penstock.runtime.arena.anonymous import POISON, Pieces, pieces_of, read_pieces
+from penstock.runtime.arena.base import BaseArena
+from penstock.runtime.system.fresh_memory import FreshMemory
+from penstock.runtime.system.memory import PAGE, PROT_NONE, move, protect
+from penstock.schedule.facts.errors import PlanError, StreamError
+from penstock.schedule.facts.model import Plan, Storage
+
+if TYPE_CHECKING:
+    from penstock.runtime.files.source import Source
+
+
+class PooledArena(BaseArena):
+    """Every storage lies at its layout offset; a pool of granules moves behind what is filled.
+
+    The pool has the plan's size. Filling moves free granules to the range's addresses and reads into them,
+    in huge pages where these come fast. A granule's memory is taken by the reader that fills it first,
+    so opening takes no time; from then on nothing is allocated, zeroed or copied.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        storages: Sequence[Storage],
+        source: Source,
+        *,
+        debug: bool = False,
+        poison: bool = False,
+    ) -> None:
+        self._granule = plan.arena.granule
+        self._source, self._debug, self._poison = source, debug, poison
+        layout_bytes = max((s.stop for s in plan.arena.segments), default=0)
+        places = [-1 if s in plan.outside else place for s, place in enumerate(plan.arena.layout)]
+        super().__init__(storages, places, layout_bytes + plan.arena_bytes)
+        reach = max((p + s.nbytes for p, s in zip(places, storages, strict=True) if p >= 0), default=0)
+        if reach > layout_bytes or plan.arena_bytes % self._granule:
+            self.close()
+            raise PlanError(
+                f"storages reach to byte {reach} of a layout of {layout_bytes} bytes, in an arena of "
+                f"{plan.arena_bytes} bytes: expected whole granules of {self._granule} bytes; plan again"
+            )
+        try:
+            self._pieces = Pieces(pieces_of(plan, storages, self._places, self._memory), gap=PAGE)
+            self._memory.map_anonymous(0, self._memory.nbytes)
+            self._pool = pool = self._memory.address + layout_bytes
+            if debug:
+                protect(self._memory.address, layout_bytes, PROT_NONE)
+        except BaseException:
+            self.close()
+            raise
+        # Free granules by their present address: in the pool at first, later wherever they were dropped.
+        self._free = dict.fromkeys(range(pool, pool + plan.arena_bytes, self._granule))
+        self._filled: set[int] = set()
+        self._fresh = FreshMemory()
+        self._lock = threading.Lock()
+
+    def _bring(self, start: int, stop: int) -> int:
+        for address in self._granules(start, stop):
+            self._put(address)
+        return read_pieces(self._source, self._pieces.within(start, stop))
+
+    def _put(self, address: int) -> None:
+        """Have a granule at `address`: the one that was dropped there, or any other."""
+        fresh = False
+        with self._lock:
+            if address in self._free:
+                del self._free[address]
+            elif self._free:
+                free = next(reversed(self._free))
+                fresh = free >= self._pool  # what has left the pool never lies there again
+                self._move(free, address)
+            else:
+                raise StreamError("the plan fills more than its arena holds: plan again")
+            self._filled.add(address)
+        if self._debug:
+            protect(address, self._granule, mmap.PROT_READ | mmap.PROT_WRITE)
+        if fresh:
+            self._fresh.take(address, self._granule)
+
+    def _move(self, free: int, address: int) -> None:
+        try:
+            move(free, address, self._granule)
+        except OSError as error:
+            raise StreamError(
+                f"the system did not move {self._granule} bytes of memory for weights ({error.strerror}): "
+                "raise its limit on mappings (vm.max_map_count) or lower the budget"
+            ) from error
+        del self._free[free]
+
+    def _discard(self, start: int, stop: int) -> None:
+        for address in self._granules(start, stop):
+            with self._lock:
+                if address not in self._filled:
+                    continue
+                self._filled.remove(address)
+                if self._poison:
+                    ctypes.memset(address, POISON, self._granule)
+                if self._debug:
+                    protect(address, self._granule, PROT_NONE)
+                self._free[address] = None
+
+    def _granules(self, start: int, stop: int) -> range:
+        if start % self._granule or stop % self._granule:
+            raise PlanError(
+                f"the range {start} to {stop} is not whole granules of {self._granule} bytes: plan again"
+            )
+        return range(self._memory.address + start, self._memory.address + stop, self._granule)

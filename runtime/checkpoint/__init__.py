@@ -1,0 +1,1 @@
+"""Checkpoints in any format, as tensors by name, and how they become the weights of a program."""

@@ -1,0 +1,264 @@
+"""Finds the bytes of a program's weights in a checkpoint, by FQN."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from penstock.runtime.checkpoint.opening import Checkpoint
+from penstock.runtime.checkpoint.slices import Slice, Slices, match_slices, region
+from penstock.runtime.checkpoint.stored_tensor import Reading
+from penstock.runtime.files.pack import Chunk
+from penstock.runtime.files.safetensors_file import FLOATS, TORCH_NAMES
+from penstock.schedule.facts.errors import SourceError
+from penstock.schedule.facts.model import Extent, Part, Storage, Weight
+from penstock.schedule.payload.checks import part_nbytes
+
+Names = str | Sequence[str]
+"""A tensor of the files, or several whose bytes, one tensor after another, are one weight's."""
+
+Rename = Callable[[str], Names] | Mapping[str, Names] | None
+"""How an FQN of the program becomes names in the files: a function, or a table of exceptions."""
+
+Readings = tuple[Reading, ...]
+"""What one part of a weight consists of, one after another."""
+
+_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How tensors of the files become weights: names, whether cast to the weight's dtype, and slices."""
+
+    rename: Rename = None
+    cast: bool = False
+    slices: Slices | None = None
+
+
+@dataclass(frozen=True)
+class Span:
+    """What lies at byte `offset` of a storage: a reading without its first `skip` bytes."""
+
+    offset: int
+    skip: int
+    reading: Reading
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.reading.nbytes - self.skip
+
+    def extents(self) -> Iterator[Extent]:
+        """Where its bytes lie in the files, as runs."""
+        position = self.offset - self.skip
+        for file, start, nbytes in self.reading.runs():
+            known = min(max(self.offset - position, 0), nbytes)
+            if nbytes > known:
+                yield Extent(file, start + known, position + known, nbytes - known)
+            position += nbytes
+
+    def chunks(self, files: Sequence[Path]) -> Iterator[Chunk]:
+        """Its bytes, at most 16 MiB at a time."""
+        skip = self.skip
+        for chunk in self.reading.chunks(files):
+            yield memoryview(chunk)[skip:]
+            skip = max(skip - len(chunk), 0)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Storages, and the bytes that the files give them: `spans`, by storage.
+
+    A storage whose bytes are gathered from many places, or cast, has spans and no extents.
+    """
+
+    storages: tuple[Storage, ...]
+    spans: Mapping[int, tuple[Span, ...]]
+
+
+def bind(
+    weights: Sequence[Weight], storages: Sequence[Storage], checkpoint: Checkpoint, rules: Rules
+) -> Bound:
+    """`storages` with the bytes that the checkpoint gives them.
+
+    Tied weights need one of their names in the files, and the same bytes under all that are there. A
+    parameter that no file has is an error, as is one of another dtype (unless the rules say that it is cast),
+    shape or order of elements; a
+    buffer or constant may be missing with all of its storage, which then has no extents. Raises
+    SourceError naming what is wrong, all missing ones counted.
+    """
+    shares = match_slices(weights, rules.slices or {})
+    found: dict[int, dict[tuple[int, int], Readings]] = {}
+    absent: list[Weight] = []
+    for weight in weights:
+        for part in weight.parts:
+            names = [name + part.name for name in tensor_names(weight.fqn, rules.rename)]
+            if any(name not in checkpoint.tensors for name in names):
+                absent.append(weight)
+                continue
+            alone = len(names) == 1
+            readings = tuple(
+                _reading(
+                    weight, piece, (name, _taken(weight, name, checkpoint, shares, alone=alone)), rules.cast
+                )
+                for name, piece in zip(names, _pieces(weight, part, names, checkpoint), strict=True)
+            )
+            place = (part.offset, sum(reading.nbytes for reading in readings))
+            first = found.setdefault(part.storage, {}).setdefault(place, readings)
+            if first != readings:
+                _check_tie(weight, names[0], (first, readings), checkpoint.files)
+    spans = {index: _disjoint(places) for index, places in found.items()}
+    missing = [w for w in absent if not _covered(w, spans)]
+    # What shares a storage with a weight from the files has no other place to come from.
+    _refuse_missing(
+        [w for w in missing if w.role == "parameter" or any(p.storage in found for p in w.parts)], checkpoint
+    )
+    placed = list(storages)
+    for s, own in spans.items():
+        if all(span.reading.as_stored for span in own):
+            placed[s] = replace(placed[s], extents=tuple(e for span in own for e in span.extents()))
+    return Bound(tuple(placed), spans)
+
+
+def without(checkpoint: Checkpoint, fqns: Iterable[str], rename: Rename) -> Checkpoint:
+    """The checkpoint as if some weights were not in it."""
+    names = {name for fqn in fqns for name in tensor_names(fqn, rename)}
+    return replace(checkpoint, tensors={n: t for n, t in checkpoint.tensors.items() if n not in names})
+
+
+def tensor_names(fqn: str, rename: Rename) -> tuple[str, ...]:
+    """What a weight is called in the files: one name, or those of the tensors that it consists of."""
+    if rename is None:
+        return (fqn,)
+    if not callable(rename) and not isinstance(rename, Mapping):
+        raise SourceError(f"rename= is {rename!r}, expected a table or a function from FQNs to names")
+    found = rename.get(fqn, fqn) if isinstance(rename, Mapping) else rename(fqn)
+    names: Any = (found,) if isinstance(found, str) else found
+    if not (isinstance(names, Sequence) and names and all(isinstance(name, str) for name in names)):
+        raise SourceError(
+            f"rename= makes {found!r} of {fqn}, expected the name of a tensor, or several: correct it"
+        )
+    return tuple(names)
+
+
+def _pieces(weight: Weight, part: Part, names: Sequence[str], checkpoint: Checkpoint) -> list[Part]:
+    """What of a part each of several tensors is; SourceError where together they are not all of it."""
+    if len(names) == 1:
+        return [part]
+    shapes = [checkpoint.tensors[name].shape for name in names]
+    rows = [prod(shape[:-1]) for shape in shapes]
+    fits = part.shape and all(shape and shape[-1] == part.shape[-1] for shape in shapes)
+    if not fits or sum(rows) != prod(part.shape[:-1]):
+        raise SourceError(
+            f"weight {weight.fqn} is {list(part.shape)} in the program, and the {len(names)} tensors for it, "
+            f"{names[0]} to {names[-1]}, have {sum(rows)} rows of {list(shapes[0][-1:])}: give those whose "
+            "rows, one after another, are its own"
+        )
+    _refuse_strides(weight, part)
+    return [replace(part, shape=shape, stride=_dense(shape)) for shape in shapes]
+
+
+def _taken(
+    weight: Weight, name: str, checkpoint: Checkpoint, shares: Mapping[str, Slice], *, alone: bool
+) -> Reading:
+    """What of a tensor is read: all, or one rank's slice of a weight's only tensor."""
+    if weight.fqn in shares and not alone:
+        raise SourceError(
+            f"weight {weight.fqn} consists of several tensors, of which slices= cannot take a part: leave it "
+            "out of slices="
+        )
+    tensor = checkpoint.tensors[name]
+    return Reading(tensor, region(weight.fqn, name, tensor, shares.get(weight.fqn)))
+
+
+def _reading(weight: Weight, part: Part, named: tuple[str, Reading], cast: bool) -> Reading:
+    """What of a tensor is a part's value; SourceError where it cannot be that."""
+    name, taken = named
+    tensor, shape = taken.tensor, taken.shape
+    before = TORCH_NAMES.get(tensor.dtype, tensor.dtype)
+    floats = before in FLOATS and part.dtype in FLOATS
+    if shape != part.shape or (before != part.dtype and not (cast and floats)):
+        of = "" if shape == tensor.shape else f" of {list(tensor.shape)}"
+        advice = ", or cast it (cast=True)" if floats and shape == part.shape else ""
+        raise SourceError(
+            f"weight {weight.fqn} is {part.dtype} {list(part.shape)} in the program and tensor {name!r} of "
+            f"{tensor.origin} is {before} {list(shape)}{of}: "
+            f"give the checkpoint that belongs to the program{advice}"
+        )
+    _refuse_strides(weight, part)
+    return replace(taken, cast=part.dtype if before != part.dtype else None)
+
+
+def _refuse_strides(weight: Weight, part: Part) -> None:
+    pairs = zip(part.shape, part.stride, _dense(part.shape), strict=True)
+    if any(size > 1 and a != b for size, a, b in pairs):
+        raise SourceError(
+            f"weight {weight.fqn} has strides {list(part.stride)} in the program, but safetensors files hold "
+            "dense tensors: make it contiguous before the export, or compile without weights="
+        )
+
+
+def _dense(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def _check_tie(weight: Weight, name: str, both: tuple[Readings, Readings], files: Sequence[Path]) -> None:
+    """Compare the bytes of what of the files is one weight of the program, under two names."""
+    if len({_digest(chunk for one in readings for chunk in one.chunks(files)) for readings in both}) > 1:
+        raise SourceError(
+            f"weight {weight.fqn} is tied to another in the program, but tensor {name!r} holds other values "
+            "than that one's: export it with the checkpoint loaded, or rename one of them"
+        )
+
+
+def _digest(chunks: Iterable[Chunk]) -> str:
+    digest = hashlib.sha256()
+    for chunk in chunks:
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _disjoint(places: Mapping[tuple[int, int], Readings]) -> tuple[Span, ...]:
+    """Readings by place in the storage, without the bytes that an earlier one holds as well."""
+    placed: list[tuple[int, Reading]] = []
+    for (offset, _), readings in places.items():
+        starts = accumulate((reading.nbytes for reading in readings), initial=offset)
+        placed += zip(starts, readings, strict=False)
+    result: list[Span] = []
+    end = 0
+    for offset, reading in sorted(placed, key=lambda item: (item[0], -item[1].nbytes)):
+        known = max(end - offset, 0)
+        if known < reading.nbytes:
+            result.append(Span(offset + known, known, reading))
+            end = offset + reading.nbytes
+    return tuple(result)
+
+
+def _covered(weight: Weight, spans: Mapping[int, Sequence[Span]]) -> bool:
+    """Whether the bytes of every part were found under another weight's name."""
+    for part in weight.parts:
+        position = part.offset
+        stop = part.offset + part_nbytes(part)
+        for span in spans.get(part.storage, ()):
+            if span.offset <= position < span.stop:
+                position = span.stop
+        if position < stop:
+            return False
+    return True
+
+
+def _refuse_missing(absent: Sequence[Weight], checkpoint: Checkpoint) -> None:
+    missing = [w.fqn for w in absent]
+    if missing:
+        named = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
+        files = ", ".join(str(p) for p in checkpoint.files[:2]) + (
+            ", ..." if len(checkpoint.files) > 2 else ""
+        )
+        raise SourceError(
+            f"{len(missing)} of the program's weights are not in {files}: {named}; "
+            "give the missing shards, or say with rename= what they are called there"
+        )

@@ -1,0 +1,173 @@
+"""Writes a checkpoint in another layout or dtype, in bounded memory, always as safetensors."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+import torch
+
+from penstock.runtime.checkpoint.opening import open_checkpoint
+from penstock.runtime.checkpoint.stored_tensor import Reading, StoredTensor
+from penstock.runtime.checkpoint.torch_file import SUFFIXES
+from penstock.runtime.files.pack import BLOCK, PackEntry, check_space, pack
+from penstock.runtime.files.safetensors_file import TORCH_NAMES, index_files
+from penstock.runtime.system.atomic import check_output, write_artifact
+from penstock.runtime.system.progress import Progress, count_bytes
+from penstock.schedule.facts.errors import SourceError
+from penstock.schedule.facts.sizes import format_size, parse_size
+
+INDEX = "model.safetensors.index.json"
+_FILE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written: files, tensors, and bytes of tensors."""
+
+    files: tuple[Path, ...]
+    tensors: int
+    nbytes: int
+
+
+def convert(
+    source: str | PathLike[str] | Sequence[str | PathLike[str]],
+    target: str | PathLike[str],
+    *,
+    shard_size: int | str | None = None,
+    dtype: str | None = None,
+    only: str | Sequence[str] = (),
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Converted:
+    """Write the tensors of a checkpoint (safetensors, an index, a folder, what torch wrote) anew.
+
+    `target` is a `.safetensors` file, or a folder of shards of at most `shard_size` bytes with their index;
+    one tensor larger than that has a shard of its own. `dtype` (`bfloat16`, ...) converts floating-point
+    tensors, as torch does; `only` has patterns of the names to take. Tensors of whole blocks come first, so
+    that they begin at blocks. Memory is bounded by a few pieces of 16 MiB, whatever the size. Writing is
+    atomic; an existing target is refused without `force`.
+
+    Raises SourceError for what cannot be read, converted or written.
+    """
+    checkpoint = open_checkpoint(source, only)
+    entries = sorted(
+        (_entry(name, one, checkpoint.files, dtype) for name, one in checkpoint.tensors.items()),
+        key=lambda entry: (entry.nbytes % BLOCK > 0, entry.nbytes % 64 > 0),
+    )
+    if not entries:
+        raise SourceError(f"{source} holds no tensors")
+    path = Path(target)
+    total = sum(entry.nbytes for entry in entries)
+    most = parse_size(shard_size, name="shard_size") if shard_size is not None else total
+    _check_output(path, total, sharded=shard_size is not None, force=force)
+    print(f"penstock: writing {total:,} bytes of tensors to {path}", file=sys.stderr)
+    report = count_bytes(progress, "converting", total)
+    if path.suffix == ".safetensors":
+        pack(path, entries, dense=True, force=force, progress=report)
+        return Converted((path,), len(entries), total)
+    shards = _shards(entries, most)
+    names = [f"model-{k + 1:05}-of-{len(shards):05}.safetensors" for k in range(len(shards))]
+    names = names if len(shards) > 1 else [_FILE]
+
+    def build(folder: Path) -> None:
+        for name, shard in zip(names, shards, strict=True):
+            pack(folder / name, shard, dense=True, progress=report)
+        (folder / INDEX).write_text(_index(names, shards, total), encoding="utf-8")
+
+    write_artifact(path, force=force, build=build, marker=INDEX)
+    return Converted(tuple(path / name for name in names), len(entries), total)
+
+
+def _check_output(path: Path, nbytes: int, *, sharded: bool, force: bool) -> None:
+    """Refuse a target before anything is said or written."""
+    if path.suffix in SUFFIXES:
+        raise SourceError(
+            f"{path} would be a file of torch.save, and safetensors are written: give a .safetensors file "
+            "or a folder"
+        )
+    file = path.suffix == ".safetensors"
+    if file and sharded:
+        raise SourceError(f"shards go to a folder, and {path} is a file: give a folder, or no shard size")
+    check_output(path, force=force, marker=None if file else INDEX)
+    if not file:
+        _refuse_strangers(path)
+    check_space(path.parent, nbytes, dense=True)
+
+
+def _refuse_strangers(folder: Path) -> None:
+    """Refuse a folder that holds more than a checkpoint's weights: replacing it would remove all of it."""
+    if folder.is_dir() and (folder / INDEX).is_file():
+        own = {INDEX, *(path.name for path in index_files(folder / INDEX))}
+        if others := sorted({path.name for path in folder.iterdir()} - own):
+            raise SourceError(
+                f"{folder} holds {', '.join(others[:3])}{', ...' if len(others) > 3 else ''} beside weights: "
+                "replacing it would remove them, so choose another output"
+            )
+
+
+def _shards(entries: Sequence[PackEntry], most: int) -> list[list[PackEntry]]:
+    shards: list[list[PackEntry]] = [[]]
+    held = 0
+    for entry in entries:
+        if shards[-1] and held + entry.nbytes > most:
+            shards.append([])
+            held = 0
+        shards[-1].append(entry)
+        held += entry.nbytes
+    return shards
+
+
+def _index(names: Sequence[str], shards: Sequence[Sequence[PackEntry]], total: int) -> str:
+    places = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=1) + "\n"
+
+
+def _entry(name: str, found: StoredTensor, files: Sequence[Path], dtype: str | None) -> PackEntry:
+    before = TORCH_NAMES.get(found.dtype)
+    after = _dtype_after(name, before, dtype)
+    if before is None or after is None:
+        raise SourceError(
+            f"tensor {name!r} of {found.origin} is {found.dtype}, less than a byte an element, which is not "
+            "written here: leave it out (only=)"
+        )
+    reading = Reading(found, found.whole, cast=after if after != before else None)
+    return PackEntry(name, after, found.shape, reading.nbytes, lambda: reading.chunks(files))
+
+
+def _dtype_after(name: str, before: str | None, dtype: str | None) -> str | None:
+    """What a tensor becomes; SourceError for what no tensor can be."""
+    if dtype is None:
+        return before
+    wanted = getattr(torch, dtype, None)
+    if (
+        not isinstance(wanted, torch.dtype)
+        or not wanted.is_floating_point
+        or dtype not in TORCH_NAMES.values()
+    ):
+        raise SourceError(f"tensors cannot be converted to {dtype!r}: give float32, float16 or bfloat16")
+    floating = before is not None and getattr(torch, before).is_floating_point
+    return dtype if floating else before
+
+
+def describe(converted: Converted) -> Mapping[str, object]:
+    """As JSON."""
+    files = [str(path) for path in converted.files]
+    return {"files": files, "tensors": converted.tensors, "bytes": converted.nbytes}
+
+
+def summary(converted: Converted) -> list[tuple[str, str]]:
+    """For people."""
+    return [
+        ("tensors", str(converted.tensors)),
+        ("bytes", format_size(converted.nbytes)),
+        (
+            "files",
+            ", ".join(path.name for path in converted.files[:3])
+            + ("..." if len(converted.files) > 3 else ""),
+        ),
+    ]

@@ -1,0 +1,68 @@
+"""Which part of a checkpoint's tensor is the weight of one rank's program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from penstock.runtime.checkpoint.stored_tensor import Region, StoredTensor
+from penstock.runtime.files.safetensors_file import ITEM_BITS
+from penstock.schedule.facts.errors import SourceError
+from penstock.schedule.facts.model import Weight
+
+Slice = tuple[int, int, int]
+"""A dimension, a rank and the number of ranks: that rank's equal part of the dimension."""
+
+Slices = Mapping[str, Slice]
+"""Slices by a pattern of FQNs."""
+
+
+def match_slices(weights: Sequence[Weight], slices: Slices) -> dict[str, Slice]:
+    """The slice of each weight that has one, by FQN.
+
+    SourceError for what are no slices, a pattern that matches no weight, and a weight that two match.
+    """
+    _check_form(slices)
+    found: dict[str, str] = {}
+    for pattern in slices:
+        names = [weight.fqn for weight in weights if fnmatchcase(weight.fqn, pattern)]
+        if not names:
+            raise SourceError(f"slices= has {pattern!r}, which matches no weight of the program: correct it")
+        for name in names:
+            if name in found:
+                raise SourceError(f"slices= has {found[name]!r} and {pattern!r} for weight {name}: leave one")
+            found[name] = pattern
+    return {name: slices[pattern] for name, pattern in found.items()}
+
+
+def _check_form(slices: object) -> None:
+    given = slices.items() if isinstance(slices, Mapping) else [("", slices)]
+    for pattern, one in given:
+        numbers = one if isinstance(one, tuple | list) else ()
+        if not pattern or len(numbers) != 3 or not all(type(number) is int for number in numbers):
+            raise SourceError(
+                f"slices= has {one!r} for {pattern!r}, expected (dimension, rank, ranks) by pattern, such as "
+                '{"fc1.*": (0, rank, ranks)}'
+            )
+
+
+def region(fqn: str, name: str, tensor: StoredTensor, share: Slice | None) -> Region:
+    """The part of a tensor that a weight takes; SourceError for one that there is not."""
+    if share is None:
+        return tensor.whole
+    dim, rank, world = share
+    dims = len(tensor.shape)
+    if not -dims <= dim < dims or not 0 <= rank < world:
+        raise SourceError(
+            f"weight {fqn} has the slice {(dim, rank, world)} (dimension, rank, ranks), which tensor "
+            f"{name!r} of shape {list(tensor.shape)} does not have: correct slices="
+        )
+    size, rest = divmod(tensor.shape[dim], world)
+    if rest or ITEM_BITS[tensor.dtype] < 8:
+        raise SourceError(
+            f"tensor {name!r} of {tensor.origin} has {tensor.shape[dim]} elements of {tensor.dtype} in "
+            f"dimension {dim}, which {world} ranks cannot share equally: leave {fqn} out of slices="
+        )
+    ranges = list(tensor.whole)
+    ranges[dim] = (rank * size, (rank + 1) * size)
+    return tuple(ranges)

@@ -1,0 +1,174 @@
+"""A tensor as it lies in files: dense boxes, of which any region can be read without reading more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+
+from penstock.runtime.files.pack import Chunk
+from penstock.runtime.files.safetensors_file import (
+    ITEM_BITS,
+    SAFETENSORS_NAMES,
+    TORCH_NAMES,
+    TensorEntry,
+    open_for_reading,
+    read_exactly,
+)
+from penstock.runtime.files.stamp import CHUNK_BYTES
+
+Region = tuple[tuple[int, int], ...]
+"""Half-open ranges of indices, one for each dimension."""
+
+_OPEN = 64
+
+Run = tuple[int, int, int]
+"""Bytes that lie together: number of the file, offset in it, count."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """The part of a tensor at `offsets` of `sizes`: dense, from byte `start` of file number `file` on."""
+
+    file: int
+    start: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint: safetensors' name of its dtype, shape, and boxes that cover it once.
+
+    `origin` is the file to name in messages.
+    """
+
+    origin: Path
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    boxes: tuple[Box, ...]
+
+    @property
+    def whole(self) -> Region:
+        return tuple((0, size) for size in self.shape)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A region of a stored tensor, in the order of its elements; `cast` is the dtype that they become."""
+
+    tensor: StoredTensor
+    region: Region
+    cast: str | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.region)
+
+    @property
+    def nbytes(self) -> int:
+        if self.cast is not None:
+            item = ITEM_BITS[SAFETENSORS_NAMES[self.cast]] // 8
+            return prod(self.shape) * item
+        if self.region == self.tensor.whole:
+            return self.tensor.nbytes
+        return prod(self.shape) * self._item
+
+    @property
+    def as_stored(self) -> bool:
+        """Whether its bytes lie in one run of each box: all are whole but for the first dimension."""
+        inner = self.tensor.whole[1:]
+        sizes = self.tensor.shape[1:]
+        return (
+            self.cast is None
+            and self.region[1:] == inner
+            and all(box.sizes[1:] == sizes for box in self.tensor.boxes)
+        )
+
+    @property
+    def _item(self) -> int:
+        return self.tensor.nbytes // max(prod(self.tensor.shape), 1)
+
+    def runs(self) -> Iterator[Run]:
+        """Where the bytes of the region lie, in order."""
+        boxes = self.tensor.boxes
+        if len(boxes) == 1 and self.region == self.tensor.whole:  # also elements of less than a byte
+            yield boxes[0].file, boxes[0].start, self.tensor.nbytes
+        elif self.nbytes:
+            yield from self._runs(0, [(box, box.start) for box in boxes if box.sizes])
+
+    def chunks(self, files: Sequence[Path]) -> Iterator[Chunk]:
+        """The bytes of the region, at most 16 MiB at a time; SourceError if a file cannot be read."""
+        chunks = read_runs(self.runs(), files)
+        return chunks if self.cast is None else _cast(chunks, TORCH_NAMES[self.tensor.dtype], self.cast)
+
+    def _runs(self, dim: int, boxes: Sequence[tuple[Box, int]]) -> Iterator[Run]:
+        """The runs of one index of all dimensions before `dim`; beside each box, where that index begins."""
+        start, stop = self.region[dim]
+        ends = {box.offsets[dim] for box, _ in boxes} | {
+            box.offsets[dim] + box.sizes[dim] for box, _ in boxes
+        }
+        cuts = [start, *sorted(end for end in ends if start < end < stop), stop]
+        for first, last in pairwise(cuts):
+            here = [
+                (box, begin)
+                for box, begin in boxes
+                if box.offsets[dim] <= first and last <= box.offsets[dim] + box.sizes[dim]
+            ]
+            if len(here) == 1 and self._whole_after(dim, here[0][0]):
+                yield self._run(dim, *here[0], first, last)
+                continue
+            for index in range(first, last):
+                inner = [(box, self._run(dim, box, begin, index, index + 1)[1]) for box, begin in here]
+                yield from self._runs(dim + 1, inner)
+
+    def _whole_after(self, dim: int, box: Box) -> bool:
+        return all(
+            self.region[d] == (box.offsets[d], box.offsets[d] + box.sizes[d])
+            for d in range(dim + 1, len(self.region))
+        )
+
+    def _run(self, dim: int, box: Box, begin: int, first: int, last: int) -> Run:
+        row = prod(box.sizes[dim + 1 :]) * self._item
+        return box.file, begin + (first - box.offsets[dim]) * row, (last - first) * row
+
+
+def from_entry(path: Path, number: int, entry: TensorEntry) -> StoredTensor:
+    """A tensor that lies in one piece, in file `number`."""
+    box = Box(number, entry.start, (0,) * len(entry.shape), entry.shape)
+    return StoredTensor(path, entry.dtype, entry.shape, entry.nbytes, (box,))
+
+
+def _cast(chunks: Iterable[Chunk], before: str, after: str) -> Iterator[Chunk]:
+    import torch
+
+    old, new = getattr(torch, before), getattr(torch, after)
+    for chunk in chunks:
+        yield torch.frombuffer(chunk, dtype=old).to(new).view(torch.uint8).numpy().data
+
+
+def read_runs(runs: Iterator[Run], files: Sequence[Path]) -> Iterator[Chunk]:
+    """The bytes of runs, together 16 MiB at a time (the last less): every element divides that."""
+    with ExitStack() as stack:
+        opened: dict[int, int] = {}
+        gathered = bytearray()
+        for file, start, nbytes in runs:
+            if file not in opened:
+                if len(opened) == _OPEN:  # a thousand ranks write a thousand files
+                    stack.close()
+                    opened.clear()
+                opened[file] = stack.enter_context(open_for_reading(files[file]))
+            position = start
+            while position < start + nbytes:
+                count = min(start + nbytes - position, CHUNK_BYTES - len(gathered))
+                gathered += read_exactly(opened[file], position, count, files[file])
+                position += count
+                if len(gathered) == CHUNK_BYTES:
+                    yield gathered
+                    gathered = bytearray()
+        if gathered:
+            yield gathered

@@ -1,0 +1,107 @@
+"""Where the tensors of a file written by torch.save lie, without reading them or running code of the file."""
+
+from __future__ import annotations
+
+import re
+import struct
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from penstock.passes.graph.lines import sentence
+from penstock.runtime.files.safetensors_file import SAFETENSORS_NAMES, TensorEntry
+from penstock.schedule.facts.errors import SourceError
+
+SUFFIXES = (".pt", ".pth", ".bin")
+
+_HEADER = 30
+_NAME_LENGTHS = 26
+"""Bytes of a record's own header in a zip without name and extra field, and where their lengths are."""
+
+
+def read_entries(path: Path) -> dict[str, TensorEntry]:
+    """The tensors of a state dict in a file, by name: dtype, shape and bytes.
+
+    Raises SourceError for a file that is not a zip of torch.save, that holds anything but a mapping of dense
+    tensors, or that would have to run code to be read.
+    """
+    if not zipfile.is_zipfile(path):
+        raise SourceError(f"{path} is not a file that torch.save wrote (a zip): convert it with torch first")
+    records = _records(path, path)
+    found = _load(path, path)
+    if isinstance(found, Mapping) and isinstance(found.get("state_dict"), Mapping):
+        found = found["state_dict"]
+    if not isinstance(found, Mapping):
+        raise SourceError(f"{path} holds a {type(found).__name__}, expected a state dict")
+    return {name: _entry(path, name, value, records) for name, value in found.items()}
+
+
+def read_tensor(file: Any, path: Path, name: str) -> TensorEntry:
+    """Where the one tensor that torch.save wrote to `file` lies; `path` and `name` are for messages."""
+    records = _records(file, path)
+    file.seek(0)
+    return _entry(path, name, _load(file, path), records)
+
+
+def _load(file: Any, path: Path) -> Any:
+    try:
+        with FakeTensorMode():  # tensors have then no memory, and know their place in the file
+            return torch.load(file, weights_only=True)
+    except Exception as error:
+        raise SourceError(
+            f"{path} cannot be read without running code in it ({_reason(error)}): load it with "
+            "torch.load where you trust it, and save its state dict"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """What stands in the way, without torch's advice to run the code."""
+    if found := re.search(r"GLOBAL (\S+) was not an allowed", str(error)):
+        return f"it calls {found[1]}"
+    said = str(error).partition("WeightsUnpickler error:")[2] or str(error)
+    return sentence(ValueError(said))
+
+
+def _records(file: Any, path: Path) -> Mapping[int, int]:
+    """The bytes of each record of a zip that is stored as it is, by where they begin.
+
+    torch works places out from how torch.save lays records out, without looking whether they are so, and
+    crashes where it should swap the bytes of tensors without memory.
+    """
+    found = {}
+    try:
+        with zipfile.ZipFile(file) as archive:
+            for info in archive.infolist():
+                if info.filename.endswith("/byteorder") and archive.read(info) != b"little":
+                    raise SourceError(f"{path} was saved on a big-endian machine: save it again on this one")
+                if info.compress_type == zipfile.ZIP_STORED and archive.fp is not None:
+                    archive.fp.seek(info.header_offset + _NAME_LENGTHS)
+                    start = info.header_offset + _HEADER + sum(struct.unpack("<HH", archive.fp.read(4)))
+                    found[start] = info.file_size
+    except (OSError, zipfile.BadZipFile, struct.error) as error:
+        raise SourceError(f"{path} is no intact zip ({error}); restore the file") from error
+    return found
+
+
+def _entry(path: Path, name: object, value: object, records: Mapping[int, int]) -> TensorEntry:
+    if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+        raise SourceError(f"{path} holds {type(value).__name__} {name!r} in its state dict, expected tensors")
+    offset = getattr(value.untyped_storage(), "_checkpoint_offset", None)
+    dtype = SAFETENSORS_NAMES.get(str(value.dtype).removeprefix("torch."))
+    if dtype is None or offset is None or not value.is_contiguous():
+        raise SourceError(
+            f"tensor {name!r} of {path} is not dense, or of the dtype {value.dtype}: load it, make "
+            "it contiguous and save it again"
+        )
+    start = int(offset) + int(value.storage_offset()) * value.itemsize
+    stop = start + value.numel() * value.itemsize
+    if value.numel() and stop > int(offset) + records.get(int(offset), 0):
+        raise SourceError(
+            f"tensor {name!r} of {path} is not where torch.save puts it: the file was packed again, or "
+            "damaged; load it with torch and save it again"
+        )
+    return TensorEntry(dtype, tuple(value.shape), start, stop)

@@ -1,0 +1,132 @@
+"""A CPU as a device: copies run in order on a thread for each stream, kernels where they are called.
+
+`load(device="cpu")` does not stream this way: where device and host are one memory, mapping the files
+beats copying them (arena.py). This is the reference that the other devices are compared with.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from penstock.runtime.device.disk import DiskEvent, DiskStream
+from penstock.runtime.device.protocol import FileRead, Move, aligned_bytes
+from penstock.runtime.files.source import Source
+
+
+class CpuStream:
+    """A thread that does what it is given in order, or the caller's own; after an error it does nothing."""
+
+    def __init__(self, name: str | None) -> None:
+        self.pool = ThreadPoolExecutor(1, thread_name_prefix=f"penstock-{name}") if name else None
+        self.error: BaseException | None = None
+
+    def run(self, work: Callable[[], object]) -> None:
+        if self.pool is None:
+            work()
+        else:
+            self.pool.submit(self._run, work)
+
+    def _run(self, work: Callable[[], object]) -> None:
+        try:
+            if self.error is None:
+                work()
+        except BaseException as error:
+            self.error = error
+
+
+@dataclass(frozen=True)
+class CpuEvent:
+    """Set by its stream, also when that has failed: who waits then raises what the stream raised."""
+
+    stream: CpuStream
+    reached: threading.Event
+
+    def query(self) -> bool:
+        return self.reached.is_set()
+
+    def synchronize(self) -> None:
+        self.reached.wait()
+        if self.stream.error is not None:
+            raise self.stream.error
+
+
+class CpuDevice:
+    """Ordinary memory. Streams are threads."""
+
+    def __init__(self) -> None:
+        self.name = "cpu"
+        self.torch_device = torch.device("cpu")
+        self._caller = CpuStream(None)
+        self._streams: list[CpuStream] = []
+        self._disks: list[DiskStream] = []
+        self._process = os.getpid()
+
+    def allocate(self, nbytes: int, purpose: str) -> torch.Tensor:
+        return aligned_bytes(nbytes)
+
+    def allocate_host(self, nbytes: int, *, once: bool = False) -> torch.Tensor:
+        return aligned_bytes(nbytes)
+
+    def open_stream(self, name: str) -> CpuStream:
+        self._streams.append(CpuStream(name))
+        return self._streams[-1]
+
+    def current_stream(self) -> CpuStream:
+        return self._caller
+
+    def open_disk(self, source: Source) -> DiskStream:
+        self._disks.append(DiskStream(source))
+        return self._disks[-1]
+
+    def read(self, disk: DiskStream, target: torch.Tensor, reads: Sequence[FileRead], label: str) -> None:
+        disk.read(target, reads)
+
+    def copy(self, stream: CpuStream, target: torch.Tensor, moves: Sequence[Move], label: str) -> None:
+        def work() -> None:
+            for move in moves:
+                arriving = move.source[move.start : move.start + move.nbytes]
+                target[move.target : move.target + move.nbytes].copy_(arriving)
+
+        stream.run(work)
+
+    def fill(self, stream: CpuStream, target: torch.Tensor, start: int, stop: int, value: int) -> None:
+        stream.run(lambda: target[start:stop].fill_(value))
+
+    def record(self, stream: CpuStream | DiskStream) -> CpuEvent | DiskEvent:
+        if isinstance(stream, DiskStream):
+            return stream.record()
+        event = CpuEvent(stream, threading.Event())
+        if stream.pool is None:
+            event.reached.set()
+        else:
+            stream.pool.submit(event.reached.set)
+        return event
+
+    def wait(self, stream: CpuStream | DiskStream, event: CpuEvent | DiskEvent) -> None:
+        if isinstance(stream, DiskStream):
+            stream.wait(event.synchronize)
+        elif isinstance(event, DiskEvent):
+            event.synchronize()
+        else:
+            stream.run(event.synchronize)
+
+    def query(self, event: CpuEvent | DiskEvent) -> bool:
+        return event.query()
+
+    def synchronize(self, event: CpuEvent | DiskEvent) -> None:
+        event.synchronize()
+
+    def close(self) -> None:
+        for stream in self._streams:
+            if stream.pool is not None and os.getpid() == self._process:
+                stream.pool.shutdown()
+        for disk in self._disks:
+            disk.close()
+        self._streams.clear()
+        self._disks.clear()

@@ -1,0 +1,87 @@
+"""The disk behind a host as a stream: reads on threads of their own, in the order that waits give them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import torch
+
+from penstock.runtime.device.protocol import FileRead
+from penstock.runtime.files.rates import READERS
+from penstock.runtime.files.source import Source
+from penstock.runtime.stream.queue import PIECE
+from penstock.schedule.facts.errors import StreamError
+
+
+@dataclass(frozen=True)
+class DiskEvent:
+    """Complete once all reads that `submitted` results in have ended."""
+
+    stream: DiskStream
+    submitted: Future[list[Future[None]]]
+
+    def query(self) -> bool:
+        return self.submitted.done() and all(read.done() for read in self.submitted.result())
+
+    def synchronize(self) -> None:
+        """Raises the first error of the stream."""
+        wait(self.submitted.result())
+        if self.stream.error is not None:
+            raise self.stream.error
+
+
+class DiskStream:
+    """One thread keeps the order and waits; `READERS` others read, a piece of 2 MiB at a time.
+
+    After an error nothing more is read, and every event raises it.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.error: BaseException | None = None
+        self._source, self._process = source, os.getpid()
+        self._order = ThreadPoolExecutor(1, thread_name_prefix="penstock-disk")
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="penstock-reader")
+        self._reads: list[Future[None]] = []  # that may still run; touched by the thread of the order only
+
+    def read(self, target: torch.Tensor, reads: Sequence[FileRead]) -> None:
+        self._order.submit(self._guarded, lambda: self._submit(target, reads))
+
+    def wait(self, synchronize: Callable[[], None]) -> None:
+        """Reads enqueued from now on start once `synchronize` has returned."""
+        self._order.submit(self._guarded, synchronize)
+
+    def record(self) -> DiskEvent:
+        return DiskEvent(self, self._order.submit(lambda: list(self._reads)))
+
+    def close(self) -> None:
+        """Wait for the pieces that are being read; others are not read any more. Idempotent."""
+        if os.getpid() != self._process:
+            return  # the threads are the parent's, and so is what their locks say
+        self.error = self.error or StreamError("the streamed module is closed: load the program again")
+        self._order.shutdown()
+        self._readers.shutdown()
+
+    def _submit(self, target: torch.Tensor, reads: Sequence[FileRead]) -> None:
+        self._reads = [read for read in self._reads if not read.done()]
+        for one in reads:
+            for at in range(0, one.nbytes, PIECE):
+                piece = FileRead(one.file, one.offset + at, one.target + at, min(PIECE, one.nbytes - at))
+                work = self._reader(target, piece)
+                self._reads.append(self._readers.submit(self._guarded, work))
+
+    def _reader(self, target: torch.Tensor, one: FileRead) -> Callable[[], None]:
+        """Keeps the memory alive that it reads into."""
+        return lambda: self._source.read_into(
+            one.file, one.offset, target.data_ptr() + one.target, one.nbytes
+        )
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Do something unless something has failed before; what fails, fails the stream."""
+        if self.error is None:
+            try:
+                work()
+            except BaseException as error:
+                self.error = error

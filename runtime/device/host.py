@@ -1,0 +1,103 @@
+"""What the host keeps of the weights that stream: slabs of exact size, and a ring that the rest passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from penstock.runtime.arena.anonymous import Piece, Pieces
+from penstock.runtime.device.protocol import Device, FileRead
+from penstock.schedule.facts.model import Plan, Range, Storage
+from penstock.schedule.host import copied_ranges
+from penstock.schedule.space.spans import subtract
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Layout bytes `start` to `stop`, which lie in host memory from byte `offset` on."""
+
+    start: int
+    stop: int
+    memory: torch.Tensor
+    offset: int
+
+    def cut(self, start: int, stop: int) -> Placed:
+        """What lies between two layout offsets."""
+        start, stop = max(start, self.start), min(stop, self.stop)
+        return Placed(start, stop, self.memory, self.offset + start - self.start)
+
+
+class HostWeights:
+    """What the plan's host tier holds, or without one all that is ever copied, is in `slab`.
+
+    The rest passes through `ring`, from the disk's files. Layout offsets are addresses here.
+    """
+
+    def __init__(self, plan: Plan, storages: Sequence[Storage], device: Device) -> None:
+        self._held = list(plan.host.resident if plan.host else copied_ranges(plan))
+        self.slab = device.allocate_host(sum(r.nbytes for r in self._held))
+        self.ring = device.allocate_host(max((s.staging_bytes for s in plan.schedules), default=0), once=True)
+        offsets = accumulate((r.nbytes for r in self._held), initial=0)
+        self._slabs = [
+            Placed(item.start, item.stop, self.slab, offset)
+            for item, offset in zip(self._held, offsets, strict=False)
+        ]
+        layout = plan.arena.layout
+        self._stop = max((segment.stop for segment in plan.arena.segments), default=0)
+        # A plan copies the same ranges again and again.
+        self._held_of: dict[Range, tuple[Placed, ...]] = {}
+        self._missing_of: dict[Range, list[Range]] = {}
+        self._files = Pieces(
+            [
+                Piece(start, start + e.nbytes, e.file, e.file_offset, start)
+                for s, storage in enumerate(storages)
+                if layout[s] >= 0
+                for e in storage.extents
+                for start in [layout[s] + e.storage_offset]
+            ],
+            gap=0,
+        )
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Host memory of slab and ring."""
+        return self.slab.numel() + self.ring.numel()
+
+    def close(self) -> None:
+        """Give slab and ring back. Idempotent."""
+        for memory in (self.slab, self.ring):
+            memory.untyped_storage().resize_(0)
+
+    def held(self, item: Range) -> tuple[Placed, ...]:
+        """What the slab has of a range."""
+        if item not in self._held_of:
+            inside = (one for one in self._slabs if one.start < item.stop and item.start < one.stop)
+            self._held_of[item] = tuple(one.cut(item.start, item.stop) for one in inside)
+        return self._held_of[item]
+
+    def missing(self, item: Range) -> list[Range]:
+        """What the slab lacks of a range."""
+        if item not in self._missing_of:
+            self._missing_of[item] = subtract([item], self._held)
+        return self._missing_of[item]
+
+    def file_offset(self, start: int) -> int:
+        """Where in its file the byte at layout offset `start` lies, or the next that is in a file."""
+        piece = next(self._files.within(start, self._stop), None)
+        return piece.file_offset if piece else 0
+
+    def reads(self, placed: Sequence[Placed]) -> list[FileRead]:
+        """The reads that fill host memory; bytes between storages are in no file and are left as they are."""
+        return [
+            FileRead(piece.file, piece.file_offset, part.offset, part.stop - part.start)
+            for one in placed
+            for piece in self._files.within(one.start, one.stop)
+            for part in [one.cut(piece.start, piece.stop)]
+        ]
+
+    def fill_slab(self) -> list[FileRead]:
+        """The reads that fill the slab."""
+        return self.reads(self._slabs)

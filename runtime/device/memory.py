@@ -1,0 +1,116 @@
+"""The weights of a plan in a device's memory, and how they come there."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from penstock.runtime.arena.anonymous import Piece, Pieces
+from penstock.runtime.device.host import HostWeights, Placed
+from penstock.runtime.device.protocol import Device, Move, aligned_bytes
+from penstock.runtime.device.resident import Load, load_resident
+from penstock.runtime.files.source import Source
+from penstock.runtime.stream.ranges import merge
+from penstock.schedule.facts.model import Part, Plan, Range, Storage
+
+_LOADING = 16 << 20
+"""Bytes of host memory through which resident weights are loaded where the slab is smaller."""
+
+
+class DeviceWeights:
+    """`arena` on the device, and behind it `host` and the files, read through `disk`.
+
+    Tensors are views made once. The storages outside the arena are whole on the device. What always stays
+    is there when this returns.
+    """
+
+    def __init__(self, plan: Plan, storages: Sequence[Storage], device: Device, source: Source) -> None:
+        self._plan, self._storages = plan, storages
+        self.outside = {s: device.allocate(storages[s].nbytes, "resident weights") for s in plan.outside}
+        self.arena = device.allocate(plan.arena_bytes, "the arena")
+        layout = plan.arena.layout
+        inside = [s for s, place in enumerate(plan.addresses) if place >= 0] if plan.arena_bytes else []
+        self._by_start = sorted((layout[s], s) for s in inside)
+        self._pieces = Pieces(
+            [
+                Piece(start, start + e.nbytes, e.file, e.file_offset, plan.addresses[s] + e.storage_offset)
+                for s in inside
+                for e in storages[s].extents
+                for start in [layout[s] + e.storage_offset]
+            ],
+            gap=0,
+        )
+        self.host = HostWeights(plan, storages, device)
+        self.disk = device.open_disk(source)
+        load_resident(device, self.disk, self._loading_memory(), list(self._staying()))
+        device.read(self.disk, self.host.slab, self.host.fill_slab(), "the load of the host's weights")
+        device.synchronize(device.record(self.disk))
+
+    @property
+    def held_bytes(self) -> int:
+        """Device memory for weights."""
+        return self.arena.numel() + sum(memory.numel() for memory in self.outside.values())
+
+    def close(self) -> None:
+        """Give arena, slab and ring back; what is outside the arena may be what a call has returned."""
+        self.arena.untyped_storage().resize_(0)
+        self.host.close()
+
+    def moves(self, item: Range, staged: Sequence[Placed] = ()) -> list[Move]:
+        """The copies that bring a range of the layout from the host, as few as addresses allow."""
+        return [
+            Move(part.memory, part.offset, piece.address + part.start - piece.start, part.stop - part.start)
+            for placed in (*self.host.held(item), *staged)
+            for piece in self._pieces.within(placed.start, placed.stop)
+            for part in [placed.cut(piece.start, piece.stop)]
+        ]
+
+    def places(self, item: Range) -> Iterator[tuple[int, int]]:
+        """Where in the arena the bytes of a layout range lie: first and last."""
+        for piece in self._pieces.within(item.start, item.stop):
+            yield piece.address, piece.address + piece.stop - piece.start
+
+    def name_of(self, item: Range) -> str:
+        """The name of the first weight in a range, for messages."""
+        at = bisect_right(self._by_start, (item.start, len(self._storages))) - 1
+        storage = self._by_start[max(0, at)][1]
+        return self._plan.names[storage] if self._plan.names else f"storage {storage}"
+
+    def ranges_of(self, storage: int) -> tuple[torch.Tensor, int, int] | None:
+        """The memory that a storage is in, and the first and last byte there; None where it has none."""
+        nbytes = self._storages[storage].nbytes
+        if storage in self.outside:
+            return self.outside[storage], 0, nbytes
+        if self._plan.arena_bytes and self._plan.addresses[storage] >= 0:
+            place = self._plan.addresses[storage]
+            return self.arena, place, place + nbytes
+        return None
+
+    def tensor(self, part: Part) -> torch.Tensor:
+        """The tensor that the program reads a part through."""
+        dtype = getattr(torch, part.dtype)
+        found = self.ranges_of(part.storage)
+        if found is None or 0 in part.shape:
+            # No step reads it: a placeholder of its shape, whose memory is never touched.
+            return torch.empty_strided(part.shape, part.stride, dtype=dtype, device=self.arena.device)
+        memory, start, stop = found
+        flat = memory[start + part.offset : stop]
+        whole = flat[: flat.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+        return whole.as_strided(part.shape, part.stride)
+
+    def _staying(self) -> Iterator[Load]:
+        for s, memory in self.outside.items():
+            for e in self._storages[s].extents:
+                yield Load(memory, e.storage_offset, e.file, e.file_offset, e.nbytes)
+        for item in merge(self._plan.resident) if self._plan.arena_bytes else ():
+            for piece in self._pieces.within(item.start, item.stop):
+                nbytes = piece.stop - piece.start
+                yield Load(self.arena, piece.address, piece.file, piece.file_offset, nbytes)
+
+    def _loading_memory(self) -> torch.Tensor:
+        """Slab or ring, which are empty yet; other memory where that stays within what the host may hold."""
+        largest = max(self.host.slab, self.host.ring, key=lambda memory: memory.numel())
+        free = self._plan.host.nbytes - self.host.pinned_bytes if self._plan.host else _LOADING
+        return aligned_bytes(min(free, _LOADING), 4096) if free > largest.numel() else largest

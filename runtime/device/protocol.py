@@ -1,0 +1,113 @@
+"""The one interface between a streamer and the device that it streams to.
+
+A device is memory, and streams on which copies and kernels run in order; events order one stream
+after another. What is asked of it is what CUDA offers, no more: a wait on an event that nobody
+recorded does nothing, and a copy runs at any time between the moment it is enqueued and the
+moment something waits for it. The disk behind the host is a stream too, on which reads run at the same
+time, each after the waits enqueued before it. No kernel or copy can wait for a disk, so the host does.
+
+Three implementations: cpu.py (copies on a thread of their own), cuda.py, sim.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    import torch
+
+    from penstock.runtime.files.source import Source
+
+Stream: TypeAlias = Any
+Event: TypeAlias = Any
+"""What `Device.open_stream`, `open_disk` and `record` return; only their device looks inside."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """`nbytes` from byte `start` of the host memory `source` to byte `target` of device memory."""
+
+    source: torch.Tensor
+    start: int
+    target: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class FileRead:
+    """`nbytes` from byte `offset` of a weight file to byte `target` of host memory."""
+
+    file: int
+    offset: int
+    target: int
+    nbytes: int
+
+
+def aligned_bytes(nbytes: int, alignment: int = 64) -> torch.Tensor:
+    """Flat bytes of ordinary memory that begin at a multiple of `alignment`."""
+    import torch
+
+    if alignment == 64:  # as torch aligns all memory
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    whole = torch.empty(nbytes + alignment, dtype=torch.uint8, device="cpu")
+    start = -whole.data_ptr() % alignment
+    return whole[start : start + nbytes]
+
+
+class Device(Protocol):
+    """Memory and streams. Every method is called on the thread that calls the program."""
+
+    @property
+    def name(self) -> str:
+        """As `load(device=...)` names it."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where its tensors live, and the program's kernels run."""
+
+    def allocate(self, nbytes: int, purpose: str) -> torch.Tensor:
+        """Uninitialised bytes of the device, flat; StreamError, naming `purpose`, where there is no room."""
+
+    def allocate_host(self, nbytes: int, *, once: bool = False) -> torch.Tensor:
+        """Flat bytes of the host, at least 64-byte aligned, that copies read while the host goes on.
+
+        With `once`, what a copy has read is not read again before a disk has written it.
+        """
+
+    def open_stream(self, name: str) -> Stream:
+        """A stream of its own."""
+
+    def current_stream(self) -> Stream:
+        """The stream on which the caller's kernels run now."""
+
+    def open_disk(self, source: Source) -> Stream:
+        """A stream of reads of the files of `source`, which must stay open as long as the device."""
+
+    def read(self, disk: Stream, target: torch.Tensor, reads: Sequence[FileRead], label: str) -> None:
+        """Enqueue reads into host memory `target`; it never blocks."""
+
+    def copy(self, stream: Stream, target: torch.Tensor, moves: Sequence[Move], label: str) -> None:
+        """Enqueue one transfer from host memory to device memory `target`; it never blocks."""
+
+    def fill(self, stream: Stream, target: torch.Tensor, start: int, stop: int, value: int) -> None:
+        """Enqueue the setting of bytes `start` to `stop`."""
+
+    def record(self, stream: Stream) -> Event:
+        """An event that completes once everything enqueued on the stream so far has."""
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """What is enqueued on the stream from now on runs after the event; the host goes on.
+
+        Unless the event is a disk's and the stream is none: then the host waits.
+        """
+
+    def query(self, event: Event) -> bool:
+        """Whether the event has completed; where its stream has failed, too."""
+
+    def synchronize(self, event: Event) -> None:
+        """Wait on the host; raises what its stream raised."""
+
+    def close(self) -> None:
+        """Wait for all streams and give the memory back. Idempotent."""

@@ -1,0 +1,129 @@
+"""Reads from disk, ahead of the copies that need them, into a ring of host memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, cycle
+
+from penstock.runtime.device.host import HostWeights, Placed
+from penstock.runtime.device.protocol import Device, Event, Stream
+from penstock.runtime.device.resident import BLOCK
+from penstock.schedule.facts.errors import StreamError
+from penstock.schedule.facts.model import Range
+
+_LARGE = 256 * BLOCK
+"""Bytes of a read from which on where it lies counts more than the room that is lost."""
+
+
+@dataclass
+class Slot:
+    """Bytes of the ring, oldest of all `nbytes` on, that `read` fills with what a copy of `item` lacks.
+
+    `copied` completes once that copy is done; None until it is enqueued.
+    """
+
+    item: Range
+    placed: tuple[Placed, ...]
+    nbytes: int
+    read: Event
+    copied: Event | None = None
+
+
+class Staging:
+    """The ring of a streamer. What it reads is given in the order of the copies, which never changes.
+
+    Reads are enqueued as far ahead as the ring has room for, each behind the copies that free its room.
+    """
+
+    def __init__(self, device: Device, disk: Stream, copies: Stream, host: HostWeights) -> None:
+        self._device, self._disk, self._copies, self._host = device, disk, copies, host
+        self._slots: deque[Slot] = deque()  # in the ring, oldest first
+        self._ready: deque[Slot] = deque()  # those of them that wait for their copy
+        self._used, self._head = 0, 0
+        self._upcoming: Iterator[Range] = iter(())
+        self._next: Range | None = None
+
+    def restart(self, first: Sequence[Range], steady: Sequence[Range]) -> None:
+        """Begin to read what copies that come lack: those of `first`, then of `steady` again and again.
+
+        The ring begins anew, whatever an interrupt has left of it: behind all reads and copies until now.
+        """
+        if not self._host.ring.numel():
+            return
+        for stream in (self._copies, self._disk):
+            self._device.wait(self._disk, self._device.record(stream))
+        self._slots.clear()
+        self._ready.clear()
+        self._used = self._head = 0
+        missing = [[item for item in items if self._host.missing(item)] for items in (first, steady)]
+        self._upcoming = chain(missing[0], cycle(missing[1]))
+        self._next = next(self._upcoming, None)
+        self._read_ahead()
+
+    def slot_of(self, item: Range) -> Slot | None:
+        """The slot of the next copy, which is of `item`; None where the host holds all of it."""
+        if not self._host.missing(item):
+            return None
+        if not self._ready or self._ready[0].item != item:
+            raise StreamError(
+                f"layout bytes {item.start} to {item.stop} are neither held by the host nor read: "
+                "plan it again"
+            )
+        return self._ready[0]
+
+    def copied(self, slot: Slot, event: Event) -> None:
+        """The next copy is enqueued, and `event` recorded behind it: the ring goes on."""
+        slot.copied = event
+        self._ready.popleft()
+        self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        while self._next is not None:
+            missing = self._host.missing(self._next)
+            nbytes = sum(r.nbytes for r in missing)
+            if not self._make_room(nbytes):
+                return
+            nbytes += self._align(missing[0], nbytes)
+            placed = tuple(self._place(missing))
+            label = f"the read of layout bytes {self._next.start} to {self._next.stop}"
+            self._device.read(self._disk, self._host.ring, self._host.reads(placed), label)
+            slot = Slot(self._next, placed, nbytes, self._device.record(self._disk))
+            self._slots.append(slot)
+            self._ready.append(slot)
+            self._used += nbytes
+            self._next = next(self._upcoming, None)
+
+    def _align(self, item: Range, nbytes: int) -> int:
+        """Leave out bytes of the ring, so that a large read can go past the page cache; returns how many."""
+        ring = self._host.ring
+        skip = (self._host.file_offset(item.start) - ring.data_ptr() - self._head) % BLOCK
+        if nbytes < _LARGE or self._used + nbytes + skip > ring.numel():
+            return 0
+        self._head = (self._head + skip) % ring.numel()
+        return skip
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Have the disk wait for the copies of the oldest slots until there is room.
+
+        False where one of them is still to come.
+        """
+        while self._used + nbytes > self._host.ring.numel():
+            if not self._slots or self._slots[0].copied is None:
+                return False
+            slot = self._slots.popleft()
+            self._device.wait(self._disk, slot.copied)
+            self._used -= slot.nbytes
+        return True
+
+    def _place(self, missing: list[Range]) -> Iterator[Placed]:
+        """Behind what is in the ring, going on at its start where it ends."""
+        size = self._host.ring.numel()
+        for item in missing:
+            start = item.start
+            while start < item.stop:
+                stop = min(item.stop, start + size - self._head)
+                yield Placed(start, stop, self._host.ring, self._head)
+                self._head = (self._head + stop - start) % size
+                start = stop

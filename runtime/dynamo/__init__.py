@@ -1,0 +1,1 @@
+"""Modules that `torch.compile` cuts into pieces, streamed through one arena."""

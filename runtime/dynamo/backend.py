@@ -1,0 +1,108 @@
+"""The backend "penstock" of torch.compile: Inductor's kernels over weights that stream, piece by piece.
+
+Dynamo hands over a module in as many pieces as its graph breaks leave, and again for new sizes. All pieces of
+one offloaded module share one budget, one arena and one streamer, planned anew whenever a piece is added.
+Each is a method: whatever order they come in, each begins with what is resident.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import CompileContext
+
+from penstock.passes.lowering.options import check_options
+from penstock.runtime.dynamo.offload import Home, Offloaded, home_of
+from penstock.runtime.dynamo.pieces import Session, run_inductor
+from penstock.schedule.facts.errors import BudgetError, PassError, StreamError
+from penstock.schedule.facts.sizes import parse_size
+
+_OWN_OPTIONS = ("budget", "resident_below")
+_ADVICE = "call penstock.offload(module, checkpoint) first"
+
+
+def compile_piece(
+    graph_module: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Compile one graph of Dynamo's: what torch.compile calls for `backend="penstock"`.
+
+    `options` are `budget` (bytes, `8GB`, or `50%` of the parameters), `resident_below` (64KiB), and
+    Inductor's own. Raises PassError for parameters that are still in memory, or on the meta device, and
+    BudgetError without a budget.
+    """
+    if options is not None and not isinstance(options, Mapping):
+        raise BudgetError(f"the backend 'penstock' takes options={{'budget': '8GB'}}, got {options!r}")
+    given = dict(options or {})
+    if "budget" not in given:
+        raise BudgetError("the backend 'penstock' needs a budget: options={'budget': '8GB'}")
+    own = {name: given.pop(name) for name in _OWN_OPTIONS if name in given}
+    check_options(given)
+    homes = {i: home for i, value in enumerate(example_inputs) if (home := home_of(value))}
+    _check_inputs(example_inputs, homes)
+    if not homes:
+        return run_inductor(graph_module, list(example_inputs), given, [])
+    records = {id(home.offloaded): home.offloaded for home in homes.values()}
+    if len(records) > 1:
+        raise PassError(
+            "the graph reads parameters of modules offloaded apart: offload the module around them"
+        )
+    _check_recompilations()
+    session = _session(next(iter(records.values())), own)
+    return session.compile(graph_module, list(example_inputs), homes, given)
+
+
+def _check_recompilations() -> None:
+    """Refuses a frame's last compilation: behind it Dynamo runs the frame in Python, on memory not there."""
+    now = CompileContext.current_compile_id()
+    limit: int = torch._dynamo.config.recompile_limit
+    if now is not None and (now.frame_compile_id or 0) + 1 >= limit:
+        raise StreamError(
+            f"one frame was compiled {limit} times for other modules or sizes, after which Dynamo leaves it "
+            "to Python: raise torch._dynamo.config.recompile_limit, or take the graph break out of the loop "
+            "that calls it"
+        )
+
+
+def _check_inputs(inputs: Sequence[Any], homes: Mapping[int, Home]) -> None:
+    for i, value in enumerate(inputs):
+        if not isinstance(value, torch.Tensor):
+            continue
+        if value.device.type == "meta":
+            raise PassError(f"input {i} is on the meta device and has no values: {_ADVICE}")
+        if torch.is_grad_enabled() and value.requires_grad:
+            raise PassError(
+                "gradients through streamed weights are not supported: call under torch.no_grad(), and make "
+                f"the parameters not require grad ({_ADVICE})"
+            )
+        if isinstance(value, torch.nn.Parameter) and i not in homes:
+            raise PassError(f"a parameter of shape {list(value.shape)} is still in memory: {_ADVICE}")
+        if i not in homes and value.numel() and not value.untyped_storage().nbytes():
+            raise PassError(
+                f"input {i} of shape {list(value.shape)} is a view of an offloaded parameter, made outside "
+                "the graph: make it inside what is compiled"
+            )
+
+
+def _session(record: Offloaded, own: Mapping[str, Any]) -> Session:
+    """The session of a record: one, with the budget that it was first compiled for."""
+    total = sum(storage.nbytes for storage in record.storages)
+    budget = parse_size(own["budget"], total=total)
+    below = own.get("resident_below", "64KiB")
+    smallest = parse_size(below, name="resident_below") if below else 0
+    if not record.sessions:
+        record.sessions.append(Session(record, budget, smallest))
+    session: Session = record.sessions[0]
+    if session.budget != budget:
+        raise BudgetError(
+            f"the module was compiled for a budget of {session.budget} bytes before, got {budget}: "
+            "all of its pieces share one; load and offload the module again for another"
+        )
+    if session.resident_below != smallest:
+        raise BudgetError(
+            f"the module was compiled with resident_below={session.resident_below} before, got {smallest}: "
+            "all of its pieces share one"
+        )
+    return session

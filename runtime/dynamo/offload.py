@@ -1,0 +1,205 @@
+"""Takes a module's parameters out of memory: what is left knows its shape, and where its bytes lie."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from penstock.passes.graph.nodes import dtype_name
+from penstock.passes.weights.lifted import storage_identity
+from penstock.runtime.checkpoint.binding import Rename, Rules, bind
+from penstock.runtime.checkpoint.opening import open_checkpoint
+from penstock.runtime.files.pack import storage_bytes
+from penstock.runtime.files.safetensors_file import index_files
+from penstock.runtime.files.stamp import file_chunks, stamp_file
+from penstock.schedule.facts.errors import PassError, SourceError, StreamError
+from penstock.schedule.facts.model import Part, Storage, Weight, WeightFile
+from penstock.schedule.facts.sizes import format_size
+
+HOME = "penstock_home"
+"""The attribute of an offloaded parameter that says whose it is, and which."""
+
+
+@dataclass(frozen=True)
+class Offloaded:
+    """The parameters of a module that lie in files: `nbytes` of memory were given back.
+
+    `sessions` has what streams them, once the module was compiled.
+    """
+
+    weights: tuple[Weight, ...]
+    storages: tuple[Storage, ...]
+    files: tuple[WeightFile, ...]
+    nbytes: int
+    sessions: list[Any] = field(default_factory=list, repr=False, compare=False)
+
+    @property
+    def stats(self) -> Any:
+        """Bytes moved, stalls, misses and peaks since the last piece was compiled; None before the first."""
+        return self.sessions[0].stats if self.sessions else None
+
+    def close(self) -> None:
+        """Stop the readers and give the arena's memory back; a later call takes them again."""
+        for session in self.sessions:
+            session.close()
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where an offloaded parameter lies: its module's record, and its name in it."""
+
+    offloaded: Offloaded
+    fqn: str
+
+
+def offload(
+    module: torch.nn.Module,
+    checkpoint: str | PathLike[str] | Sequence[str | PathLike[str]],
+    *,
+    rename: Rename = None,
+) -> Offloaded:
+    """Replace a module's parameters by ones without memory, whose bytes lie in safetensors files.
+
+    `checkpoint` is a file, an index, a folder or a list of files, which are used in place and must hold the
+    values that the module has (parameters on the meta device have none, and take the files'). `rename`
+    maps an FQN to a tensor's name. Buffers stay, and so do recurrent layers, which Dynamo leaves to
+    Python. Run the module through `torch.compile(module, backend="penstock", options={"budget": ...})`.
+    Prints what was given back.
+
+    Raises SourceError for files that are not the module's, PassError for parameters that cannot leave
+    memory. The module is then as it was.
+    """
+    given = [checkpoint] if isinstance(checkpoint, str | PathLike) else list(checkpoint)
+    files = tuple(path.resolve() for path in index_files([Path(one) for one in given]))
+    parameters = _streamable(module)
+    weights, storages = _catalog(parameters)
+    storages = bind(weights, storages, open_checkpoint(files), Rules(rename)).storages
+    _check_values(weights, storages, parameters, files)
+    stamps = tuple(stamp_file(path, recorded_path=str(path)) for path in files)
+    identities = {storage_identity(p): p for p in parameters.values() if p.device.type != "meta"}
+    nbytes = sum(p.untyped_storage().nbytes() for p in identities.values())
+    record = Offloaded(weights, storages, stamps, nbytes)
+    _replace(module, parameters, record)
+    print(f"penstock: {format_size(nbytes)} of parameters given back", file=sys.stderr)
+    return record
+
+
+def _streamable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    recurrent = [one for one in module.modules() if isinstance(one, torch.nn.RNNBase)]
+    kept = {id(p) for one in recurrent for p in one.parameters()}
+    found = module.named_parameters(remove_duplicate=False)
+    return {fqn: value for fqn, value in found if id(value) not in kept}
+
+
+def home_of(value: object) -> Home | None:
+    """Whose parameter a tensor is, if it was offloaded."""
+    home = getattr(value, HOME, None) if isinstance(value, torch.nn.Parameter) else None
+    return home if isinstance(home, Home) else None
+
+
+def _catalog(parameters: dict[str, torch.nn.Parameter]) -> tuple[tuple[Weight, ...], tuple[Storage, ...]]:
+    numbers: dict[tuple[str, int], int] = {}
+    weights: list[Weight] = []
+    sizes: dict[int, int] = {}
+    for fqn, value in parameters.items():
+        if home_of(value):
+            raise PassError(f"parameter {fqn!r} was offloaded before: compile the module, or load it again")
+        if type(value) is not torch.nn.Parameter or value.device.type not in ("cpu", "meta"):
+            raise PassError(
+                f"parameter {fqn!r} is a {type(value).__name__} on {value.device}, "
+                "expected a plain one in memory: export a module of other ones and penstock.compile it"
+            )
+        number = numbers.setdefault(storage_identity(value), len(numbers))
+        sizes[number] = max(sizes.get(number, 0), value.untyped_storage().nbytes())
+        part = Part(
+            "",
+            dtype_name(value.dtype),
+            tuple(value.shape),
+            tuple(value.stride()),
+            number,
+            int(value.storage_offset()) * value.itemsize,
+        )
+        weights.append(Weight(fqn, "parameter", "cpu", (part,)))
+    return tuple(weights), tuple(Storage(nbytes, "streamable") for nbytes in sizes.values())
+
+
+def _check_values(
+    weights: Sequence[Weight],
+    storages: Sequence[Storage],
+    parameters: dict[str, torch.nn.Parameter],
+    files: Sequence[Path],
+) -> None:
+    """Compares the module's bytes with those of the files, which take their place."""
+    checked: set[int] = set()
+    for weight in weights:
+        s, value = weight.parts[0].storage, parameters[weight.fqn]
+        if s in checked or value.device.type == "meta":
+            continue
+        checked.add(s)
+        flat = storage_bytes(value.detach())
+        for start, chunk in _chunks(storages[s], files):
+            here = flat[start : start + len(chunk)]
+            if not torch.equal(here, torch.frombuffer(bytearray(chunk), dtype=torch.uint8)):
+                raise SourceError(
+                    f"the files hold other values for parameter {weight.fqn} than the module: "
+                    "load the checkpoint into the module, or save the module and offload it to that"
+                )
+
+
+def _chunks(storage: Storage, files: Sequence[Path]) -> Iterator[tuple[int, bytes]]:
+    for extent in storage.extents:
+        position = extent.storage_offset
+        for chunk in file_chunks(files[extent.file], extent.file_offset, extent.file_offset + extent.nbytes):
+            yield position, chunk
+            position += len(chunk)
+
+
+def _replace(module: torch.nn.Module, parameters: dict[str, torch.nn.Parameter], record: Offloaded) -> None:
+    """Puts a parameter without memory in the place of each; tied ones stay tied."""
+    memory = [torch.empty(storage.nbytes, dtype=torch.uint8) for storage in record.storages]
+    new: dict[int, torch.nn.Parameter] = {}
+    for weight in record.weights:
+        part, old = weight.parts[0], parameters[weight.fqn]
+        if id(old) not in new:
+            empty = torch.empty(0, dtype=old.dtype).set_(
+                memory[part.storage].untyped_storage(), part.offset // old.itemsize, part.shape, part.stride
+            )
+            new[id(old)] = torch.nn.Parameter(empty, requires_grad=False)
+            setattr(new[id(old)], HOME, Home(record, weight.fqn))
+    for flat in memory:
+        flat.untyped_storage().resize_(0)
+    for one in module.modules():
+        own = dict(one.named_parameters(recurse=False, remove_duplicate=False))
+        replaced = {name: new[id(value)] for name, value in own.items() if id(value) in new}
+        for name, value in replaced.items():
+            setattr(one, name, value)  # also where a module keeps lists of its own
+        if replaced:
+            _refuse_eager(one)
+
+
+def _refuse_eager(module: torch.nn.Module) -> None:
+    """What would touch memory that is not there says so: torch itself may crash."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise StreamError(
+            f"the parameters of this {type(module).__name__} are offloaded: call the module through "
+            "torch.compile(module, backend='penstock', ...), which Dynamo has left here (a graph break in "
+            "torch's own code, or too many recompilations), and neither copy, move nor save it"
+        )
+
+    def refuse_unless_compiling(*_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            refuse()
+
+    module.register_forward_pre_hook(refuse_unless_compiling)
+    module.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
+    module.__dict__["__reduce_ex__"] = refuse
+    module.__dict__["__deepcopy__"] = refuse
+    module.__dict__["_apply"] = refuse

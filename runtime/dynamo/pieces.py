@@ -1,0 +1,276 @@
+"""The pieces of an offloaded module: compiled apart, planned together, streamed through one arena."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import fx
+
+from penstock.passes.graph.nodes import placeholders_of
+from penstock.passes.lowering.emitted import observe_python
+from penstock.passes.lowering.inductor import mark_small, observed
+from penstock.passes.lowering.options import own_passes, raise_own
+from penstock.passes.lowering.post_grad import ProbePass
+from penstock.passes.probes import STREAMER, CompiledCalls
+from penstock.passes.weights.lifted import Weights
+from penstock.runtime.dynamo.offload import Home, Offloaded, home_of
+from penstock.runtime.loading import LoadOptions, StreamedWeights, load_weights
+from penstock.runtime.module import Resources
+from penstock.runtime.program import Program
+from penstock.runtime.stream.interface import Stats
+from penstock.runtime.stream.probe_calls import probe_calls
+from penstock.schedule.facts.errors import PassError, StreamError
+from penstock.schedule.facts.model import Method, Plan, Trace
+from penstock.schedule.payload.codec import Payload, ProbeOrder
+
+
+class Session:
+    """The pieces of one offloaded module, and the memory that their weights stream through."""
+
+    def __init__(self, record: Offloaded, budget: int, resident_below: int) -> None:
+        self.budget, self.resident_below = budget, resident_below
+        self._record = record
+        self._payload = Payload(
+            lowering="inductor",
+            torch=torch.__version__.split("+", maxsplit=1)[0],
+            files=record.files,
+            storages=mark_small(record.storages, resident_below),
+            weights=record.weights,
+            methods=(),
+            traces=(),
+        )
+        self._numbers = {weight.fqn: i for i, weight in enumerate(record.weights)}
+        self._passes = 0  # of any piece, since they were loaded
+        self._lock = threading.RLock()  # compiling may happen while nothing runs, and in one thread at a time
+        self._running = False
+        self._owner = os.getpid()
+        self._loaded: StreamedWeights | None = None
+        self._calls: dict[int, CompiledCalls] = {}
+        self._finalizer: weakref.finalize[..., Session] | None = None
+        self.plan: Plan | None = None
+
+    @property
+    def stats(self) -> Stats | None:
+        """What was streamed since the last piece was compiled; None before the first call after that."""
+        loaded = self._loaded
+        return loaded.read_stats(self._passes) if loaded else None
+
+    def compile(
+        self,
+        graph_module: fx.GraphModule,
+        inputs: list[Any],
+        homes: Mapping[int, Home],
+        options: Mapping[str, Any],
+    ) -> Callable[..., Any]:
+        """Compile a piece and add it to the plan of all, which is made when one is called next."""
+        with self._lock:
+            number = len(self._payload.methods)
+            names = _placeholder_names(homes, self._payload)
+            weights = Weights(self._payload.weights, self._payload.storages, self._numbers, ())
+            probes = ProbePass(number, weights, names, own_passes(options), inputs=len(inputs))
+            code: list[str] = []
+            run = run_inductor(graph_module, inputs, {**options, **_patches(probes)}, code)
+            trace, order = self._observe(number, probes, homes, code)
+            fqns = {i: home.fqn for i, home in homes.items()}
+            self._add(trace, order)
+        return _Piece(self, trace, order, run, fqns)
+
+    def _observe(
+        self, number: int, probes: ProbePass, homes: Mapping[int, Home], code: Sequence[str]
+    ) -> tuple[Trace, ProbeOrder]:
+        """What the emitted code of a piece reads, and when."""
+        written = [text for text in code if "def call(self, args)" in text]
+        if probes.placement is None or not written:
+            raise PassError(
+                "Inductor was given other inputs than Dynamo's (a buffer is written through views, or an "
+                "input is a tensor subclass): this graph cannot be streamed"
+            )
+        storages = {name: self._storage(homes[i].fqn) for i, name in probes.input_names.items() if i in homes}
+        streamed = {n: s for n, s in storages.items() if self._payload.storages[s].kind == "streamable"}
+        observation = observe_python(written[-1], streamed, number)
+        untimed = Trace(f"piece_{number}", number, "", (), 0, 0, "modelled")
+        return observed(untimed, observation, probes.placement)
+
+    def variant(
+        self, trace: Trace, order: ProbeOrder, fqns: Mapping[int, str], now: Mapping[int, str]
+    ) -> int:
+        """The number of a piece run over other weights than it was compiled for: equal layers share code.
+
+        Raises StreamError where their storages do not correspond.
+        """
+        storages: dict[int, int] = {}
+        for i, fqn in fqns.items():
+            before, after = self._storage(fqn), self._storage(now[i])
+            kinds = [self._payload.storages[s].kind for s in (before, after)]
+            if storages.setdefault(before, after) != after or kinds[0] != kinds[1]:
+                raise StreamError(
+                    f"a graph compiled for weight {fqn} is called with {now[i]}, which is tied to others "
+                    "than it: compile the layers apart (torch.compile each of them)"
+                )
+        with self._lock:
+            number = len(self._payload.methods)
+            steps = tuple(
+                replace(step, reads=tuple(sorted({storages[s] for s in step.reads}))) for step in trace.steps
+            )
+            self._add(
+                replace(trace, method=f"piece_{number}", graph=number, steps=steps),
+                replace(order, graph=number),
+            )
+        return number
+
+    def run(self, number: int, run: Callable[..., Any], inputs: list[Any], fqns: Mapping[int, str]) -> Any:
+        """Run a piece over the weights in the arena."""
+        if os.getpid() != self._owner:
+            raise StreamError("a forked child cannot run an offloaded module: offload it in the child")
+        if not self._lock.acquire(blocking=False):
+            raise StreamError("another thread is running this module: compile it once per thread")
+        try:
+            self._running = True
+            loaded = self._loaded or self._load()
+            for i, fqn in fqns.items():
+                inputs[i] = loaded.tensors[fqn]
+            calls = self._calls[number]
+            token = STREAMER.set(calls)
+            try:
+                output = self._stream(loaded, number, lambda: calls.enclose(lambda: run(*inputs)))
+                self._passes += 1
+                return output
+            finally:
+                STREAMER.reset(token)
+        finally:
+            self._running = False
+            self._lock.release()
+
+    def home(self, value: Any) -> str:
+        """The FQN of a weight that a piece is called with. Raises StreamError for another module's."""
+        home = home_of(value)
+        if home is None or home.offloaded is not self._record:
+            raise StreamError("a graph is called with a parameter that was not offloaded with its module")
+        return home.fqn
+
+    def _storage(self, fqn: str) -> int:
+        return self._payload.weights[self._numbers[fqn]].parts[0].storage
+
+    def _stream(self, loaded: StreamedWeights, number: int, run: Callable[[], Any]) -> Any:
+        streamer = loaded.streamer
+        if streamer is None:
+            return run()
+        try:
+            streamer.begin(number)
+            output = run()
+            streamer.end(number)
+        except BaseException:
+            streamer.abort()
+            raise
+        return output
+
+    def _add(self, trace: Trace, order: ProbeOrder) -> None:
+        self.close()
+        payload = self._payload
+        self._payload = replace(
+            payload,
+            methods=(*payload.methods, Method(trace.method, trace.graph, ())),
+            traces=(*payload.traces, trace),
+            probes=(*payload.probes, order),
+        )
+
+    def _load(self) -> StreamedWeights:
+        program = Program(Path(), self._payload)
+        self.plan = program.plan(self.budget)
+        loaded = load_weights(Path(), self._payload, self.plan, LoadOptions())
+        resources = Resources(loaded.streamer, loaded.closers, os.getpid(), in_reader=loaded.in_reader)
+        self._finalizer = weakref.finalize(self, resources.close)
+        loaded.wait()
+        for order in self._payload.probes:
+            probed = loaded.streamer.methods[order.graph].probed if loaded.streamer else ()
+            self._calls[order.graph] = probe_calls(order, probed, loaded.streamer)
+        self._loaded, self._passes = loaded, 0
+        return loaded
+
+    def close(self) -> None:
+        """Give everything back; the next call takes it again. StreamError while a call runs."""
+        if not self._lock.acquire(blocking=False):
+            raise StreamError("the module cannot be closed while another thread uses it: wait for that")
+        try:
+            if self._running:
+                raise StreamError("the module cannot be closed while a call runs in it: wait for that call")
+            if self._finalizer is not None:
+                self._finalizer()
+            self._loaded, self._finalizer = None, None
+        finally:
+            self._lock.release()
+
+
+class _Piece:
+    """A compiled piece, called with Dynamo's inputs.
+
+    Dynamo guards the shapes of parameters and not which they are, so one piece serves all equal layers: each
+    choice of weights that it is called with is a method of its own.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        trace: Trace,
+        order: ProbeOrder,
+        run: Callable[..., Any],
+        fqns: Mapping[int, str],
+    ) -> None:
+        self._session, self._trace, self._order, self._run, self._fqns = session, trace, order, run, fqns
+        self._numbers = {tuple(fqns.values()): trace.graph}
+
+    def __call__(self, *inputs: Any) -> Any:
+        now = {i: self._session.home(inputs[i]) for i in self._fqns}
+        chosen = tuple(now.values())
+        if chosen not in self._numbers:
+            number = self._session.variant(self._trace, self._order, self._fqns, now)
+            self._numbers[chosen] = number
+        return self._session.run(self._numbers[chosen], self._run, list(inputs), now)
+
+
+def _placeholder_names(homes: Mapping[int, Home], payload: Payload) -> Callable[[fx.Node], str | None]:
+    """The FQN of a weight among a graph's inputs, which stand in Dynamo's order."""
+    parts = {weight.fqn: weight.parts[0] for weight in payload.weights}
+
+    def fqn(node: fx.Node) -> str | None:
+        if node.op != "placeholder":
+            return None
+        position = placeholders_of(node.graph).index(node)
+        if position not in homes:
+            return None
+        part, value = parts[homes[position].fqn], node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or tuple(value.shape) != part.shape:
+            raise PassError(
+                f"input {position} of the graph is not weight {homes[position].fqn!r}: Inductor was given "
+                "other inputs than Dynamo's, and this graph cannot be streamed"
+            )
+        return homes[position].fqn
+
+    return fqn
+
+
+def _patches(probes: ProbePass) -> dict[str, Any]:
+    return {"post_grad_custom_post_pass": probes, "force_disable_caches": True}
+
+
+def run_inductor(
+    graph_module: fx.GraphModule, inputs: list[Any], patches: dict[str, Any], code: list[str]
+) -> Callable[..., Any]:
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.graph import GraphLowering
+
+    try:
+        with patch.object(GraphLowering, "save_output_code", code.append):
+            compiled: Any = compile_fx(graph_module, inputs, config_patches=patches)
+            return compiled  # type: ignore[no-any-return]
+    except Exception as error:
+        raise_own(error)
+        raise

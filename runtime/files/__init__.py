@@ -1,0 +1,1 @@
+"""Weight files on the disk: written once, recognised later, and read quickly."""

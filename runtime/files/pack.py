@@ -1,0 +1,264 @@
+"""Packs storages, in the order given, into one safetensors file that can be read by whole blocks.
+
+The format forbids holes, so what alignment leaves over is filled by explicit U8 tensors named
+`__penstock_pad__.N`. Nothing is ever held whole: bytes come and go in chunks of at most 16 MiB.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import itertools
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.runtime.files.safetensors_file import ITEM_BITS, PREFIX_BYTES, SAFETENSORS_NAMES
+from penstock.runtime.files.stamp import CHUNK_BYTES, Progress
+from penstock.runtime.system.atomic import replace_file
+from penstock.schedule.facts.errors import SourceError
+
+if TYPE_CHECKING:
+    import torch
+
+PAD_PREFIX = "__penstock_pad__."
+ALIGNMENT = 64
+BLOCK = 4096
+BLOCK_ALIGNED_FROM = 64 << 10
+_FLUSH_EVERY = 128 << 20
+
+Chunk = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True)
+class PackEntry:
+    """A tensor to pack: torch's dtype name, shape, and a callable that yields its bytes in order.
+
+    A dtype that safetensors does not know is stored as U8 of shape (nbytes,). `chunks` may be
+    called once; what it yields is written before the next chunk is asked for.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    chunks: Callable[[], Iterable[Chunk]]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where a tensor's bytes lie in the packed file, and their sha256."""
+
+    name: str
+    file_offset: int
+    nbytes: int
+    sha256: str
+
+
+def pack(
+    path: Path,
+    entries: Sequence[PackEntry],
+    *,
+    dense: bool = False,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> tuple[Placed, ...]:
+    """Write `entries` in their order as the safetensors file `path`, atomically, in bounded memory.
+
+    Every tensor begins at a multiple of 64 bytes; those of 64 KiB or more begin and, with the pad
+    behind them, end at multiples of 4096, as do the data and the file; `dense` leaves nothing between
+    tensors. SourceError if `path` exists without `force`, the disk is full, or an entry contradicts itself.
+    """
+    offsets, pads, data_nbytes = place_densely(entries) if dense else place(entries)
+    header = _header(entries, offsets, pads)
+    total = len(header) + data_nbytes
+    check_space(path.parent, total, dense=dense)
+    placed = []
+    with (
+        replace_file(path, force=force) as fd,
+        ThreadPoolExecutor(1) as pool,
+        _filling_up(path.parent, total, dense=dense),
+    ):
+        writer = _Writer(fd, pool, progress)
+        writer.write(header)
+        for entry, offset in zip(entries, offsets, strict=True):
+            start = len(header) + offset
+            writer.write(bytes(start - writer.position))
+            placed.append(Placed(entry.name, start, entry.nbytes, writer.write_entry(entry)))
+        writer.write(bytes(total - writer.position))
+    _forget_pages(path)
+    return tuple(placed)
+
+
+def _forget_pages(path: Path) -> None:
+    """Take the new file out of the page cache.
+
+    What was written lies there in small folios; read again, through a mapping above all, it comes in
+    folios of 2 MiB, which are mapped and dropped 50 times as fast (1,180 GB/s for 19; 1 GiB, ext4).
+    """
+    if hasattr(os, "posix_fadvise"):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def place(entries: Sequence[PackEntry]) -> tuple[list[int], list[tuple[int, int]], int]:
+    """The offset of each entry in the data, the ranges of the pads between them, and the data's bytes."""
+    offsets: list[int] = []
+    pads: list[tuple[int, int]] = []
+    position = 0
+    block_end = False
+    for entry in entries:
+        _check_entry(entry)
+        large = entry.nbytes >= BLOCK_ALIGNED_FROM
+        position = _pad_to(position, BLOCK if large or block_end else ALIGNMENT, pads)
+        offsets.append(position)
+        position += entry.nbytes
+        block_end = large
+    return offsets, pads, _pad_to(position, BLOCK, pads)
+
+
+def place_densely(entries: Sequence[PackEntry]) -> tuple[list[int], list[tuple[int, int]], int]:
+    """As `place`, one entry right behind the other."""
+    for entry in entries:
+        _check_entry(entry)
+    ends = list(itertools.accumulate((entry.nbytes for entry in entries), initial=0))
+    return ends[:-1], [], ends[-1]
+
+
+def check_space(folder: Path, nbytes: int, *, dense: bool = False) -> None:
+    """Raise SourceError unless the file system of `folder` has `nbytes` available; `dense` as for `pack`."""
+    try:
+        status = os.statvfs(folder)
+    except OSError as error:
+        raise SourceError(
+            f"{folder} cannot be written to ({error.strerror}); choose another output"
+        ) from error
+    available = status.f_bavail * status.f_frsize
+    if nbytes > available:
+        raise _disk_full(folder, nbytes, f"{available} are available", dense)
+
+
+def tensor_chunks(flat: torch.Tensor) -> Iterator[Chunk]:
+    """The bytes of a contiguous one-dimensional uint8 tensor, on any device, 16 MiB at a time."""
+    for start in range(0, flat.numel(), CHUNK_BYTES):
+        yield flat[start : start + CHUNK_BYTES].cpu().numpy().data
+
+
+def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole storage behind a tensor, as a one-dimensional uint8 tensor that shares it."""
+    import torch
+
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+class _Writer:
+    """Writes in order, hashes on the pool's thread meanwhile, and flushes often.
+
+    Flushing bounds dirty memory, and is faster: past the kernel's limit, writes are held up.
+    """
+
+    def __init__(self, fd: int, pool: ThreadPoolExecutor, progress: Progress | None) -> None:
+        self.position = 0
+        self._fd = fd
+        self._pool = pool
+        self._progress = progress
+        self._unflushed = 0
+
+    def write(self, chunk: Chunk) -> None:
+        rest = memoryview(chunk).cast("B")
+        while rest:
+            done = os.write(self._fd, rest[:CHUNK_BYTES])
+            rest = rest[done:]
+            self.position += done
+            self._unflushed += done
+            if self._progress:
+                self._progress(done)
+            if self._unflushed >= _FLUSH_EVERY:
+                os.fsync(self._fd)
+                self._unflushed = 0
+
+    def write_entry(self, entry: PackEntry) -> str:
+        """Write all chunks of an entry; the sha256 of its bytes."""
+        digest = hashlib.sha256()
+        begin = self.position
+        for chunk in entry.chunks():
+            hashing = self._pool.submit(digest.update, chunk)
+            try:
+                self.write(chunk)
+            finally:
+                hashing.result()
+        written = self.position - begin
+        if written != entry.nbytes:
+            raise SourceError(
+                f"tensor {entry.name!r} should have {entry.nbytes} bytes and its source gave {written}"
+            )
+        return digest.hexdigest()
+
+
+@contextmanager
+def _filling_up(folder: Path, nbytes: int, *, dense: bool) -> Iterator[None]:
+    """Reports a disk, or a quota, that others filled while `nbytes` were being written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        status = os.statvfs(folder)
+        left = status.f_bavail * status.f_frsize
+        raise _disk_full(folder, nbytes, f"{left} were available when writing stopped", dense) from error
+
+
+def _disk_full(folder: Path, nbytes: int, available: str, dense: bool) -> SourceError:
+    # Weights can be left where they are; what is written densely is a checkpoint of its own.
+    advice = " or choose another output"
+    if not dense:
+        advice = ", choose another output, or refer to the checkpoint in place (pack=False)"
+    return SourceError(
+        f"the disk of {folder} is full: packing needs {nbytes} bytes and {available}; free some{advice}"
+    )
+
+
+def _header(entries: Sequence[PackEntry], offsets: Sequence[int], pads: Sequence[tuple[int, int]]) -> bytes:
+    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    for entry, offset in zip(entries, offsets, strict=True):
+        if entry.name in fields or entry.name.startswith(PAD_PREFIX):
+            raise SourceError(f"tensor {entry.name!r} cannot be packed: its name is taken; rename it")
+        dtype = SAFETENSORS_NAMES.get(entry.dtype)
+        fields[entry.name] = {
+            "dtype": dtype or "U8",
+            "shape": entry.shape if dtype else (entry.nbytes,),
+            "data_offsets": (offset, offset + entry.nbytes),
+        }
+    for number, (start, stop) in enumerate(pads):
+        fields[f"{PAD_PREFIX}{number}"] = {
+            "dtype": "U8",
+            "shape": (stop - start,),
+            "data_offsets": (start, stop),
+        }
+    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-(PREFIX_BYTES + len(text)) % BLOCK)
+    return len(text).to_bytes(PREFIX_BYTES, "little") + text
+
+
+def _check_entry(entry: PackEntry) -> None:
+    dtype = SAFETENSORS_NAMES.get(entry.dtype)
+    if dtype and math.prod(entry.shape) * ITEM_BITS[dtype] != entry.nbytes * 8:
+        raise SourceError(
+            f"tensor {entry.name!r} of {entry.dtype} {list(entry.shape)} cannot have {entry.nbytes} bytes"
+        )
+
+
+def _pad_to(position: int, alignment: int, pads: list[tuple[int, int]]) -> int:
+    aligned = -(-position // alignment) * alignment
+    if aligned > position:
+        pads.append((position, aligned))
+    return aligned

@@ -1,0 +1,103 @@
+"""Reads extents of weight files into memory, by several readers, while the caller goes on."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from penstock.runtime.files.source import Source
+from penstock.schedule.facts.errors import StreamError
+from penstock.schedule.facts.model import Extent, Storage
+
+_PIECE = 16 << 20
+
+
+class HeldStorages:
+    """Storages held whole in ordinary memory (which torch aligns to 64 bytes), arriving in the background.
+
+    `buffers[s]` is the memory of storage s; its bytes are there once `wait` has returned. The source must
+    stay open until `close`.
+    """
+
+    def __init__(
+        self, storages: Sequence[Storage], chosen: Sequence[int], source: Source, readers: int
+    ) -> None:
+        self.buffers = {s: torch.empty(storages[s].nbytes, dtype=torch.uint8) for s in chosen}
+        self._source, self._owner = source, os.getpid()
+        extents = ((e, self.buffers[s].data_ptr()) for s in chosen for e in storages[s].extents)
+        self._left = deque(_pieces(extents))
+        self._running = 0
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        # Daemons: a program that ends does not wait for what nobody will use.
+        self._threads = [
+            threading.Thread(target=self._read, name=f"penstock-load-{i}", daemon=True)
+            for i in range(min(readers, len(self._left)))
+        ]
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException as error:
+            self.close()
+            if isinstance(error, RuntimeError):
+                raise StreamError(
+                    f"the system refused one of {readers} reading threads ({error}): raise its limit on "
+                    "threads, or load with fewer readers"
+                ) from error
+            raise
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all storages held."""
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
+    @property
+    def in_reader(self) -> bool:
+        """Whether the caller is one of the readers, which cannot wait for themselves."""
+        return threading.current_thread() in self._threads
+
+    def wait(self) -> None:
+        """Return once every byte is there. SourceError, at every call, where one could not be read."""
+        # Not by joining threads, which an interrupt makes forget those that still run.
+        with self._changed:
+            self._changed.wait_for(lambda: not self._left and not self._running)
+            if self._error is not None:
+                raise self._error
+
+    def close(self) -> None:
+        """Begin no further read and wait for those that run; may be called again."""
+        if os.getpid() != self._owner:
+            return  # a forked child has no readers, and may have their lock
+        with self._changed:
+            self._left.clear()
+            self._changed.wait_for(lambda: not self._running)
+
+    def _read(self) -> None:
+        while True:
+            with self._changed:
+                if not self._left:
+                    return
+                piece = self._left.popleft()
+                self._running += 1
+            try:
+                self._source.read_into(*piece)
+            except BaseException as error:
+                with self._changed:
+                    self._error = self._error or error
+                    self._left.clear()
+            finally:
+                with self._changed:
+                    self._running -= 1
+                    self._changed.notify_all()
+
+
+def _pieces(work: Iterable[tuple[Extent, int]]) -> Iterable[tuple[int, int, int, int]]:
+    """File, offset, address and bytes of each read, for extents and where their storages begin."""
+    for extent, address in work:
+        for at in range(0, extent.nbytes, _PIECE):
+            nbytes = min(_PIECE, extent.nbytes - at)
+            yield extent.file, extent.file_offset + at, address + extent.storage_offset + at, nbytes

@@ -1,0 +1,286 @@
+"""Reads the headers of safetensors files that nobody has vouched for.
+
+The safetensors library takes duplicate names and leading blanks. Here a header is either exactly
+what the format specifies (length prefix, one JSON object, tensors that tile the data without
+hole or overlap) or refused with a `SourceError`, before any of its numbers is used.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from penstock.schedule.facts.errors import SourceError
+
+PREFIX_BYTES = 8
+HEADER_LIMIT = 100_000_000
+
+ITEM_BITS: Mapping[str, int] = {
+    **dict.fromkeys(("F4",), 4),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+}
+"""Bits of one element of every dtype that safetensors 0.8 knows, by the format's own names."""
+
+TORCH_NAMES: Mapping[str, str] = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "U16": "uint16",
+    "I16": "int16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "U32": "uint32",
+    "I32": "int32",
+    "F32": "float32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F64": "float64",
+    "C64": "complex64",
+}
+"""torch's name (without prefix) of each dtype whose elements are whole bytes."""
+
+FLOATS = frozenset(
+    name for key, name in TORCH_NAMES.items() if key.startswith(("F", "BF")) and key != "F8_E8M0"
+)
+"""The floating-point dtypes that torch converts into one another, by torch's name."""
+
+SAFETENSORS_NAMES: Mapping[str, str] = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
+"""The way back. A torch dtype that is missing (complex128, packed float4) is stored as U8 bytes."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor's safetensors dtype and shape, and the half-open range of its bytes in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Header:
+    """A checked header. `entries` are in file order; `raw` is length prefix and JSON as found."""
+
+    entries: dict[str, TensorEntry]
+    metadata: dict[str, str]
+    raw: bytes
+    file_nbytes: int
+
+    @property
+    def data_start(self) -> int:
+        return len(self.raw)
+
+
+def read_header(path: Path) -> Header:
+    """The checked header of a safetensors file; SourceError says what is wrong with the file."""
+    with open_for_reading(path) as fd:
+        return read_open_header(fd, path)
+
+
+def read_open_header(fd: int, path: Path) -> Header:
+    """As `read_header`, of a file that is open; `path` is for messages."""
+    return parse_header(read_raw_header(fd, path), os.fstat(fd).st_size, path)
+
+
+def parse_header(raw: bytes, file_nbytes: int, path: Path) -> Header:
+    """The checked header in `raw` (length prefix and JSON) of a file of `file_nbytes`."""
+    fields = _parse_json(raw[PREFIX_BYTES:], path)
+    metadata = fields.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        _refuse(path, "__metadata__ is not an object of strings")
+    for name in fields:
+        if not name.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in name):
+            _refuse(path, f"the name {name!r} is no text")
+    entries = {name: _parse_entry(name, entry, len(raw), path) for name, entry in fields.items()}
+    ordered = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
+    _check_tiling(ordered, len(raw), file_nbytes, path)
+    return Header(ordered, metadata, raw, file_nbytes)
+
+
+def read_raw_header(fd: int, path: Path) -> bytes:
+    """Length prefix and JSON, unparsed, of a file that is open; the length is checked."""
+    file_nbytes = os.fstat(fd).st_size
+    prefix = read_exactly(fd, 0, PREFIX_BYTES, path) if file_nbytes >= PREFIX_BYTES else b""
+    if not prefix:
+        _refuse(path, f"it has {file_nbytes} bytes, too few for the length of a header")
+    length = int.from_bytes(prefix, "little")
+    room = min(HEADER_LIMIT, file_nbytes - PREFIX_BYTES)
+    if length > room:
+        _refuse(path, f"the header's length is given as {length} bytes where at most {room} are possible")
+    return prefix + read_exactly(fd, PREFIX_BYTES, length, path)
+
+
+def read_exactly(fd: int, offset: int, nbytes: int, path: Path) -> bytes:
+    """`nbytes` of an open file from `offset` on; SourceError when the file ends before or fails."""
+    parts = []
+    while nbytes:
+        try:
+            part = os.pread(fd, nbytes, offset)
+        except OSError as error:
+            raise SourceError(
+                f"reading bytes {offset} to {offset + nbytes} of {path} failed: {error.strerror}; "
+                "check the disk, then try again"
+            ) from error
+        if not part:
+            raise SourceError(
+                f"{path} ends at byte {offset} where {nbytes} more were expected: it has been truncated; "
+                "restore the file"
+            )
+        parts.append(part)
+        offset += len(part)
+        nbytes -= len(part)
+    return b"".join(parts)
+
+
+def index_files(path: Path | Sequence[Path], wanted: Callable[[str], bool] | None = None) -> tuple[Path, ...]:
+    """The safetensors files that `path` stands for, in order, each once.
+
+    `path` is a `.safetensors` file, several, a checkpoint's `*.safetensors.index.json`, or a folder
+    (its index if it has one, else all its `.safetensors` files by name). Of an index, the files that hold a
+    tensor whose name is `wanted`. SourceError names what is
+    missing, or an index that reaches outside its own folder.
+    """
+    if not isinstance(path, Path):
+        return tuple(dict.fromkeys(file for one in path for file in index_files(one, wanted)))
+    if path.is_dir():
+        return _folder_files(path, wanted)
+    if not path.is_file():
+        raise SourceError(f"{path} is not a file or folder that exists; give a checkpoint's path")
+    if re.search(r"\.safetensors\.index(\.\w+)?\.json$", path.name):
+        return _indexed_files(path, wanted)
+    if path.suffix != ".safetensors":
+        raise SourceError(f"{path} is neither a .safetensors file nor a .safetensors.index.json")
+    return (path,)
+
+
+@contextmanager
+def open_for_reading(path: Path) -> Iterator[int]:
+    """A descriptor of a weight file, closed at the end; SourceError if the system does not open it."""
+    fd = open_descriptor(path)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def open_descriptor(path: Path) -> int:
+    """A descriptor of a weight file that the caller closes; SourceError if the system does not open it."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise SourceError(
+            f"{path} is missing: put the file back, or compile again from where it is now"
+        ) from error
+    except OSError as error:
+        raise SourceError(
+            f"{path} cannot be opened ({error.strerror}); check its permissions and the disk"
+        ) from error
+
+
+def _folder_files(folder: Path, wanted: Callable[[str], bool] | None) -> tuple[Path, ...]:
+    indices = sorted(folder.glob("*.safetensors.index.json"))
+    if len(indices) > 1:
+        names = ", ".join(index.name for index in indices)
+        raise SourceError(f"{folder} holds several checkpoints ({names}); name the index of one")
+    files = _indexed_files(indices[0], wanted) if indices else tuple(sorted(folder.glob("*.safetensors")))
+    if not files and (wanted is None or not indices):
+        others = sorted(path.name for path in folder.glob("*.bin"))
+        advice = f"name its files ({others[0]}, ...)" if others else "give the folder of a checkpoint"
+        raise SourceError(f"{folder} holds no .safetensors file; {advice}")
+    return files
+
+
+def _indexed_files(index: Path, wanted: Callable[[str], bool] | None) -> tuple[Path, ...]:
+    with open_for_reading(index) as fd:
+        fields = _parse_json(read_exactly(fd, 0, os.fstat(fd).st_size, index), index, what=_INDEX)
+    weight_map = fields.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        _refuse(index, "weight_map is not an object that gives each tensor its file", what=_INDEX)
+    names = dict.fromkeys(file for name, file in weight_map.items() if wanted is None or wanted(name))
+    for name in names:
+        if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
+            raise SourceError(f"{index} names {name!r}, which is outside its folder; correct the index")
+        if not (index.parent / name).is_file():
+            raise SourceError(f"{index} names {name!r}, which is missing; complete the checkpoint's download")
+    return tuple(index.parent / name for name in names)
+
+
+_FILE, _INDEX = "a safetensors file", "an index"
+
+
+def _parse_json(text: bytes, path: Path, what: str = _FILE) -> dict[str, object]:
+    if not text.startswith(b"{"):
+        _refuse(path, f"a JSON object was expected, and the text begins with {text[:8]!r}", what)
+    try:
+        fields = json.loads(text.decode("utf-8"), object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError) as error:
+        _refuse(path, f"its JSON cannot be read ({error})", what)
+    assert isinstance(fields, dict)
+    return fields
+
+
+def _without_duplicates(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
+    fields: dict[str, object] = {}
+    for name, value in pairs:
+        if name in fields:
+            raise ValueError(f"the name {name!r} occurs twice")
+        fields[name] = value
+    return fields
+
+
+def _parse_entry(name: str, entry: object, data_start: int, path: Path) -> TensorEntry:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        _refuse(path, f"tensor {name!r} does not have exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ITEM_BITS:
+        _refuse(path, f"tensor {name!r} has the unknown dtype {dtype!r}")
+    if not _are_sizes(shape):
+        _refuse(path, f"tensor {name!r} has the shape {shape!r}, which is not a list of sizes")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        _refuse(path, f"tensor {name!r} has the data_offsets {offsets!r}, which are not a begin and an end")
+    # Python integers do not overflow, so the product is exact whatever the shape.
+    bits, nbytes = math.prod(shape) * ITEM_BITS[dtype], offsets[1] - offsets[0]
+    if bits != nbytes * 8:
+        _refuse(path, f"tensor {name!r} of {dtype} {shape} needs {bits / 8:g} bytes and is given {nbytes}")
+    return TensorEntry(dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1])
+
+
+def _are_sizes(value: object) -> bool:
+    # bool is an int to Python, and `true` is no size.
+    return isinstance(value, list) and all(type(size) is int and 0 <= size < 1 << 63 for size in value)
+
+
+def _check_tiling(entries: Mapping[str, TensorEntry], data_start: int, file_nbytes: int, path: Path) -> None:
+    position = data_start
+    for name, entry in entries.items():
+        if entry.start != position:
+            kind = "overlaps the tensor before it" if entry.start < position else "leaves a hole before it"
+            _refuse(path, f"tensor {name!r} at byte {entry.start} {kind}, which ends at {position}")
+        position = entry.stop
+    if position != file_nbytes:
+        _refuse(path, f"its tensors end at byte {position} and the file has {file_nbytes}: it is incomplete")
+
+
+def _refuse(path: Path, reason: str, what: str = _FILE) -> NoReturn:
+    raise SourceError(f"{path} is not {what} that can be trusted: {reason}; get an intact copy")

@@ -1,0 +1,249 @@
+"""Reads weight bytes from an artifact's files into raw memory, from any number of threads at once.
+
+Reads are positioned, hold no lock while they run and release the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from penstock.runtime.files.direct_file import DirectFile, open_direct_file
+from penstock.runtime.system.limits import available_bytes
+from penstock.runtime.system.page_cache import cached_fraction
+from penstock.schedule.facts.errors import SourceError
+from penstock.schedule.facts.model import Storage, WeightFile
+
+Mode = Literal["direct", "buffered"]
+
+WARM_FRACTION = 0.95
+"""From this share of the files in the page cache on, reading through it beats reading past it.
+
+Below it the rest would come into the cache in small folios, which a mapping pays for in every pass.
+"""
+
+_WINDOWS, _FEWEST_WINDOWS = 128, 4  # in which the page cache is asked, of all files, and of each
+
+_OPENERS = 8  # threads that open files: stamps are compared by many small reads
+
+_CLOSED = "the weight files have been closed; open the artifact again to read from it"
+
+
+class Source:
+    """The open weight files of an artifact.
+
+    `files` are those of the payload's catalog, `folder` the artifact's (relative paths are
+    inside it). With `check`, every file is compared with its stamp first; SourceError names the
+    first that is missing, unreadable or changed. `mode` asks for a way of reading; where a file
+    system cannot read directly, reads are buffered and `note` says why. `repeated` is how many
+    bytes will be read in every pass: after the first one they go through the page cache, if it has room.
+
+    Methods may be called from any thread. `close` waits for reads in flight.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[WeightFile],
+        folder: Path,
+        *,
+        mode: Mode = "direct",
+        check: bool = True,
+        repeated: int = 0,
+    ) -> None:
+        self._process = os.getpid()
+        self._idle = threading.Condition()
+        self._reading = 0
+        self._closed = False
+        self._direct = mode == "direct"
+        self._files: list[DirectFile] = []
+        opening = partial(open_direct_file, folder=folder, direct=self._direct, check=check)
+        try:
+            for file in _in_order(opening, files):
+                self._files.append(file)
+        except BaseException:
+            self.close()
+            raise
+        self._keeping = _Keeping(self, repeated) if repeated and self._direct else None
+
+    @property
+    def mode(self) -> Mode:
+        """How whole blocks are really read: `direct` only if every file can be."""
+        return "direct" if self._direct and all(file.block for file in self._files) else "buffered"
+
+    @property
+    def note(self) -> str:
+        """Why reads are buffered though direct ones were asked for; empty otherwise."""
+        return next((file.note for file in self._files if file.note), "")
+
+    @property
+    def block(self) -> int:
+        """The modulus by which file offset and address must agree for a direct read (1: any)."""
+        return max((file.block for file in self._files), default=0) or 1
+
+    @property
+    def files(self) -> tuple[DirectFile, ...]:
+        """The open files in the catalog's order; empty once closed."""
+        return tuple(self._files)
+
+    def path(self, file: int) -> Path:
+        """Where a file lies."""
+        return self._open(file).path
+
+    def fd(self, file: int) -> int:
+        """The buffered descriptor of a file, for mapping it; it belongs to this Source."""
+        return self._open(file).fd
+
+    def check_unchanged(self, file: int) -> None:
+        """Raise SourceError if the file has been truncated or written to since it was opened (one fstat)."""
+        with self._in_flight():
+            self._open(file).check_unchanged()
+
+    def check_all_unchanged(self) -> None:
+        """As `check_unchanged`, of every file."""
+        for file in self._files:
+            file.check_unchanged()
+
+    def read_into(self, file: int, offset: int, address: int, nbytes: int) -> None:
+        """Fill `nbytes` of memory at `address` with the file's bytes from `offset` on.
+
+        The memory must be writable and stay alive until this returns. Raises SourceError when not
+        all bytes could be read; the memory then holds an unspecified mixture.
+        """
+        keeping = self._keeping
+        with self._in_flight():
+            through = keeping is not None and keeping.through_cache
+            self._open(file).read_into(offset, address, nbytes, through_cache=through)
+            if keeping is not None:
+                keeping.count(nbytes)
+
+    def read_storage(self, storage: Storage, address: int) -> None:
+        """Fill memory with a storage that begins at `address`, all its extents; errors as `read_into`."""
+        for extent in storage.extents:
+            self.read_into(extent.file, extent.file_offset, address + extent.storage_offset, extent.nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.nbytes for file in self._files)
+
+    def cached_fraction(self) -> float:
+        """The share of all files' bytes that the page cache holds, 0 to 1, estimated without reading."""
+        with self._in_flight():
+            return self._cached_fraction()
+
+    def _cached_fraction(self) -> float:
+        """As `cached_fraction`, while a read is in flight."""
+        total = self.nbytes
+        windows = max(_FEWEST_WINDOWS, _WINDOWS // max(1, len(self._files)))
+        cached = sum(cached_fraction(file.fd, file.nbytes, windows) * file.nbytes for file in self._files)
+        return cached / total if total else 0.0
+
+    def close(self) -> None:
+        """Close every descriptor once the reads in flight have ended; may be called again."""
+        if os.getpid() != self._process:
+            # In a forked child the threads that were reading do not exist, so nobody would ever
+            # end those reads or release the lock.
+            self._close_files()
+            return
+        with self._idle:
+            self._closed = True
+            self._idle.wait_for(lambda: self._reading == 0)
+            self._close_files()
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _close_files(self) -> None:
+        self._closed = True
+        files, self._files = self._files, []
+        for file in files:
+            file.close()
+
+    def _open(self, file: int) -> DirectFile:
+        if self._closed:
+            raise SourceError(_CLOSED)
+        return self._files[file]
+
+    @contextmanager
+    def _in_flight(self) -> Iterator[None]:
+        # A descriptor closed under a running read could be reused by another file, whose bytes
+        # would then arrive as weights.
+        with self._idle:
+            if self._closed:
+                raise SourceError(_CLOSED)
+            self._reading += 1
+        try:
+            yield
+        finally:
+            with self._idle:
+                self._reading -= 1
+                self._idle.notify_all()
+
+
+def _in_order(
+    opening: Callable[[WeightFile], DirectFile], files: Sequence[WeightFile]
+) -> Iterator[DirectFile]:
+    """What `opening` makes of each file, in order, by some threads; what nobody took is closed."""
+    pool = ThreadPoolExecutor(_OPENERS)
+    running: deque[Future[DirectFile]] = deque()
+    try:
+        if len(files) > 1:
+            with suppress(RuntimeError):  # no threads to be had, or no more at exit
+                for file in files:
+                    running.append(pool.submit(opening, file))
+        begun = len(running)
+        while running:
+            future = running.popleft()
+            yield future.result()
+        yield from map(opening, files[begun:])
+    finally:
+        pool.shutdown(cancel_futures=True)
+        for future in running:
+            if not future.cancelled() and future.exception() is None:
+                future.result().close()
+
+
+class _Keeping:
+    """Whether reads go through the page cache, decided after each pass.
+
+    Past it at first, which is the faster way to read something once. Later through it, where what every pass
+    reads has room in the memory that is available: what it holds costs a copy then. A cache that has lost
+    it is given up: reading through it is slower.
+    """
+
+    def __init__(self, source: Source, nbytes: int) -> None:
+        self.through_cache = False
+        self._source, self._nbytes = source, nbytes
+        self._left = source.nbytes  # a first pass reads what stays as well
+        self._tries = 2
+        self._lock = threading.Lock()
+
+    def count(self, nbytes: int) -> None:
+        """So many bytes were read."""
+        with self._lock:
+            self._left -= nbytes
+            if self._left > 0 or not self._tries:
+                return
+            self._left = self._nbytes
+        self._decide()
+
+    def _decide(self) -> None:
+        kept = self._source._cached_fraction() * self._source.nbytes
+        room = available_bytes()
+        if self.through_cache and kept < WARM_FRACTION * self._nbytes:
+            self._tries -= 1
+        fits = room is None or self._nbytes - kept <= room
+        self.through_cache = fits and self._tries > 0

@@ -1,0 +1,280 @@
+"""A device that is simulated: real bytes in host memory, streams that run when they like, a virtual clock.
+
+A copy runs at a time of the policy's choosing between the moment it is enqueued and the moment something
+waits for it: `earliest`, `latest`, `random` (with a seed), or `lagging`, where what one stream does is late
+and what the others do is not. So do reads from a disk, in any order but that of waits. The caller's kernels
+run at once, as they are called. Whatever the order, vector clocks (happens_before.py) tell whether an event
+orders every two accesses of the same bytes; a wait that is missing is found even where the data came out
+right. Staging memory is overwritten as soon as it was copied from.
+
+The virtual clock runs on a `Hardware`: a transfer takes latency and bytes over bandwidth, a read those of
+the disk, kernels the times of their trace. Nothing here takes real time into account.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+
+from penstock.runtime.arena.anonymous import POISON
+from penstock.runtime.device.protocol import FileRead, Move, aligned_bytes
+from penstock.runtime.files.rates import READERS
+from penstock.runtime.files.source import Source
+from penstock.runtime.sim.races import RaceDetector
+from penstock.runtime.sim.streams import SimDisk, SimEvent, SimStream, make_event
+from penstock.schedule.facts.errors import StreamError
+from penstock.schedule.facts.model import Hardware
+from penstock.schedule.facts.sizes import format_size
+
+Policy = Literal["earliest", "latest", "random", "lagging"]
+HOST = "the host"
+KERNELS = "the stream of the kernels"
+
+
+class SimDevice:
+    """`hardware` gives the clock and the memory; without one there is no limit and copies take no time."""
+
+    def __init__(
+        self, hardware: Hardware | None = None, *, policy: Policy = "latest", seed: int = 0, name: str = "sim"
+    ) -> None:
+        self.name = name
+        self.torch_device = torch.device("cpu")
+        self.hardware = hardware
+        self.detector = RaceDetector()
+        self.copied_ns = 0
+        self._policy, self._seed, self._chance = policy, seed, random.Random(seed)
+        self._kernels = SimStream(KERNELS)
+        self._streams = [self._kernels]
+        self._held: dict[str, int] = {}
+        self._names: dict[int, str] = {}
+        self._read_once: set[int] = set()
+        self._capture = 0  # the number of the capture that goes on, 0 where none does
+        self._captures = 0
+
+    # Memory.
+
+    def allocate(self, nbytes: int, purpose: str) -> torch.Tensor:
+        self.reserve(nbytes, purpose)
+        return self._named(aligned_bytes(nbytes), f"{purpose} on {self.name}")
+
+    def reserve(self, nbytes: int, purpose: str) -> None:
+        """Count memory that the device holds, such as activations, which nobody allocates here."""
+        most = self.hardware.memory_nbytes if self.hardware else None
+        held = sum(self._held.values())
+        if most is not None and held + nbytes > most:
+            parts = ", ".join(f"{format_size(n)} for {what}" for what, n in self._held.items())
+            raise StreamError(
+                f"{self.name} is out of memory: {format_size(nbytes)} for {purpose} do not fit beside "
+                f"{parts or 'nothing'}; it has {format_size(most)}: lower the budget by "
+                f"{format_size(held + nbytes - most)}"
+            )
+        self._held[purpose] = self._held.get(purpose, 0) + nbytes
+
+    def allocate_host(self, nbytes: int, *, once: bool = False) -> torch.Tensor:
+        memory = self._named(aligned_bytes(nbytes), "staging memory" if once else "host memory")
+        if once:
+            self._read_once.add(memory.data_ptr())
+        return memory
+
+    def _named(self, memory: torch.Tensor, name: str) -> torch.Tensor:
+        taken = set(self._names.values())
+        self._names[memory.data_ptr()] = name if name not in taken else f"{name} ({len(taken)})"
+        return memory
+
+    # Streams.
+
+    def open_stream(self, name: str) -> SimStream:
+        stream = SimStream(f"stream {name!r}")
+        self._streams.append(stream)
+        return stream
+
+    def current_stream(self) -> SimStream:
+        return self._kernels
+
+    def open_disk(self, source: Source) -> SimDisk:
+        lanes = tuple(SimStream(f"the disk's reader {number}") for number in range(READERS))
+        self._streams += lanes
+        return SimDisk(lanes, source.read_into)
+
+    def read(self, disk: SimDisk, target: torch.Tensor, reads: Sequence[FileRead], label: str) -> None:
+        lane = disk.lanes[disk.count % len(disk.lanes)]
+        disk.count += 1
+        self._operation(lane)
+        for one in reads:
+            self._access(lane, target, one.target, one.nbytes, label, writes=True)
+        if self.hardware is not None and self.hardware.disk_bytes_per_s is not None:
+            disk.time_ns += self.hardware.disk_ns(sum(one.nbytes for one in reads))
+
+        def run() -> None:
+            for one in reads:
+                disk.read_into(one.file, one.offset, target.data_ptr() + one.target, one.nbytes)
+
+        self._enqueue(lane, run)
+
+    def copy(self, stream: SimStream, target: torch.Tensor, moves: Sequence[Move], label: str) -> None:
+        self._operation(stream)
+        for move in moves:
+            once = move.source.data_ptr() in self._read_once
+            self._access(stream, move.source, move.start, move.nbytes, label, writes=once)
+            self._access(stream, target, move.target, move.nbytes, label, writes=True)
+        if self.hardware is not None:
+            taken = self.hardware.copy_ns(sum(move.nbytes for move in moves))
+            stream.time_ns += taken
+            self.copied_ns += taken
+
+        def run() -> None:
+            for move in moves:
+                leaving = move.source[move.start : move.start + move.nbytes]
+                target[move.target : move.target + move.nbytes].copy_(leaving)
+                if move.source.data_ptr() in self._read_once:
+                    leaving.fill_(POISON)
+
+        self._enqueue(stream, run)
+
+    def fill(self, stream: SimStream, target: torch.Tensor, start: int, stop: int, value: int) -> None:
+        self._operation(stream)
+        self._access(stream, target, start, stop - start, "overwriting what was dropped", writes=True)
+        self._enqueue(stream, lambda: target[start:stop].fill_(value))
+
+    def record(self, stream: SimStream | SimDisk) -> SimEvent:
+        if isinstance(stream, SimDisk):
+            for lane in stream.lanes:
+                self._operation(lane)
+                self.detector.join("all readers", self.detector.clock_of(lane.name))
+            known = self.detector.clock_of("all readers")
+            return make_event(stream.lanes, known, stream.time_ns, of_disk=True)
+        self._operation(stream)
+        return make_event(
+            (stream,), self.detector.clock_of(stream.name), stream.time_ns, capture=self._capture
+        )
+
+    def wait(self, stream: SimStream | SimDisk, event: SimEvent) -> None:
+        if event.capture != self._capture:
+            raise StreamError("a capture waits for an event from outside it, or the other way round")
+        stream.time_ns = max(stream.time_ns, event.time_ns)
+        for one in stream.lanes if isinstance(stream, SimDisk) else (stream,):
+            one.capture = event.capture
+            self._operation(one)
+            self.detector.join(one.name, event.known)
+            if one is not self._kernels:
+                one.pending.append(event)
+        if event.of_disk and not isinstance(stream, SimDisk):
+            self.synchronize(event)
+        elif stream is self._kernels:
+            self._run(event)
+
+    def query(self, event: SimEvent) -> bool:
+        reached = all(stream.done >= position for stream, position in event.reached)
+        return reached and all(map(self.query, event.after))
+
+    def synchronize(self, event: SimEvent) -> None:
+        self.detector.join(HOST, event.known)
+        self._run(event)
+
+    def close(self) -> None:
+        for stream in self._streams:
+            while stream.waiting:
+                self._step(stream)
+        self._held.clear()
+
+    # What the program's kernels do, told by the module that runs on this device.
+
+    def compute(self, ns: int) -> None:
+        """The kernels take `ns` of virtual time."""
+        self._kernels.time_ns += ns
+
+    def kernels_read(self, memory: torch.Tensor, start: int, stop: int, label: str) -> None:
+        """The kernels read bytes `start` to `stop`."""
+        self._operation(self._kernels)
+        self._access(self._kernels, memory, start, stop - start, label, writes=False)
+
+    @property
+    def now_ns(self) -> int:
+        """Virtual time at which the kernels enqueued so far have ended."""
+        return self._kernels.time_ns
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Holds what is enqueued to the rules of CUDA's graphs; it runs all the same.
+
+        A stream takes part once it waits for an event of the capture, which must not wait for any other, and
+        the kernels have to wait for all that it has done in the end.
+        """
+        self._captures += 1
+        self._capture = self._kernels.capture = self._captures
+        try:
+            yield
+            for stream in self._streams:
+                known = self.detector.clock_of(self._kernels.name).get(stream.name, 0)
+                if stream.capture == self._capture and known < stream.last_stamp:
+                    raise StreamError(f"the capture ends while {stream.name} has work that nothing waits for")
+        finally:
+            self._capture = 0
+            for stream in self._streams:
+                stream.capture = 0
+
+    # How operations come to run.
+
+    def _operation(self, stream: SimStream) -> None:
+        """The host enqueues another operation, which comes after all that the host knows of."""
+        if stream.capture != self._capture:
+            raise StreamError(f"{stream.name} is used in a capture that it takes no part in")
+        self.detector.tick(HOST)
+        self.detector.join(stream.name, self.detector.clock_of(HOST))
+        self.detector.tick(stream.name)
+
+    def _access(
+        self, stream: SimStream, memory: torch.Tensor, start: int, nbytes: int, label: str, *, writes: bool
+    ) -> None:
+        name = self._names.get(memory.data_ptr(), "memory of another device")
+        if start < 0 or start + nbytes > memory.numel():
+            raise StreamError(
+                f"{label} touches bytes {start} to {start + nbytes} of {name}, which has {memory.numel()}"
+            )
+        self.detector.access(name, start, start + nbytes, stream.name, label, writes=writes)
+
+    def _enqueue(self, stream: SimStream, run: Callable[[], object]) -> None:
+        stream.waiting.append((run, tuple(stream.pending)))
+        stream.pending.clear()
+        stream.enqueued += 1
+        stream.last_stamp = self.detector.clock_of(stream.name)[stream.name]
+        if stream is self._kernels:
+            self._step(stream)
+            return
+        late = stream is self._lagging() if self._policy == "lagging" else self._policy == "latest"
+        if late:
+            return
+        count = len(stream.waiting)
+        for _ in range(self._chance.randint(0, count) if self._policy == "random" else count):
+            self._step(stream)
+
+    def _lagging(self) -> SimStream:
+        """The stream opened last, or with a seed one before."""
+        return self._streams[-1 - self._seed % (len(self._streams) - 1)]
+
+    def _step(self, stream: SimStream) -> None:
+        """Run the stream's next operation, and before it all that it waits for."""
+        run, events = stream.waiting.popleft()
+        stream.done += 1
+        try:
+            for event in events:
+                self._run(event)
+            if stream.error is None:
+                run()
+        except Exception as error:
+            if stream is self._kernels:
+                raise
+            stream.error = error
+
+    def _run(self, event: SimEvent) -> None:
+        for before in event.after:
+            self._run(before)
+        for stream, position in event.reached:
+            while stream.done < position:
+                self._step(stream)
+            if stream.error is not None:
+                raise stream.error

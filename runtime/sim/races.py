@@ -1,0 +1,98 @@
+"""Finds accesses to the same bytes that nothing orders, by vector clocks.
+
+Each stream, and the host, is a thread with a clock: for every thread, up to which of its operations all
+are known to come before (Fidge 1988, Mattern 1989). An access is stamped with its thread's own count.
+Two accesses of one byte, one of them a write, race unless the later one's clock has reached the stamp
+of the earlier, whatever order they happened to run in (as FastTrack keeps for each variable the last
+write and the reads since; Flanagan and Freund 2009; here for each range of bytes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from penstock.schedule.facts.errors import StreamError
+
+Clock = dict[str, int]
+"""For each thread the number of its operations that come before."""
+
+
+class RaceError(StreamError):
+    """Two accesses of the same bytes that no event orders."""
+
+
+@dataclass(frozen=True)
+class Access:
+    """Bytes `start` to `stop` of memory `memory`, touched by operation `stamp` of `thread`."""
+
+    memory: str
+    start: int
+    stop: int
+    thread: str
+    stamp: int
+    writes: bool
+    label: str
+
+    def __str__(self) -> str:
+        return f"{self.label}, which {'writes' if self.writes else 'reads'} on {self.thread}"
+
+
+class RaceDetector:
+    """The clocks of all threads and what was accessed last, of every byte."""
+
+    def __init__(self) -> None:
+        self._clocks: dict[str, Clock] = {}
+        self._last: dict[str, list[Access]] = {}
+
+    @property
+    def remembered(self) -> int:
+        """How many accesses are kept to compare later ones with."""
+        return sum(map(len, self._last.values()))
+
+    def tick(self, thread: str) -> int:
+        """Another operation of the thread; returns its stamp."""
+        clock = self._clocks.setdefault(thread, {})
+        clock[thread] = clock.get(thread, 0) + 1
+        return clock[thread]
+
+    def clock_of(self, thread: str) -> Clock:
+        """What the thread knows now, to be joined by others later."""
+        return dict(self._clocks.get(thread, {}))
+
+    def join(self, thread: str, known: Clock) -> None:
+        """From now on the thread comes after all that `known` has counted."""
+        clock = self._clocks.setdefault(thread, {})
+        for other, stamp in known.items():
+            clock[other] = max(clock.get(other, 0), stamp)
+
+    def access(self, memory: str, start: int, stop: int, thread: str, label: str, *, writes: bool) -> None:
+        """The thread's newest operation touches these bytes. RaceError if another is not ordered with it."""
+        clock = self._clocks.setdefault(thread, {})
+        now = Access(memory, start, stop, thread, clock.get(thread, 0), writes, label)
+        if start >= stop:
+            return
+        kept: list[Access] = []
+        for before in self._last.get(memory, ()):
+            if before.stop <= start or stop <= before.start:
+                kept.append(before)
+                continue
+            ordered = clock.get(before.thread, 0) >= before.stamp
+            if not ordered and (before.writes or writes):
+                low, high = max(before.start, start), min(before.stop, stop)
+                raise RaceError(
+                    f"bytes {low} to {high} of {memory}: nothing orders {before}, and {now}; "
+                    "an event is missing, or is waited for too late"
+                )
+            # What a write overwrites, or the same thread reads again, need not be remembered.
+            covered = ordered and (writes or (not before.writes and before.thread == thread))
+            kept += _outside(before, start, stop) if covered else (before,)
+        kept.append(now)
+        self._last[memory] = kept
+
+
+def _outside(access: Access, start: int, stop: int) -> Iterator[Access]:
+    if access.start < start:
+        yield replace(access, stop=start)
+    if stop < access.stop:
+        yield replace(access, start=stop)

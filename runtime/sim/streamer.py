@@ -1,0 +1,90 @@
+"""Tells a simulated device what the kernels of a program read, and how long they take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.runtime.device.memory import DeviceWeights
+from penstock.runtime.device.streamer import DeviceStreamer
+from penstock.runtime.sim.device import SimDevice
+from penstock.runtime.stream.queue import MethodTable
+from penstock.runtime.stream.streamer import Counters
+from penstock.schedule.facts.model import Step, Trace
+
+
+class SimStreamer:
+    """Stands between the probes of a program and its streamer.
+
+    What a step reads is taken from its trace and from where its weights lie, not from the streamer: bytes
+    that the streamer forgot to bring, or brings again too early, are found by what is read.
+    """
+
+    def __init__(
+        self, streamer: DeviceStreamer, device: SimDevice, weights: DeviceWeights, traces: Sequence[Trace]
+    ) -> None:
+        self._streamer, self._device, self._weights = streamer, device, weights
+        self._traces = {trace.graph: trace for trace in traces}
+        self._reached = 0  # steps of this pass whose kernels are enqueued
+
+    @property
+    def counters(self) -> Counters:
+        """Those of the streamer."""
+        return self._streamer.counters
+
+    @property
+    def methods(self) -> dict[int, MethodTable]:
+        """Those of the streamer."""
+        return self._streamer.methods
+
+    @property
+    def in_reader(self) -> bool:
+        """That of the streamer."""
+        return self._streamer.in_reader
+
+    def begin(self, graph: int) -> None:
+        self._device.compute(self._traces[graph].gap_ns)
+        self._reached = 0
+        self._streamer.begin(graph)
+
+    def acquire(self, graph: int, step: int) -> None:
+        steps = self._traces[graph].steps
+        self._pass_over(graph, step)
+        self._device.compute(steps[step].lead_ns)
+        self._streamer.acquire(graph, step)
+        self._read(steps[step])
+
+    def release(self, graph: int, step: int) -> None:
+        this = self._traces[graph].steps[step]
+        self._device.compute(this.read_ns)
+        self._read(this)  # until now
+        self._reached = max(self._reached, step + 1)
+        self._streamer.release(graph, step)
+
+    def end(self, graph: int) -> None:
+        trace = self._traces[graph]
+        self._pass_over(graph, len(trace.steps))
+        self._device.compute(trace.tail_ns)
+        self._streamer.end(graph)
+
+    def abort(self) -> None:
+        self._streamer.abort()
+
+    def close(self) -> None:
+        self._streamer.close()
+
+    def _pass_over(self, graph: int, step: int) -> None:
+        """The steps without probes, whose weights always stay."""
+        probed = self._streamer.methods[graph].probed
+        for number in range(self._reached, step):
+            if number not in probed:
+                this = self._traces[graph].steps[number]
+                self._read(this)
+                self._device.compute(this.lead_ns + this.read_ns)
+
+    def _read(self, step: Step) -> None:
+        for storage in step.reads:
+            found = self._weights.ranges_of(storage)
+            if found is not None:
+                memory, start, stop = found
+                label = f"step {step.name!r} reading storage {storage}"
+                self._device.kernels_read(memory, start, stop, label)

@@ -1,0 +1,69 @@
+"""What a streamed module needs of whatever streams for it, and what it tells of that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.runtime.stream.queue import MethodTable
+from penstock.runtime.stream.streamer import Counters
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a streamed module did since it was loaded.
+
+    `peak_bytes` is the most weight memory ever held, within the budget: the arena's ranges and the
+    storages outside it. `stall_seconds` is time the caller waited for weights, loading the resident
+    ones included. `arena` says in words where weights live and why. `pinned_bytes` is what the host
+    holds for a device that copies from it, `mapped_bytes` what of `held_bytes` is the page cache's own, and
+    `simulated_seconds` the virtual time of a simulated device, loading included.
+    """
+
+    passes: int
+    bytes_moved: int
+    misses: int
+    stall_seconds: float
+    held_bytes: int
+    peak_bytes: int
+    budget: int
+    arena: str
+    readers: int
+    pinned_bytes: int = 0
+    mapped_bytes: int = 0
+    simulated_seconds: float | None = None
+
+
+class StepStreamer(Protocol):
+    """What streams for a module: the probes' calls, and the edges of passes."""
+
+    @property
+    def counters(self) -> Counters:
+        """What was done so far."""
+
+    @property
+    def methods(self) -> Mapping[int, MethodTable]:
+        """What a pass of each method looks up, by graph number."""
+
+    @property
+    def in_reader(self) -> bool:
+        """Whether the caller is one of its own threads, which cannot wait for themselves."""
+
+    def begin(self, graph: int) -> None:
+        """Start a pass of method `graph`."""
+
+    def acquire(self, graph: int, step: int) -> None:
+        """The kernels that come now may read what `step` reads."""
+
+    def release(self, graph: int, step: int) -> None:
+        """The kernels of `step` have been called."""
+
+    def end(self, graph: int) -> None:
+        """The pass is over."""
+
+    def abort(self) -> None:
+        """The pass has failed: forget everything but what is resident."""
+
+    def close(self) -> None:
+        """Wait for what is on its way, and stop."""

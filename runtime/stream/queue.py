@@ -1,0 +1,119 @@
+"""What a streamer looks up while a method runs: pieces in issue order, drops, and which steps are probed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from penstock.passes.probes import streaming_steps
+from penstock.runtime.stream.ranges import cut, merge, step_ranges
+from penstock.schedule.facts.model import Plan, Range, Schedule, Storage, Trace
+from penstock.schedule.space.spans import subtract
+
+PIECE = 2 << 20
+"""Bytes that one reader copies at a time: large enough for a disk, small enough to share out."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a transfer that one reader copies; `step` and `after` are the transfer's."""
+
+    start: int
+    stop: int
+    step: int
+    after: int
+
+
+@dataclass(frozen=True)
+class Queue:
+    """The pieces of one pass in issue order, and how many each step waits for.
+
+    The last entry of `counts`, index n, is what the call itself waits for before step 0.
+    """
+
+    graph: int
+    pieces: tuple[Piece, ...]
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, graph: int, pieces: Iterable[Piece], steps: int) -> Queue:
+        pieces = tuple(pieces)
+        counts = [0] * (steps + 1)
+        for piece in pieces:
+            counts[piece.step] += 1
+        return cls(graph, pieces, tuple(counts))
+
+
+@dataclass(frozen=True)
+class MethodTable:
+    """One method's steady pass. `needs[k]` is what step k reads beside the resident ranges."""
+
+    graph: int
+    needs: tuple[tuple[Range, ...], ...]
+    probed: tuple[int, ...]
+    drops: dict[int, list[Range]]
+    steady: Queue
+    boundary: tuple[Range, ...]
+    crosses_calls: bool
+
+    @property
+    def steps(self) -> int:
+        return len(self.needs)
+
+
+def tabulate(
+    plan: Plan, schedule: Schedule, trace: Trace, storages: Sequence[Storage], *, piece: int | None = PIECE
+) -> MethodTable:
+    """The table of one schedule of `plan`, whose transfers are cut every `piece` bytes (None: not at all)."""
+    pieces = [
+        Piece(r.start, r.stop, t.step, t.after)
+        for t in schedule.transfers
+        for r in cut([Range(t.start, t.stop)], _piece_bytes(plan, piece))
+    ]
+    drops: dict[int, list[Range]] = {}
+    for drop in schedule.drops:
+        drops.setdefault(drop.step, []).append(Range(drop.start, drop.stop))
+    n = len(trace.steps)
+    needs = tuple(tuple(step_ranges(plan, storages, step.reads)) for step in trace.steps)
+    return MethodTable(
+        graph=schedule.graph,
+        needs=needs,
+        probed=tuple(streaming_steps(plan, schedule.graph, storages)),
+        drops=drops,
+        steady=Queue.of(schedule.graph, pieces, n),
+        boundary=plan.boundary_of(schedule),
+        crosses_calls=schedule.boundary is not None or any(t.after < 0 for t in schedule.transfers),
+    )
+
+
+def first_pass(plan: Plan, method: MethodTable, *, resident_loaded: bool, piece: int | None = PIECE) -> Queue:
+    """The queue of a pass that starts with nothing but, perhaps, the resident ranges on the device.
+
+    It loads the method's boundary in its order, then what the pass itself copies. The call waits for
+    resident ranges, a step for the rest of the boundary that it is the first to read.
+    """
+    resident, n = merge(plan.resident), method.steps
+    most = _piece_bytes(plan, piece)
+    ranges = [] if resident_loaded else cut(plan.resident, most)
+    pieces = [Piece(r.start, r.stop, n, -1) for r in ranges]
+    pieces += [
+        Piece(r.start, r.stop, _first_read(method, r), -1)
+        for r in cut(subtract(method.boundary, resident), most)
+    ]
+    return Queue.of(method.graph, pieces + [p for p in method.steady.pieces if p.after >= 0], n)
+
+
+def _first_read(method: MethodTable, item: Range) -> int:
+    reading = (
+        step
+        for step in method.probed
+        if any(need.start < item.stop and item.start < need.stop for need in method.needs[step])
+    )
+    return next(reading, method.steps)
+
+
+def _piece_bytes(plan: Plan, piece: int | None) -> int:
+    granule = plan.arena.granule
+    if piece is None:
+        return max((s.stop for s in plan.arena.segments), default=granule)
+    return max(piece // granule, 1) * granule

@@ -1,0 +1,261 @@
+"""Virtual memory of this process: reserving, mapping, advising, and asking what is really there.
+
+A thin layer over mmap(2), madvise(2) and mprotect(2). Everything goes through `ctypes.CDLL`, which
+releases the GIL while a call runs: other threads compute while one waits here for a disk.
+
+What is mapped the page tables tell, never mincore(2), which answers for the page cache: a page that
+another process has read would count as ours.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import sys
+from array import array
+from collections.abc import Callable
+from contextlib import suppress
+from typing import BinaryIO
+
+from penstock.schedule.facts.errors import StreamError
+
+PAGE = mmap.PAGESIZE
+HUGE_PAGE = 2 << 20
+
+# Numbers that the mmap module does not name in every version. They are Linux's, and the same on
+# every architecture that torch runs on.
+MADV_POPULATE_READ = 22
+MADV_POPULATE_WRITE = 23
+MADV_HUGEPAGE = 14
+MADV_NOHUGEPAGE = 15
+PROT_NONE = 0
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
+
+# Without NORESERVE, memory that is only ever filled in part counts whole against overcommitment.
+_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_PRESENT = 1 << 63
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_KEEPING = ctypes.PyDLL(None, use_errno=True)
+_KEEPING.madvise.argtypes = _LIBC.madvise.argtypes
+_LIBC.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+if hasattr(_LIBC, "mincore"):
+    _KEEPING.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_ubyte))
+if hasattr(_LIBC, "mremap"):
+    _KEEPING.mremap.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_void_p,
+    )
+    _KEEPING.mremap.restype = ctypes.c_void_p
+
+# MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP: what is left behind stays ours, and empty.
+_MOVE = 1 | 2 | 4
+
+Advise = Callable[[int, int, int], None]
+
+
+def round_down(value: int, unit: int) -> int:
+    return value - value % unit
+
+
+def round_up(value: int, unit: int) -> int:
+    return value + -value % unit
+
+
+def advise(address: int, nbytes: int, advice: int) -> None:
+    """madvise(2) on page-aligned memory, again after an interruption; raises OSError."""
+    _madvise(_LIBC, address, nbytes, advice)
+
+
+def _madvise(libc: ctypes.CDLL, address: int, nbytes: int, advice: int) -> None:
+    while libc.madvise(address, nbytes, advice):
+        error = _last_error()
+        if error.errno not in (errno.EAGAIN, errno.EINTR):
+            raise error
+
+
+def hint(address: int, nbytes: int, advice: int) -> None:
+    """Like `advise`, where a kernel that does not know the advice may go on without it."""
+    with suppress(OSError):
+        advise(address, nbytes, advice)
+
+
+def drop_pages(address: int, nbytes: int) -> None:
+    """MADV_DONTNEED on page-aligned memory; raises OSError.
+
+    Keeps the interpreter: unmapping takes microseconds, getting it back from a reader many more.
+    """
+    _madvise(_KEEPING, address, nbytes, mmap.MADV_DONTNEED)
+
+
+def protect(address: int, nbytes: int, protection: int) -> None:
+    """mprotect(2) on page-aligned memory; raises OSError."""
+    if _LIBC.mprotect(address, nbytes, protection):
+        raise _last_error()
+
+
+def supports_populate(ask: Advise = advise) -> bool:
+    """Whether MADV_POPULATE_READ is there (Linux 5.14 and later); tests put another kernel in `ask`.
+
+    Without it a file mapping cannot be filled safely: touching a page past the end of a file that
+    shrank kills the process with SIGBUS, where populating returns an error.
+    """
+    if sys.platform != "linux":
+        return False
+    with Reservation(PAGE) as page:
+        page.map_anonymous(0, PAGE)
+        try:
+            ask(page.address, PAGE, MADV_POPULATE_READ)
+        except OSError:
+            return False
+    return True
+
+
+def move(old: int, new: int, nbytes: int) -> None:
+    """Move private pages from one address to another without copying; raises OSError.
+
+    mremap(2) moves a huge page, or a whole page table, by one entry: 6 us for 2 MiB.
+    """
+    if _KEEPING.mremap(old, nbytes, nbytes, _MOVE, new) != new:
+        raise _last_error()
+
+
+def is_cached(address: int) -> bool:
+    """Whether the page cache holds the page that a file's mapping has at `address`, mapped or not.
+
+    Asks mincore(2), which lies about a file that is neither ours nor writable to us.
+    """
+    answer = ctypes.c_ubyte()
+    return not _KEEPING.mincore(address, PAGE, ctypes.byref(answer)) and bool(answer.value & 1)
+
+
+def supports_move() -> bool:
+    """Whether pages can be moved and their old place kept (Linux 5.7 and later)."""
+    if sys.platform != "linux":
+        return False
+    with Reservation(2 * PAGE) as pages:
+        pages.map_anonymous(0, 2 * PAGE)
+        try:
+            move(pages.address, pages.address + PAGE, PAGE)
+        except OSError:
+            return False
+    return True
+
+
+class Reservation:
+    """`nbytes` of address space at a multiple of 2 MiB.
+
+    Nothing can be read there until memory or a file is mapped into it. A huge page of the page
+    cache is mapped whole only where address and file offset agree modulo 2 MiB. An inaccessible
+    page on either side stops overruns, and keeps the kernel from merging our areas with a
+    neighbour's, so that `resident_bytes` counts only ours. Raises StreamError where the address
+    space does not suffice.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = round_up(max(nbytes, 1), PAGE)
+        size = self.nbytes + 2 * PAGE + HUGE_PAGE
+        base = _map(None, size, PROT_NONE, _ANONYMOUS)
+        self.address = round_up(base + PAGE, HUGE_PAGE)
+        self._start, self._stop = self.address - PAGE, self.address + self.nbytes + PAGE
+        if self._start > base:
+            _LIBC.munmap(base, self._start - base)
+        if base + size > self._stop:
+            _LIBC.munmap(self._stop, base + size - self._stop)
+
+    def map_anonymous(self, start: int, nbytes: int) -> None:
+        """Put zeroed, private, writable pages behind `start`; each costs nothing until touched."""
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        _map(self.address + start, nbytes, protection, _ANONYMOUS | _MAP_FIXED)
+
+    def map_file(self, start: int, nbytes: int, descriptor: int, offset: int) -> None:
+        """Put a file's bytes from `offset` on behind `start`, read-only; both are whole pages."""
+        flags = mmap.MAP_SHARED | _MAP_FIXED
+        _map(self.address + start, nbytes, mmap.PROT_READ, flags, file=(descriptor, offset))
+
+    def resident_bytes(self) -> int:
+        """Bytes of whole pages that this process's page tables hold here, by /proc/self/smaps."""
+        return resident_bytes(self._start, self._stop)
+
+    def close(self) -> None:
+        """Unmap everything; a second call does nothing."""
+        nbytes, self._stop = self._stop - self._start, self._start
+        # Forgotten first: after an interrupt, unmapping again could take what others have mapped since.
+        if nbytes:
+            _LIBC.munmap(self._start, nbytes)
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def resident_bytes(start: int, stop: int) -> int:
+    """Resident bytes of every mapping that touches the addresses `start:stop`."""
+    total, inside = 0, False
+    with _proc("smaps") as lines:
+        for line in lines:
+            head, _, rest = line.partition(b" ")
+            if not head.endswith(b":"):
+                low, high = (int(end, 16) for end in head.split(b"-"))
+                inside = low < stop and high > start
+            elif inside and head == b"Rss:":
+                total += int(rest.split()[0]) * 1024
+    return total
+
+
+def mapped_pages(address: int, nbytes: int) -> list[bool]:
+    """For each page of page-aligned memory, whether it is in this process's page tables."""
+    with _proc("pagemap") as entries:
+        entries.seek(address // PAGE * 8)
+        words = array("Q", entries.read(round_up(nbytes, PAGE) // PAGE * 8))
+    return [bool(word & _PRESENT) for word in words]
+
+
+def _map(
+    address: int | None, size: int, protection: int, flags: int, *, file: tuple[int, int] = (-1, 0)
+) -> int:
+    """mmap(2) of `size` bytes, at `file` (descriptor, offset); raises StreamError."""
+    mapped = _LIBC.mmap(address, size, protection, flags, *file)
+    if mapped == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise StreamError(
+            f"the system refused {size} bytes of address space for weights ({os.strerror(code)}): raise "
+            f"the process's limits (ulimit -v, vm.max_map_count, vm.overcommit_memory) or lower the budget"
+        )
+    return int(mapped)
+
+
+def _proc(name: str) -> BinaryIO:
+    """An open file of /proc/self; raises StreamError where the system has none."""
+    path = f"/proc/self/{name}"
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise StreamError(
+            f"{path} cannot be read ({error.strerror}): only Linux tells what is mapped"
+        ) from error
+
+
+def _last_error() -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, os.strerror(code))

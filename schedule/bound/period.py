@@ -1,0 +1,186 @@
+"""A period that no plan can beat: the dual value of a linear relaxation, rounded down.
+
+The relaxation keeps what every plan obeys. Time is cut into phases: for each step the lead, in which a
+pass may also wait, and the read, which takes just its time. In each tier (the device, and behind it
+the host, counted together with the device) let, in bytes,
+
+  kept[g]    of gap g between two reads of a group stay, so that the rest is copied again;
+  over[k]    are kept over step k, which does not read them;
+  early[k]   have arrived by the end of step k for later steps;
+  lead[k], read[k]   are copied during the two phases of step k.
+
+Then, with indices around the pass:
+
+  over[k] = over[k-1] + kept[gaps opened by k-1] - kept[gaps closed by k]
+  early[k] = early[k-1] + lead[k] + read[k] - (size - kept)[gaps closed by k]
+  early[k] >= read[k]                                  what step k reads is there when it begins
+  over[k] + early[k] <= room[k]                        beside what step k reads; and never more than
+                                                       the gaps over step k could use
+  lead[k] <= rate * (lead time + wait[k]),  read[k] <= rate * read time
+
+and the period is the compute plus the sum of all waits. A byte that a plan brings from the disk has
+left host and device; so the tier behind has the same constraints with the memory of both, at the rate
+of the disk, and keeps at least what the device keeps.
+
+Any plan, of any number of passes, gives a solution: take the mean over its passes. Copies may be
+split at will, take no order and arrive in parts here, so the solution can be better than every plan.
+
+Latency adds a pause for each copy, which takes time of the link in some phase. How many there are at least
+(`latency.py`, `pauses.py`) only holds for what repeats every pass, as a schedule does: over several passes
+nothing has to stay for good, and larger copies can take turns.
+
+What is reported is a dual objective, computed here from the solver's multipliers with every variable
+bounded: by weak duality it is a bound whatever the solver did. (The fluid relaxation of integrated
+prefetching and caching: Albers, Garg and Leonardi, J. ACM 47(6), 2000.)
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.schedule.bound.latency import add_latency
+from penstock.schedule.bound.relaxation import Phases, Problem, Tier
+from penstock.schedule.bound.residency import Gap, gaps_of, needed_bytes
+from penstock.schedule.facts.model import Hardware, Trace, Wrap
+from penstock.schedule.space.spans import Group
+
+MOST_STEPS = 4000
+"""Longer traces are cut to this many steps whose constraints count; to drop some only lowers the bound."""
+
+if TYPE_CHECKING:
+    import numpy
+
+_CUT = 8
+"""Spans that are no whole granules, at most, of which all sums are looked at."""
+
+_FEW_GRANULES, _NEARLY_WHOLE = 12, 0.01
+"""Granules of refilled memory, at most, that are made a whole number; and how near to one it is whole."""
+
+_MARGIN = 1e-9
+"""Share by which the reported value stays below the computed one: what floating point may have lost."""
+
+
+@dataclass(frozen=True)
+class Relaxation:
+    """The solution: a bound in ns, and of each gap the bytes that the device keeps in it.
+
+    `shared_bytes` is the memory that is refilled, which no copy exceeds.
+    """
+
+    bound_ns: int
+    kept: tuple[float, ...]
+    gaps: tuple[Gap, ...]
+    groups: tuple[Group, ...]
+    shared_bytes: float
+
+
+def tier_of(nbytes: int, hardware: Hardware, granule: int = 1) -> Tier:
+    """The device's tier with `nbytes` of memory, into which whole granules are copied."""
+    return Tier(nbytes, 1e9 / hardware.link_bytes_per_s, hardware.link_latency_ns, granule)
+
+
+def usable_bytes(groups: Sequence[Group], granule: int, nbytes: int) -> int:
+    """The most of `nbytes` that spans can fill: whole granules, and the few spans that segments cut short."""
+    cut = [span.nbytes % granule for group in groups for span in group.spans if span.nbytes % granule]
+    if len(cut) > _CUT:
+        return nbytes
+    sums = {sum(some) for count in range(len(cut) + 1) for some in itertools.combinations(cut, count)}
+    return max(one + (nbytes - one) // granule * granule for one in sums if one <= nbytes)
+
+
+def relax(
+    groups: Sequence[Group],
+    trace: Trace,
+    tiers: Sequence[Tier],
+    wrap: Wrap,
+    *,
+    which: int = 0,
+    seconds: float = 60.0,
+) -> Relaxation | None:
+    """Solve the relaxation for trace number `which` of the groups' traces; None where the solver fails.
+
+    The first tier is the device's. `seconds` limits the solver's time.
+    """
+    import numpy
+
+    gaps = gaps_of(groups, trace, which=which)
+    if not gaps:
+        return Relaxation(trace.compute_ns, (), (), tuple(groups), 0.0)
+    sizes = numpy.array([groups[gap.group].nbytes for gap in gaps], dtype=float)
+    phases = _phases(gaps, trace, wrap)
+    needed = numpy.array(needed_bytes(groups, len(trace.steps), which=which), dtype=float)
+    shares = numpy.array([gap.group for gap in gaps])
+    always = sum(group.nbytes for group in groups if group.kept)
+    problem = Problem(sizes, needed[phases.checkpoints], phases, tiers)
+    add_latency(problem, shares, always)
+    problem.close()
+    solved = _solve_in_granules(problem, tiers[0].granule, seconds)
+    if solved is None:
+        return None
+    dual, solution = solved
+    wait_ns = max(0.0, dual * problem.unit_ns * (1 - _MARGIN) - trace.compute_ns * _MARGIN)
+    kept = solution[problem.columns(0).kept] * problem.unit_bytes
+    shared = float(solution[problem.columns(0).largest[0]]) * problem.unit_bytes
+    return Relaxation(
+        trace.compute_ns + math.floor(wait_ns), tuple(kept.tolist()), gaps, tuple(groups), shared
+    )
+
+
+def _solve_in_granules(problem: Problem, granule: int, seconds: float) -> tuple[float, numpy.ndarray] | None:
+    """The value of the dual, and the variables; None where the solver fails.
+
+    The memory that is refilled is a number of granules: where that is small, and the solution's lies
+    between two, the better of both sides counts.
+    """
+    column, whole = problem.columns(0).largest[0], granule / problem.unit_bytes
+    solved = _solve(problem, seconds)
+    count = solved[1][column] / whole if solved else 0.0
+    if count > _FEW_GRANULES or abs(count - round(count)) < _NEARLY_WHOLE:
+        return solved
+    least, most = problem.bounds[column]
+    sides = []
+    for bounds in ((least, math.floor(count) * whole), (math.ceil(count) * whole, most)):
+        problem.bounds[column] = bounds
+        sides.append(_solve(problem, seconds) if bounds[0] <= bounds[1] else (math.inf, problem.cost))
+    found = [side for side in sides if side]
+    return min(found, key=lambda side: side[0]) if len(found) == len(sides) else solved
+
+
+def _solve(problem: Problem, seconds: float) -> tuple[float, numpy.ndarray] | None:
+    from scipy.optimize import linprog
+
+    solution = linprog(
+        problem.cost,
+        A_ub=problem.upper,
+        b_ub=problem.upper_limits,
+        A_eq=problem.equal,
+        b_eq=problem.equal_values,
+        bounds=problem.bounds,
+        method="highs",
+        options={"time_limit": seconds},
+    )
+    if solution.status != 0:
+        return None
+    dual = problem.dual_value(solution.ineqlin.marginals, solution.eqlin.marginals) - problem.tie
+    return dual, solution.x
+
+
+def _phases(gaps: Sequence[Gap], trace: Trace, wrap: Wrap) -> Phases:
+    import numpy
+
+    n = len(trace.steps)
+    checkpoints = numpy.unique(numpy.linspace(0, n - 1, min(n, MOST_STEPS)).round().astype(int))
+    twice = numpy.concatenate((checkpoints, checkpoints + n))
+    first = numpy.searchsorted(twice, [gap.opens for gap in gaps], side="right")
+    last = numpy.searchsorted(twice, [gap.closes for gap in gaps])
+    lead = numpy.array([step.lead_ns for step in trace.steps], dtype=float)
+    read = numpy.array([step.read_ns for step in trace.steps], dtype=float)
+    lead[0] += trace.tail_ns + (trace.gap_ns if wrap == "overlap" else 0)
+    ended = (lead + read).cumsum()
+    before = ended[checkpoints] - read[checkpoints]
+    since = numpy.concatenate(([ended[checkpoints[-1]] - ended[-1]], ended[checkpoints[:-1]]))
+    return Phases(checkpoints, first, last, before - since, read[checkpoints])

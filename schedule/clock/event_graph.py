@@ -1,0 +1,241 @@
+"""The event graph of a schedule, its steady period, and when everything happens from a cold start.
+
+Events are the end of each step's read, the end of each transfer, the end of what the disk reads for
+it, and the start of the call. An
+event happens at the maximum over its incoming edges of (source's time + weight), where an edge of
+height 1 refers to the pass before: a linear system over the (max, +) semiring. Its period, what
+one more pass costs in the limit, is the maximum over all cycles of weight over height. (Baccelli,
+Cohen, Olsder and Quadrat, Synchronization and Linearity, 1992, chapters 2 and 3.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.schedule.facts.errors import PlanError
+from penstock.schedule.facts.model import Hardware, Schedule, Trace, Wrap
+
+if TYPE_CHECKING:
+    import networkx
+
+Edge = tuple[int, int, int, int]
+"""Source, target, weight in ns, height in passes."""
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Nanoseconds since the first call began, of one pass: (start, end) of reads and of transfers.
+
+    A read starts when its lead has ended and its spans are there. `transfers` are those issued
+    for this pass, some of them during the pass before; `stages` what the disk reads for them, in order.
+    """
+
+    call_start: int
+    reads: tuple[tuple[int, int], ...]
+    transfers: tuple[tuple[int, int], ...]
+    stages: tuple[tuple[int, int], ...] = ()
+
+
+def build_graph(trace: Trace, schedule: Schedule, hardware: Hardware, wrap: Wrap) -> networkx.DiGraph:
+    """The event graph with attributes `weight` (ns) and `height` (passes, 0 or 1) on its edges.
+
+    Nodes are ("step", k), the end of its read; ("transfer", i), its end; ("call", 0), the moment at
+    which a pass begins; and ("stage", q), the end of the disk's q-th read.
+    """
+    import networkx
+
+    steps, transfers = len(trace.steps), len(schedule.transfers)
+    names = [("step", k) for k in range(steps)] + [("transfer", i) for i in range(transfers)]
+    names.append(("call", 0))
+    names += [("stage", q) for q in range(len(_staged(schedule)))]
+    graph = networkx.DiGraph()
+    graph.add_nodes_from(names)
+    for source, target, weight, height in _edges(trace, schedule, hardware, wrap):
+        graph.add_edge(names[source], names[target], weight=weight, height=height)
+    return graph
+
+
+def steady_period_ns(trace: Trace, schedule: Schedule, hardware: Hardware, wrap: Wrap) -> int:
+    """The exact maximum cycle ratio of the event graph, rounded up to whole nanoseconds.
+
+    Lawler's parametric search, driven by the cycles that are found (Lawler, Combinatorial
+    Optimization, 1976, section 3.13; compared with Howard's algorithm and others by Dasdan, ACM
+    TODAES 9(4), 2004): with every edge worth den * weight - num * height for a ratio num / den that
+    some cycle has, longest paths either settle, and then no cycle has more, or their predecessors
+    close a cycle that has. Every ratio is that of a real cycle and each is larger than the
+    last, so this ends, and it is exact in integers.
+
+    Raises:
+        PlanError: transfers and steps wait for each other within one pass.
+    """
+    edges = list(_edges(trace, schedule, hardware, wrap))
+    count = _count(trace, schedule)
+    order = _topological_order(edges, count, schedule.graph)
+    rank = {node: position for position, node in enumerate(order)}
+    edges.sort(key=lambda edge: rank[edge[1]])
+    copying = sum(hardware.copy_ns(t.stop - t.start) for t in schedule.transfers)
+    staging = sum(hardware.disk_ns(schedule.staged[i]) for i in _staged(schedule))
+    weight, height = max(trace.compute_ns, copying, staging), 1
+    while True:
+        cycle = _heavier_cycle(edges, count, weight, height)
+        if cycle is None:
+            return -(-weight // height)
+        weight, height = sum(e[2] for e in cycle), sum(e[3] for e in cycle)
+
+
+def simulate(
+    trace: Trace, schedule: Schedule, hardware: Hardware, wrap: Wrap, passes: int
+) -> tuple[PassTimes, ...]:
+    """When every read and transfer of the first passes starts and ends.
+
+    At time 0 the first call begins, what is resident is on the device, and nothing else is: the
+    transfers that a pass has in flight when its call begins start then, too.
+    """
+    edges = list(_edges(trace, schedule, hardware, wrap))
+    steps, transfers = trace.steps, schedule.transfers
+    call, count = len(steps) + len(transfers), _count(trace, schedule)
+    order = _topological_order(edges, count, schedule.graph)
+    incoming: list[list[tuple[int, int, int]]] = [[] for _ in range(count)]
+    for source, target, weight, height in edges:
+        incoming[target].append((source, weight, height))
+    copy_ns = [hardware.copy_ns(t.stop - t.start) for t in transfers]
+    disk_ns = [hardware.disk_ns(schedule.staged[i]) for i in _staged(schedule)]
+    least = [0] * len(steps) + copy_ns + [0] + disk_ns
+    before: list[int] | None = None
+    result = []
+    for _ in range(passes):
+        now = [0] * count
+        for node in order:
+            times = [least[node]] if before is None else []
+            for source, weight, height in incoming[node]:
+                if height == 0:
+                    times.append(now[source] + weight)
+                elif before is not None:
+                    times.append(before[source] + weight)
+            now[node] = max(times)
+        reads = tuple((now[k] - step.read_ns, now[k]) for k, step in enumerate(steps))
+        copies = zip(now[len(steps) : call], copy_ns, strict=True)
+        stages = zip(now[call + 1 :], disk_ns, strict=True)
+        spans = [tuple((end - ns, end) for end, ns in some) for some in (copies, stages)]
+        result.append(PassTimes(now[call], reads, *spans))
+        before = now
+    return tuple(result)
+
+
+def _edges(trace: Trace, schedule: Schedule, hardware: Hardware, wrap: Wrap) -> Iterator[Edge]:
+    """Steps are numbered from 0, then the transfers, the start of the call, and the disk's reads.
+
+    Transfers run in issue order, so a step waits for the last of its own only.
+    """
+    steps, transfers = trace.steps, schedule.transfers
+    n, m = len(steps), len(transfers)
+    call = n + m
+    last_for_step = {t.step: n + i for i, t in enumerate(transfers)}
+    yield n - 1 if n else call, call, trace.tail_ns + trace.gap_ns, 1
+    for k, step in enumerate(steps):
+        yield (k - 1 if k else call), k, step.lead_ns + step.read_ns, 0
+        if k in last_for_step:
+            yield last_for_step[k], k, step.read_ns, 0
+    in_flight = None
+    for i, transfer in enumerate(transfers):
+        node, copy_ns = n + i, hardware.copy_ns(transfer.stop - transfer.start)
+        yield (node - 1, node, copy_ns, 0) if i else (n + m - 1, node, copy_ns, 1)
+        early = transfer.after < 0
+        yield transfer.after + n * early, node, copy_ns, int(early)
+        in_flight = node if early else in_flight
+    if wrap == "barrier" and in_flight is not None:
+        yield in_flight, call, trace.gap_ns, 0
+    yield from _stage_edges(schedule, hardware, n)
+
+
+def _stage_edges(schedule: Schedule, hardware: Hardware, n: int) -> Iterator[Edge]:
+    """The disk reads in order, each once what was read too long before it to fit beside it is copied."""
+    staged = _staged(schedule)
+    sizes, first, count = [schedule.staged[i] for i in staged], n + len(schedule.transfers) + 1, len(staged)
+    back, held = 0, 0  # reads `back` to q, counted on from the pass before, are in the ring together
+    for q in range(-count, count):
+        held += sizes[q]
+        while held > schedule.staging_bytes or q - (back - count) >= count:
+            held -= sizes[back % count]
+            back += 1
+        if q < 0:
+            continue
+        transfer, node, disk_ns = schedule.transfers[staged[q]], first + q, hardware.disk_ns(sizes[q])
+        copied = back - count - 1
+        yield first + (q - 1) % count, node, disk_ns, int(q == 0)
+        yield n + staged[copied % count], node, disk_ns, int(copied < 0)
+        yield node, n + staged[q], hardware.copy_ns(transfer.stop - transfer.start), 0
+
+
+def _staged(schedule: Schedule) -> list[int]:
+    """The transfers for which the disk reads something."""
+    return [i for i, nbytes in enumerate(schedule.staged) if nbytes]
+
+
+def _count(trace: Trace, schedule: Schedule) -> int:
+    """Events of a pass."""
+    return len(trace.steps) + len(schedule.transfers) + 1 + len(_staged(schedule))
+
+
+def _topological_order(edges: list[Edge], count: int, graph: int) -> list[int]:
+    """Events in an order in which one pass can happen."""
+    waiting = [0] * count
+    following: list[list[int]] = [[] for _ in range(count)]
+    for source, target, _, height in edges:
+        if height == 0:
+            waiting[target] += 1
+            following[source].append(target)
+    order = [node for node in range(count) if not waiting[node]]
+    for node in order:
+        for target in following[node]:
+            waiting[target] -= 1
+            if not waiting[target]:
+                order.append(target)
+    if len(order) < count:
+        raise PlanError(
+            f"schedule of graph {graph}: {count - len(order)} events wait for each other within one pass; "
+            f"expected every transfer to wait for steps before its own only; plan again"
+        )
+    return order
+
+
+def _heavier_cycle(edges: list[Edge], count: int, weight: int, height: int) -> list[Edge] | None:
+    """A cycle with more than weight / height, or None when there is none.
+
+    Longest paths by relaxation in topological order (Bellman and Ford): a sweep carries them as far
+    as the next edge of height 1, of which a path without cycles has few.
+    """
+    worth = [(s, t, height * w - weight * h, e) for e, (s, t, w, h) in enumerate(edges)]
+    length = [0] * count
+    via = [-1] * count
+    changed = True
+    while changed:
+        changed = False
+        for source, target, gain, edge in worth:
+            path = length[source] + gain
+            if path > length[target]:
+                length[target] = path
+                via[target] = edge
+                changed = True
+        if changed and (cycle := _cycle(edges, via)):
+            return cycle
+    return None
+
+
+def _cycle(edges: list[Edge], via: list[int]) -> list[Edge] | None:
+    """A cycle of the graph in which every node has at most one incoming edge, `via[node]`."""
+    walk_of = [-1] * len(via)
+    for start in range(len(via)):
+        node = start
+        while walk_of[node] == -1 and via[node] >= 0:
+            walk_of[node] = start
+            node = edges[via[node]][0]
+        if via[node] < 0 or walk_of[node] != start:
+            continue
+        cycle = [edges[via[node]]]
+        while cycle[-1][0] != node:
+            cycle.append(edges[via[cycle[-1][0]]])
+        return cycle
+    return None

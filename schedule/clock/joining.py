@@ -1,0 +1,137 @@
+"""Neighbours copied together: one latency less, but the first waits for the room of the last.
+
+`in_sizes` joins up to a size. `fastest` follows what each way to cut the copies of two passes would bring,
+from copy to copy, and keeps for each place the ways that are first on the link or first in the compute.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from penstock.schedule.facts.model import Hardware, Trace, Transfer
+
+MERGED_BYTES = 1 << 30
+"""Neighbouring spans are copied together up to this size.
+
+Each copy pays a latency. Readers share one in pieces of their own.
+"""
+
+
+def in_sizes(pieces: Sequence[Transfer], most: int, breaks: Collection[int]) -> list[Transfer]:
+    """Neighbours of up to `most` bytes joined, where all may start before the step of the first.
+
+    Those that may start at one time are joined whatever their size.
+    """
+    joined: list[Transfer] = []
+    for piece in pieces:
+        last = joined[-1] if joined else None
+        largest = MERGED_BYTES if last and piece.after == last.after else most
+        if last and _follows(last, piece, breaks) and piece.stop - last.start <= largest:
+            joined[-1] = Transfer(last.start, piece.stop, last.step, piece.after)
+        else:
+            joined.append(piece)
+    return joined
+
+
+def _follows(last: Transfer, piece: Transfer, breaks: Collection[int]) -> bool:
+    return piece.start == last.stop and piece.start not in breaks and piece.after < last.step
+
+
+class _Way(NamedTuple):
+    """The copies up to some piece, cut in one way: when the link and the steps before that piece are done.
+
+    `step` is the last that had to wait for a copy, or could have, and `ended_ns` when it ended.
+    """
+
+    link_ns: int
+    steps_ns: int
+    step: int
+    ended_ns: int
+    before: _Way | None
+    pieces: int
+
+
+class Joiner:
+    """Cuts the copies of one trace, on one machine."""
+
+    def __init__(self, trace: Trace, hardware: Hardware, breaks: Collection[int]) -> None:
+        self._hardware, self._breaks = hardware, breaks
+        self._steps = len(trace.steps)
+        self._read_ns = [step.read_ns for step in trace.steps]
+        between = trace.tail_ns + trace.gap_ns
+        each = [step.lead_ns + step.read_ns for step in trace.steps]
+        second = [each[0] + between, *each[1:]] if each else []
+        self._ended_ns = list(itertools.accumulate((*each, *second), initial=0))
+        """When each step of two passes begins if none ever waits, and when the last ends."""
+
+    def fastest(self, pieces: Sequence[Transfer]) -> list[Transfer]:
+        """The pieces of one pass joined as the best way found joins them in its second pass."""
+        m, n = len(pieces), self._steps
+        if not m:
+            return []
+        twice = [*pieces, *(t.__class__(t.start, t.stop, t.step + n, t.after + n) for t in pieces)]
+        ways: list[list[_Way]] = [[] for _ in range(2 * m + 1)]
+        ways[0].append(_Way(0, self._ended_ns[pieces[0].step], -1, 0, None, 0))
+        for index in range(2 * m):
+            for way in _best(ways[index]):
+                self._extend(way, twice, m if index < m else 2 * m, ways)
+        last = min(ways[-1], key=lambda way: (max(way.link_ns, way.steps_ns), way.link_ns + way.steps_ns))
+        return self._cut(pieces, last)
+
+    def _extend(self, way: _Way, twice: Sequence[Transfer], end: int, ways: list[list[_Way]]) -> None:
+        """All ways that follow with one copy more, of pieces up to `end`."""
+        first = twice[way.pieces]
+        stop, ended = first.start, self._ended_ns
+        begins, read_ns = ended[first.step], self._read_ns[first.step % self._steps]
+        for index in range(way.pieces, end):
+            piece = twice[index]
+            if index > way.pieces and (piece.start != stop or piece.start in self._breaks):
+                return
+            stop = piece.stop
+            if piece.after >= first.step or stop - first.start > MERGED_BYTES:
+                return
+            copy_ns = self._hardware.copy_ns(stop - first.start)
+            link_ns = max(way.link_ns, self._ended(way, piece.after)) + copy_ns
+            following = twice[index + 1].step if index + 1 < len(twice) else 2 * self._steps
+            if following == first.step:
+                ways[index + 1].append(_Way(link_ns, way.steps_ns, -1, 0, way, index + 1))
+                continue
+            lead_ns = ended[first.step + 1] - begins - read_ns
+            done_ns = max(way.steps_ns + lead_ns, link_ns) + read_ns
+            steps_ns = done_ns + ended[following] - ended[first.step + 1]
+            ways[index + 1].append(_Way(link_ns, steps_ns, first.step, done_ns, way, index + 1))
+
+    def _ended(self, way: _Way | None, step: int) -> int:
+        """When a step ends of which all copies are on the way."""
+        if step < 0:
+            return 0
+        while way is not None:
+            if 0 <= way.step <= step:
+                return way.ended_ns + self._ended_ns[step + 1] - self._ended_ns[way.step + 1]
+            way = way.before
+        return self._ended_ns[step + 1]
+
+    def _cut(self, pieces: Sequence[Transfer], last: _Way) -> list[Transfer]:
+        edges = []
+        way: _Way | None = last
+        while way is not None and way.pieces >= len(pieces):
+            edges.append(way.pieces - len(pieces))
+            way = way.before
+        return [
+            Transfer(pieces[a].start, pieces[b - 1].stop, pieces[a].step, pieces[b - 1].after)
+            for a, b in itertools.pairwise(reversed(edges))
+        ]
+
+
+def _best(ways: list[_Way]) -> list[_Way]:
+    """The first on the link, the first in the compute, and the best in the sum of both."""
+    if len(ways) < 2:
+        return ways
+    chosen = (
+        min(ways),
+        min(ways, key=lambda way: (way.steps_ns, way.link_ns)),
+        min(ways, key=lambda way: (way.steps_ns + way.link_ns, way.link_ns)),
+    )
+    return list({(way.link_ns, way.steps_ns): way for way in chosen}.values())

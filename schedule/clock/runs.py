@@ -1,0 +1,102 @@
+"""Which rows to copy so that one copy brings many: runs of neighbours, spread as the relaxation copies."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from penstock.schedule.bound.residency import Residency
+from penstock.schedule.clock.transfers import Loads
+
+if TYPE_CHECKING:
+    import numpy
+
+_ATTEMPTS = 5
+"""How often more is copied where the first choice does not fit."""
+
+
+class Runs:
+    """Choices of rows for one trace in `cap` bytes, of which the relaxation keeps `kept` over each gap."""
+
+    def __init__(self, loads: Loads, residency: Residency, kept: Sequence[float], cap: int) -> None:
+        import numpy
+
+        self._loads, self._residency, self._cap = loads, residency, cap
+        inside = numpy.array([gap.inside for gap in loads.gaps])
+        nbytes = numpy.bincount(loads.gap, weights=loads.nbytes, minlength=len(inside))
+        copied = numpy.clip(1 - numpy.array(kept) / nbytes, 0.0, 1.0)
+        # What is dropped over less than half a pass is copied only where the relaxation copies it.
+        self._may = ((inside > loads.steps // 2) | ((inside > 0) & (copied > 0)))[loads.gap]
+        self._share = copied[loads.gap]
+        self._excess = int(loads.span_bytes.sum()) - cap
+
+    def choose(self, shared: int, run: int, ahead: float) -> numpy.ndarray | None:
+        """Rows in runs of about `run` bytes that refill `shared` bytes of memory; None where none fit.
+
+        `ahead` is the share of a run that is owed from the start.
+        """
+        copied = self._excess + shared
+        for _ in range(_ATTEMPTS):
+            rows = self._spread(copied, run, ahead)
+            short = self._short(rows)
+            if short <= 0:
+                return rows
+            copied += short
+        return None
+
+    def neighbours(self, rows: numpy.ndarray) -> Iterator[numpy.ndarray]:
+        """Choices that differ in one end of one run, or in two ends of any, and fit."""
+        import numpy
+
+        order = numpy.nonzero(self._may)[0]
+        chosen = rows[order]
+        edges = numpy.nonzero(chosen != numpy.roll(chosen, 1))[0]
+        ends = [flipped for edge in edges.tolist() for flipped in (order[edge], order[edge - 1])]
+        pairs = list(itertools.combinations(ends, 2))
+        random.Random(len(pairs)).shuffle(pairs)
+        for some in itertools.chain(((end,) for end in ends), pairs):
+            other = rows.copy()
+            other[list(some)] ^= True
+            if self._short(other) <= 0:
+                yield other
+
+    def _spread(self, copied: int, run: int, ahead: float) -> numpy.ndarray:
+        """About `copied` bytes, in runs that begin and end where half a run is owed or given in advance."""
+        import numpy
+
+        weights = (self._wanted(copied) * self._loads.nbytes).tolist()
+        rows = numpy.zeros(len(weights), dtype=bool)
+        owed, running = ahead * run, False
+        may, nbytes = self._may.tolist(), self._loads.nbytes.tolist()
+        for index, weight in enumerate(weights):
+            if not may[index]:
+                continue
+            owed += weight
+            running = owed > -run / 2 if running else owed >= run / 2
+            if running:
+                rows[index] = True
+                owed -= nbytes[index]
+        return rows
+
+    def _wanted(self, copied: int) -> numpy.ndarray:
+        """The share of each row to copy: the relaxation's, less or more in proportion."""
+
+        nbytes = self._loads.nbytes * self._may
+        given = float((self._share * nbytes).sum())
+        if copied <= given:
+            return self._share * (copied / given)
+        left = float(nbytes.sum()) - given
+        wanted: numpy.ndarray = self._share + (1 - self._share) * min(
+            1.0, (copied - given) / left if left else 0.0
+        )
+        return wanted
+
+    def _short(self, rows: numpy.ndarray) -> int:
+        """Bytes by which some step holds too much."""
+        import numpy
+
+        loads = self._loads
+        kept = numpy.bincount(loads.gap[~rows], weights=loads.nbytes[~rows], minlength=len(loads.gaps))
+        return int(self._residency.held_bytes(kept.tolist()).max()) - self._cap

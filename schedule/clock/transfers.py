@@ -1,0 +1,192 @@
+"""From residency in a paged arena to transfers, in order of deadline, each as early as memory has room.
+
+In the steady state, the arena holds what crosses the boundary of the pass, plus what has been
+copied, minus what has been dropped. A transfer may start after the first step by whose end enough
+has been dropped for it and for everything before it on the link.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from penstock.schedule.bound.residency import Gap
+from penstock.schedule.clock.joining import MERGED_BYTES
+from penstock.schedule.facts.model import Drop, Range, Transfer
+from penstock.schedule.space.spans import Group, merged
+
+if TYPE_CHECKING:
+    import numpy
+
+Join = Callable[[Sequence[Transfer]], Iterable[Transfer]]
+"""Puts neighbours among the transfers of a pass together."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What leaves when, what is there between passes, and the most ever held."""
+
+    drops: tuple[Drop, ...]
+    boundary: tuple[Range, ...]
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """What moves in one pass, before its times are known.
+
+    The transfers alone say how long that takes; the rest is worked out when it is asked for.
+    """
+
+    transfers: tuple[Transfer, ...]
+    follow: Callable[[], Memory]
+
+    @cached_property
+    def memory(self) -> Memory:
+        return self.follow()
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """All of a plan but its times; `streams` has the transfers and drops of each trace.
+
+    `boundaries` has what lies between two calls of each, empty where `boundary` holds for all.
+    """
+
+    arena_bytes: int
+    addresses: tuple[int, ...]
+    resident: tuple[Range, ...]
+    boundary: tuple[Range, ...]
+    streams: tuple[tuple[tuple[Transfer, ...], tuple[Drop, ...]], ...]
+    boundaries: tuple[tuple[Range, ...], ...] = ()
+
+
+class Loads:
+    """Every copy that a trace could need, one row for each span and gap, in issue order.
+
+    A row is a copy for step `step` of a span that was dropped, at the earliest, at the end of step
+    `dropped` (negative: of the pass before).
+    """
+
+    def __init__(
+        self, groups: Sequence[Group], gaps: Sequence[Gap], steps: int, *, breaks: Collection[int]
+    ) -> None:
+        import numpy
+
+        rows = [
+            (
+                gap.closes % steps,
+                gap.opens - gap.closes // steps * steps,
+                span.start,
+                span.stop,
+                number,
+                index,
+            )
+            for index, gap in enumerate(gaps)
+            for number, span in enumerate(groups[gap.group].spans)
+        ]
+        table = numpy.array(sorted(rows), dtype=numpy.int64).reshape(len(rows), 6)
+        self.step, self.dropped, self.start, self.stop, self.number, self.gap = table.T
+        self.nbytes = self.stop - self.start
+        self.spans = [span for group in groups for span in group.spans]
+        self.span_bytes = numpy.array([span.nbytes for span in self.spans], dtype=numpy.int64)
+        counts = [len(group.spans) for group in groups]
+        first = numpy.array([0, *itertools.accumulate(counts)], dtype=numpy.int64)
+        of_gap = numpy.array([first[gap.group] for gap in gaps], dtype=numpy.int64)
+        self.span = of_gap[self.gap] + self.number
+        self.steps = steps
+        self.gaps = gaps
+        self.breaks = breaks
+
+    def after_first(self, counts: Sequence[int]) -> numpy.ndarray:
+        """The rows of all spans but the leading `counts[g]` of each gap g."""
+        import numpy
+
+        rows: numpy.ndarray = self.number >= numpy.array(counts, dtype=numpy.int64)[self.gap]
+        return rows
+
+    def never_in(self, rows: numpy.ndarray) -> numpy.ndarray:
+        """For each span whether none of these rows copies it."""
+        import numpy
+
+        never = numpy.ones(len(self.spans), dtype=bool)
+        never[self.span[rows]] = False
+        return never
+
+    def stream(
+        self, rows: numpy.ndarray, resident: numpy.ndarray, *, cap: int, early: int, join: Join | None = None
+    ) -> Streaming:
+        """Transfers and drops when the chosen `rows` are copied, in `cap` bytes.
+
+        `resident` says of each span whether it never leaves. Only transfers for steps up to `early` may
+        start before the pass does. The memory that each step needs by itself must be within `cap`. `join`
+        puts neighbours together.
+        """
+        import numpy
+
+        nbytes, dropped = self.nbytes[rows], self.dropped[rows]
+        crossing = ~rows & (self.dropped < 0) & ~resident[self.span]
+        base = int(self.span_bytes[resident].sum() + self.nbytes[crossing].sum())
+
+        freed = numpy.zeros(self.steps, dtype=numpy.int64)
+        numpy.add.at(freed, dropped % self.steps, nbytes)
+        freed = freed.cumsum()
+        two_passes = numpy.concatenate((freed - nbytes.sum(), freed))
+        after = numpy.searchsorted(two_passes, base + nbytes.cumsum() - cap) - self.steps
+        after = numpy.maximum.accumulate(numpy.maximum(after, dropped))
+        if len(after):
+            after = numpy.maximum(after, after[-1] - self.steps)
+        after = numpy.maximum(after, numpy.where(self.step[rows] > early, 0, -self.steps))
+
+        pieces = self._merged(rows, after)
+        transfers = tuple(join(pieces)) if join else pieces
+
+        def follow() -> Memory:
+            in_flight = [(t.step, Range(t.start, t.stop)) for t in transfers if t.after < 0]
+            kept = [(int(self.step[i]), self.spans[self.span[i]]) for i in numpy.nonzero(crossing)[0]]
+            boundary = tuple(span for _, span in sorted(kept + in_flight))
+            return Memory(self._drops(rows), boundary, self._peak(base, freed, transfers))
+
+        return Streaming(transfers, follow)
+
+    def _merged(self, rows: numpy.ndarray, after: numpy.ndarray) -> tuple[Transfer, ...]:
+        """One transfer for neighbours with one step that may start at one time."""
+        result: list[Transfer] = []
+        columns = (self.start[rows], self.stop[rows], self.step[rows], after)
+        start = stop = step = earliest = -1
+        for next_start, next_stop, next_step, next_after in zip(*(c.tolist() for c in columns), strict=True):
+            same = next_start == stop and next_after == earliest and next_step == step
+            if same and next_start not in self.breaks and next_stop - start <= MERGED_BYTES:
+                stop = next_stop
+                continue
+            if start >= 0:
+                result.append(Transfer(start, stop, step, earliest))
+            start, stop, step, earliest = next_start, next_stop, next_step, next_after
+        if start >= 0:
+            result.append(Transfer(start, stop, step, earliest))
+        return tuple(result)
+
+    def _drops(self, row: numpy.ndarray) -> tuple[Drop, ...]:
+        spans: dict[int, list[Range]] = {}
+        columns = (self.dropped[row] % self.steps, self.start[row], self.stop[row])
+        for step, start, stop in zip(*(column.tolist() for column in columns), strict=True):
+            spans.setdefault(step, []).append(Range(start, stop))
+        return tuple(
+            Drop(r.start, r.stop, step) for step in sorted(spans) for r in merged(spans[step], self.breaks)
+        )
+
+    def _peak(self, base: int, freed: numpy.ndarray, transfers: Sequence[Transfer]) -> int:
+        """The most bytes that any step finds on the device or on their way to it."""
+        import numpy
+
+        after = numpy.array([t.after for t in transfers], dtype=numpy.int64)
+        copied = numpy.array([t.stop - t.start for t in transfers], dtype=numpy.int64)
+        copied = numpy.concatenate(([0], copied.cumsum()))
+        steps = numpy.arange(self.steps)
+        arrived = copied[numpy.searchsorted(after, steps)]
+        arrived += copied[numpy.searchsorted(after, steps - self.steps)]
+        gone = numpy.concatenate(([0], freed[:-1]))
+        return int((base + arrived - gone).max(initial=base))

@@ -1,0 +1,304 @@
+"""The vocabulary of the schedule: frozen dataclasses, no torch, no behaviour beyond lookups.
+
+Facts come from the passes (weights, storages, traces), decisions from the planner (plans).
+The same classes are what a payload holds: `payload.py` reads and writes them as JSON, and
+`docs/payload.md` specifies every field. All offsets are bytes, all ranges half-open, all times
+integer nanoseconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from os import PathLike
+from typing import ClassVar, Literal
+
+from penstock.schedule.facts.catalog import Extent as Extent
+from penstock.schedule.facts.catalog import Kind as Kind
+from penstock.schedule.facts.catalog import Part as Part
+from penstock.schedule.facts.catalog import Storage as Storage
+from penstock.schedule.facts.catalog import Weight as Weight
+from penstock.schedule.facts.catalog import WeightFile as WeightFile
+from penstock.schedule.facts.hardware import STRICT as _STRICT
+from penstock.schedule.facts.hardware import Hardware as Hardware
+
+ArenaKind = Literal["contiguous", "paged"]
+Backing = Literal["mapped", "anonymous"]
+Wrap = Literal["overlap", "barrier"]
+Timing = Literal["modelled", "measured"]
+Direction = Literal["in"]
+
+
+# Facts: the order of reads, and what it costs.
+
+
+@dataclass(frozen=True)
+class Work:
+    """Floating-point operations, and bytes read and written, weights included."""
+
+    __pydantic_config__: ClassVar = _STRICT
+    flops: int = 0
+    nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """One position of the lowered order that reads at least one streamable storage.
+
+    `lead_ns` is the compute since the step before, which reads none of them, and `read_ns` the
+    compute that does. `reads` holds ascending storage indices.
+    """
+
+    __pydantic_config__: ClassVar = _STRICT
+    name: str
+    reads: tuple[int, ...]
+    lead_ns: int
+    read_ns: int
+    lead_work: Work = Work()
+    read_work: Work = Work()
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The steps of one method in the order the lowered program runs them, at one shape point.
+
+    `graph` is the number that the method's probes carry. `shape` names the shape point
+    (`batch=1,sequence=16`, empty for a static program). `tail_ns` is the compute after the last
+    step, `gap_ns` the time between two calls.
+    """
+
+    __pydantic_config__: ClassVar = _STRICT
+    method: str
+    graph: int
+    shape: str
+    steps: tuple[Step, ...]
+    tail_ns: int
+    gap_ns: int
+    times: Timing
+    tail_work: Work = Work()
+
+    @property
+    def compute_ns(self) -> int:
+        """Nanoseconds of one pass with every weight in memory."""
+        return sum(s.lead_ns + s.read_ns for s in self.steps) + self.tail_ns + self.gap_ns
+
+
+@dataclass(frozen=True)
+class Input:
+    """A leaf of a method's inputs: a tensor, or a Python value (`dtype` then is its type's name).
+
+    A dimension is a size, or the name of a symbol of the method. `value` is the repr of a Python
+    value that export has made constant.
+    """
+
+    __pydantic_config__: ClassVar = _STRICT
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...] = ()
+    device: str = "cpu"
+    value: str | None = None
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A dynamic size: its name, range (inclusive; `upper` None where unbounded), exported value."""
+
+    __pydantic_config__: ClassVar = _STRICT
+    name: str
+    lower: int
+    upper: int | None
+    example: int
+
+
+@dataclass(frozen=True)
+class Method:
+    """What a method takes: its leaves in pytree order, and the symbols in their shapes."""
+
+    __pydantic_config__: ClassVar = _STRICT
+    name: str
+    graph: int
+    inputs: tuple[Input, ...]
+    symbols: tuple[Symbol, ...] = ()
+
+
+# Decisions.
+
+
+@dataclass(frozen=True, order=True)
+class Range:
+    """Bytes `start` to `stop` of a layout."""
+
+    __pydantic_config__: ClassVar = _STRICT
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Arena:
+    """The shape of the memory that a plan fills, before any decision.
+
+    `layout[s]` is where storage s begins in the layout, or -1 for a storage that is never in
+    the arena. `segments` are the ranges of the layout that exist at all (one a mapped file, one in
+    all for anonymous memory): a span is a run of granules, cut to its segment. Granules are
+    counted from layout offset 0.
+
+    In a `paged` arena a storage's address is its layout offset, and a range of the layout takes
+    memory while it is on the device. In a `contiguous` one a plan gives addresses.
+    """
+
+    __pydantic_config__: ClassVar = _STRICT
+    kind: ArenaKind
+    backing: Backing
+    granule: int
+    layout: tuple[int, ...]
+    segments: tuple[Range, ...]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One copy of the layout range `start:stop` into the arena, for the read of step `step`.
+
+    It may start once step `after` has ended. `after` < `step` counts from the start of the pass
+    in which `step` runs: a negative value is step `n + after` of the pass before (n steps a
+    pass), and never less than `step - n`: a dependency reaches back one pass at most.
+    """
+
+    __pydantic_config__: ClassVar = _STRICT
+    start: int
+    stop: int
+    step: int
+    after: int
+    direction: Direction = "in"
+    link: int = 0
+
+
+@dataclass(frozen=True)
+class Drop:
+    """The layout range `start:stop` leaves the device when step `step` ends."""
+
+    __pydantic_config__: ClassVar = _STRICT
+    start: int
+    stop: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What streams in one pass of one method: transfers in issue order, drops by step.
+
+    A range that no transfer brings and no drop takes is resident. The transfers with a negative
+    `after` are on their way, or done, when a call begins. `lower_bound_ns` is what no plan can beat
+    (`bound.py`), None where the solver did not find it in time.
+
+    `staged[i]` are the bytes of transfer i that the host does not hold: the disk brings them into a
+    ring of `staging_bytes` first, in issue order, once transfers before have left room for them.
+    Empty where the source of every transfer is all there.
+
+    `boundary` is what is on the device, or on its way, when one call of this method follows another, in
+    the order in which an entry from elsewhere loads it: a call that follows another method's begins with
+    the resident ranges alone. None where it is the plan's.
+    """
+
+    __pydantic_config__: ClassVar = _STRICT
+    graph: int
+    transfers: tuple[Transfer, ...]
+    drops: tuple[Drop, ...]
+    predicted_ns: int
+    lower_bound_ns: int | None = None
+    staged: tuple[int, ...] = ()
+    staging_bytes: int = 0
+    boundary: tuple[Range, ...] | None = None
+
+
+@dataclass(frozen=True)
+class HostTier:
+    """What a host between disk and device holds: `resident` ranges of the layout, in `nbytes` of memory.
+
+    The staging ring of the schedules is part of these bytes.
+    """
+
+    __pydantic_config__: ClassVar = _STRICT
+    nbytes: int
+    resident: tuple[Range, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which bytes are on the device when, for every method of a program, within `budget` bytes.
+
+    `outside` lists the storages held whole in ordinary memory (mutable and returned ones
+    always, all of them when everything fits); their bytes and `arena_bytes` are within the budget.
+    `addresses[s]` is where storage s begins in a contiguous arena (-1 outside; empty when paged).
+    `resident` never leaves the device. `boundary`, which contains it, is on the device or on its
+    way between calls, listed in the order in which a cold start loads it; of several methods each may
+    have its own. `traces` are those that
+    the plan was made for. `names` and `sizes` (bytes) are those of the storages, for people who read
+    the plan without its catalog; empty where nobody gave them. `host` is what the host holds where it
+    does not hold everything, None where the source of transfers needs no plan.
+    """
+
+    __pydantic_config__: ClassVar = _STRICT
+    budget: int
+    arena: Arena
+    arena_bytes: int
+    outside: tuple[int, ...]
+    addresses: tuple[int, ...]
+    resident: tuple[Range, ...]
+    boundary: tuple[Range, ...]
+    wrap: Wrap
+    schedules: tuple[Schedule, ...]
+    traces: tuple[Trace, ...]
+    hardware: Hardware
+    names: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()
+    host: HostTier | None = None
+
+    @cached_property
+    def streamed_bytes(self) -> int:
+        """Bytes copied in one pass of each method, summed."""
+        return sum(t.stop - t.start for s in self.schedules for t in s.transfers)
+
+    def boundary_of(self, schedule: Schedule) -> tuple[Range, ...]:
+        """What is on the device, or on its way, between two calls of one method."""
+        return self.boundary if schedule.boundary is None else schedule.boundary
+
+    @property
+    def predicted_seconds(self) -> float:
+        """Seconds that one more pass of each method costs in the limit, summed."""
+        return sum(s.predicted_ns for s in self.schedules) / 1e9
+
+    @property
+    def lower_bound_seconds(self) -> float | None:
+        """Seconds that no plan can beat, summed over the methods; None where one's bound is missing."""
+        bounds = [s.lower_bound_ns for s in self.schedules if s.lower_bound_ns is not None]
+        return sum(bounds) / 1e9 if len(bounds) == len(self.schedules) else None
+
+    @property
+    def ratio(self) -> float | None:
+        """Predicted time over the bound: at 1.02, no plan can be more than 2 % faster."""
+        bound = self.lower_bound_seconds
+        if bound is None:
+            return None
+        return self.predicted_seconds / bound if bound else 1.0
+
+    def save_report(self, path: str | PathLike[str]) -> None:
+        """Write the plan as one page of HTML that needs nothing else; PlanError where `path` exists."""
+        from penstock.schedule.report.drawing import save_report
+
+        save_report(self, path)
+
+    def save_timeline(self, path: str | PathLike[str]) -> None:
+        """Write the first passes as a trace that ui.perfetto.dev opens; PlanError where `path` exists."""
+        from penstock.schedule.report.drawing import save_timeline
+
+        save_timeline(self, path)
+
+    def to_json(self) -> str:
+        """The plan as JSON, as docs/payload.md specifies it."""
+        from penstock.schedule.payload.codec import plan_to_json
+
+        return plan_to_json(self)

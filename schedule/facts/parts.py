@@ -1,0 +1,66 @@
+"""The parts of a weight, which a quantised one has several of: named one by one, and read together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from penstock.schedule.facts.catalog import Part, Weight
+from penstock.schedule.facts.model import Trace
+
+
+def tensor_of(weight: Weight, part: Part) -> str:
+    """What a part is called where every tensor has a name of its own: the FQN, or `FQN.PART`."""
+    return f"{weight.fqn}.{part.name}" if part.name else weight.fqn
+
+
+def plain_weights(weights: Iterable[Weight]) -> tuple[Weight, ...]:
+    """Each part as a weight of its own, which has one part without a name."""
+    return tuple(
+        replace(weight, fqn=tensor_of(weight, part), parts=(replace(part, name=""),)) if part.name else weight
+        for weight in weights
+        for part in weight.parts
+    )
+
+
+def join_parts(plain: Iterable[Weight], parts: Mapping[str, tuple[str, str]]) -> tuple[Weight, ...]:
+    """Undo `plain_weights`: `parts` has FQN and part's name, by the name of the tensor."""
+    joined: dict[str, Weight] = {}
+    for weight in plain:
+        fqn, name = parts.get(weight.fqn, (weight.fqn, ""))
+        part = replace(weight.parts[0], name=name)
+        first = joined.get(fqn)
+        joined[fqn] = replace(weight, fqn=fqn, parts=(*(first.parts if first else ()), part))
+    return tuple(joined.values())
+
+
+def storages_together(weights: Sequence[Weight]) -> dict[int, tuple[int, ...]]:
+    """For each storage of a weight of several parts, those that belong to the same weights; itself is one.
+
+    What only some of them hold, such as one scale of many weights, is on its own.
+    """
+    holders: dict[int, list[str]] = {}
+    for weight in weights:
+        for part in weight.parts:
+            holders.setdefault(part.storage, []).append(weight.fqn)
+    groups: dict[frozenset[str], list[int]] = {}
+    for storage in dict.fromkeys(p.storage for w in weights if len(w.parts) > 1 for p in w.parts):
+        groups.setdefault(frozenset(holders[storage]), []).append(storage)
+    return {storage: tuple(group) for group in groups.values() for storage in group}
+
+
+def read_together(trace: Trace, weights: Sequence[Weight]) -> Trace:
+    """The trace in which a step that reads one part of a weight reads all parts that any step reads.
+
+    They are then on the device during the same steps, and leave it together.
+    """
+    together = storages_together(weights)
+    read = {s for step in trace.steps for s in step.reads}
+    steps = tuple(
+        replace(step, reads=tuple(sorted(_closed(step.reads, together, read)))) for step in trace.steps
+    )
+    return replace(trace, steps=steps)
+
+
+def _closed(reads: Iterable[int], together: Mapping[int, Sequence[int]], read: set[int]) -> set[int]:
+    return {other for s in reads for other in together.get(s, (s,)) if other in read}

@@ -1,0 +1,97 @@
+"""Machines that one does not have, from public figures.
+
+Rates of products and memory are the vendors' peaks (dense bfloat16 or float16, accumulated in float32).
+What kernels reach is less, so modelled compute is at its shortest and streaming is never flattered.
+Links are what copies from pinned memory were reported to reach, in one direction.
+
+- t4: NVIDIA T4 data sheet: 65 TFLOPS, 320 GB/s, 16 GB, PCIe 3.0 x16 (15.8 GB/s of which 12 are reached).
+- l4: NVIDIA L4 data sheet: 242 TFLOPS with sparsity, 300 GB/s, 24 GB, PCIe 4.0 x16.
+- rtx4090: NVIDIA Ada architecture paper, appendix A: 165.2 TFLOPS, 1008 GB/s, 24 GB, PCIe 4.0 x16.
+- rtx5090: NVIDIA RTX Blackwell architecture paper, appendix A: 209.5 TFLOPS, 1792 GB/s, 32 GB, PCIe 5.0 x16.
+- a100: NVIDIA A100 data sheet, 80 GB SXM: 312 TFLOPS, 2039 GB/s, PCIe 4.0 x16.
+- h100: NVIDIA H100 data sheet, SXM: 989 TFLOPS, 3350 GB/s, 80 GB, PCIe 5.0 x16.
+- h200: NVIDIA H200 data sheet, SXM: 989 TFLOPS, 4800 GB/s, 141 GB, PCIe 5.0 x16.
+- gh200: NVIDIA GH200 data sheet, 96 GB HBM3: 989 TFLOPS, 4000 GB/s; NVLink-C2C is 450 GB/s in one
+  direction, of which public threads report 342.
+- mi300x: AMD Instinct MI300X data sheet: 1307 TFLOPS, 5300 GB/s, 192 GB, PCIe 5.0 x16.
+- PCIe: 25 GB/s of the 31.5 of a 4.0 x16 slot and 55 of the 63 of a 5.0 x16 slot are what public
+  threads report from pinned memory. 5 us is the usual order of what one copy costs beside its bytes
+  when the next ones are queued behind it.
+- laptop: eight cores with AVX2 at 3.5 GHz (0.9 TFLOPS in float32), DDR5-5600 in two channels (90 GB/s), an
+  NVMe disk behind PCIe 4.0 x4 that reads 7 GB/s. server: 64 cores with AVX-512 bfloat16 at 2.5 GHz,
+  DDR5-4800 in twelve channels (461 GB/s), an NVMe disk behind PCIe 5.0 x4 that reads 14 GB/s. A read costs
+  20 us beside its bytes when others are in flight, and the disks need 8 MiB in flight.
+
+Every `disk` is an NVMe disk of that time beside the device: 7 GB/s.
+"""
+
+from __future__ import annotations
+
+import difflib
+
+from penstock.schedule.facts.errors import PlanError
+from penstock.schedule.facts.model import Hardware
+
+_GB = 10**9
+_DISK = 7.0 * _GB
+_DISK_LATENCY_NS = 20_000
+_COPY_LATENCY_NS = 5_000
+_IN_FLIGHT = 8 << 20
+
+
+def _device(name: str, tflops: float, memory_gb_per_s: float, link_gb_per_s: float, gb: int) -> Hardware:
+    return Hardware(
+        name=name,
+        flops_per_s=tflops * 1e12,
+        memory_bytes_per_s=memory_gb_per_s * _GB,
+        link_bytes_per_s=link_gb_per_s * _GB,
+        link_latency_ns=_COPY_LATENCY_NS,
+        memory_nbytes=gb * _GB,
+        disk_bytes_per_s=_DISK,
+        disk_latency_ns=_DISK_LATENCY_NS,
+        note="a preset, from public figures",
+    )
+
+
+def _host(name: str, tflops: float, memory_gb_per_s: float, disk_gb_per_s: float, gb: int) -> Hardware:
+    """A CPU, which weights reach from the disk."""
+    return Hardware(
+        name=name,
+        flops_per_s=tflops * 1e12,
+        memory_bytes_per_s=memory_gb_per_s * _GB,
+        link_bytes_per_s=disk_gb_per_s * _GB,
+        link_latency_ns=_DISK_LATENCY_NS,
+        link_in_flight_bytes=_IN_FLIGHT,
+        memory_nbytes=gb * _GB,
+        note="a preset, from public figures",
+    )
+
+
+PRESETS: dict[str, Hardware] = {
+    hardware.name: hardware
+    for hardware in (
+        _device("t4", 65, 320, 12, 16),
+        _device("l4", 121, 300, 25, 24),
+        _device("rtx4090", 165.2, 1008, 25, 24),
+        _device("rtx5090", 209.5, 1792, 55, 32),
+        _device("a100", 312, 2039, 25, 80),
+        _device("h100", 989.4, 3350, 55, 80),
+        _device("h200", 989.4, 4800, 55, 141),
+        _device("gh200", 989.4, 4000, 342, 96),
+        _device("mi300x", 1307.4, 5300, 55, 192),
+        _host("laptop", 0.9, 90, 7, 32),
+        _host("server", 10, 461, 14, 768),
+    )
+}
+
+
+def find_hardware(name: str) -> Hardware:
+    """The preset of that name; PlanError suggests the nearest where there is none."""
+    if name in PRESETS:
+        return PRESETS[name]
+    near = difflib.get_close_matches(name.lower(), PRESETS, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    names = ", ".join(PRESETS)
+    raise PlanError(
+        f"there is no hardware {name!r}: {hint}give 'auto', which measures this machine, or one of {names}"
+    )

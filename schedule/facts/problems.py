@@ -1,0 +1,122 @@
+"""What plans, traces and machines must satisfy beyond the types of their fields; see `payload_checks.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+
+from penstock.schedule.facts.model import Drop, Hardware, Plan, Range, Storage, Trace, Transfer
+
+LARGEST_SIZE = 1 << 50
+"""Bytes that no file, storage or arena exceeds: far above any model, far below overflow."""
+
+
+def range_problems(value: int, least: int, most: int, path: str) -> Iterator[str]:
+    if not least <= value <= most:
+        yield f"{path}: expected {least} to {most}, got {value}"
+
+
+def size_problems(value: int, path: str, least: int = 0) -> Iterator[str]:
+    return range_problems(value, least, LARGEST_SIZE, path)
+
+
+def negative_problems(path: str, **values: float) -> Iterator[str]:
+    for name, value in values.items():
+        if not isinstance(value, int):
+            yield f"{path}.{name}: expected a whole number, got {value!r}"
+        elif value < 0:
+            yield f"{path}.{name}: expected 0 or more, got {value}"
+
+
+def repeat_problems(values: Iterable[Hashable], path: str, what: str) -> Iterator[str]:
+    seen = set()
+    for i, value in enumerate(values):
+        if value in seen:
+            yield f"{path}[{i}]: expected {what} that no other has, got {value!r} again"
+        seen.add(value)
+
+
+def trace_problems(trace: Trace, path: str, storages: int) -> Iterator[str]:
+    work = trace.tail_work
+    yield from negative_problems(path, graph=trace.graph, tail_ns=trace.tail_ns, gap_ns=trace.gap_ns)
+    yield from negative_problems(f"{path}.tail_work", flops=work.flops, nbytes=work.nbytes)
+    for i, step in enumerate(trace.steps):
+        here = f"{path}.steps[{i}]"
+        yield from negative_problems(here, lead_ns=step.lead_ns, read_ns=step.read_ns)
+        for name, spent in (("lead_work", step.lead_work), ("read_work", step.read_work)):
+            yield from negative_problems(f"{here}.{name}", flops=spent.flops, nbytes=spent.nbytes)
+        if not step.reads or list(step.reads) != sorted(set(step.reads)):
+            yield f"{here}.reads: expected one storage or more, ascending, got {list(step.reads)[:8]}"
+        elif step.reads[0] < 0 or step.reads[-1] >= storages:
+            yield f"{here}.reads: expected indices of {storages} storages, got {list(step.reads)[:8]}"
+
+
+def facts_problems(storages: Sequence[Storage], traces: Sequence[Trace]) -> Iterator[str]:
+    """What is wrong with sizes, times and reads that are to be planned."""
+    for i, storage in enumerate(storages):
+        yield from negative_problems(f"storages[{i}]", nbytes=storage.nbytes)
+    for i, trace in enumerate(traces):
+        yield from trace_problems(trace, f"traces[{i}]", len(storages))
+
+
+def machine_problems(hardware: Hardware, path: str) -> Iterator[str]:
+    for problem in hardware.problems():
+        yield f"{path}.{problem}"
+
+
+def plan_problems(plan: Plan, path: str, storages: int) -> Iterator[str]:
+    """The shape of a plan; that it is safe is for `verify.py` to say."""
+    yield from size_problems(plan.budget, f"{path}.budget")
+    yield from size_problems(plan.arena_bytes, f"{path}.arena_bytes")
+    yield from size_problems(plan.arena.granule, f"{path}.arena.granule", 1)
+    yield from machine_problems(plan.hardware, f"{path}.hardware")
+    addresses = storages if plan.arena.kind == "contiguous" else 0
+    for name, values, expected in (
+        ("arena.layout", plan.arena.layout, storages),
+        ("addresses", plan.addresses, addresses),
+    ):
+        if len(values) != expected:
+            yield f"{path}.{name}: expected {expected} offsets, got {len(values)}"
+        for i, value in enumerate(values):
+            yield from size_problems(value, f"{path}.{name}[{i}]", -1)
+    for name, known in (("names", plan.names), ("sizes", plan.sizes)):
+        if len(known) not in (0, storages):
+            yield f"{path}.{name}: expected one for each of {storages} storages or none, got {len(known)}"
+    for i, nbytes in enumerate(plan.sizes):
+        yield from size_problems(nbytes, f"{path}.sizes[{i}]")
+    for i, s in enumerate(plan.outside):
+        yield from range_problems(s, 0, storages - 1, f"{path}.outside[{i}]")
+    for i, trace in enumerate(plan.traces):
+        yield from trace_problems(trace, f"{path}.traces[{i}]", storages)
+    yield from repeat_problems((t.graph for t in plan.traces), f"{path}.traces", "a graph number")
+    yield from repeat_problems((s.graph for s in plan.schedules), f"{path}.schedules", "a graph number")
+    yield from _ranges(plan, path)
+
+
+def _ranges(plan: Plan, path: str) -> Iterator[str]:
+    ranges: list[tuple[str, Sequence[Range | Transfer | Drop]]] = [
+        ("arena.segments", plan.arena.segments),
+        ("resident", plan.resident),
+        ("boundary", plan.boundary),
+    ]
+    for i, schedule in enumerate(plan.schedules):
+        here = f"{path}.schedules[{i}]"
+        yield from negative_problems(here, predicted_ns=schedule.predicted_ns)
+        yield from size_problems(schedule.staging_bytes, f"{here}.staging_bytes")
+        for j, nbytes in enumerate(schedule.staged):
+            yield from size_problems(nbytes, f"{here}.staged[{j}]")
+        bound = schedule.lower_bound_ns or 0
+        yield from range_problems(bound, 0, schedule.predicted_ns, f"{path}.schedules[{i}].lower_bound_ns")
+        ranges += [
+            (f"schedules[{i}].transfers", schedule.transfers),
+            (f"schedules[{i}].drops", schedule.drops),
+            (f"schedules[{i}].boundary", schedule.boundary or ()),
+        ]
+    if plan.host is not None:
+        yield from size_problems(plan.host.nbytes, f"{path}.host.nbytes")
+        ranges.append(("host.resident", plan.host.resident))
+        if plan.hardware.disk_bytes_per_s is None:
+            yield f"{path}.hardware.disk_bytes_per_s: expected the rate of the disk behind the host"
+    for name, items in ranges:
+        for i, item in enumerate(items):
+            yield from size_problems(item.start, f"{path}.{name}[{i}].start")
+            yield from range_problems(item.stop, item.start + 1, LARGEST_SIZE, f"{path}.{name}[{i}].stop")

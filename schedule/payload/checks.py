@@ -1,0 +1,263 @@
+"""What a payload must satisfy beyond the types of its fields: docs/payload.md, sentence by sentence.
+
+Every function yields one sentence for each thing that is wrong, with its JSON path, what was
+expected and what was got; `check_payload` raises the first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import PurePosixPath, PureWindowsPath
+from typing import TYPE_CHECKING
+
+from penstock.schedule.facts.errors import PayloadError
+from penstock.schedule.facts.model import (
+    Method,
+    Part,
+    Plan,
+    Storage,
+    WeightFile,
+)
+from penstock.schedule.facts.problems import (
+    machine_problems,
+    negative_problems,
+    plan_problems,
+    range_problems,
+    repeat_problems,
+    size_problems,
+    trace_problems,
+)
+
+if TYPE_CHECKING:
+    from penstock.schedule.payload.codec import Payload
+
+ITEM_SIZES: dict[str, int] = {
+    name: nbytes
+    for nbytes, names in (
+        (1, "bool int8 uint8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"),
+        (1, "float4_e2m1fn_x2 int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7"),
+        (1, "bits8 bits1x8 bits2x4 bits4x2 qint8 quint8 quint4x2 quint2x4"),
+        (2, "int16 uint16 float16 bfloat16 bits16"),
+        (4, "int32 uint32 float32 complex32 qint32"),
+        (8, "int64 uint64 float64 complex64"),
+        (16, "complex128"),
+    )
+    for name in names.split()
+}
+"""Bytes an item of each dtype takes, by torch's name."""
+
+
+def part_nbytes(part: Part) -> int:
+    """Bytes from the first to the last item of `part`, its gaps included; 0 when it has no item."""
+    if 0 in part.shape:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride, strict=True))
+    return (last + 1) * ITEM_SIZES[part.dtype]
+
+
+def check_payload(payload: Payload, source: str) -> None:
+    """Raise PayloadError with the first sentence of `payload` that docs/payload.md forbids."""
+    for check in (
+        _program,
+        _files,
+        _storages,
+        _weights,
+        _coverage,
+        _methods,
+        _traces,
+        _probes,
+        _hardware,
+        _plans,
+    ):
+        for problem in check(payload):
+            raise PayloadError(f"{source}: {problem}")
+
+
+def check_plan(plan: Plan, source: str) -> None:
+    """Raise PayloadError where a plan that stands alone contradicts itself."""
+    for problem in plan_problems(plan, "$", len(plan.arena.layout)):
+        raise PayloadError(f"{source}: {problem}")
+
+
+def _sha256(value: str | None, path: str) -> Iterator[str]:
+    if value is not None and not re.fullmatch("[0-9a-f]{64}", value):
+        yield f"{path}: expected 64 lower-case hexadecimal digits, got {value[:80]!r}"
+
+
+def _path(value: str, path: str, *, absolute: bool) -> Iterator[str]:
+    """A relative path must stay in the artifact's folder, whichever system reads it."""
+    rooted = PurePosixPath(value).is_absolute() or bool(PureWindowsPath(value).anchor)
+    if not value or "\0" in value:
+        yield f"{path}: expected the path of a file, got {value!r}"
+    elif rooted and not absolute:
+        yield f"{path}: expected a path relative to the artifact's folder, got {value!r}"
+    elif not rooted and ("\\" in value or {"..", "."} & set(value.split("/")) or "" in value.split("/")):
+        yield f"{path}: expected a path inside the artifact's folder, got {value!r}"
+
+
+def _program(payload: Payload) -> Iterator[str]:
+    program = payload.program
+    if program is not None:
+        yield from _path(program.path, "$.program.path", absolute=False)
+        yield from _sha256(program.sha256, "$.program.sha256")
+        if payload.lowering == "none":
+            yield f"$.program: expected null, as $.lowering is 'none', got {program.path!r}"
+
+
+def _probes(payload: Payload) -> Iterator[str]:
+    """A call encloses at most one step from each side, and every step is enclosed by two calls or ends."""
+    yield from repeat_problems((p.graph for p in payload.probes), "$.probes", "a graph")
+    steps = {trace.graph: len(trace.steps) for trace in payload.traces}
+    for i, order in enumerate(payload.probes):
+        path = f"$.probes[{i}]"
+        if order.graph not in steps:
+            yield f"{path}.graph: expected the graph of a trace, one of {sorted(steps)}, got {order.graph}"
+            continue
+        for name, calls in (("opens", order.opens), ("closes", order.closes)):
+            if len(calls) != steps[order.graph]:
+                yield (
+                    f"{path}.{name}: expected a call for each of {steps[order.graph]} steps, got {len(calls)}"
+                )
+            elif any(call < -1 for call in calls) or len(set(calls)) < len(calls):
+                yield f"{path}.{name}: expected different calls, each -1 or more, got {list(calls)}"
+
+
+def _files(payload: Payload) -> Iterator[str]:
+    yield from repeat_problems((f.path for f in payload.files), "$.files", "a path")
+    for i, file in enumerate(payload.files):
+        path = f"$.files[{i}]"
+        yield from _path(file.path, f"{path}.path", absolute=True)
+        yield from size_problems(file.nbytes, f"{path}.nbytes")
+        yield from negative_problems(path, inode=file.inode)
+        yield from _sha256(file.header_sha256, f"{path}.header_sha256")
+        yield from _sha256(file.sampled_sha256, f"{path}.sampled_sha256")
+
+
+def _storages(payload: Payload) -> Iterator[str]:
+    for i, storage in enumerate(payload.storages):
+        path = f"$.storages[{i}]"
+        yield from size_problems(storage.nbytes, f"{path}.nbytes")
+        yield from _sha256(storage.sha256, f"{path}.sha256")
+        yield from _extents(storage, payload.files, path)
+
+
+def _extents(storage: Storage, files: tuple[WeightFile, ...], path: str) -> Iterator[str]:
+    reached = 0
+    for i, extent in enumerate(storage.extents):
+        here = f"{path}.extents[{i}]"
+        if not 0 <= extent.file < len(files):
+            yield f"{here}.file: expected the index of one of {len(files)} files, got {extent.file}"
+            return
+        most = files[extent.file].nbytes - extent.nbytes
+        yield from size_problems(extent.nbytes, f"{here}.nbytes", 1)
+        yield from range_problems(extent.file_offset, 0, most, f"{here}.file_offset")
+        yield from range_problems(
+            extent.storage_offset, reached, storage.nbytes - extent.nbytes, f"{here}.storage_offset"
+        )
+        reached = extent.storage_offset + extent.nbytes
+
+
+def _weights(payload: Payload) -> Iterator[str]:
+    yield from repeat_problems((w.fqn for w in payload.weights), "$.weights", "an FQN")
+    for i, weight in enumerate(payload.weights):
+        path = f"$.weights[{i}]"
+        if not weight.parts:
+            yield f"{path}.parts: expected one part or more of {weight.fqn!r}, got none"
+        yield from repeat_problems((p.name for p in weight.parts), f"{path}.parts", "a name")
+        for j, part in enumerate(weight.parts):
+            yield from _part(part, payload.storages, f"{path}.parts[{j}]")
+
+
+def _part(part: Part, storages: tuple[Storage, ...], path: str) -> Iterator[str]:
+    if part.dtype not in ITEM_SIZES:
+        yield f"{path}.dtype: expected the name of a torch dtype, got {part.dtype!r}"
+    if len(part.shape) != len(part.stride):
+        yield f"{path}.stride: expected {len(part.shape)} strides, one a size, got {len(part.stride)}"
+    for name, values in (("shape", part.shape), ("stride", part.stride)):
+        for i, value in enumerate(values):
+            yield from size_problems(value, f"{path}.{name}[{i}]")
+    if not 0 <= part.storage < len(storages):
+        yield f"{path}.storage: expected the index of one of {len(storages)} storages, got {part.storage}"
+    item = ITEM_SIZES[part.dtype]
+    if part.offset % item:
+        yield f"{path}.offset: expected a multiple of the {item} bytes of {part.dtype}, got {part.offset}"
+    most = storages[part.storage].nbytes - part_nbytes(part)
+    if not 0 <= part.offset <= most:
+        yield (
+            f"{path}.offset: expected {part_nbytes(part)} bytes inside the {most + part_nbytes(part)} of "
+            f"storage {part.storage}, got offset {part.offset}"
+        )
+
+
+def _coverage(payload: Payload) -> Iterator[str]:
+    for i, weight in enumerate(payload.weights):
+        for j, part in enumerate(weight.parts):
+            extents = payload.storages[part.storage].extents
+            reached, stop = part.offset, part.offset + part_nbytes(part)
+            for extent in extents:
+                if extent.storage_offset <= reached:
+                    reached = max(reached, extent.storage_offset + extent.nbytes)
+            if extents and reached < stop:
+                yield (
+                    f"$.storages[{part.storage}].extents: expected bytes {part.offset}:{stop}, which "
+                    f"$.weights[{i}].parts[{j}] of {weight.fqn!r} reads, got no byte {reached}"
+                )
+
+
+def _methods(payload: Payload) -> Iterator[str]:
+    yield from repeat_problems((m.name for m in payload.methods), "$.methods", "a name")
+    yield from repeat_problems((m.graph for m in payload.methods), "$.methods", "a graph number")
+    for i, method in enumerate(payload.methods):
+        yield from _method(method, f"$.methods[{i}]")
+
+
+def _method(method: Method, path: str) -> Iterator[str]:
+    yield from negative_problems(path, graph=method.graph)
+    yield from repeat_problems((s.name for s in method.symbols), f"{path}.symbols", "a name")
+    for i, symbol in enumerate(method.symbols):
+        here = f"{path}.symbols[{i}]"
+        yield from negative_problems(here, lower=symbol.lower)
+        most = _MOST if symbol.upper is None else symbol.upper
+        yield from range_problems(symbol.example, symbol.lower, most, f"{here}.example")
+    names = {s.name for s in method.symbols}
+    for i, leaf in enumerate(method.inputs):
+        for j, size in enumerate(leaf.shape):
+            here = f"{path}.inputs[{i}].shape[{j}]"
+            if isinstance(size, int):
+                yield from size_problems(size, here)
+            elif size not in names:
+                yield f"{here}: expected a size or one of the symbols {sorted(names)}, got {size!r}"
+
+
+_MOST = (1 << 64) - 1
+
+
+def _traces(payload: Payload) -> Iterator[str]:
+    yield from repeat_problems((t.graph for t in payload.traces), "$.traces", "a graph number")
+    traced = {(t.method, t.graph) for t in payload.traces}
+    named = {(m.name, m.graph) for m in payload.methods}
+    for method, graph in sorted(named ^ traced):
+        has, lacks = ("method", "trace") if (method, graph) in named else ("trace", "method")
+        yield f"$.{lacks}s: expected one of {method!r}, graph {graph}, which is in $.{has}s, got none"
+    for i, trace in enumerate(payload.traces):
+        yield from trace_problems(trace, f"$.traces[{i}]", len(payload.storages))
+        for j, step in enumerate(trace.steps):
+            for s in step.reads:
+                if payload.storages[s].kind != "streamable":
+                    yield (
+                        f"$.traces[{i}].steps[{j}].reads: expected streamable storages, "
+                        f"got storage {s}, which is {payload.storages[s].kind}"
+                    )
+
+
+def _hardware(payload: Payload) -> Iterator[str]:
+    if payload.hardware is not None:
+        yield from machine_problems(payload.hardware, "$.hardware")
+
+
+def _plans(payload: Payload) -> Iterator[str]:
+    for i, plan in enumerate(payload.plans):
+        yield from plan_problems(plan, f"$.plans[{i}]", len(payload.storages))
+        if plan.sizes not in ((), tuple(storage.nbytes for storage in payload.storages)):
+            yield f"$.plans[{i}].sizes: expected those of the payload's storages"

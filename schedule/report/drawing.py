@@ -1,0 +1,271 @@
+"""Pictures of a plan: a page of HTML, a trace for Perfetto, and a few lines for the terminal."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import secrets
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from penstock.schedule.clock.event_graph import PassTimes, simulate
+from penstock.schedule.facts.errors import PlanError
+from penstock.schedule.facts.model import Plan, Trace
+from penstock.schedule.report.views import (
+    View,
+    format_time,
+    join_of,
+    stalls_of,
+    storage_ranges,
+    views_of,
+)
+
+Event = dict[str, Any]
+
+_COMPUTE = "compute"
+_DISK = "disk"
+_LINKS = {0: "link", 1: _DISK}
+_BLOCKS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+"""Eighths of a cell, from none to all."""
+
+_LEAST_WIDTH = 40
+
+
+def save_report(
+    plan: Plan,
+    path: str | PathLike[str],
+    *,
+    names: Sequence[str] | None = None,
+    sweep: Sequence[Mapping[str, Any]] | None = None,
+) -> None:
+    """Write the plan as one page of HTML that needs no network and no other file.
+
+    `names` are the storages' names, those of the plan by default. `sweep` has the points of the
+    budget curve: `budget`, `predicted_ns`, `lower_bound_ns` (or None) and `policies` (name to ns).
+
+    Raises:
+        PlanError: `path` exists or cannot be written, or there is not one name for each storage.
+    """
+    from penstock.schedule.report.page import render_page
+
+    target = _new_file(path)
+    _write(target, [render_page(plan, _names(plan, names), sweep)])
+
+
+def save_timeline(
+    plan: Plan, path: str | PathLike[str], *, names: Sequence[str] | None = None, passes: int = 3
+) -> None:
+    """Write the first passes, from a cold start on, as a trace that ui.perfetto.dev opens.
+
+    Every method is a process, compute and the links are its threads. Stalls are events of their own.
+    (Trace Event Format, Google, 2016: times are microseconds.)
+
+    Raises:
+        PlanError: `path` exists or cannot be written, `passes` is not positive, or there is not one
+            name for each storage.
+    """
+    if passes < 1:
+        raise PlanError(f"a timeline of {passes} passes shows nothing; ask for at least 1")
+    called = _names(plan, names)
+    target = _new_file(path)
+    events = (event for which in range(len(plan.traces)) for event in _events(plan, which, called, passes))
+    lines = (f"{',' if number else ''}\n{json.dumps(event)}" for number, event in enumerate(events))
+    _write(target, ['{"displayTimeUnit": "ms", "traceEvents": [', *lines, "\n]}\n"])
+
+
+def terminal_timeline(plan: Plan, width: int = 100) -> str:
+    """One steady pass of each method in lines of at most `width` characters (40 at least).
+
+    A column is a stretch of time, and how full it is says how much of that compute or link is busy.
+    """
+    parts = []
+    for which, trace in enumerate(plan.traces):
+        if not trace.steps:
+            continue
+        lines = _terminal_lines(plan, which, max(_LEAST_WIDTH, width))
+        parts += [f"{trace.method}:", *lines] if len(plan.traces) > 1 else lines
+    return "\n".join(parts)
+
+
+def lane_name(link: int) -> str:
+    """What a link is called in pictures."""
+    return _LINKS.get(link, f"link {link}")
+
+
+def _terminal_lines(plan: Plan, which: int, width: int) -> list[str]:
+    view = views_of(plan, which).steady
+    trace, schedule = plan.traces[which], plan.schedules[which]
+    links = sorted({t.link for t in schedule.transfers})
+    label = max(len(name) for name in (_COMPUTE, _DISK, *map(lane_name, links))) + 1
+    columns = width - label - 5
+    lanes = {_COMPUTE: list(_computing(plan, which, view))}
+    for link in links:
+        copies = (
+            times
+            for one in view.passes
+            for t, times in zip(schedule.transfers, one.transfers, strict=True)
+            if t.link == link
+        )
+        lanes[lane_name(link)] = list(copies)
+    if any(one.stages for one in view.passes):
+        lanes[_DISK] = [times for one in view.passes for times in one.stages]
+    lines = [f"{name:<{label}}{_cells(busy, view, columns)}" for name, busy in lanes.items()]
+    middle, end = format_time(view.period_ns / 2), format_time(view.period_ns)
+    left = (columns - len(middle)) // 2 - 1
+    right = columns - 1 - left - len(middle) - len(end)
+    waits = sum(stalls_of(trace, view.passes[view.focus]))
+    waits += join_of(trace, view.passes[view.focus], view.begins[view.focus + 1])
+    lines.append(f"{'':<{label}}0{'':<{left}}{middle}{'':<{right}}{end}")
+    return lines + ([f"{'':<{label}}compute waits {format_time(waits)} of it"] if waits else [])
+
+
+def _computing(plan: Plan, which: int, view: View) -> Iterator[tuple[int, int]]:
+    """When compute is busy in the pass that is looked at; the gap between calls counts as busy."""
+    trace, times = plan.traces[which], view.passes[view.focus]
+    ended = times.call_start
+    for step, (start, end) in zip(trace.steps, times.reads, strict=True):
+        yield ended, ended + step.lead_ns
+        yield start, end
+        ended = end
+    yield ended, ended + trace.tail_ns + trace.gap_ns
+
+
+def _cells(busy: Iterable[tuple[int, int]], view: View, columns: int) -> str:
+    """One character a column, and the share of the whole pass."""
+    begin, period = view.begins[view.focus], max(1, view.period_ns)
+    shares = [0.0] * columns
+    for start, stop in busy:
+        low = (max(start, begin) - begin) * columns / period
+        high = (min(stop, begin + period) - begin) * columns / period
+        for column in range(int(low), min(columns, int(high) + 1)):
+            shares[column] += max(0.0, min(high, column + 1) - max(low, column))
+    eighths = [min(8, max(round(share * 8), int(share > 0.01))) for share in shares]
+    return "".join(_BLOCKS[eighth] for eighth in eighths) + f"{sum(shares) / columns:>5.0%}"
+
+
+def _events(plan: Plan, which: int, names: Sequence[str], passes: int) -> Iterator[Event]:
+    """The events of one method."""
+    trace, schedule = plan.traces[which], plan.schedules[which]
+    links = sorted({t.link for t in schedule.transfers} | {0})
+    yield _named("process_name", f"{trace.method} on {plan.hardware.name}", which + 1, 0)
+    disk = (_DISK,) if any(schedule.staged) else ()
+    for tid, name in enumerate((_COMPUTE, *map(lane_name, links), *disk), 1):
+        yield _named("thread_name", name, which + 1, tid)
+    copied = list(_copied(plan, which, names))
+    times = simulate(trace, schedule, plan.hardware, plan.wrap, passes + 1)
+    for number in range(passes):
+        place = {"pid": which + 1, "tid": 1}
+        now, following = times[number], times[number + 1].call_start
+        for event in _compute_events(trace, names, now, following):
+            yield event | place | {"args": {"pass": number} | event["args"]}
+        for t, args, (start, end) in zip(schedule.transfers, copied, now.transfers, strict=True):
+            event = _complete(_title(args["weights"]), "transfer", start, end)
+            yield event | {"pid": which + 1, "tid": 2 + links.index(t.link), "args": {"pass": number} | args}
+        staged = [args for args, nbytes in zip(copied, schedule.staged, strict=False) if nbytes]
+        for args, (start, end) in zip(staged, now.stages, strict=True):
+            event = _complete(_title(args["weights"]), "stage", start, end)
+            yield event | {"pid": which + 1, "tid": 2 + len(links), "args": {"pass": number} | args}
+
+
+def _copied(plan: Plan, which: int, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """What every transfer brings, for which step, and the step whose end it waits for."""
+    places = sorted((place, names[s]) for s, place in enumerate(storage_ranges(plan)) if place)
+    stops = [place.stop for place, _ in places]
+    steps = plan.traces[which].steps
+    for t in plan.schedules[which].transfers:
+        touched = itertools.takewhile(
+            lambda one, stop=t.stop: one[0].start < stop,  # type: ignore[misc]
+            itertools.islice(places, bisect_right(stops, t.start), None),
+        )
+        yield {
+            "weights": [name for _, name in touched],
+            "bytes": t.stop - t.start,
+            "layout": [t.start, t.stop],
+            "for": steps[t.step].name,
+            "after": steps[t.after].name,
+        }
+
+
+def _title(weights: Sequence[str]) -> str:
+    more = f" and {len(weights) - 2} more" if len(weights) > 2 else ""
+    return (", ".join(weights[:2]) or "padding") + more
+
+
+def _compute_events(trace: Trace, names: Sequence[str], times: PassTimes, following: int) -> Iterator[Event]:
+    """Leads, stalls and reads of one pass, its tail, and the gap to the next call at `following`."""
+    ended = times.call_start
+    for step, stall, (start, end) in zip(trace.steps, stalls_of(trace, times), times.reads, strict=True):
+        args: Event = {"step": step.name, "weights": [names[s] for s in step.reads]}
+        if step.lead_ns:
+            yield _complete(f"{step.name} (lead)", "lead", ended, ended + step.lead_ns) | {"args": {}}
+        if stall:
+            yield _complete("stall", "stall", start - stall, start) | {"args": args}
+        yield _complete(step.name, "read", start, end) | {"args": args}
+        ended = end
+    waited = join_of(trace, times, following)
+    for name, ns in (("tail", trace.tail_ns), ("stall", waited), ("gap", trace.gap_ns)):
+        if ns:
+            yield _complete(name, name, ended, ended + ns) | {"args": {}}
+        ended += ns
+
+
+def _complete(name: str, category: str, start: int, end: int) -> Event:
+    return {"ph": "X", "name": name, "cat": category, "ts": start / 1000, "dur": (end - start) / 1000}
+
+
+def _named(what: str, name: str, pid: int, tid: int) -> Event:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _names(plan: Plan, names: Sequence[str] | None) -> Sequence[str]:
+    count = len(plan.arena.layout)
+    chosen = names if names is not None else plan.names or [f"storage {s}" for s in range(count)]
+    if len(chosen) != count:
+        raise PlanError(f"expected a name for each of {count} storages, got {len(chosen)}")
+    return chosen
+
+
+def _new_file(path: str | PathLike[str]) -> Path:
+    target = Path(path)
+    if target.exists() or target.is_symlink():
+        raise PlanError(f"{target} exists; choose another output")
+    if not target.parent.is_dir():
+        raise PlanError(f"{target.parent} is not a folder that exists; create it, or choose another output")
+    return target
+
+
+def _write(target: Path, pieces: Iterable[str]) -> None:
+    """Make `target` hold the pieces, whole or not at all, and never in the place of another file."""
+    temporary = target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        try:
+            with open(temporary, "x", encoding="utf-8") as file:
+                file.writelines(pieces)
+                file.flush()
+                os.fsync(file.fileno())
+            _publish(temporary, target)
+        finally:
+            with suppress(FileNotFoundError):
+                temporary.unlink()
+    except FileExistsError as error:
+        raise PlanError(f"{target} exists; choose another output") from error
+    except OSError as error:
+        raise PlanError(
+            f"{target} could not be written ({error}); check the space left and the permissions"
+        ) from error
+
+
+def _publish(temporary: Path, target: Path) -> None:
+    """Give the temporary its name; FileExistsError where somebody else has taken that meanwhile."""
+    try:
+        os.link(temporary, target)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links: take the name first, then replace what holds it
+        target.touch(exist_ok=False)
+        os.replace(temporary, target)

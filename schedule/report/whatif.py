@@ -1,0 +1,146 @@
+"""What if: other budgets, other policies, and in words what limits a plan and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.schedule.facts.model import Hardware, Plan, Storage
+from penstock.schedule.facts.sizes import format_size
+from penstock.schedule.report.baselines import Problem, compare
+
+SHARES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
+"""Budgets of a sweep, as shares of the way from the floor to everything."""
+
+GIGABYTE = 10**9
+_ALIKE = 1.02
+"""Times within this ratio are called equal."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One budget: what a plan for it takes a pass, what none can beat, and what other policies take (ns)."""
+
+    budget: int
+    predicted_ns: int
+    lower_bound_ns: int | None
+    policies: Mapping[str, int]
+
+
+def other_policies(plan: Plan, storages: Sequence[Storage], host: Hardware | None = None) -> dict[str, int]:
+    """The period of each policy that fits into the plan's budget, summed over the plan's traces."""
+    outside = sum(storages[s].nbytes for s in plan.outside if storages[s].kind != "streamable")
+    found: dict[str, int] = {}
+    for number, trace in enumerate(plan.traces):
+        problem = Problem(storages, trace, plan.budget - outside, plan.hardware)
+        periods = compare(problem, host) if trace.steps else {}
+        for name, ns in periods.items():
+            if ns is not None and (number == 0 or name in found):
+                found[name] = found.get(name, 0) + ns
+            else:
+                found.pop(name, None)
+    return found
+
+
+def point_of(plan: Plan, storages: Sequence[Storage], host: Hardware | None = None) -> Point:
+    """The point of one plan."""
+    bounds = [schedule.lower_bound_ns for schedule in plan.schedules]
+    known = [bound for bound in bounds if bound is not None]
+    return Point(
+        plan.budget,
+        sum(schedule.predicted_ns for schedule in plan.schedules),
+        sum(known) if len(known) == len(bounds) else None,
+        other_policies(plan, storages, host),
+    )
+
+
+def sweep(
+    make: Callable[[int], Plan],
+    storages: Sequence[Storage],
+    *,
+    lowest: int,
+    highest: int,
+    host: Hardware | None = None,
+) -> tuple[Point, ...]:
+    """Time against budget from the floor (`lowest`) to all weights (`highest`); `make` plans for a budget."""
+    budgets = sorted({lowest + int((highest - lowest) * share) for share in SHARES})
+    return tuple(point_of(make(budget), storages, host) for budget in budgets)
+
+
+def limit_of(plan: Plan) -> str:
+    """What sets the plan's time: `compute`, `link`, `disk`, or `memory` where none is busy all the time."""
+    predicted = sum(schedule.predicted_ns for schedule in plan.schedules)
+    compute = sum(trace.compute_ns for trace in plan.traces)
+    copying = sum(plan.hardware.copy_ns(t.stop - t.start) for s in plan.schedules for t in s.transfers)
+    if predicted <= compute * _ALIKE:
+        return "compute"
+    reading = sum(plan.hardware.disk_ns(nbytes) for s in plan.schedules for nbytes in s.staged if nbytes)
+    busiest = max(copying, reading)
+    if predicted > busiest * 1.05:
+        return "memory"
+    return "link" if busiest == copying else "disk"
+
+
+def verdict(plan: Plan, policies: Mapping[str, int], more: Plan | None = None) -> tuple[str, ...]:
+    """Sentences: whether streaming pays, what limits it, and what one more gigabyte buys.
+
+    `more` is the plan for one gigabyte more, if that is less than everything.
+    """
+    sentences = [_limit_sentence(plan), *_best_other(plan, policies)]
+    if more is not None:
+        sentences.append(_more_sentence(plan, more))
+    return tuple(sentences)
+
+
+def _limit_sentence(plan: Plan) -> str:
+    predicted, compute = plan.predicted_seconds, sum(trace.compute_ns for trace in plan.traces) / 1e9
+    if not plan.streamed_bytes:
+        return "Everything fits: nothing streams."
+    moved = format_size(plan.streamed_bytes)
+    match limit_of(plan):
+        case "compute":
+            return f"Compute limits it: copying {moved} a pass hides behind {_time(compute)} of compute."
+        case "link":
+            rate = plan.hardware.link_bytes_per_s / 1e9
+            return (
+                f"The link limits it: {moved} a pass at {rate:.3g} GB/s take {_time(predicted)}, compute "
+                f"{_time(compute)}."
+            )
+        case "disk":
+            read = format_size(sum(nbytes for s in plan.schedules for nbytes in s.staged))
+            held = format_size(plan.host.nbytes if plan.host else 0)
+            return (
+                f"The disk limits it: of {moved} a pass, {read} are more than a host of {held} holds, and "
+                f"reading them takes {_time(predicted)}, compute {_time(compute)}."
+            )
+    return (
+        f"Memory limits it: within {format_size(plan.budget)} there is too little room to copy ahead, so "
+        f"link and compute ({_time(compute)}) wait for each other in {_time(predicted)}."
+    )
+
+
+def _best_other(plan: Plan, policies: Mapping[str, int]) -> list[str]:
+    if not policies or not plan.streamed_bytes:
+        return []
+    name = min(policies, key=lambda policy: policies[policy])
+    times = policies[name] / 1e9 / plan.predicted_seconds
+    if times < 1 / _ALIKE:
+        taken = _time(policies[name] / 1e9)
+        return [f"Another way wins here: {name!r} would take {taken}, {1 / times:.2f} times as fast."]
+    if times <= _ALIKE:
+        return [f"Streaming is as good as any other way here: {name!r} takes the same time."]
+    return [f"Streaming pays: the best other way, {name!r}, would take {times:.2f} times as long."]
+
+
+def _more_sentence(plan: Plan, more: Plan) -> str:
+    gained = plan.predicted_seconds - more.predicted_seconds
+    if gained <= plan.predicted_seconds * 0.005:
+        return "One more gigabyte buys next to nothing."
+    return f"One more gigabyte saves {_time(gained)} a pass ({gained / plan.predicted_seconds:.1%})."
+
+
+def _time(seconds: float) -> str:
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"

@@ -1,0 +1,1 @@
+"""The searches for a plan: one for each kind of arena."""

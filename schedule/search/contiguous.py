@@ -1,0 +1,288 @@
+"""The search for a plan of a contiguous arena: which storages stay, and how far ahead others may come.
+
+What is copied, and when it may start, follows from addresses alone: bytes are copied again when
+anything else was read at their place since, and may be written once that has been read for the last
+time.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from penstock.schedule.bound.period import Relaxation
+from penstock.schedule.clock.event_graph import steady_period_ns
+from penstock.schedule.clock.occupancy import decide
+from penstock.schedule.clock.transfers import Decisions
+from penstock.schedule.facts.model import Arena, Hardware, Schedule, Storage, Trace, Wrap
+from penstock.schedule.space.addresses import Block, Placement, blocks_of, first_use, tight
+from penstock.schedule.space.oldest import place_oldest
+
+_SIZES = 8
+"""Largest sizes of what streams that are tried: small blocks take little memory on their way."""
+
+_SMALLEST = (0.0, 0.1, 0.5)
+"""Shares of the largest size, from which on blocks stream: few large copies pay few latencies."""
+
+_ROOMS = (1.0, 1.06, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0)
+"""Memory in which what streams takes turns, in multiples of the most of it that one step reads."""
+
+_FINER = ((0.8, 0.87, 0.93, 0.97, 1.03, 1.07, 1.15, 1.25), (0.98, 0.99, 1.01, 1.02))
+"""Multiples of the best of these rooms that are tried next, and then of the best of those."""
+
+_PARTS = (0, 4, 64, 1 << 20)
+"""Parts of a block that are copied by themselves, at least, in multiples of what a latency would copy."""
+
+_USUAL = 16
+"""The same, while residencies are compared."""
+
+_EFFORT = 40_000
+"""Addresses, at most, that are chosen in one search."""
+
+_CLOSE = 1.0001
+"""Times the bound, at which a plan is good enough."""
+
+
+@dataclass(frozen=True)
+class _Family:
+    """Blocks of which some stream, and the most of their bytes that one step reads.
+
+    They are chosen so that bytes stream in proportion to `wanted`, which has a number for every block. The
+    blocks `ends` stream besides, at the two ends of the memory, and stick out of what is shared.
+    """
+
+    able: frozenset[int]
+    read: int
+    wanted: Sequence[float]
+    ends: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """What stays, the bytes in which the rest takes turns (None: all that are left), the least time."""
+
+    family: _Family
+    room: float
+    resident: frozenset[int]
+    ring: int | None
+    least_ns: int
+
+
+def search(
+    storages: Sequence[Storage],
+    traces: Sequence[Trace],
+    arena: Arena,
+    *,
+    cap: int,
+    hardware: Hardware,
+    keep: Collection[int],
+    wrap: Wrap,
+    relaxed: Sequence[Relaxation | None],
+    effort: float = 1.0,
+) -> Decisions:
+    """The best decisions found for `cap` bytes of arena, which are at least what is needed.
+
+    `effort` is the share of the usual search.
+    """
+    blocks = blocks_of(storages, traces, arena, keep)
+    found = search_blocks(
+        blocks, traces, arena, cap=cap, hardware=hardware, wrap=wrap, relaxed=relaxed, effort=effort
+    )
+    assert found is not None  # the floor is that of a placement which is tried as well
+    return found
+
+
+def search_blocks(
+    blocks: Sequence[Block],
+    traces: Sequence[Trace],
+    arena: Arena,
+    *,
+    cap: int,
+    hardware: Hardware,
+    wrap: Wrap,
+    relaxed: Sequence[Relaxation | None],
+    effort: float = 1.0,
+) -> Decisions | None:
+    """As `search`, of any blocks: in a paged arena addresses only say what takes whose room.
+
+    None where no placement of the blocks is found.
+    """
+    one = _Search(blocks, traces, arena, cap=cap, hardware=hardware, wrap=wrap)
+    one.effort = int(one.effort * effort)
+    return one.run(relaxed)
+
+
+class _Search:
+    """The placements that are tried, and the decisions of the best so far."""
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        traces: Sequence[Trace],
+        arena: Arena,
+        *,
+        cap: int,
+        hardware: Hardware,
+        wrap: Wrap,
+    ) -> None:
+        self.blocks, self.traces, self.arena = blocks, traces, arena
+        self.cap = cap // arena.granule * arena.granule
+        self.hardware, self.wrap = hardware, wrap
+        self.period: float = math.inf
+        self.copied = 0
+        self.found: Decisions | None = None
+        self.placement: Placement | None = None
+        self.best: _Candidate | None = None
+        self.tried: set[tuple[int, tuple[int, ...]]] = set()
+        self.effort = _EFFORT
+        self.compute_ns = sum(trace.compute_ns for trace in traces)
+
+    def run(self, relaxed: Sequence[Relaxation | None]) -> Decisions | None:
+        """Tries rooms roughly, then more finely about the best, and how far blocks are copied in parts."""
+        enough = sum(one.bound_ns if one else 0 for one in relaxed) * _CLOSE
+        shares = [[float(block.size) for block in self.blocks]]
+        known = [one for one in relaxed if one]
+        if len(known) == len(self.traces):
+            shares.append(self._copied(known))
+        families = [family for wanted in shares for family in self._families(wanted)]
+        self._try([(family, room) for family in families for room in _ROOMS], enough)
+        for multiples in _FINER:
+            if self.best:
+                family, room = self.best.family, self.best.room
+                self._try([(family, room * finer) for finer in multiples], enough)
+        # Last, because of two plans that take the same time the one that copies less is better.
+        self._time(tight(self.blocks), _USUAL)
+        for parts in _PARTS:
+            if self.placement:
+                self._time(self.placement, parts)
+        return self.found
+
+    def _try(self, rooms: Sequence[tuple[_Family, float]], enough: float) -> None:
+        """From the candidate that could be fastest on, while one can still be faster."""
+        candidates = [self._candidate(family, room) for family, room in rooms]
+        for one in sorted((one for one in candidates if one), key=lambda one: one.least_ns):
+            hopeless = one.least_ns >= self.period or self.period <= enough or self.effort <= 0
+            if self.found and hopeless:
+                break
+            self.effort -= len(self.blocks)
+            placement = place_oldest(self.blocks, one.resident, cap=self.cap, ring=one.ring)
+            if placement and self._time(placement, _USUAL):
+                self.best = one
+
+    def _copied(self, relaxed: Sequence[Relaxation]) -> list[float]:
+        """Bytes of each block that the relaxation copies."""
+        wanted = [0.0] * len(self.blocks)
+        starts = [block.range.start for block in self.blocks]
+        for one in relaxed:
+            for gap, kept in zip(one.gaps, one.kept, strict=True):
+                group = one.groups[gap.group]
+                mine: Counter[int] = Counter()
+                for span in group.spans:
+                    mine[bisect_right(starts, span.start) - 1] += span.nbytes
+                for b, nbytes in mine.items():
+                    wanted[b] = max(wanted[b], (group.nbytes - kept) * nbytes / group.nbytes)
+        return wanted
+
+    def _families(self, wanted: Sequence[float]) -> Iterator[_Family]:
+        """The blocks of some range of sizes; and all but the two largest, where those are much larger."""
+        free = sorted(
+            (b for b, block in enumerate(self.blocks) if not block.kept), key=lambda b: self.blocks[b].size
+        )
+        sizes = sorted({self.blocks[b].size for b in free})
+        known = set()
+        for largest in sizes[:: max(1, len(sizes) // _SIZES)] + sizes[-1:]:
+            for share in _SMALLEST:
+                able = frozenset(b for b in free if share * largest <= self.blocks[b].size <= largest)
+                if able not in known:
+                    known.add(able)
+                    yield _Family(able, self._most_read(able), wanted)
+        if len(free) > 2 and self.blocks[free[-2]].size >= 2 * self.blocks[free[-3]].size:
+            able = frozenset(free[:-2]) - self._read_with(free[-2:])
+            yield _Family(able, self._most_read(able), wanted, tuple(free[-2:]))
+
+    def _candidate(self, family: _Family, room: float) -> _Candidate | None:
+        """What stays of a family when the rest takes turns in `room` times what a step reads of it."""
+        granule = self.arena.granule
+        ring = math.ceil(room * family.read / granule) * granule
+        ends = sum(self.blocks[b].size for b in family.ends)
+        others = sum(b.size for n, b in enumerate(self.blocks) if n not in family.able) - ends
+        ring = max(ring, ends - self.cap + others)
+        beside = max(0, ends - ring)  # the bytes at the ends, those of the ring with them
+        left = self.cap - beside + ends if ends else self.cap - ring
+        resident = self._spread(family.able, family.wanted, left)
+        if resident is None:
+            return None
+        resident -= set(family.ends)
+        streamed = [block.size for b, block in enumerate(self.blocks) if b not in resident]
+        copied = sum(streamed) - max(0, beside - ring)
+        latencies = (len(streamed) - 1) * self.hardware.link_latency_ns
+        least = max(self.compute_ns, self.hardware.copy_ns(copied) + latencies)
+        return _Candidate(family, room, resident, ring if ends else None, least)
+
+    def _read_with(self, some: Collection[int]) -> set[int]:
+        """The blocks that a step reads which reads some of these."""
+        steps = {(which, k) for b in some for which, ks in enumerate(self.blocks[b].reads) for k in ks}
+        return {
+            b
+            for b, block in enumerate(self.blocks)
+            if any((which, k) in steps for which, ks in enumerate(block.reads) for k in ks)
+        }
+
+    def _most_read(self, able: Collection[int]) -> int:
+        """The most bytes of these blocks that one step reads."""
+        reads: Counter[tuple[int, int]] = Counter()
+        for b in able:
+            for which, steps in enumerate(self.blocks[b].reads):
+                reads.update({(which, k): self.blocks[b].size for k in steps})
+        return max(reads.values(), default=0)
+
+    def _spread(self, able: frozenset[int], wanted: Sequence[float], room: int) -> frozenset[int] | None:
+        """Residents of at most `room` bytes: all but some of `able`, spread as the relaxation copies.
+
+        None where the others alone take more.
+        """
+        streamed = sum(block.size for block in self.blocks) - room
+        if sum(self.blocks[b].size for b in able) < streamed:
+            return None
+        scale = streamed / max(1.0, sum(wanted[b] for b in able))
+        order = sorted(able, key=lambda b: first_use(self.blocks[b]))
+        chosen, free, owed = set(range(len(self.blocks))), -streamed, 0.0
+        for b in order:
+            owed += scale * wanted[b]
+            if owed >= self.blocks[b].size / 2:
+                chosen.remove(b)
+                owed -= self.blocks[b].size
+                free += self.blocks[b].size
+        for b in order:  # what was still owed at the end
+            if free < 0 and b in chosen:
+                chosen.remove(b)
+                free += self.blocks[b].size
+        for b in sorted(able - chosen, key=lambda b: -self.blocks[b].size):
+            if self.blocks[b].size <= free:
+                chosen.add(b)
+                free -= self.blocks[b].size
+        return frozenset(chosen)
+
+    def _time(self, placement: Placement, parts: int) -> bool:
+        """Whether the placement takes less time than any before, or as much for fewer bytes copied."""
+        if (parts, placement.addresses) in self.tried or placement.nbytes > self.cap:
+            return False
+        better = False
+        self.tried.add((parts, placement.addresses))
+        least = int(parts * self.hardware.link_latency_ns * self.hardware.link_bytes_per_s / 1e9)
+        last = max((len(trace.steps) for trace in self.traces), default=1) - 1
+        choices = (last,) if self.wrap == "overlap" else (last, 0)
+        for early in choices:
+            decisions = decide(self.blocks, self.traces, self.arena, placement, early=early, least=least)
+            period = 0
+            for trace, (transfers, drops) in zip(self.traces, decisions.streams, strict=True):
+                schedule = Schedule(trace.graph, transfers, drops, 0)
+                period += steady_period_ns(trace, schedule, self.hardware, self.wrap)
+            copied = sum(t.stop - t.start for transfers, _ in decisions.streams for t in transfers)
+            if (period, copied) < (self.period, self.copied):
+                self.period, self.copied, self.found, self.placement = period, copied, decisions, placement
+                better = True
+        return better

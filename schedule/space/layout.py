@@ -1,0 +1,112 @@
+"""The order and offsets of all storages in their source: packed by first use, or as found in files.
+
+A layout is a fact, not a decision: it says where bytes lie before anything is planned.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from penstock.schedule.facts.model import Arena, ArenaKind, Extent, Range, Storage, Trace, WeightFile
+
+MAPPED_ALIGNMENT = 64
+"""A storage that is used where its file has it lies at a multiple of this (see the note below).
+
+Kernels choose their code by the alignment of an address, so a less aligned one gives other last
+bits than the same weight in memory of its own.
+"""
+
+
+def first_uses(storages: Sequence[Storage], traces: Sequence[Trace]) -> tuple[int, ...]:
+    """The streamable storages that hold bytes and are read, in the order of their first read."""
+    order = dict.fromkeys(s for trace in traces for step in trace.steps for s in step.reads)
+    return tuple(s for s in order if storages[s].kind == "streamable" and storages[s].nbytes > 0)
+
+
+def packed_arena(
+    storages: Sequence[Storage],
+    traces: Sequence[Trace],
+    *,
+    kind: ArenaKind,
+    granule: int,
+    alignment: int,
+) -> Arena:
+    """An arena of anonymous memory whose layout holds the storages in first-use order.
+
+    Each begins at a multiple of `alignment` bytes. One segment covers them all; there is none
+    when nothing is streamed.
+    """
+    layout = [-1] * len(storages)
+    end = 0
+    for index in first_uses(storages, traces):
+        layout[index] = _align(end, alignment)
+        end = layout[index] + storages[index].nbytes
+    segments = (Range(0, end),) if end else ()
+    return Arena(kind, "anonymous", granule, tuple(layout), segments)
+
+
+def mapped_arena(
+    storages: Sequence[Storage],
+    files: Sequence[WeightFile],
+    *,
+    granule: int,
+    page: int = 4096,
+    traces: Sequence[Trace] = (),
+) -> Arena | None:
+    """An arena that maps the files in which the weights already lie, or None where none can.
+
+    The layout is the files one after the other, each from a multiple of the granule on. Every
+    streamable storage with bytes is laid out, or those that `traces` read if any are given;
+    each has to be one run of one file that begins at a multiple of 64. A segment a file covers,
+    in whole pages, its first to its last laid-out byte.
+    """
+    wanted = range(len(storages)) if not traces else first_uses(storages, traces)
+    chosen = [s for s in wanted if storages[s].kind == "streamable" and storages[s].nbytes > 0]
+    bases = tuple(_file_bases(files, max(granule, page)))
+    layout = [-1] * len(storages)
+    bounds: dict[int, Range] = {}
+    for index in sorted(chosen):
+        place = _place_in_file(storages[index], files)
+        if place is None:
+            return None
+        file, offset = place
+        layout[index] = bases[file] + offset
+        stop = layout[index] + storages[index].nbytes
+        seen = bounds.get(file, Range(layout[index], stop))
+        bounds[file] = Range(min(seen.start, layout[index]), max(seen.stop, stop))
+    segments = tuple(
+        Range(bounds[file].start // page * page, _align(bounds[file].stop, page)) for file in sorted(bounds)
+    )
+    return Arena("paged", "mapped", granule, tuple(layout), segments)
+
+
+def _file_bases(files: Sequence[WeightFile], alignment: int) -> Iterator[int]:
+    end = 0
+    for file in files:
+        yield end
+        end = _align(end + file.nbytes, alignment)
+
+
+def _place_in_file(storage: Storage, files: Sequence[WeightFile]) -> tuple[int, int] | None:
+    """The file and the offset of the storage's byte 0, where its extents are one aligned run."""
+    extents = storage.extents
+    if not extents or not _is_one_run(extents):
+        return None
+    file = extents[0].file
+    offset = extents[0].file_offset - extents[0].storage_offset
+    inside = offset >= 0 and offset + storage.nbytes <= files[file].nbytes
+    return (file, offset) if inside and offset % MAPPED_ALIGNMENT == 0 else None
+
+
+def _is_one_run(extents: Sequence[Extent]) -> bool:
+    return all(
+        before.file == after.file
+        and before.file_offset + before.nbytes == after.file_offset
+        and before.storage_offset + before.nbytes == after.storage_offset
+        for before, after in itertools.pairwise(extents)
+    )
+
+
+def _align(offset: int, alignment: int) -> int:
+    return -(-offset // alignment) * alignment

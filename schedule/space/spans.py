@@ -1,0 +1,168 @@
+"""Spans: the layout cut at granule boundaries by which steps read it, then into chunks.
+
+Spans with the same reads form a group: they are loaded and dropped at the same steps, so that
+residency is decided by group, as a number of leading spans.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from penstock.schedule.facts.model import Arena, Range, Storage, Trace
+
+Reads = tuple[tuple[int, ...], ...]
+"""For every trace the steps, ascending, that read something."""
+
+_CHUNKS = 30_000
+"""Spans that the layout would have if one storage filled it; boundaries of storages come on top."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Whole granules, cut to their segment, that the same steps read; `kept` if never dropped."""
+
+    range: Range
+    reads: Reads
+    kept: bool
+
+
+@dataclass(frozen=True)
+class Group:
+    """The spans, in layout order, that the same steps read."""
+
+    spans: tuple[Range, ...]
+    reads: Reads
+    kept: bool
+
+    @cached_property
+    def bytes_of_first(self) -> tuple[int, ...]:
+        """Bytes of the first 0, 1, 2, ... spans."""
+        return tuple(itertools.accumulate((span.nbytes for span in self.spans), initial=0))
+
+    @property
+    def nbytes(self) -> int:
+        return self.bytes_of_first[-1]
+
+
+def reads_of(storages: Sequence[Storage], traces: Sequence[Trace], arena: Arena) -> dict[int, Reads]:
+    """The steps that read each storage of the arena, for those that hold bytes and are read at all."""
+    steps: dict[int, tuple[list[int], ...]] = {}
+    for which, trace in enumerate(traces):
+        for k, step in enumerate(trace.steps):
+            for s in dict.fromkeys(step.reads):
+                if arena.layout[s] >= 0 and storages[s].nbytes > 0:
+                    steps.setdefault(s, tuple([] for _ in traces))[which].append(k)
+    return {s: tuple(tuple(one) for one in reads) for s, reads in sorted(steps.items())}
+
+
+def read_runs(
+    storages: Sequence[Storage], traces: Sequence[Trace], arena: Arena, *, keep: Collection[int] = ()
+) -> tuple[Run, ...]:
+    """The granules that any step reads, in layout order, in runs as long as their reads are the same.
+
+    A granule that several storages touch is read whenever one of them is.
+    """
+    reads = reads_of(storages, traces, arena)
+    granule = arena.granule
+    edges: dict[int, list[tuple[int, bool]]] = {}
+    for s in reads:
+        start = arena.layout[s] // granule
+        stop = -(-(arena.layout[s] + storages[s].nbytes) // granule)
+        edges.setdefault(start, []).append((s, True))
+        edges.setdefault(stop, []).append((s, False))
+    runs: list[Run] = []
+    inside: set[int] = set()
+    for first, last in itertools.pairwise(sorted(edges)):
+        for s, enters in edges[first]:
+            (inside.add if enters else inside.discard)(s)
+        if not inside:
+            continue
+        union = tuple(_union(reads[s][which] for s in inside) for which in range(len(traces)))
+        kept = not inside.isdisjoint(keep)
+        for piece in _cut(Range(first * granule, last * granule), arena.segments):
+            runs.append(Run(piece, union, kept))
+    return tuple(_joined(runs, arena.segments))
+
+
+def span_groups(runs: Sequence[Run], granule: int) -> tuple[Group, ...]:
+    """The runs cut into spans of at most one chunk, grouped by reads, in order of first appearance."""
+    total = sum(run.range.nbytes for run in runs)
+    chunk = max(1, -(-total // (_CHUNKS * granule))) * granule
+    spans: dict[tuple[Reads, bool], list[Range]] = {}
+    for run in runs:
+        spans.setdefault((run.reads, run.kept), []).extend(_chunks(run.range, chunk, granule))
+    return tuple(Group(tuple(some), reads, kept) for (reads, kept), some in spans.items())
+
+
+def merged(ranges: Iterable[Range], breaks: Collection[int] = ()) -> tuple[Range, ...]:
+    """The same bytes in as few ranges as possible, ascending; none reaches over one of `breaks`."""
+    result: list[Range] = []
+    for one in sorted(ranges):
+        if result and one.start <= result[-1].stop and one.start not in breaks:
+            result[-1] = Range(result[-1].start, max(result[-1].stop, one.stop))
+        else:
+            result.append(one)
+    return tuple(result)
+
+
+def subtract(ranges: Iterable[Range], taken: Sequence[Range]) -> list[Range]:
+    """The bytes of `ranges` that are in none of `taken` (sorted, disjoint)."""
+    rest = []
+    starts = [t.start for t in taken]
+    for item in ranges:
+        start = item.start
+        for hole in taken[max(0, bisect_right(starts, start) - 1) :]:
+            if hole.start >= item.stop:
+                break
+            if hole.stop <= start:
+                continue
+            if hole.start > start:
+                rest.append(Range(start, hole.start))
+            start = hole.stop
+        if start < item.stop:
+            rest.append(Range(start, item.stop))
+    return rest
+
+
+def _union(steps: Iterator[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(sorted(set().union(*steps)))
+
+
+def _cut(piece: Range, segments: Sequence[Range]) -> Iterator[Range]:
+    for segment in segments:
+        start, stop = max(piece.start, segment.start), min(piece.stop, segment.stop)
+        if start < stop:
+            yield Range(start, stop)
+
+
+def _joined(runs: Sequence[Run], segments: Sequence[Range]) -> Iterator[Run]:
+    """Neighbours of one segment with the same reads become one run."""
+    begins = {segment.start for segment in segments}
+    for (_, _), same in itertools.groupby(
+        _numbered(runs, begins), key=lambda numbered: (numbered[0], numbered[1].reads)
+    ):
+        members = [run for _, run in same]
+        yield Run(Range(members[0].range.start, members[-1].range.stop), members[0].reads, members[0].kept)
+
+
+def _numbered(runs: Sequence[Run], begins: Collection[int]) -> Iterator[tuple[int, Run]]:
+    """Each run with a number that changes where it does not continue the one before."""
+    number, before = 0, None
+    for run in runs:
+        touches = before is not None and before.range.stop == run.range.start and before.kept == run.kept
+        number += not touches or run.range.start in begins
+        yield number, run
+        before = run
+
+
+def _chunks(run: Range, chunk: int, granule: int) -> Iterator[Range]:
+    """The run in pieces of about equal size, at most `chunk`, that begin at granule boundaries."""
+    first, last = run.start // granule, -(-run.stop // granule)
+    count = -(-(last - first) * granule // chunk)
+    edges = [(first + (last - first) * i // count) * granule for i in range(count + 1)]
+    for start, stop in itertools.pairwise(edges):
+        yield Range(max(start, run.start), min(stop, run.stop))

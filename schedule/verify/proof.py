@@ -1,0 +1,134 @@
+"""The proof that a plan is safe, from storages, traces and plan alone; no code of the planner.
+
+The rules are those of docs/payload.md, "What a schedule means". This file checks what stands still
+(facts, indices, budget), `verify_memory.py` where ranges lie, `verify_walk.py` what moves.
+"""
+
+from __future__ import annotations
+
+from penstock.schedule.facts.errors import PlanError
+from penstock.schedule.facts.model import Plan, Schedule, Storage, Trace
+from penstock.schedule.verify.host import check_host
+from penstock.schedule.verify.memory import ABSENT, Memory
+from penstock.schedule.verify.walk import Walk, dropped_or_written, lay
+
+
+def verify_plan(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: Plan) -> None:
+    """Return when `plan` is safe for every method of the program, at any speed of any copy.
+
+    Raises PlanError with one sentence: which graph, transfer or step, and which bytes. Takes time
+    linear in transfers and steps, but for ranges that many others cut.
+    """
+    _check_traces(storages, traces, plan)
+    _check_budget(storages, plan)
+    for schedule, trace in _paired(plan):
+        _check_schedule(schedule, trace)
+    check_host(plan)
+    memory = Memory(storages, plan)
+    _check_resident(memory, plan)
+    for schedule, trace in _paired(plan):
+        Walk(memory, plan, schedule, trace).run()
+
+
+def _paired(plan: Plan) -> list[tuple[Schedule, Trace]]:
+    traces = {t.graph: t for t in plan.traces}
+    return [(s, traces[s.graph]) for s in plan.schedules]
+
+
+def _check_traces(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: Plan) -> None:
+    if plan.wrap not in ("overlap", "barrier"):
+        raise PlanError(f"expected wrap to be overlap or barrier, got {plan.wrap!r}")
+    graphs = sorted(t.graph for t in traces)
+    for what, found in (("traces", plan.traces), ("schedules", plan.schedules)):
+        if sorted(item.graph for item in found) != graphs:
+            raise PlanError(
+                f"expected {what} of the program's graphs {graphs}, got {sorted(i.graph for i in found)}: "
+                "the plan was made for another program"
+            )
+    program = {t.graph: t for t in traces}
+    for trace in plan.traces:
+        reads, expected = [[s.reads for s in t.steps] for t in (trace, program[trace.graph])]
+        if reads != expected:
+            step = next((k for k, (a, b) in enumerate(zip(reads, expected, strict=False)) if a != b), None)
+            where = (
+                f"{len(reads)} steps for {len(expected)}" if step is None else f"other reads in step {step}"
+            )
+            raise PlanError(f"graph {trace.graph}: the plan was made for another program, which has {where}")
+        _check_trace(storages, trace)
+
+
+def _check_trace(storages: tuple[Storage, ...], trace: Trace) -> None:
+    if min(trace.tail_ns, trace.gap_ns, *(min(s.lead_ns, s.read_ns) for s in trace.steps), 0) < 0:
+        raise PlanError(f"graph {trace.graph}: expected times of 0 ns or more, got a negative one")
+    for k, step in enumerate(trace.steps):
+        for s in step.reads:
+            if not 0 <= s < len(storages) or storages[s].kind != "streamable":
+                raise PlanError(
+                    f"graph {trace.graph}: step {k} ({step.name}) reads storage {s}, which is not a "
+                    f"streamable one of {len(storages)}"
+                )
+
+
+def _check_budget(storages: tuple[Storage, ...], plan: Plan) -> None:
+    outside = set(plan.outside)
+    if len(outside) < len(plan.outside) or not outside <= set(range(len(storages))):
+        raise PlanError(
+            f"expected indices of {len(storages)} storages outside the arena, each once, got {plan.outside}"
+        )
+    for s, storage in enumerate(storages):
+        if storage.kind != "streamable" and s not in outside:
+            raise PlanError(
+                f"storage {s} is {storage.kind} and must be outside the arena, but the plan does not list it"
+            )
+    taken = sum(storages[s].nbytes for s in outside)
+    if plan.arena_bytes < 0 or plan.arena_bytes + taken > plan.budget:
+        raise PlanError(
+            f"the arena of {plan.arena_bytes} bytes and {taken} bytes outside it do not fit into the budget "
+            f"of {plan.budget} bytes"
+        )
+
+
+def _check_schedule(schedule: Schedule, trace: Trace) -> None:
+    steps = len(trace.steps)
+    if schedule.predicted_ns < 0:
+        raise PlanError(
+            f"graph {schedule.graph}: expected a predicted time of 0 ns or more, got {schedule.predicted_ns}"
+        )
+    for name, item in dropped_or_written(schedule):
+        if not 0 <= item.step < steps:
+            raise PlanError(f"graph {schedule.graph}: {name} names a step that is not one of {steps}")
+    for i, transfer in enumerate(schedule.transfers):
+        where = f"graph {schedule.graph}: transfer {i} for step {transfer.step}"
+        if not transfer.step - steps <= transfer.after < transfer.step:
+            raise PlanError(
+                f"{where} waits for step {transfer.after}, expected one from {transfer.step - steps} to "
+                f"{transfer.step - 1}: before its own, and one pass back at most"
+            )
+        if (transfer.direction, transfer.link) != ("in", 0):
+            raise PlanError(
+                f"{where} has direction {transfer.direction!r} and link {transfer.link}, expected 'in' "
+                "and 0, the only ones there are"
+            )
+
+
+def _check_resident(memory: Memory, plan: Plan) -> None:
+    """Resident bytes are in the boundary, and nothing drops or overwrites them."""
+    resident = lay(plan.resident, memory, "resident range")
+    for pieces in map(plan.boundary_of, plan.schedules):
+        boundary = lay(pieces, memory, "boundary range")
+        for cell, content in enumerate(resident):
+            if content not in (ABSENT, boundary[cell]):
+                extent = memory.extent(cell)
+                raise PlanError(
+                    f"bytes {extent.start}:{extent.stop} are resident but missing from the boundary"
+                )
+        if memory.paged and sum(r.nbytes for r in pieces) > plan.arena_bytes:
+            raise PlanError(
+                f"the boundary of {sum(r.nbytes for r in pieces)} bytes does not fit into the arena of "
+                f"{plan.arena_bytes} bytes"
+            )
+    for schedule in plan.schedules:
+        for name, item in dropped_or_written(schedule):
+            _, lo, hi = memory.place(item)
+            if resident[lo:hi].count(ABSENT) < hi - lo:
+                raise PlanError(f"graph {schedule.graph}: {name} takes bytes that are resident")

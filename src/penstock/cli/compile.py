@@ -1,0 +1,106 @@
+"""The command `compile`, for programs that were saved and for models that are exported here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock.cli import console
+from penstock.cli.inputs import load_exported, pairs, weight_files
+from penstock.cli.options import Json
+from penstock.schedule.facts.sizes import format_size
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="A program saved by torch.export.save (.pt2), the folder of a transformers model, or "
+        "module:function that returns a module and example inputs."
+    ),
+]
+Weights = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="Safetensors file, index or folder to take values from; may be given again. Default: the "
+        "program's own, or those in the model's folder."
+    ),
+]
+
+
+def compile(
+    model: Model,
+    output: Annotated[Path, typer.Argument(help="The artifact folder to write, NAME.penstock.")],
+    *,
+    weights: Weights = None,
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(help="FQN=NAME: what a weight is called in the files; may be repeated."),
+    ] = None,
+    cast: Annotated[
+        bool, typer.Option("--cast", help="Convert floating-point weights of another dtype, as torch does.")
+    ] = False,
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of each call of a model that a folder describes.")
+    ] = 1,
+    pack: Annotated[bool, typer.Option(help="Copy the weights, or refer to the files in place.")] = True,
+    lowering: Annotated[
+        str, typer.Option(help="eager (the exported graph itself) or inductor (compiled with AOTInductor).")
+    ] = "eager",
+    resident_below: Annotated[
+        str | None, typer.Option(help="With inductor: weights smaller than this stay in memory (64KiB).")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an artifact that exists.")] = False,
+    json: Json = False,
+) -> None:
+    """Compile an exported program into an artifact that streams its weights."""
+    from penstock.runtime.artifact import compile as compile_program
+
+    program, files, names = _program(model, tokens, weight_files(weights))
+    with console.byte_progress() as progress:
+        compiled = compile_program(
+            program,
+            output,
+            weights=files,
+            rename=names | dict(pairs(rename or [], "--rename", "FQN=NAME")),
+            lowering=lowering,
+            cast=cast,
+            pack=pack,
+            resident_below=resident_below,
+            force=force,
+            progress=progress,
+        )
+    facts = {"path": str(output), "weight_bytes": compiled.weight_bytes, "floor_bytes": compiled.floor_bytes}
+    if json:
+        console.print_json(facts)
+    else:
+        console.print_facts(
+            f"Wrote {output}",
+            [
+                ("weights", format_size(compiled.weight_bytes)),
+                ("floor", f"{format_size(compiled.floor_bytes)} ({compiled.floor_bytes} bytes)"),
+                ("next", f"penstock run {output} --budget 50%"),
+            ],
+        )
+
+
+def _program(model: str, tokens: int, files: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """A program that was saved, or one exported without building its model; weight files, and names in them.
+
+    The files are those given, else the model's own.
+    """
+    path = Path(model)
+    folder = path if path.is_dir() else path.parent if path.name == "config.json" else None
+    if folder is None and (path.exists() or ":" not in model):
+        return load_exported(path), files, {}
+    from penstock.models.checkpoint_names import names_in_checkpoint
+    from penstock.models.preflight import open_source
+    from penstock.passes.building.fake_export import Built
+    from penstock.runtime.checkpoint.opening import open_checkpoint
+
+    with console.spinner(f"exporting {model} without building it"), console.quiet():
+        build, inputs = open_source(model, tokens=tokens)
+        built = Built.by(build)
+        program, files = built.export(inputs()), files or folder
+    names = names_in_checkpoint(built.module, open_checkpoint(files).tensors) if files else {}
+    return program, files, names

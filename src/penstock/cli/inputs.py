@@ -1,0 +1,54 @@
+"""What commands are given: files, pairs and numbers, checked; and how they refuse."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import typer
+
+
+def fail(sentence: str) -> NoReturn:
+    """One sentence on stderr, and status 2."""
+    typer.echo(f"penstock: {sentence}", err=True)
+    sys.exit(2)
+
+
+def load_exported(path: Path) -> Any:
+    """The program that torch.export.save wrote to `path`."""
+    import torch
+
+    from penstock.passes.calls.stored_program import load_stored
+
+    if not path.is_file():
+        fail(f"{path} is not a file: give a program saved by torch.export.save")
+    try:
+        return load_stored(path)
+    except Exception as error:
+        fail(f"{path} is not a program that this torch ({torch.__version__}) can load: {first_line(error)}")
+
+
+def first_line(error: Exception) -> str:
+    """What an error says first, or its type."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def weight_files(weights: list[Path] | None) -> Path | list[Path] | None:
+    """As `penstock.compile(weights=...)` takes them."""
+    return weights[0] if weights and len(weights) == 1 else weights or None
+
+
+def pairs(items: list[str], option: str, form: str) -> list[tuple[str, str]]:
+    """The two sides of each `NAME=VALUE` of an option."""
+    for item in items:
+        if "=" not in item:
+            fail(f"{option} {item!r} is not of the form {form}")
+    return [(name, value) for name, _, value in (item.partition("=") for item in items)]
+
+
+def integer(value: str, name: str) -> int:
+    """A number of an option `--size NAME=N`."""
+    if not value.isdecimal():
+        fail(f"--size {name}={value} is not a whole number")
+    return int(value)

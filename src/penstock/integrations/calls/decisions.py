@@ -1,0 +1,85 @@
+"""What a program was exported for that only the values of a call's tensors tell: what its masks hide.
+
+Whether a padding mask is all ones decides between kernels, and a mask need not be an argument: models make
+them, of pixels or of other masks. So each question that the library asks is answered while exporting by an
+assumption, the tensor that tells the truth becomes an output, and the part of the graph that computes it is
+run before each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+
+from penstock.passes.calls.inputs import user_placeholders
+
+
+class Decisions:
+    """Answers to the questions of one export, by turn: those that are known, then always `otherwise`."""
+
+    def __init__(self, known: Sequence[bool], otherwise: bool) -> None:
+        self._known, self._otherwise = known, otherwise
+        self.answers: list[bool] = []
+        self.tensors: list[torch.Tensor] = []
+
+    def all(self, tensor: torch.Tensor) -> bool:
+        """Whether all of a tensor is true, as assumed."""
+        position = len(self.answers)
+        self.answers.append(self._known[position] if position < len(self._known) else self._otherwise)
+        self.tensors.append(tensor.all())
+        return self.answers[-1]
+
+
+class AskedMask:
+    """A padding mask that is asked only what the libraries ask; `decisions` answer."""
+
+    def __init__(self, mask: torch.Tensor, decisions: Decisions) -> None:
+        self._mask, self._decisions = mask, decisions
+        self.shape, self.device = mask.shape, mask.device
+
+    def all(self) -> bool:
+        return self._decisions.all(self._mask)
+
+    def sum(self) -> int:
+        """Compared with `numel()`."""
+        return int(self.all())
+
+    def numel(self) -> int:
+        return 1
+
+    def __getitem__(self, index: Any) -> AskedMask:
+        return AskedMask(self._mask[index], self._decisions)
+
+    def __invert__(self) -> AskedMask:
+        return AskedMask(~self._mask, self._decisions)
+
+
+def truth_of(
+    exported: ExportedProgram, count: int
+) -> Callable[[Sequence[torch.Tensor]], tuple[bool, ...]] | None:
+    """What computes a program's last `count` outputs from its inputs; None where they need weights."""
+    nodes = list(exported.graph_module.graph.nodes)
+    wanted = nodes[-1].args[0][len(nodes[-1].args[0]) - count :]
+    needed = set(wanted)
+    for node in reversed(nodes):
+        needed |= set(node.all_input_nodes) if node in needed else set()
+    inputs = user_placeholders(exported)
+    graph = fx.Graph()
+    copies = {node: graph.node_copy(node) for node in inputs}
+    for node in nodes:
+        if node in needed and node not in copies:
+            if node.op == "placeholder":
+                return None
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in wanted))
+    module = fx.GraphModule(exported.graph_module, graph)
+
+    def truth(tensors: Sequence[torch.Tensor]) -> tuple[bool, ...]:
+        with torch.no_grad():
+            return tuple(bool(value) for value in module.forward(*tensors))
+
+    return truth

@@ -1,0 +1,131 @@
+"""The calls of a module: what they were given, by name, and what kind of call they are."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from penstock.integrations.calls.arguments import Collector, State, Tree
+from penstock.integrations.calls.decisions import Decisions
+from penstock.integrations.libraries import are_full
+from penstock.schedule.facts.errors import StreamError
+
+
+@dataclass
+class Result:
+    """What a call returned, what it left in the states that it was given, what it assumed, and remembers."""
+
+    output: Tree
+    states: tuple[State, ...]
+    decisions: Decisions
+    remembered: list[str]
+
+
+@dataclass(frozen=True)
+class Call:
+    """The tree of a call's arguments, its tensors and states, and what kind of call it is.
+
+    `entry` is the FQN of the method that is called: `forward`, `decode`, `encoder.forward`.
+    """
+
+    entry: str
+    tree: Tree
+    tensors: tuple[torch.Tensor, ...]
+    states: tuple[object, ...]
+    full_masks: bool
+    text: str
+    """The arguments that were given, in words."""
+
+    @classmethod
+    def of(cls, entry: str, arguments: Mapping[str, Any]) -> Call:
+        collector = Collector()
+        tree = collector.take(dict(arguments))
+        _refuse_autocast(collector.tensors)
+        masks = [v for k, v in arguments.items() if k.endswith("attention_mask") and _is_padding(v)]
+        full = are_full(masks)
+        texts = [f"{name} {_text(value)}" for name, value in arguments.items() if value is not None]
+        text = ", ".join(texts if full else [*texts, "padded"])
+        return cls(entry, tree, tuple(collector.tensors), tuple(collector.states), full, text)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Equal for calls that one exported program may serve."""
+        shapes = tuple((t.dtype, t.device.type, tuple(min(n, 2) for n in t.shape)) for t in self.tensors)
+        orders = tuple(_order(tensor) for tensor in self.tensors)
+        return self.entry, self.tree.key, shapes, orders, self.full_masks, _settings()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return str(list(value.shape))
+    return repr(value) if isinstance(value, bool | int | float | str) else type(value).__name__
+
+
+def _order(tensor: torch.Tensor) -> tuple[object, ...]:
+    """How a tensor lies in memory, which a module may ask: export answers as for the first one."""
+    if tensor.is_contiguous():
+        return ()
+    last = tensor.is_contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else False
+    strides = [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    order = sorted(range(len(strides)), key=lambda k: -strides[k])
+    return last, tuple(order), tuple(stride == 0 for stride in strides)
+
+
+def _settings() -> tuple[object, ...]:
+    """What torch is set to, and what becomes part of a program where a module asks for it."""
+    kinds = ("cpu", "cuda")
+    autocast = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in kinds]
+    return torch.get_default_dtype(), *autocast
+
+
+def _refuse_autocast(tensors: Sequence[torch.Tensor]) -> None:
+    """Raise StreamError under torch.autocast, of which an exported program has nothing."""
+    if any(torch.is_autocast_enabled(kind) for kind in {tensor.device.type for tensor in tensors}):
+        raise StreamError(
+            "torch.autocast is on, and a program has the dtypes that it was exported with: call the model "
+            "outside of it, or load the model in the dtype that it should compute in"
+        )
+
+
+def _is_padding(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 2
+
+
+def refuse_grad(arguments: object) -> None:
+    """Raise StreamError where a gradient would be expected, which there is none of."""
+    leaves = pytree.tree_leaves(arguments) if torch.is_grad_enabled() else ()
+    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+        raise StreamError(
+            "an input requires grad and grad mode is on: gradients through streamed weights are not "
+            "supported, so call under torch.no_grad() or detach the input"
+        )
+
+
+def method_of(module: nn.Module, entry: str) -> Any:
+    """The method that an entry names: `forward`, or `encoder.forward` of a submodule."""
+    owner, _, name = entry.rpartition(".")
+    return getattr(module.get_submodule(owner), name)
+
+
+def named(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, those that were not given left out."""
+    signature = inspect.signature(function)
+    arguments = {**signature.bind(*args, **kwargs).arguments}
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            arguments |= arguments.pop(name, {})
+        elif parameter.kind is parameter.VAR_POSITIONAL and arguments.pop(name, ()):
+            raise StreamError(
+                f"{function.__qualname__} was called with arguments that have no name: name them"
+            )
+    return arguments

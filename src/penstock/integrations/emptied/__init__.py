@@ -1,0 +1,1 @@
+"""Modules whose weights have left memory, and what notices that one was changed."""

@@ -1,0 +1,116 @@
+"""Tensors whose values are not in memory, and which say so where torch would end the process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from penstock.schedule.facts.errors import StreamError
+
+_FACTS = frozenset(
+    {
+        *("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "ndim", "names", "nbytes"),
+        *("itemsize", "grad", "grad_fn", "_version", "_backward_hooks", "is_meta", "is_cpu", "is_cuda"),
+        *("is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xpu", "is_mps", "output_nr"),
+        *("size", "stride", "dim", "numel", "nelement", "element_size", "storage_offset", "__len__"),
+        *("is_contiguous", "is_floating_point", "is_complex", "is_inference", "is_shared"),
+        *("get_device", "requires_grad_", "retains_grad", "is_sparse_csr"),
+    }
+)
+"""What a tensor can be asked without its values."""
+
+_SETTABLE = ("requires_grad", "grad")
+
+_SAYS, _STORAGE = "penstock_says", "penstock_storage"
+"""Attributes of an absent tensor: its sentence, and the empty storage that it shows."""
+
+
+class AbsentTensor(torch.Tensor):
+    """A tensor of a shape and no memory. StreamError for whatever would read or write its values.
+
+    What Python calls is refused in `__torch_function__`; what C++ does with it, as in `torch.vmap` and
+    `torch.tensor`, in `__torch_dispatch__`. `torch.utils.dlpack.to_dlpack` alone asks neither: whoever reads
+    its capsule reads a null pointer.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = func.__name__
+        if name == "untyped_storage":
+            return vars(args[0])[_STORAGE]
+        if name in ("__get__", "__set__"):
+            asked, name = name, getattr(func.__self__, "__name__", "")
+            name = "" if asked == "__set__" and name not in _SETTABLE else name
+        if name not in _FACTS:
+            _refuse(args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> NoReturn:
+        _refuse(args, kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        kind = "parameter" if isinstance(self, nn.Parameter) else "tensor"
+        return f"a {kind} of shape {tuple(self.shape)} that is not in memory"
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+
+class AbsentParameter(AbsentTensor, nn.Parameter):
+    """One that is a parameter."""
+
+
+def make_absent(
+    value: torch.Tensor, name: str, sentence: str, empty: torch.UntypedStorage
+) -> Callable[[torch.Tensor], None]:
+    """Let a tensor say that it is not in memory; returns what gives it values again.
+
+    The object stays the same: what it was is kept beside it, without memory. It is on the device of `empty`,
+    an empty storage, which is that of all tensors that are tied.
+    """
+    kept: torch.Tensor = torch.Tensor._make_wrapper_subclass(
+        AbsentParameter if isinstance(value, nn.Parameter) else AbsentTensor,
+        value.shape,
+        strides=value.stride(),
+        storage_offset=value.storage_offset(),
+        dtype=value.dtype,
+        device=empty.device,
+        storage_size=0,
+        requires_grad=value.requires_grad,
+    )
+    _exchange(value, kept)
+    said = {_SAYS: f"the parameter {name} is not in memory: {sentence}", _STORAGE: empty}
+    value.__dict__.update(said)
+    kept.data = torch.empty(0, dtype=kept.dtype, device=kept.device)
+
+    def give(data: torch.Tensor) -> None:
+        kept.data = data
+        if kept.requires_grad != value.requires_grad:
+            kept.requires_grad_(value.requires_grad)
+        _exchange(value, kept)
+        for attribute in said:
+            value.__dict__.pop(attribute, None)
+
+    return give
+
+
+def _exchange(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Let two objects be each other, but for their attributes."""
+    torch._C._swap_tensor_impl(one, other)
+    one.__class__, other.__class__ = other.__class__, one.__class__
+
+
+def _refuse(args: Any, kwargs: Any) -> NoReturn:
+    """Raise StreamError, which names the tensor where the arguments show it."""
+    said = [vars(one)[_SAYS] for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, AbsentTensor)]
+    raise StreamError(said[0] if said else "a parameter is not in memory: restore the model first")

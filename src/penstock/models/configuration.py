@@ -1,0 +1,150 @@
+"""A transformers configuration: what builds its model, what that takes, and what its cache holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.schedule.facts.errors import SourceError
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def read_config(path: Path) -> Any:
+    """The configuration in a `config.json` or its folder; only local files are read.
+
+    Raises SourceError for what is none.
+    """
+    from transformers import AutoConfig
+
+    folder = path if path.is_dir() else path.parent
+    if not path.is_dir() and path.name != "config.json":
+        raise SourceError(f"{path} is not a config.json: give that, its folder, or module:function")
+    if not (folder / "config.json").is_file():
+        raise SourceError(f"{folder} holds no config.json: give a model's folder, or module:function")
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        hint = ""
+        if "custom code" in said:
+            said, hint = (
+                "it needs code of its own",
+                ": give a function that builds the model (module:function)",
+            )
+        raise SourceError(f"{path} is no configuration that transformers knows: {said}{hint}") from error
+
+
+def model_class(config: Any, source: str) -> Any:
+    """The class of the configuration's model; SourceError where transformers has none."""
+    import transformers
+
+    names = getattr(config, "architectures", None) or ()
+    model = getattr(transformers, names[0], None) if names else None
+    if model is not None:
+        return model
+    found = f"names the architectures {list(names)}, of which this transformers has none"
+    raise SourceError(
+        f"{source} {found if names else 'names no architectures'}: "
+        + ("" if names else 'add them ("architectures": ["LlamaForCausalLM"]), or ')
+        + "give a function that builds it (module:function)"
+    )
+
+
+def builder(config: Any, source: str, dtype: str | None) -> Callable[[], nn.Module]:
+    """What builds the model of a configuration in a dtype, else in its own."""
+    model, wanted = model_class(config, source), dtype_of(config, dtype)
+
+    def build() -> nn.Module:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(wanted)
+        try:
+            built: nn.Module = model(config)
+        finally:
+            torch.set_default_dtype(before)
+        _keep_dtypes(built, wanted)
+        return built
+
+    return build
+
+
+def _keep_dtypes(model: Any, wanted: torch.dtype) -> None:
+    """Give what the library leaves in float32 that dtype: T5's `wo` in float16, some routers."""
+    for pattern, dtype in model._get_dtype_plan(wanted).items():
+        for name, value in model.state_dict(keep_vars=True).items():
+            if re.search(pattern.replace("*", ".*"), name):
+                value.data = value.data.to(dtype)
+
+
+def dtype_of(config: Any, dtype: str | None) -> torch.dtype:
+    """The dtype asked for, or that of the configuration, or float32."""
+    asked = dtype or getattr(config, "dtype", None) or torch.float32
+    found = getattr(torch, asked, None) if isinstance(asked, str) else asked
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise SourceError(f"there is no dtype {asked!r} for weights: give {', '.join(_DTYPES)}")
+    return found
+
+
+def inputs_of(config: Any, source: str, *, tokens: int, dtype: str | None) -> dict[str, Any]:
+    """What a forward call takes, by the first input that the model's class names.
+
+    Raises SourceError where the configuration does not tell.
+    """
+    name = getattr(model_class(config, source), "main_input_name", None)
+    ids = torch.zeros(1, tokens, dtype=torch.int64)
+    wanted = dtype_of(config, dtype)
+    decoder = {"decoder_input_ids": ids, "use_cache": False}
+    if name == "input_ids":
+        inputs: dict[str, Any] = {"input_ids": ids}
+        if getattr(config, "is_encoder_decoder", False):
+            return inputs | decoder
+        return inputs | ({"use_cache": False} if hasattr(config.get_text_config(), "use_cache") else {})
+    if name == "pixel_values" and _has(config, "image_size", "num_channels"):
+        side = config.image_size
+        height, width = side if isinstance(side, list | tuple) else (side, side)
+        return {"pixel_values": torch.zeros(1, config.num_channels, height, width, dtype=wanted)}
+    if name == "input_features" and _has(config, "num_mel_bins", "max_source_positions", "decoder_layers"):
+        frames = 2 * config.max_source_positions
+        return {"input_features": torch.zeros(1, config.num_mel_bins, frames, dtype=wanted), **decoder}
+    raise SourceError(
+        f"{source} does not tell what its model takes{f' as {name}' if name else ''}: "
+        "give module:function, with example inputs"
+    )
+
+
+def cache_bytes_per_token(config: Any, source: str, dtype: str | None) -> int:
+    """Keys and values of all layers for one token; 0 for a model that does not generate."""
+    if not model_class(config, source).can_generate():
+        return 0
+    text = config.get_text_config()
+    heads = _first(text, "num_key_value_heads", "decoder_attention_heads", "num_attention_heads")
+    layers = _first(text, "num_decoder_layers", "decoder_layers", "num_hidden_layers")
+    size = _first(text, "head_dim", "d_kv")
+    if not size and heads:
+        all_heads = _first(text, "decoder_attention_heads", "num_attention_heads")
+        size = _first(text, "hidden_size") // (all_heads or heads)
+    return 2 * layers * heads * size * dtype_of(config, dtype).itemsize
+
+
+def notes_of(config: Any) -> tuple[str, ...]:
+    """What of a configuration is not modelled, in words."""
+    quantised = getattr(config, "quantization_config", None)
+    if not quantised:
+        return ()
+    asked = quantised if isinstance(quantised, dict) else vars(quantised)
+    method = getattr(asked.get("quant_method"), "value", asked.get("quant_method"))
+    return (f"the quantisation ({method or 'unnamed'}) is not applied: weights count in their full dtype",)
+
+
+def _has(config: Any, *names: str) -> bool:
+    return all(getattr(config, name, None) for name in names)
+
+
+def _first(config: Any, *names: str) -> int:
+    """The first of some numbers that a configuration has, or 0."""
+    return next((int(found) for name in names if (found := getattr(config, name, None))), 0)

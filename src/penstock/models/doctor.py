@@ -1,0 +1,145 @@
+"""What of a model will export and stream, and what will not, in words and with the line that causes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch._ops import OpOverload
+from torch.export import ExportedProgram
+
+from penstock.models.preflight import open_source
+from penstock.passes.annotate import annotate
+from penstock.passes.building.fake_export import Built
+from penstock.passes.building.recording import LARGE
+from penstock.passes.graph.nodes import tensors_of
+from penstock.schedule.facts.errors import PassError
+from penstock.schedule.facts.sizes import format_size
+from penstock.schedule.payload.codec import Payload
+
+Outcome = Literal["ok", "note", "problem"]
+
+_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at, and what was found."""
+
+    name: str
+    outcome: Outcome
+    message: str
+
+
+def examine(source: str) -> list[Check]:
+    """Checks of the model of a `config.json` or of `module:function`, up to the first that cannot go on."""
+    checks: list[Check] = []
+    try:
+        build, inputs = open_source(source)
+        built = Built.by(build)
+        checks += _of_construction(built)
+    except PassError as error:
+        return [*checks, Check("construction", "problem", str(error))]
+    try:
+        exported = built.export(inputs())
+        checks.append(Check("export", "ok", f"exports to {len(exported.graph.nodes)} nodes"))
+    except PassError as error:
+        small = [_allocated(nbytes, line) for nbytes, line in built.allocated if nbytes < LARGE]
+        return [*checks, *small, Check("export", "problem", str(error))]
+    checks += _of_devices(exported)
+    checks += _of_operators(exported)
+    try:
+        payload = annotate(exported)
+    except PassError as error:
+        return [*checks, Check("streaming", "problem", str(error))]
+    return [*checks, *_of_weights(payload)]
+
+
+def _of_construction(built: Built) -> Iterator[Check]:
+    yield from (_allocated(nbytes, line) for nbytes, line in built.allocated if nbytes >= LARGE)
+    yield Check("construction", "ok", "is built without memory")
+    if built.buffers:
+        names = _some(list(built.buffers))
+        yield Check(
+            "buffers", "note", f"no checkpoint has {names}: computed again by the module that owns them"
+        )
+
+
+def _allocated(nbytes: int, line: str) -> Check:
+    return Check(
+        "construction",
+        "problem",
+        f"the constructor really allocates {format_size(nbytes)} on the CPU{line}: make it with torch",
+    )
+
+
+def _of_devices(exported: ExportedProgram) -> Iterator[Check]:
+    values = [tensor for node in exported.graph.nodes for tensor in tensors_of(node.meta.get("val"))]
+    devices = sorted({str(tensor.device) for tensor in values})
+    accelerators = [device for device in devices if device != "cpu"]
+    if len(accelerators) > 1:
+        yield Check(
+            "devices",
+            "problem",
+            f"uses {', '.join(devices)}: a program is loaded on one device besides the CPU; build it for one",
+        )
+    else:
+        yield Check("devices", "ok", f"uses {', '.join(devices)}")
+
+
+def _of_operators(exported: ExportedProgram) -> Iterator[Check]:
+    """Operators of other libraries that have no kernel for a GPU; torch's own are taken to have one."""
+    found = {
+        str(node.target)
+        for node in exported.graph.nodes
+        if isinstance(node.target, OpOverload) and not _runs_on_cuda(node.target)
+    }
+    if found:
+        yield Check(
+            "operators", "note", f"{_some(sorted(found))} have no CUDA kernel: they run on a CPU only"
+        )
+    else:
+        yield Check("operators", "ok", "all can run on a GPU")
+
+
+def _runs_on_cuda(operator: OpOverload) -> bool:
+    if operator.namespace in ("aten", "prims"):
+        return not any(part in str(operator) for part in ("_for_cpu", "mkldnn", "onednn"))
+    keys = ("CUDA", "CompositeImplicitAutograd", "CompositeExplicitAutograd")
+    has: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
+    name: str = operator.name()  # type: ignore[no-untyped-call]
+    return any(has(name, key) for key in keys)
+
+
+def _of_weights(payload: Payload) -> Iterator[Check]:
+    total = sum(s.nbytes for s in payload.storages)
+    if not total:
+        yield Check("streaming", "note", "the model has no weights: there is nothing to stream")
+        return
+    streamable = sum(s.nbytes for s in payload.storages if s.kind == "streamable")
+    yield Check(
+        "streaming",
+        "ok" if streamable else "problem",
+        f"{format_size(streamable)} of {format_size(total)} of weights can stream, "
+        f"read in {sum(len(trace.steps) for trace in payload.traces)} steps",
+    )
+    kept = [w.fqn for w in payload.weights if payload.storages[w.parts[0].storage].kind != "streamable"]
+    if kept:
+        yield Check("streaming", "note", f"{_some(kept)} always stay: they are written, or given back")
+    names: dict[int, list[str]] = {}
+    for weight in payload.weights:
+        names.setdefault(weight.parts[0].storage, []).append(weight.fqn)
+    for tied in [found for found in names.values() if len(found) > 1][:_NAMED]:
+        yield Check("ties", "note", f"{_some(tied)} share one memory, which is copied once")
+
+
+def _some(names: list[str]) -> str:
+    rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + rest
+
+
+def facts(checks: list[Check]) -> list[dict[str, Any]]:
+    """As JSON."""
+    return [{"check": one.name, "outcome": one.outcome, "message": one.message} for one in checks]

@@ -1,0 +1,78 @@
+"""Linears of diffusers that hold GGUF blocks -> modules that `torch.export` can trace.
+
+Their parameter is a class of its own, whose shape in the module is not the one of its bytes; export takes the
+two for one. Here the bytes are a plain buffer, and the library's own function unpacks them at each call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.schedule.facts.errors import PassError
+
+
+def unpack_gguf(module: nn.Module) -> nn.Module:
+    """The module itself, its GGUF linears replaced by ones that hold the same bytes in a plain buffer.
+
+    Outputs stay those of diffusers on a CPU, bit for bit. The buffer has the parameter's name. Raises
+    PassError for GGUF blocks in any other module, and where there are none; nothing is replaced then.
+    `ModuleNotFoundError` where diffusers or gguf is not installed.
+    """
+    from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter
+
+    if isinstance(module, GGUFLinear):
+        raise PassError("the module is a GGUF linear itself: give the module that holds it")
+    found: list[tuple[nn.Module, str, nn.Module]] = []
+    for name, owner in module.named_modules():
+        for key, parameter in owner.named_parameters(recurse=False):
+            if isinstance(parameter, GGUFParameter) and not (
+                isinstance(owner, GGUFLinear) and key == "weight"
+            ):
+                raise PassError(
+                    f"parameter {name + '.' * bool(name) + key!r} is a {type(parameter).__name__} of a "
+                    f"{type(owner).__name__}, expected them in linears only: dequantise this module first"
+                )
+        found += [
+            (owner, key, child)
+            for key, child in owner.named_children()
+            if isinstance(child, GGUFLinear) and isinstance(child.weight, GGUFParameter)
+        ]
+    if not found:
+        raise PassError("the module has no GGUF linears: export it as it is")
+    for owner, key, child in found:
+        setattr(owner, key, _Linear(child).train(child.training))
+    return module
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """What diffusers' function takes for a parameter."""
+
+    data: torch.Tensor
+    quant_type: Any
+
+    def as_tensor(self) -> torch.Tensor:
+        return self.data
+
+
+class _Linear(nn.Module):
+    """Computes what a GGUF linear does on a CPU; `weight` are its bytes (rows, bytes a row)."""
+
+    weight: torch.Tensor
+
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        self.register_buffer("weight", linear.weight.as_tensor().detach())
+        self.bias = linear.bias
+        self._quant_type, self._dtype = linear.weight.quant_type, linear.compute_dtype
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        from diffusers.quantizers.gguf.utils import dequantize_gguf_tensor
+
+        dense = dequantize_gguf_tensor(_Blocks(self.weight, self._quant_type)).to(self._dtype)
+        bias = None if self.bias is None else self.bias.to(self._dtype)
+        return nn.functional.linear(inputs, dense, bias)

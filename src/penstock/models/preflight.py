@@ -1,0 +1,250 @@
+"""Whether and how a model will run on hardware that is not here: exported fake, planned, never built."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from penstock.cli.plan import host_of
+from penstock.models.configuration import builder, cache_bytes_per_token, inputs_of, notes_of, read_config
+from penstock.passes.activations import activation_bytes
+from penstock.passes.annotate import annotate
+from penstock.passes.building.fake_export import Built
+from penstock.passes.calls.examples import check_inputs
+from penstock.passes.graph.lines import sentence, where
+from penstock.runtime.device.host_limit import parse_host_memory
+from penstock.runtime.memory_split import CUDA_WORKSPACE, MemorySplit
+from penstock.schedule.facts.costs import with_times
+from penstock.schedule.facts.errors import BudgetError, PassError, SourceError
+from penstock.schedule.facts.model import Arena, Hardware, Plan
+from penstock.schedule.facts.presets import find_hardware
+from penstock.schedule.facts.sizes import format_size, parse_size
+from penstock.schedule.host import host_bytes
+from penstock.schedule.payload.codec import Payload
+from penstock.schedule.planner import floor, make_plan
+from penstock.schedule.report import whatif
+from penstock.schedule.space.layout import packed_arena
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that was never built: its facts, and what it needs beside weights.
+
+    `cache_bytes` is a key-value cache for the context asked for, which the program itself does not hold.
+    """
+
+    name: str
+    payload: Payload
+    activations: int
+    cache_bytes: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The dtypes of weights."""
+        return tuple(sorted({part.dtype for weight in self.payload.weights for part in weight.parts}))
+
+    @property
+    def floor_bytes(self) -> int:
+        """The least budget that works, on any hardware."""
+        return floor(self.payload.storages, self.payload.traces, self.arena).upper_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights, storages counted once."""
+        return sum(s.nbytes for s in self.payload.storages)
+
+    @property
+    def arena(self) -> Arena:
+        """One buffer on a device."""
+        storages, traces = self.payload.storages, self.payload.traces
+        return packed_arena(storages, traces, kind="contiguous", granule=_ALIGNMENT, alignment=_ALIGNMENT)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What came of one budget on one kind of hardware: a plan, or (None) why there is none."""
+
+    hardware: Hardware
+    split: MemorySplit
+    budget: int
+    floor_bytes: int
+    plan: Plan | None
+    verdict: tuple[str, ...]
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON."""
+        plan, split = self.plan, self.split
+        found = {
+            "hardware": self.hardware.name,
+            "runs": plan is not None,
+            "budget_bytes": self.budget,
+            "floor_bytes": self.floor_bytes,
+            "device_bytes": self.budget + split.activations + split.workspace + split.reserved,
+            "activation_bytes": split.activations,
+            "cache_bytes": split.reserved,
+            "verdict": list(self.verdict),
+        }
+        if plan is None:
+            return found
+        return found | {
+            "seconds_per_pass": plan.predicted_seconds,
+            "lower_bound_seconds": plan.lower_bound_seconds,
+            "streamed_bytes_per_pass": plan.streamed_bytes,
+            "host_bytes": host_bytes(plan),
+            "disk_bytes_per_pass": sum(sum(s.staged) for s in plan.schedules),
+        }
+
+
+def read_model(source: str, *, tokens: int = 1, context: int = 0, dtype: str | None = None) -> Model:
+    """Export the model of a transformers `config.json` (or its folder), or of `module:function`, fake.
+
+    The function returns a module and its example inputs. `tokens` is the length of the call, `context` that
+    of a key-value cache, `dtype` replaces that of the configuration.
+
+    Raises SourceError for what cannot be read, PassError, with the line, for what does not export.
+    """
+    build, inputs = open_source(source, tokens=tokens, dtype=dtype)
+    exported = Built.by(build, "cuda").export(inputs())
+    cache = 0
+    notes: tuple[str, ...] = ()
+    if Path(source).exists():
+        config = read_config(Path(source))
+        cache, notes = context * cache_bytes_per_token(config, source, dtype), notes_of(config)
+    return Model(source, annotate(exported), activation_bytes(exported), cache, notes)
+
+
+Inputs = Callable[[], Sequence[Any] | Mapping[str, Any]]
+
+
+def open_source(
+    source: str, *, tokens: int = 1, dtype: str | None = None
+) -> tuple[Callable[[], nn.Module], Inputs]:
+    """What builds the model of a configuration or of `module:function`, and, once it has, example inputs.
+
+    Raises SourceError for what cannot be read.
+    """
+    path = Path(source)
+    if not path.exists():
+        return _from_factory(source)
+    config = read_config(path)
+    inputs = inputs_of(config, source, tokens=tokens, dtype=dtype)
+    return builder(config, source, dtype), lambda: inputs
+
+
+def find(model: Model, hardware: str, budget: str | None, host_memory: str | None = None) -> Finding:
+    """Plan a model for a preset; `budget` None is all that its memory leaves for weights."""
+    machine = find_hardware(hardware)
+    storages, arena = model.payload.storages, model.arena
+    traces = [with_times(trace, machine) for trace in model.payload.traces]
+    total = machine.memory_nbytes or model.weight_bytes
+    split = MemorySplit(total, model.activations, CUDA_WORKSPACE, model.cache_bytes)
+    asked = split.weights if budget is None else parse_size(budget, total=model.weight_bytes)
+    asked = max(0, min(asked, model.weight_bytes))
+    least = model.floor_bytes
+    held = parse_host_memory(host_memory, model.weight_bytes)
+    names = model.payload.storage_names()
+
+    def plan(nbytes: int) -> Plan:
+        return make_plan(
+            storages,
+            traces,
+            arena,
+            budget=nbytes,
+            hardware=machine,
+            names=names,
+            host_memory=held,
+        )
+
+    try:
+        found = plan(asked)
+    except BudgetError as error:
+        return Finding(machine, split, asked, least, None, (f"It does not run: {error}.",))
+    more = plan(asked + whatif.GIGABYTE) if found.streamed_bytes and host_memory is None else None
+    policies = whatif.point_of(found, storages, host_of(machine)).policies
+    verdict = (*_room(split, asked, machine), *whatif.verdict(found, policies, more))
+    return Finding(machine, split, asked, least, found, verdict)
+
+
+def _room(split: MemorySplit, budget: int, machine: Hardware) -> Iterator[str]:
+    """What to say of the device's memory, beside weights."""
+    if machine.memory_nbytes is not None and budget > split.weights:
+        yield (
+            f"It does not fit into {machine.name}: {format_size(budget)} for weights beside {split}; "
+            f"give at most {format_size(max(0, split.weights))}."
+        )
+
+
+def _from_factory(source: str) -> tuple[Callable[[], nn.Module], Inputs]:
+    function = _function(source)
+    given: list[tuple[nn.Module, Any]] = []
+
+    def build() -> nn.Module:
+        found = function()
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise PassError(f"{source} returns {type(found).__name__}, expected a module and example inputs")
+        given.append(found)
+        return found[0]  # type: ignore[no-any-return]
+
+    def inputs() -> Sequence[Any] | Mapping[str, Any]:
+        module, example = given[0]
+        check_inputs(module, example, source)
+        return example  # type: ignore[no-any-return]
+
+    return build, inputs
+
+
+def _function(source: str) -> Callable[[], Any]:
+    module, _, name = source.partition(":")
+    if not module or not name:
+        raise SourceError(
+            f"{source} is neither a file that exists nor module:function: give a transformers config.json, "
+            "its folder, or a function that returns a module and its example inputs"
+        )
+    try:
+        with _here():
+            found = getattr(importlib.import_module(module), name)
+    except Exception as error:  # a module may raise anything
+        hint = f"; write {module[:-3]}:{name}, without .py" if module.endswith(".py") else ""
+        said = sentence(error)
+        if isinstance(error, SyntaxError):
+            said = f"{error.filename}:{error.lineno}: {error.msg}"
+        elif not isinstance(error, ImportError | AttributeError):
+            said = f"{type(error).__name__}{where(error)}: {said}"
+        raise SourceError(f"{source} cannot be imported: {said}{hint}") from error
+    if not callable(found):
+        raise SourceError(f"{source} is {type(found).__name__}, expected a function")
+    _check_no_arguments(source, found)
+    return found  # type: ignore[no-any-return]
+
+
+def _check_no_arguments(source: str, function: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+        signature.bind()
+    except TypeError as error:
+        raise SourceError(
+            f"{source} takes {signature}, expected a function that can be called without arguments"
+        ) from error
+    except ValueError:  # a builtin without a signature
+        return
+
+
+@contextmanager
+def _here() -> Iterator[None]:
+    """Modules in the current folder can be imported, as with `python -m`."""
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(Path.cwd()))

@@ -1,0 +1,298 @@
+"""The command line in this process: what it prints, and status 2 with one sentence for bad input."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.export import Dim, export
+from torch.export import save as save_exported
+
+from tests.cli.command_line import Command, Result, penstock_fixture  # noqa: F401
+
+
+class Model(nn.Module):
+    """Two linears, a dynamic batch, a dynamic number and a constant without a literal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 512), nn.Linear(512, 256)
+
+    def forward(self, x: torch.Tensor, n: int, *, limit: float) -> dict[str, torch.Tensor]:
+        y = self.down(self.up(x)).clamp(max=limit) * n
+        return {"y": y, "wide": torch.complex(y.double(), y.double()).sum()}
+
+
+@dataclass(frozen=True)
+class Files:
+    folder: Path
+    exported: Path
+    artifact: Path
+    model: Model
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    from penstock.runtime.artifact import compile
+
+    torch.manual_seed(0)
+    folder, model = tmp_path_factory.mktemp("cli"), Model()
+    sizes = {"x": {0: Dim("batch", min=1, max=16)}, "n": Dim.DYNAMIC, "limit": None}
+    program = export(model, (torch.randn(2, 256), 3), {"limit": float("inf")}, dynamic_shapes=sizes)
+    save_exported(program, folder / "model.pt2")
+    compile(program, folder / "model.penstock")
+    return Files(folder, folder / "model.pt2", folder / "model.penstock", model)
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    """An artifact whose inputs and outputs are tensors that a file can hold."""
+    from penstock.runtime.artifact import compile
+
+    torch.manual_seed(0)
+    program = export(nn.Linear(64, 64), (torch.randn(2, 64),))
+    return compile(program, tmp_path / "plain.penstock").path
+
+
+# What each command prints.
+
+
+def test_compile_plan_inspect_verify_and_run(penstock: Command, files: Files, tmp_path: Path) -> None:
+    artifact = tmp_path / "new.penstock"
+    facts = json.loads(penstock("compile", files.exported, artifact, "--json").out)
+    assert facts["path"] == str(artifact)
+    assert 0 < facts["floor_bytes"] <= facts["weight_bytes"]
+    plan = tmp_path / "plan.json"
+    done = penstock("plan", artifact, "--budget", "70%", "--output", plan, "--json")
+    assert done.status == 0
+    assert json.loads(done.out) == json.loads(plan.read_text())
+    inspected = json.loads(penstock("inspect", artifact, "--json").out)
+    assert inspected["weight_bytes"] == facts["weight_bytes"]
+    verified = json.loads(penstock("verify", artifact, "--json").out)
+    assert verified["verified_bytes"] == facts["weight_bytes"]
+    ran = penstock("run", artifact, "--budget", "70%", "--passes", 2, "--json")
+    assert ran.status == 0, ran.err
+    report = json.loads(ran.out)
+    assert len(report["pass_seconds"]) == 2
+    assert report["peak_bytes"] <= report["budget"]
+    assert report["outputs"] == {"y": "float32 [2, 256]", "wide": "complex128 []"}
+
+
+@pytest.mark.parametrize("command", ["plan", "inspect", "verify", "run"])
+def test_words_instead_of_json(penstock: Command, files: Files, command: str) -> None:
+    budget = ["--budget", "100%"] if command in ("plan", "run") else []
+    done = penstock(command, files.artifact, *budget)
+    assert (done.status, bool(done.out)) == (0, True)
+    with pytest.raises(ValueError, match="Expecting value"):
+        json.loads(done.out)
+
+
+def test_inputs_and_outputs_are_files(penstock: Command, plain: Path, tmp_path: Path) -> None:
+    x = torch.randn(2, 64)
+    save_file({"input": x}, tmp_path / "in.safetensors")
+    output = tmp_path / "out.safetensors"
+    arguments = ["run", plain, "--budget", "100%", "--input", tmp_path / "in.safetensors"]
+    assert penstock(*arguments, "--output", output).status == 0
+    torch.manual_seed(0)
+    # Not bit for bit: what a file holds is less aligned than memory of its own.
+    torch.testing.assert_close(load_file(output)["output"], nn.Linear(64, 64)(x).detach())
+    assert "exists" in refused(penstock(*arguments, "--output", output))
+
+
+def test_numbers_come_from_sizes_and_from_files(penstock: Command, files: Files, tmp_path: Path) -> None:
+    done = penstock("run", files.artifact, "--budget", "100%", "--size", "n=5", "--json")
+    assert done.status == 0, done.err
+    given = tmp_path / "in.safetensors"
+    save_file({"x": torch.randn(4, 256), "n": torch.tensor(5)}, given)
+    done = penstock("run", files.artifact, "--budget", "100%", "--input", given, "--json")
+    assert done.status == 0, done.err
+    assert json.loads(done.out)["outputs"]["y"] == "float32 [4, 256]"
+    save_file({"x": torch.randn(4, 256), "n": torch.ones(2)}, given)
+    assert "input n is a number" in refused(
+        penstock("run", files.artifact, "--budget", "100%", "--input", given)
+    )
+
+
+def test_version_and_help(penstock: Command) -> None:
+    assert penstock("--version").out.startswith("penstock ")
+    for command in ("compile", "plan", "inspect", "verify", "run", "demo"):
+        assert "Example" in penstock(command, "--help").out
+
+
+# Wrong input.
+
+
+def refused(done: Result) -> str:
+    """The one sentence of a refusal."""
+    assert done.status == 2, done
+    assert "Traceback" not in done.err
+    lines = [line for line in done.err.splitlines() if line.startswith("penstock: ")]
+    assert len(lines) == 1, done.err
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--budget", "0"], "not positive"),
+        (["--budget", "-1"], "not a size"),
+        (["--budget", "much"], "not a size"),
+        (["--budget", "12parsecs"], "unknown unit"),
+        (["--budget", "1"], "below the floor"),
+        (["--budget", "100%", "--keep", "lm_head.*"], "matches no weight"),
+        (["--budget", "100%", "--arena", "ring"], "arena 'ring'"),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "run"])
+def test_budgets_and_patterns(
+    penstock: Command, files: Files, command: str, options: list[str], words: str
+) -> None:
+    assert words in refused(penstock(command, files.artifact, *options))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--method", "decode"], "no method 'decode'"),
+        (["--size", "batch"], "NAME=N"),
+        (["--size", "rows=3"], "no dynamic size rows"),
+        (["--size", "n=many"], "not a whole number"),
+        (["--size", "n=-1"], "not a whole number"),
+        (["--input", "nowhere.safetensors"], "nowhere.safetensors"),
+        (["--output", "nowhere/out.safetensors"], "nowhere"),
+    ],
+)
+def test_runs(penstock: Command, plain: Path, files: Files, options: list[str], words: str) -> None:
+    artifact = plain if "--output" in options else files.artifact
+    assert words in refused(penstock("run", artifact, "--budget", "100%", *options))
+
+
+def test_sizes_out_of_range(penstock: Command, files: Files) -> None:
+    from penstock.runtime.program import open
+
+    (symbol,) = (s.name for s in open(files.artifact).payload.methods[0].symbols)
+    for size in (17, 10**30):
+        sentence = refused(penstock("run", files.artifact, "--budget", "100%", "--size", f"{symbol}={size}"))
+        assert f"{symbol}={size} is out of its range" in sentence
+
+
+def test_outputs_that_no_file_can_hold(penstock: Command, files: Files, tmp_path: Path) -> None:
+    output = tmp_path / "out.safetensors"
+    sentence = refused(penstock("run", files.artifact, "--budget", "100%", "--output", output))
+    assert "complex128" in sentence
+    assert not output.exists()
+
+
+def test_inputs_of_other_names_or_shapes(penstock: Command, plain: Path, tmp_path: Path) -> None:
+    given = tmp_path / "in.safetensors"
+    arguments = ["run", plain, "--budget", "100%", "--input", given]
+    save_file({"y": torch.randn(2, 64)}, given)
+    assert "missing ['input'], unknown ['y']" in refused(penstock(*arguments))
+    save_file({"input": torch.randn(2, 63)}, given)
+    assert "expected 64, a static size, got 63" in refused(penstock(*arguments))
+    given.write_bytes(b"not a file of tensors")
+    assert "cannot be read" in refused(penstock(*arguments))
+
+
+@pytest.mark.parametrize("command", ["plan", "inspect", "verify", "run"])
+def test_what_is_no_artifact(penstock: Command, files: Files, tmp_path: Path, command: str) -> None:
+    budget = ["--budget", "100%"] if command in ("plan", "run") else []
+    for path in (tmp_path / "nowhere", tmp_path, files.exported, tmp_path / ("x" * 300)):
+        assert "is not an artifact" in refused(penstock(command, path, *budget))
+    harmed = Path(shutil.copytree(files.artifact, tmp_path / "harmed.penstock"))
+    (harmed / "payload.json").write_text('{"format": "penstock", "version": 99}')
+    assert "version" in refused(penstock(command, harmed, *budget))
+
+
+def test_weights_of_another_dtype_are_cast_where_that_is_asked(
+    penstock: Command, files: Files, tmp_path: Path
+) -> None:
+    save_file({n: v.double() for n, v in files.model.state_dict().items()}, tmp_path / "model.safetensors")
+    arguments = (files.exported, tmp_path / "a.penstock", "--weights", tmp_path / "model.safetensors")
+    assert "cast=True" in refused(penstock("compile", *arguments))
+    assert penstock("compile", *arguments, "--cast").status == 0
+
+
+def test_what_cannot_be_compiled(penstock: Command, files: Files, tmp_path: Path) -> None:
+    output, text = tmp_path / "a.penstock", tmp_path / "text.pt2"
+    text.write_text("no program")
+    cases: Sequence[tuple[Sequence[object], str]] = [
+        ((tmp_path / "nowhere.pt2", output), "is not a file"),
+        ((tmp_path, output), "holds no config.json"),
+        ((text, output), "is not a program"),
+        ((tmp_path / ("x" * 300), output), "File name too long"),
+        ((files.exported, files.artifact), "exists"),
+        ((files.exported, tmp_path, "--force"), "is not an artifact"),
+        ((files.exported, tmp_path / "no" / "folder"), "is not a folder"),
+        ((files.exported, output, "--no-pack"), "weights="),
+        ((files.exported, output, "--rename", "fqn"), "FQN=NAME"),
+        ((files.exported, output, "--weights", tmp_path / "nowhere.safetensors"), "nowhere.safetensors"),
+        ((files.exported, output, "--weights", text), "neither a .safetensors file"),
+    ]
+    for arguments, words in cases:
+        assert words in refused(penstock("compile", *arguments)), arguments
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["text.pt2"]
+
+
+def test_demo_hands_its_options_on(penstock: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*, part: str, size: str | None, json: bool) -> int:
+        print(f'{{"asked": ["{part}", "{size}", {str(json).lower()}]}}')
+        return 1
+
+    monkeypatch.setattr("penstock.demo.run", run)
+    done = penstock("demo", "--part", "cap", "--size", "1GiB", "--json")
+    assert (done.status, json.loads(done.out), done.err) == (1, {"asked": ["cap", "1GiB", True]}, "")
+
+
+def test_a_plan_is_not_overwritten(penstock: Command, files: Files, tmp_path: Path) -> None:
+    taken = tmp_path / "plan.json"
+    taken.write_text("mine")
+    assert "exists" in refused(penstock("plan", files.artifact, "--budget", "100%", "--output", taken))
+    assert taken.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["fly"],
+        ["run"],
+        ["run", "a.penstock"],
+        ["run", "a.penstock", "--budget", "1", "--passes", "0"],
+        ["run", "a.penstock", "--budget", "1", "--seed", "9" * 30],
+        ["run", "a.penstock", "--budget", "1", "--seed", "x"],
+        ["demo", "--part", "moon"],
+        ["inspect", "--colour"],
+    ],
+)
+def test_wrong_usage(penstock: Command, arguments: list[str]) -> None:
+    done = penstock(*arguments)
+    assert (done.status, "Traceback" in done.err) == (2, False)
+    assert "Usage" in done.err
+
+
+@pytest.mark.parametrize("command", ["compile", "plan", "verify", "run"])
+def test_an_interrupt(
+    penstock: Command, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    place = {
+        "compile": "penstock.runtime.artifact.write_artifact",
+        "plan": "penstock.runtime.program.make_plan",
+        "verify": "penstock.runtime.program.hash_storage",
+        "run": "penstock.runtime.module.StreamedModule.call",
+    }[command]
+    monkeypatch.setattr(place, interrupt)
+    given = [files.exported, tmp_path / "a.penstock"] if command == "compile" else [files.artifact]
+    budget = ["--budget", "100%"] if command in ("plan", "run") else []
+    done = penstock(command, *given, *budget)
+    assert (done.status, "Traceback" in done.err, done.out) == (130, False, "")
+    assert not list(tmp_path.iterdir())

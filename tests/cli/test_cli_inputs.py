@@ -1,0 +1,35 @@
+"""Programs that the command line is given: loaded where they can be, refused in one line where not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
+
+
+def test_a_program_whose_outputs_are_of_a_library_is_compiled_and_run_without_importing_it(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "save.py").write_text(
+        "import torch\nfrom transformers.modeling_outputs import BaseModelOutput\n"
+        "class Model(torch.nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.layer = torch.nn.Linear(4, 4)\n"
+        "    def forward(self, x):\n        return BaseModelOutput(last_hidden_state=self.layer(x))\n"
+        "torch.export.save(torch.export.export(Model(), (torch.zeros(1, 4),)), 'model.pt2')\n"
+    )
+    subprocess.run([sys.executable, "save.py"], check=True, cwd=tmp_path)
+    for given in ("compile model.pt2 model.penstock", "run model.penstock --budget 100%"):
+        command = [sys.executable, "-m", "penstock.cli.main", *given.split()]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "Traceback" not in done.stderr
+    assert "last_hidden_state" in done.stdout
+
+
+def test_what_is_no_program_is_refused_without_the_log_of_torch(tmp_path: Path, penstock: Command) -> None:
+    (tmp_path / "model.pt2").write_text("{}")
+    done = penstock("compile", tmp_path / "model.pt2", tmp_path / "model.penstock")
+    assert done.status == 2
+    assert done.err.count("\n") == 1, done.err

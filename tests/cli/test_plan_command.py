@@ -1,0 +1,100 @@
+"""`penstock plan` with its questions, and `penstock simulate`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as api
+from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+    exported = torch.export.export(model, (torch.randn(2, 512),))
+    folder = tmp_path_factory.mktemp("plans") / "stack.penstock"
+    api.compile(exported, folder)
+    return folder
+
+
+def test_a_plan_says_how_far_from_the_bound_it_is_and_what_limits_it(
+    penstock: Command, artifact: Path
+) -> None:
+    done = penstock("plan", artifact, "--budget", "50%", "--hardware", "rtx4090")
+    assert done.status == 0
+    assert "no plan is faster than" in done.out
+    assert "times as long" in done.out
+    assert "limits it" in done.out
+    assert "a preset, from public figures" in done.out
+    assert "contiguous" in done.out  # a device behind a link has one buffer
+
+
+def test_comparison_and_sweep_as_tables(penstock: Command, artifact: Path) -> None:
+    done = penstock("plan", artifact, "--budget", "50%", "--hardware", "l4", "--compare", "--sweep")
+    assert done.status == 0
+    for name in ("this plan", "on demand", "one block ahead", "least recently used", "rest on the host"):
+        assert name in done.out
+    assert "Seconds a pass by budget" in done.out
+
+
+def test_comparison_and_sweep_as_json(penstock: Command, artifact: Path) -> None:
+    done = penstock("plan", artifact, "--budget", "50%", "--hardware", "l4", "--compare", "--sweep", "--json")
+    facts = json.loads(done.out)
+    assert sorted(facts) == ["comparison", "plan", "sweep", "verdict"]
+    assert facts["plan"]["hardware"]["name"] == "l4"
+    periods = [point["predicted_ns"] for point in facts["sweep"]]
+    assert periods == sorted(periods, reverse=True)
+    times = {row["policy"]: row["times"] for row in facts["comparison"]}
+    assert times["this plan"] == 1
+    assert times["on demand"] > 1
+    assert times["no plan is faster than"] <= 1
+
+
+def test_without_questions_json_is_the_plan_itself(penstock: Command, artifact: Path) -> None:
+    facts = json.loads(penstock("plan", artifact, "--budget", "50%", "--hardware", "l4", "--json").out)
+    assert facts["schedules"][0]["lower_bound_ns"] <= facts["schedules"][0]["predicted_ns"]
+    assert facts["names"]
+    assert len(facts["names"]) == len(facts["sizes"])
+
+
+def test_report_timeline_and_plan_are_written(penstock: Command, artifact: Path, tmp_path: Path) -> None:
+    report, timeline, plan = tmp_path / "plan.html", tmp_path / "timeline.json", tmp_path / "plan.json"
+    given = ("plan", artifact, "--budget", "50%", "--hardware", "h200")
+    done = penstock(*given, "--sweep", "--report", report, "--timeline", timeline, "--output", plan)
+    assert done.status == 0
+    assert report.read_text().startswith("<!doctype html>")
+    assert json.loads(timeline.read_text())["traceEvents"]
+    assert json.loads(plan.read_text())["hardware"]["name"] == "h200"
+    again = penstock(*given, "--report", report)
+    assert (again.status, "choose another output" in again.err) == (2, True)
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_hardware_that_does_not_exist_suggests_the_nearest(
+    penstock: Command, artifact: Path, command: str
+) -> None:
+    done = penstock(command, artifact, "--budget", "50%", "--hardware", "rtx4091")
+    assert done.status == 2
+    assert "did you mean 'rtx4090'" in done.err
+    assert "Traceback" not in done.err
+
+
+def test_simulation_agrees_with_the_prediction(penstock: Command, artifact: Path) -> None:
+    (one,) = json.loads(penstock("simulate", artifact, "--budget", "30%", "--hardware", "t4", "--json").out)
+    assert one["period_ns"] == one["predicted_ns"]
+    assert one["first_ns"] >= one["compute_ns"]
+    assert one["stall_ns"] == sum(stall["ns"] for stall in one["stalls"])
+    done = penstock("simulate", artifact, "--budget", "30%", "--hardware", "t4")
+    assert "steady pass" in done.out
+    assert "Steps that wait" in done.out
+
+
+def test_a_budget_below_the_floor_names_it(penstock: Command, artifact: Path) -> None:
+    done = penstock("simulate", artifact, "--budget", "1", "--hardware", "t4")
+    assert done.status == 2
+    assert "below the floor" in done.err

@@ -1,0 +1,194 @@
+"""Parameters that gave their memory back say so, whatever is done to them."""
+
+import copy
+import io
+import os
+import pickle
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import models
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.overrides import handle_torch_function
+
+from penstock.integrations import apply, load
+from penstock.schedule.facts.errors import PassError, SourceError, StreamError
+
+IDS = torch.tensor([[5, 17, 99, 23, 42]])
+
+
+@pytest.fixture(scope="module")
+def applied(tmp_path_factory):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).requires_grad_(False)
+    before = copy.deepcopy(model)
+    with apply(model, "1MB", example=torch.randn(3, 8), cache=tmp_path_factory.mktemp("cache")):
+        yield model, before
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        *(lambda w: w.add_(1), lambda w: w.zero_(), nn.init.zeros_, lambda w: w.copy_(torch.ones(8, 8))),
+        *(lambda w: w.data, lambda w: w.norm(), lambda w: w.tolist(), lambda w: w.numpy(), copy.deepcopy),
+        *(lambda w: w[0], lambda w: w == 1, lambda w: torch.stack([w, w]), lambda w: w.detach()),
+        *(lambda w: w.to(torch.float16), lambda w: setattr(w, "data", torch.ones(8, 8)), lambda w: w.cpu()),
+        *(lambda w: nn.functional.linear(torch.ones(1, 8), w), lambda w: torch.ones(8, 8).copy_(w)),
+        *(np.asarray, copy.copy, pickle.dumps, lambda w: torch.save(w, io.BytesIO()), torch.from_dlpack),
+        *(lambda w: w.share_memory_(), lambda w: w.data_ptr(), lambda w: w.set_(torch.ones(8, 8))),
+        *(lambda w: w.__cuda_array_interface__, lambda w: w.untyped_storage().resize_(256) and w + 1),
+        lambda w: handle_torch_function(torch.add, [w], {"inner": [{"weight": w}]}),
+    ],
+)
+def test_its_values_are_not_to_be_had(applied, use):
+    with pytest.raises(StreamError, match=r"the parameter 0\.weight is not in memory: call the model itself"):
+        use(applied[0][0].weight)
+
+
+def test_one_that_the_arguments_do_not_show_is_refused_without_its_name(applied):
+    with pytest.raises(StreamError, match="a parameter is not in memory: restore the model first"):
+        handle_torch_function(torch.add, [applied[0][0].weight], SimpleNamespace(weight=0))
+
+
+READERS = """
+import copy, sys, tempfile, torch
+from torch import nn
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
+from penstock.integrations import apply
+
+model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).requires_grad_(False)
+quantize_(model[1], Int8WeightOnlyConfig(set_inductor_config=False))
+apply(model, "1MB", cache=sys.argv[1])
+w, q = model[0].weight, model[1].weight
+for read in (
+    lambda: torch.vmap(lambda v: v * 2)(w),
+    lambda: torch.Tensor(w) + 1,
+    lambda: torch.tensor(w),
+    lambda: torch.autograd.Variable(w) + 1,
+    lambda: torch.func.grad(lambda v: v.sum())(w),
+    lambda: torch.func.functionalize(lambda v: v + 1)(w),
+    lambda: torch.Tensor._make_subclass(nn.Parameter, w) + 1,
+    lambda: copy.deepcopy(q),
+    lambda: nn.functional.embedding(torch.tensor([1]), q),
+    lambda: nn.Linear.forward(model[1], torch.ones(1, 32)),
+    lambda: q.qdata.sum(),
+    lambda: torch.vmap(lambda v: v * 2)(q.scale),
+):
+    try:
+        print(read())
+    except Exception as error:
+        print(error)
+"""
+
+
+def test_what_reads_it_behind_the_back_of_python_does_not_end_the_process(tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", READERS, tmp_path], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    said = run.stdout.splitlines()
+    assert len(said) == 12
+    for line, name in zip(said, ["0.weight"] * 7 + ["1.weight."] * 5, strict=True):
+        assert line.startswith(f"the parameter {name}"), line
+        assert "is not in memory: call the model itself" in line
+
+
+def test_its_facts_are(applied):
+    weight, other = applied[0][0].weight, applied[1][0].weight
+    for name in ("shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "nbytes", "is_meta"):
+        assert getattr(weight, name) == getattr(other, name), name
+    assert (weight.numel(), weight.stride(), weight.dim()) == (other.numel(), other.stride(), 2)
+    assert isinstance(weight, nn.Parameter)
+    assert repr(weight) == "a parameter of shape (8, 8) that is not in memory"
+
+
+def test_restored_it_is_what_it_was(tmp_path):
+    model = nn.Linear(8, 8).requires_grad_(False)
+    weight, values = model.weight, model.weight.clone()
+    with apply(model, "1MB", cache=tmp_path):
+        with pytest.raises(PassError, match="applied to this module, or to a part of it, already: restore"):
+            apply(nn.Sequential(model), "1MB", cache=tmp_path)
+        assert model.weight is weight
+    assert type(weight) is nn.Parameter
+    assert not vars(weight)
+    assert torch.equal(weight, values)
+
+
+def test_a_folder_that_was_written_again_is_exported_again(tmp_path):
+    model = models.llama(num_hidden_layers=1)
+    for scale in (1.0, 2.0):
+        model.lm_head.weight.mul_(scale)
+        model.save_pretrained(tmp_path / "model")
+        os.utime(tmp_path / "model" / "model.safetensors", ns=(0, int(scale) << 40))
+        streamed = load(tmp_path / "model", "350KB", cache=tmp_path / "cache")
+        assert torch.equal(streamed(IDS).logits, model(IDS).logits)
+        streamed.penstock_applied.close()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", b"{oops", "config.json is no JSON"),
+        ("config.json", b'{"model_type": "llama", "architectures": null}', "names no architectures"),
+        ("model.safetensors", b"\x08", "model.safetensors"),
+    ],
+)
+def test_a_damaged_folder_is_refused_by_the_name_of_its_file(tmp_path, file, content, message):
+    models.llama(num_hidden_layers=1).save_pretrained(tmp_path)
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(SourceError, match=message):
+        load(tmp_path, "1MB", cache=tmp_path / "cache")
+
+
+def test_a_gpu_that_is_not_there_is_said(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(StreamError, match="there is no CUDA device here for cuda"):
+        apply(nn.Linear(2, 2), "1MB", device="cuda", cache=tmp_path)
+
+
+def test_a_module_with_parameters_of_its_own_is_called(tmp_path):
+    model = nn.Linear(8, 8).requires_grad_(False)
+    x = torch.randn(3, 8)
+    expected = model(x)
+    with apply(model, "1MB", cache=tmp_path):
+        assert torch.equal(model(x), expected)
+
+
+def test_a_restore_that_fails_leaves_the_model_applied(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
+    values = model[0].weight.clone()
+    applied = apply(model, "1MB", cache=tmp_path / "cache")
+    (tmp_path / "cache").rename(tmp_path / "elsewhere")
+    with pytest.raises(SourceError, match="the weights cannot be read again"):
+        applied.restore()
+    with pytest.raises(StreamError, match="is not in memory"):
+        model[0].weight.sum()
+    (tmp_path / "elsewhere").rename(tmp_path / "cache")
+    applied.restore()
+    assert torch.equal(model[0].weight, values)
+
+
+def test_an_apply_that_fails_leaves_the_model_as_it_was(tmp_path, monkeypatch):
+    def fail(_: object) -> None:
+        raise MemoryError("no memory")
+
+    model = nn.Linear(8, 8).requires_grad_(False)
+    values, forward = model.weight.clone(), model.forward
+    monkeypatch.setattr("penstock.integrations.applied.Watch", fail)
+    with pytest.raises(MemoryError):
+        apply(model, "1MB", cache=tmp_path)
+    assert type(model.weight) is nn.Parameter
+    assert torch.equal(model.weight, values)
+    assert model.forward == forward
+
+
+def test_a_forward_of_the_instance_is_back_after_it(tmp_path):
+    model = nn.Linear(8, 8).requires_grad_(False)
+    model.forward = lambda x: nn.functional.linear(x, model.weight) + 1
+    own = model.forward
+    apply(model, "1MB", cache=tmp_path).restore()
+    assert model.forward is own

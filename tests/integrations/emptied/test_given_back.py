@@ -1,0 +1,273 @@
+"""Memory that is given back, and what comes back: the same objects, ties and buffers, after errors too."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+from penstock.integrations import apply
+from penstock.integrations.emptied import hollow
+from penstock.passes.weights.parts import plain_tensors
+from penstock.schedule.facts.errors import PassError, SourceError, StreamError
+from tests.integrations import models
+
+X = torch.linspace(-1, 1, 64).reshape(2, 32)
+META = torch.device("meta")
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return models.frozen(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
+
+
+def quantised() -> nn.Sequential:
+    """Its second layer has the weight of the first one."""
+    model = layers()
+    quantize_(model, Int8WeightOnlyConfig(set_inductor_config=False))
+    model[1].weight = model[0].weight
+    return model
+
+
+def test_a_quantised_parameter_is_the_same_object_all_the_time(tmp_path):
+    model = quantised()
+    weight, kind = model[0].weight, type(model[0].weight)
+    parts = plain_tensors("", weight)
+    before = {name: part.clone() for name, part in parts.items()}
+    with apply(model, "1MB", cache=tmp_path):
+        assert type(model[0].weight) is kind
+        assert (weight.shape, weight.dtype, weight.device) == ((32, 32), torch.float32, torch.device("cpu"))
+        assert "not in memory" in repr(weight)
+        with pytest.raises(StreamError, match=r"the parameter 0\.weight\.qdata is not in memory"):
+            weight.qdata.float()
+        with pytest.raises(StreamError, match=r"the Sequential cannot be read by state_dict\(\)"):
+            model.state_dict()
+    assert model[0].weight is model[1].weight is weight
+    for name, part in plain_tensors("", weight).items():
+        assert part is parts[name]
+        assert type(part) is torch.Tensor
+        assert not vars(part)
+        assert torch.equal(part, before[name])
+
+
+def test_one_object_is_one_on_another_device_and_the_same_again_after_it(tmp_path):
+    model = quantised()
+    weight, bias, output = model[0].weight, model[0].bias, model(X)
+    file = hollow.store(hollow.stored_tensors(model), tmp_path)
+    given = hollow.Hollow(model, "restore it", META)
+    assert {value.device for value in model.parameters()} == {META}
+    assert model[0].weight is model[1].weight
+    for one in (weight, model[0].weight):
+        with pytest.raises(StreamError, match=r"the parameter 0\.weight\.\w+ is not in memory: restore it"):
+            one.scale.sum()
+    given.filling([file])()
+    assert model[0].weight is model[1].weight is weight
+    assert model[0].bias is bias
+    assert {value.device for value in model.parameters()} == {torch.device("cpu")}
+    assert torch.equal(model(X), output)
+
+
+def test_one_buffer_is_one_on_another_device():
+    model = layers()
+    model.register_buffer("table", torch.ones(4))
+    model[0].register_buffer("same", model.table)
+    hollow.Hollow(model, "restore it", META)
+    assert model.table.device == META
+    assert model[0].same is model.table
+
+
+class Aliases(nn.Module):
+    """Buffers in the memory of parameters: the parameter itself, and views."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = (nn.Linear(32, 32) for _ in range(3))
+        self.register_buffer("itself", self.first.weight)
+        self.register_buffer("row", self.second.weight.detach()[3])
+        self.register_buffer("all", self.third.weight.detach(), persistent=False)
+
+    def forward(self, x):
+        return self.third(self.second(self.first(x))) + self.itself[0] + self.row + self.all[0]
+
+
+def test_a_buffer_in_the_memory_of_a_parameter_stays_in_it(tmp_path):
+    model = models.frozen(Aliases())
+    expected, row, whole = model(X), model.row, model.all.clone()
+    with apply(model, "1MB", cache=tmp_path) as applied:
+        assert applied.freed_bytes == 32 * 32 * 4 + 3 * 32 * 4  # what buffers have a part of is not
+        assert torch.equal(model(X), expected)
+        assert torch.equal(model.all, whole)
+        with pytest.raises(StreamError, match=r"the parameter first\.weight is not in memory"):
+            model.itself.sum()
+    assert torch.equal(model(X), expected)
+    assert model.itself is model.first.weight
+    assert model.row is row
+    model.second.weight.zero_()
+    model.third.weight.zero_()
+    assert not model.row.any()
+    assert not model.all.any()
+
+
+def test_what_others_still_hold_of_a_parameter_goes_on(tmp_path):
+    model = layers().requires_grad_(True)
+    state, output, weight = model.state_dict(), model(X), model[0].weight
+    weight.own, values = "attribute", weight.detach().clone()
+    with apply(model, "1MB", cache=tmp_path):
+        assert torch.equal(state["0.weight"], values)
+        with pytest.raises(RuntimeError):
+            output.sum().backward()  # needs values that are not there
+    assert (model[0].weight is weight, weight.own, weight.requires_grad) == (True, "attribute", True)
+    model(X).sum().backward()
+    assert weight.grad is not None
+
+
+def test_parameters_that_were_made_for_inference_come_back_as_such(tmp_path):
+    with torch.inference_mode():
+        model = layers()
+        expected = model(X)
+        applied = apply(model, "1MB", cache=tmp_path)
+    assert torch.equal(model(X), expected)
+    applied.restore()
+    assert torch.equal(model(X), expected)
+    assert model[0].weight.is_inference()
+
+
+# What is refused.
+
+
+def test_components_that_share_a_parameter_are_named(tmp_path):
+    encoder, unet = layers(), layers()
+    unet[1].weight = encoder[0].weight
+    with pytest.raises(PassError, match=r"encoder\.0\.weight and unet\.1\.weight are one parameter"):
+        apply(SimpleNamespace(components={"encoder": encoder, "unet": unet}), "1MB", cache=tmp_path)
+    assert type(unet[1].weight) is nn.Parameter
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = layers()
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+@pytest.fixture(scope="module")
+def outer(tmp_path_factory):
+    model = models.frozen(Outer())
+    with apply(model, "1MB", cache=tmp_path_factory.mktemp("cache")):
+        yield model
+
+
+@pytest.mark.parametrize(
+    ("use", "done"),
+    [
+        (lambda model: model.inner[1](X), r"inner\.1 \(Linear\) cannot be called by itself"),
+        (lambda model: model.inner[1].state_dict(), r"inner\.1 \(Linear\) cannot be read by state_dict"),
+        (lambda model: model.load_state_dict({}), r"the Outer cannot be written by load_state_dict\(\)"),
+        (lambda model: model.to(torch.float16), r"the Outer cannot be moved or converted"),
+        (copy.deepcopy, r"the Outer cannot be copied"),
+        (pickle.dumps, r"the Outer cannot be pickled"),
+    ],
+)
+def test_what_needs_a_module_names_it_by_its_path(outer, use, done):
+    with pytest.raises(StreamError, match=rf"^{done}.*, as its parameters are not in memory: call the model"):
+        use(outer)
+
+
+# After errors.
+
+
+def test_an_error_in_the_body_comes_out_and_the_model_is_whole(tmp_path):
+    model = layers()
+    expected = model(X)
+    with pytest.raises(KeyError, match="body"), apply(model, "1MB", cache=tmp_path):
+        raise KeyError("body")
+    assert torch.equal(model(X), expected)
+
+
+def test_an_apply_that_fails_while_memory_is_given_back_leaves_it(tmp_path, monkeypatch):
+    def fail(module, path, *_):
+        if path == "1":
+            raise MemoryError("no memory")
+
+    model = quantised()
+    weight, expected = model[0].weight, model(X)
+    monkeypatch.setattr(hollow, "_refuse", fail)
+    with pytest.raises(MemoryError):
+        apply(model, "1MB", cache=tmp_path)
+    assert model[1].weight is weight
+    assert torch.equal(model(X), expected)
+
+
+def test_a_restore_without_memory_changes_nothing_and_can_be_repeated(tmp_path, monkeypatch):
+    class Opened:
+        """A file that is read once, and then there is no memory."""
+
+        def __init__(self, file, framework):
+            self.opened, self.reads = safe_open(file, framework=framework), 0
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def keys(self):
+            return self.opened.keys()
+
+        def get_tensor(self, name):
+            self.reads += 1
+            if self.reads == 2:
+                raise MemoryError("no memory")
+            return self.opened.get_tensor(name)
+
+    model = layers()
+    expected = model(X)
+    applied = apply(model, "1MB", cache=tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(hollow, "safe_open", Opened)
+        with pytest.raises(MemoryError):
+            applied.restore()
+    for value in model.parameters():
+        with pytest.raises(StreamError, match="is not in memory"):
+            value.sum()
+    assert torch.equal(model(X), expected)
+    applied.restore()
+    applied.restore()
+    assert torch.equal(model(X), expected)
+
+
+def test_a_restore_of_which_one_component_fails_is_repeated(tmp_path):
+    models_ = {"first": layers(), "second": layers().double()}
+    expected = [models_["first"](X), models_["second"](X.double())]
+    applied = apply(SimpleNamespace(components=models_), "1MB", cache=tmp_path)
+    (folder,) = (one.parent for one in applied.components["second"].weights)
+    folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(SourceError, match="the weights cannot be read again"):
+        applied.restore()
+    (tmp_path / "elsewhere").rename(folder)
+    applied.restore()
+    assert torch.equal(models_["first"](X), expected[0])
+    assert torch.equal(models_["second"](X.double()), expected[1])
+
+
+def test_what_is_said_of_grad_while_it_is_away_is_so_afterwards(tmp_path):
+    model = layers()
+    model[0].weight.requires_grad_(True)
+    model[0].bias.requires_grad_(False)
+    file = hollow.store(hollow.stored_tensors(model), tmp_path)
+    given = hollow.Hollow(model, "restore it", torch.device("cpu"))
+    assert model[0].weight.requires_grad
+    model[0].weight.requires_grad_(False)
+    model[0].bias.requires_grad_(True)
+    given.filling([file])()
+    assert not model[0].weight.requires_grad
+    assert model[0].bias.requires_grad

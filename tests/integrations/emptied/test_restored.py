@@ -1,0 +1,154 @@
+"""What a model was before apply, it is again after restore; and two that write the same at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.integrations import apply
+from penstock.integrations.emptied.hollow import store
+from penstock.schedule.facts.errors import SourceError
+from tests.integrations import models
+
+
+class Tied(nn.Module):
+    """Two parameters in one storage."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.second.weight = nn.Parameter(self.first.weight.detach())
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def test_ties_training_and_grad_are_as_they_were(tmp_path):
+    model = Tied()
+    model.second.eval()
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    with apply(model, "1MB", cache=tmp_path):
+        assert not model.training
+        model(torch.ones(2, 8))
+    assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
+    assert all(value.requires_grad for value in model.parameters())
+    assert model.first.weight.data_ptr() == model.second.weight.data_ptr()
+    assert [one.training for one in (model, model.first, model.second)] == [True, True, False]
+
+
+def test_weights_that_several_write_at_once_are_written_once(tmp_path):
+    tensors, found = {"weight": torch.ones(300, 300)}, []
+    threads = [threading.Thread(target=lambda: found.append(store(tensors, tmp_path))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert len(set(found)) == 1
+    assert found[0].is_file()
+
+
+def test_a_damaged_file_in_the_cache_is_refused_before_anything_is_given_back(tmp_path):
+    model = models.frozen(Tied())
+    apply(model, "1MB", cache=tmp_path).restore()
+    (file,) = tmp_path.glob("weights/*/weights.safetensors")
+    held = bytearray(file.read_bytes())
+    where = held.find(model.first.weight.numpy().tobytes()[:16])
+    held[where : where + 4] = bytes(4)
+    for damaged in (held, held[:-8]):
+        file.write_bytes(damaged)
+        before = model.first.weight.clone()
+        with pytest.raises(SourceError, match="is damaged: delete its folder"):
+            apply(model, "1MB", cache=tmp_path)
+        assert torch.equal(model.first.weight, before)
+
+
+class Pair:
+    """Two components, as a pipeline has them."""
+
+    def __init__(self):
+        self.components = {name: models.frozen(nn.Linear(size, size)) for name, size in (("a", 8), ("b", 4))}
+
+
+def test_no_component_is_restored_where_one_cannot_be(tmp_path):
+    pair = Pair()
+    inputs = {"a": torch.ones(2, 8), "b": torch.ones(2, 4)}
+    expected = {name: one(inputs[name]) for name, one in pair.components.items()}
+    applied = apply(pair, "1MB", example=models.nothing, cache=tmp_path)
+    file = applied.components["b"].weights[0]
+    file.rename(tmp_path / "elsewhere")
+    with pytest.raises(SourceError, match="cannot be read again"):
+        applied.restore()
+    assert torch.equal(pair.components["a"](inputs["a"]), expected["a"])  # streams as before
+    (tmp_path / "elsewhere").rename(file)
+    applied.restore()
+    for name, one in pair.components.items():
+        assert torch.equal(one(inputs[name]), expected[name])
+        assert "forward" not in vars(one)
+
+
+def test_an_error_of_the_body_is_not_hidden_by_one_of_the_restore(tmp_path):
+    model = models.frozen(nn.Linear(8, 8))
+
+    def lose_the_file_and_fail():
+        with apply(model, "1MB", cache=tmp_path) as applied:
+            applied.components["Linear"].weights[0].unlink()
+            raise KeyError("of the body")
+
+    with pytest.raises(KeyError) as caught:
+        lose_the_file_and_fail()
+    assert "penstock is still applied" in caught.value.__notes__[0]
+
+
+def test_a_compiler_of_the_users_runs_what_streams_as_it_is(tmp_path):
+    model = models.frozen(nn.Linear(8, 8))
+    expected = model(torch.ones(2, 8))
+    with apply(model, "1MB", example=torch.ones(2, 8), cache=tmp_path) as applied:
+        assert torch.equal(torch.compile(model, backend="eager")(torch.ones(2, 8)), expected)
+        assert applied.components["Linear"].stats.passes == 1
+
+
+def test_two_threads_call_two_components(tmp_path):
+    pair = Pair()
+    inputs = {"a": torch.ones(2, 8), "b": torch.ones(2, 4)}
+    expected = {name: one(inputs[name]) for name, one in pair.components.items()}
+
+    def call(name):
+        return all(torch.equal(pair.components[name](inputs[name]), expected[name]) for _ in range(20))
+
+    with apply(pair, "1MB", example=models.nothing, cache=tmp_path), ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(call, pair.components))
+
+
+def test_calls_that_wait_while_a_model_is_restored_run_the_model_itself(tmp_path):
+    model = models.frozen(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+    expected = model(torch.ones(2, 64))
+    applied = apply(model, "1MB", example=torch.ones(2, 64), cache=tmp_path)
+    component, call = applied.components["Sequential"], model.forward  # as a thread holds it
+    with ThreadPoolExecutor(1) as pool, applied.cap.lock:
+        waiting = pool.submit(call, torch.ones(2, 64))
+        applied.restore()
+    assert torch.equal(waiting.result(), expected)
+    assert component.stats is None
+
+
+def test_ctrl_c_waits_for_the_end_of_a_restore(tmp_path, monkeypatch):
+    model = models.frozen(nn.Linear(8, 8))
+    expected = model(torch.ones(2, 8))
+    applied = apply(model, "1MB", example=torch.ones(2, 8), cache=tmp_path)
+    give_back = applied._give_back
+
+    def interrupted():
+        signal.raise_signal(signal.SIGINT)
+        give_back()
+
+    monkeypatch.setattr(applied, "_give_back", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        applied.restore()
+    assert "forward" not in vars(model)
+    assert torch.equal(model(torch.ones(2, 8)), expected)

@@ -1,0 +1,146 @@
+"""What is stored of a method to run it is what the exported program holds, node by node."""
+
+import json
+import math
+import zipfile
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import fx, nn
+
+from penstock.passes.annotate import annotate_with_values
+from penstock.passes.calls.stored_graph import decode_graph, decode_value, encode_graph, encode_value
+from penstock.passes.graph.retarget import move_graph, nested_modules, retarget
+from penstock.passes.lowering import eager
+from penstock.passes.lowering.archive import PROGRAM
+from penstock.passes.lowering.method_code import decode_method, encode_method, method_code
+from penstock.schedule.facts.errors import PassError
+from penstock.schedule.payload.codec import ProgramFile
+from tests.passes.pass_models import CASES
+from tests.passes.pass_runs import export, prepare, same_bits, streaming
+
+
+def rows(graph):
+    """Each node as text, without what only a tracer knows."""
+    return [(n.op, n.name, n.target, repr(n.args), repr(n.kwargs)) for n in graph.nodes]
+
+
+def all_rows(graph, bodies):
+    inner = [module for body in bodies.values() for module in nested_modules(body)]
+    return [rows(graph), *(rows(module.graph) for module in inner)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_method_comes_back_node_by_node(name):
+    exported = annotate_with_values(export(CASES[name])[1]).programs["forward"]
+    expected, got = method_code(exported), decode_method(encode_method(exported))
+    assert all_rows(*got.graph())[0] == rows(exported.graph)
+    assert all_rows(*got.graph()) == all_rows(*expected.graph())
+    assert got.weights == expected.weights
+    assert got.signature == expected.signature
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(None, True, 1, 1.0, -0.0, 0.1, math.inf, -math.inf, "x", [1, [2.5, None]], (1, (2,), [3])),
+        *(slice(1, None, (2,)), {"a": (1,), 2: []}, torch.float8_e4m3fn, torch.device("cuda", 1)),
+        *(torch.strided, torch.channels_last, torch.ops.aten.add.Tensor, torch.ops.higher_order.cond),
+    ],
+    ids=str,
+)
+def test_values_come_back_with_their_types(value):
+    assert repr(decode_value(json.loads(json.dumps(encode_value(value), allow_nan=False)))) == repr(value)
+
+
+def test_no_number_comes_back():
+    assert math.isnan(decode_value(encode_value(math.nan)))
+
+
+class Moves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        mask = torch.ones(4, device=x.device)
+        return self.linear(x * mask).to("cpu") + torch.arange(4)
+
+
+def test_a_stored_graph_moves_to_a_device_as_the_program_does():
+    exported = torch.export.export(Moves(), (torch.randn(2, 4),))
+    there = retarget(exported.graph_module, "cuda:1")
+    for node in there.graph.nodes:  # as if it had been exported there
+        if isinstance(node.meta.get("val"), torch.Tensor) and node.name != "to":
+            node.meta["val"] = node.meta["val"].to("meta")
+    stored = json.loads(json.dumps(encode_graph(there)))
+    graph, bodies = decode_graph(stored)
+    assert move_graph(graph, bodies.values(), torch.device("cuda:1"), "cpu")
+    copied = fx.GraphModule(bodies, graph)
+    assert copied.code.count("torch.ops.aten.to.") == 1
+    assert copied.code == retargeted(there).code
+
+
+def retargeted(graph_module):
+    copied = fx.GraphModule(graph_module, graph_module.graph)
+    assert move_graph(copied.graph, (), torch.device("cuda:1"), "cpu")
+    copied.recompile()
+    return copied
+
+
+class Normed(nn.Module):
+    def forward(self, x):
+        return nn.functional.layer_norm(x, (4,))
+
+
+class Turned(nn.Module):
+    """Multiplies by a complex number, which JSON does not have."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.mul(torch.complex(self.linear(x), x), 1 + 2j)
+
+
+def test_a_program_that_has_no_json_runs_from_its_export():
+    model, x = Turned(), torch.randn(2, 4)
+    exported = torch.export.export(model, (x,))
+    assert encode_method(exported) is None
+    lowered, streamer = prepare(exported)
+    program = eager.bind(lowered, streamer.tensors(), lowered.payload.methods[0], [0])
+    with torch.no_grad(), streaming(streamer):
+        assert same_bits(program(x), model(x))
+
+
+def test_json_of_another_version_is_not_read(tmp_path):
+    exported = torch.export.export(nn.Linear(4, 4), (torch.randn(2, 4),))
+    annotated = annotate_with_values(exported)
+    payload = replace(annotated.payload, program=ProgramFile(PROGRAM, "0" * 64))
+    eager.save(annotated.programs, tmp_path)
+    with zipfile.ZipFile(tmp_path / PROGRAM) as archive:
+        program, stored = archive.read("forward.pt2"), json.loads(archive.read("forward.json"))
+    with zipfile.ZipFile(tmp_path / PROGRAM, "w") as archive:
+        archive.writestr("forward.pt2", program)
+        archive.writestr("forward.json", json.dumps({**stored, "version": 2, "graph": "of the future"}))
+    code = eager.load(tmp_path, payload).methods["forward"]
+    assert [node.target for node in code.graph()[0].nodes][-2:] == [torch.ops.aten.linear.default, "output"]
+
+
+def test_what_is_no_stored_graph_is_refused():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_module("inner", (x,)))
+    with pytest.raises(PassError, match="node inner is a call_module: it has no JSON"):
+        encode_graph(fx.GraphModule({"inner": nn.ReLU()}, graph))
+    with pytest.raises(PassError, match=r"there is no operator nobody\.has\.this: import what registers it"):
+        decode_graph({"nodes": [["call_function", "a", "nobody.has.this", [], {}]], "bodies": {}})
+    twice = ["placeholder", "x", "x", [], {}]
+    with pytest.raises(PassError, match="the graph has two nodes 'x'"):
+        decode_graph({"nodes": [twice, twice], "bodies": {}})
+    with pytest.raises(PassError, match="of type object has no JSON"):
+        encode_value(object())
+    with pytest.raises(PassError, match="is no operator that has a name"):
+        encode_graph(fx.symbolic_trace(Normed()))

@@ -1,0 +1,199 @@
+"""Which node reads what: mostly that views read nothing, and that what they lead to does."""
+
+from functools import partial, wraps
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.passes.graph.propagation import storages_of
+from penstock.passes.lowering import eager
+from penstock.passes.weights.lifted import find_weights
+from penstock.passes.weights.usage import find_usage, follow
+from tests.passes.pass_models import CASES
+from tests.passes.pass_runs import decompose, export, prepare, same_bits, streaming
+
+
+def reads_of(exported):
+    """For every node that reads, in order, the operator's name and the first FQN of each storage."""
+    weights = find_weights(exported)
+    usage = find_usage(exported, weights)
+    names: dict[int, str] = {}
+    for weight in weights.weights:
+        names.setdefault(weight.parts[0].storage, weight.fqn)
+    nodes = {node.name: str(node.target) for node in usage.graph_module.graph.nodes}
+    kinds = {names[s]: kind for s, kind in enumerate(usage.kinds)}
+    return [(nodes[node], [names[s] for s in reads]) for node, reads in usage.reads.items()], kinds
+
+
+@pytest.mark.parametrize("decomposed", [False, True])
+def test_reads_are_the_kernels_behind_the_views(decomposed):
+    _, exported = export(CASES["Views"], decomposed=decomposed)
+    reads, _ = reads_of(exported)
+    assert [names for _, names in reads] == [["w"], ["w"], ["w"], ["v"]]
+    # Decomposing turns the dropout, which is an alias in eval mode, into a copy.
+    expected = ["aten.matmul.default"] * 4
+    if decomposed:
+        expected[1] = "aten.clone.default"
+    assert [op for op, _ in reads] == expected
+
+
+def test_a_permute_before_a_product_is_followed():
+    class Permuted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(x)
+
+    exported = decompose(torch.export.export(Permuted(), (torch.randn(2, 4),)), None)
+    assert "aten.permute.default" in {str(node.target) for node in exported.graph.nodes}
+    assert reads_of(exported)[0] == [("aten.addmm.default", ["linear.weight", "linear.bias"])]
+
+
+@pytest.mark.parametrize(
+    ("name", "op", "passed"),
+    [
+        ("Branches", "cond", {"a.weight", "a.bias", "b.weight", "b.bias"}),
+        ("Loop", "while_loop", {"a.weight", "a.bias"}),
+        ("Scan", "scan", {"a.weight", "a.bias"}),
+        ("WithoutGrad", "wrap_with_set_grad_enabled", {"a.weight", "a.bias", "scale"}),
+    ],
+)
+def test_control_flow_reads_everything_it_is_given(name, op, passed):
+    _, exported = export(CASES[name])
+    reads, kinds = reads_of(exported)
+    assert passed <= {name for target, names in reads if target == op for name in names}
+    assert all(kinds[name] == "streamable" for name in passed)
+
+
+def test_metadata_is_no_read():
+    class Sizes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x):
+            torch._check(self.w.shape[0] == 4)
+            return x + self.w.numel() + self.w.to(torch.float32).stride(0)
+
+    exported = torch.export.export(Sizes(), (torch.randn(4),))
+    assert reads_of(exported)[0] == []
+
+
+def test_what_a_branch_writes_or_hands_out_does_not_stream():
+    class Inside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(4))
+            self.w = nn.Parameter(torch.randn(4))
+            self.v = nn.Parameter(torch.randn(4))
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.count.add_(1)
+                view = self.w.view(2, 2)
+                y = self.v * 2
+            return x + y, view
+
+    with torch.enable_grad():
+        exported = torch.export.export(Inside(), (torch.randn(4),))
+    assert "wrap_with_set_grad_enabled" in str(exported.graph)
+    assert reads_of(exported)[1] == {"count": "mutable", "w": "returned", "v": "streamable"}
+
+
+def test_training_statistics_are_mutable_even_where_nothing_decomposes(monkeypatch):
+    _, exported = export(CASES["TrainingStatistics"])
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("this program does not decompose")
+
+    monkeypatch.setattr(type(exported), "run_decompositions", fail)
+    kinds = reads_of(exported)[1]
+    assert {name for name, kind in kinds.items() if kind == "mutable"} == set(
+        CASES["TrainingStatistics"].kinds
+    )
+
+
+def test_the_program_is_left_as_it_was():
+    _, exported = export(CASES["Cache"])
+    before = [(node.name, id(node.meta.get("val"))) for node in exported.graph.nodes]
+    values = {name: value.clone() for name, value in exported.state_dict.items()}
+    reads_of(exported)
+    assert [(node.name, id(node.meta.get("val"))) for node in exported.graph.nodes] == before
+    assert all(torch.equal(values[name], value) for name, value in exported.state_dict.items())
+
+
+class Late(nn.Module):
+    """Reads `w`, through what may be a copy of it, behind a step that reads something else."""
+
+    def __init__(self, view):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, 8))
+        self.other = nn.Parameter(torch.randn(8))
+        self.view = view
+
+    def forward(self, x, n):
+        size = n.item()
+        torch._check(size >= 1)
+        torch._check(size <= 8)
+        view = self.view(self.w[:, :size])
+        y = x + self.other
+        return view.sum() * y
+
+
+@pytest.fixture
+def tail():
+    """An operator that returns a view, as its schema says, with a fake that does not."""
+    library = torch.library.Library("penstock_test", "FRAGMENT")
+    library.define("tail(Tensor(a) x) -> Tensor(a)")
+    library.impl("tail", lambda x: x[1:], "CompositeExplicitAutograd")
+    torch.library.register_fake("penstock_test::tail", lambda x: x[1:].clone(), lib=library)
+    yield torch.ops.penstock_test.tail
+    library._destroy()
+
+
+@pytest.mark.parametrize("name", ["contiguous", "reshape", "tail"])
+def test_what_may_be_a_view_is_followed(name, tail):
+    views = {"contiguous": torch.Tensor.contiguous, "reshape": lambda x: x.reshape(-1), "tail": tail}
+    model = Late(views[name])
+    exported = torch.export.export(model, (torch.randn(8), torch.tensor(3)))
+    lowered, streamer = prepare(exported)
+    steps = lowered.payload.traces[0].steps
+    program = eager.bind(lowered, streamer.tensors(), lowered.payload.methods[0], range(len(steps)))
+    for size in (3, 8):  # all of the weight is contiguous
+        args = (torch.randn(8), torch.tensor(size))
+        with torch.no_grad(), streaming(streamer):
+            assert same_bits(program(*args), model(*args))
+
+
+def test_a_higher_order_operator_without_a_body_may_write():
+    _, exported = export(CASES["WithoutGrad"])
+    weights = find_weights(exported)
+    for node in exported.graph.nodes:
+        if str(node.target) == "wrap_with_set_grad_enabled":
+            node.args = tuple(arg for arg in node.args if getattr(arg, "op", "") != "get_attr")
+    aliases = {}
+    for node in exported.graph.nodes:
+        if node.name in weights.placeholders:
+            aliases[storages_of(node.meta["val"])[0]] = weights.storage_of(node.name)
+    flow = follow(exported.graph_module, aliases)
+    names = {weights.weights[s].fqn for s in flow.written}
+    assert names == {"a.weight", "a.bias", "scale"}
+
+
+def test_a_kernel_that_inductor_puts_in_the_place_of_a_pattern_is_not_run():
+    def runs_on_buffers_only(x, weight):
+        return x.get_size()
+
+    exported = torch.export.export(nn.Linear(4, 4, bias=False), (torch.ones(2, 4),))
+    graph = exported.graph_module.graph
+    (linear,) = (node for node in graph.nodes if node.op == "call_function")
+    with graph.inserting_before(linear):
+        kernel = graph.call_function(wraps(runs_on_buffers_only)(partial(runs_on_buffers_only)), linear.args)
+    kernel.meta["val"] = linear.meta["val"]
+    linear.replace_all_uses_with(kernel)
+    graph.erase_node(linear)
+    reads = find_usage(exported, find_weights(exported)).reads
+    assert list(reads) == [kernel.name]

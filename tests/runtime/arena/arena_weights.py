@@ -1,0 +1,98 @@
+"""Two weight files, storages in them, and plans for each kind of arena; imports no torch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from penstock.runtime.arena.opening import WeightArena, open_arena
+from penstock.runtime.files.source import Source
+from penstock.runtime.system.memory import HUGE_PAGE, PAGE
+from penstock.schedule.facts.model import Arena, Extent, Hardware, Part, Plan, Range, Storage, WeightFile
+
+MIB = 1 << 20
+LARGE = 5 * HUGE_PAGE + 3 * PAGE
+"""Bytes of the first weight file: five huge granules and a few pages of a sixth."""
+SMALL = 40_000
+KINDS = ("mapped", "anonymous", "contiguous")
+
+
+@cache
+def _random(nbytes: int) -> bytes:
+    return random.Random(nbytes).randbytes(nbytes)
+
+
+class Weights:
+    """Two weight files of random bytes, storages in them, and plans for each kind of arena.
+
+    Storages of the large file: 0 over more than a granule, 1 small, 2 up to the end. Of the small
+    file: 3. The layout has the small file behind the large one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.paths = (folder / "large", folder / "small")
+        self.content = (_random(LARGE), _random(SMALL))
+        for path, content in zip(self.paths, self.content, strict=True):
+            path.write_bytes(content)
+        small_base = 6 * HUGE_PAGE
+        self.segments = (Range(0, LARGE), Range(small_base, small_base + SMALL))
+        spots = (
+            (0, 128, 3 * MIB),
+            (0, 128 + 3 * MIB, 1000),
+            (0, 4 * MIB, LARGE - 4 * MIB),
+            (1, 64, SMALL - 64),
+        )
+        self.storages = tuple(Storage(n, "streamable", (Extent(f, at, 0, n),)) for f, at, n in spots)
+        self.layout = tuple((0, small_base)[f] + at for f, at, _ in spots)
+        self.source = Source(
+            [WeightFile(str(p), len(c), 0, 0, "", "") for p, c in zip(self.paths, self.content, strict=True)],
+            folder,
+            check=False,
+        )
+
+    def plan(self, kind: str, *, granule: int = HUGE_PAGE, addresses: Sequence[int] | None = None) -> Plan:
+        contiguous = kind == "contiguous"
+        arena = Arena(
+            "contiguous" if contiguous else "paged",
+            "mapped" if kind == "mapped" else "anonymous",
+            granule,
+            self.layout,
+            tuple(Range(0, s.stop) for s in self.segments[-1:]) if contiguous else self.segments,
+        )
+        places = tuple(addresses or _one_after_the_other(self.storages)) if contiguous else ()
+        room = [a + s.nbytes for a, s in zip(places, self.storages, strict=False) if a >= 0]
+        hardware = Hardware("test", 1.0, 1.0, 1.0, 0)
+        return Plan(0, arena, max(room, default=0), (), places, (), (), "overlap", (), (), hardware)
+
+    def open(self, kind: str, **options: bool) -> WeightArena:
+        return open_arena(self.plan(kind), self.storages, self.source, **options)
+
+    def bytes_of(self, storage: int) -> bytes:
+        extent = self.storages[storage].extents[0]
+        return self.content[extent.file][extent.file_offset :][: extent.nbytes]
+
+
+def _one_after_the_other(storages: Sequence[Storage]) -> Iterator[int]:
+    end = 0
+    for storage in storages:
+        yield end
+        end += storage.nbytes + -storage.nbytes % 64
+
+
+def whole(storage: int, nbytes: int) -> Part:
+    return Part("", "uint8", (nbytes,), (1,), storage, 0)
+
+
+def content(arena: WeightArena, weights: Weights, storage: int) -> bytes:
+    return arena.view(whole(storage, weights.storages[storage].nbytes)).numpy().tobytes()
+
+
+@pytest.fixture(name="weights")
+def weights_fixture(tmp_path: Path) -> Iterator[Weights]:
+    made = Weights(tmp_path)
+    yield made
+    made.source.close()

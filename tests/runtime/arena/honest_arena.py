@@ -1,0 +1,49 @@
+"""An arena for tests of the streamer, which knows what it holds and complains about every illegal access."""
+
+from __future__ import annotations
+
+import threading
+
+from penstock.schedule.facts.errors import SourceError
+
+
+class HonestArena:
+    """A paged arena of units; refuses to fill what is there and counts what it holds."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.held: set[int] = set()
+        self.peak = 0
+        self.fills: list[tuple[int, int]] = []
+        self.fail_at: set[int] = set()
+        self.gate: threading.Event | None = None
+        self._lock = threading.Lock()
+
+    def check(self) -> None:
+        pass
+
+    def fill(self, start: int, stop: int) -> int:
+        if self.gate is not None:
+            self.gate.wait(10)
+        if start in self.fail_at:
+            self.fail_at.discard(start)
+            raise SourceError(f"disk error at {start}")
+        units = set(range(start, stop))
+        with self._lock:
+            assert not units & self.held, "filled what is there"
+            self.held |= units
+            self.peak = max(self.peak, len(self.held))
+            self.fills.append((start, stop))
+            assert len(self.held) <= self.capacity, "over budget"
+        return stop - start
+
+    def fill_ready(self, start: int, stop: int) -> int | None:
+        return None
+
+    def drop(self, start: int, stop: int) -> None:
+        with self._lock:
+            self.held -= set(range(start, stop))
+
+    def require(self, start: int, stop: int) -> None:
+        with self._lock:
+            assert set(range(start, stop)) <= self.held, f"read of {start}:{stop} without its bytes"

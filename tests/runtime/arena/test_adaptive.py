@@ -1,0 +1,227 @@
+"""The adaptive arena: mapped what the page cache keeps, read past it what the cache does not."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from penstock.runtime.arena import adaptive as arena_adaptive
+from penstock.runtime.arena.adaptive import PATIENCE, AdaptiveArena
+from penstock.runtime.arena.mapped import MappedArena
+from penstock.runtime.arena.opening import open_arena
+from penstock.runtime.system.memory import HUGE_PAGE
+from penstock.schedule.facts.errors import SourceError, StreamError
+from tests.runtime.arena.arena_weights import LARGE, SMALL, Weights, content, weights_fixture  # noqa: F401
+
+GRANULES = 3
+SMALL_BASE = 6 * HUGE_PAGE
+
+
+def plan_for(weights: Weights):
+    return replace(weights.plan("mapped"), arena_bytes=GRANULES * HUGE_PAGE)
+
+
+@pytest.fixture
+def arena(weights: Weights) -> Iterator[AdaptiveArena]:
+    yield from opened(weights)
+
+
+@pytest.fixture
+def crowded(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> Iterator[AdaptiveArena]:
+    """An arena on a machine whose memory cannot cache the files."""
+    monkeypatch.setattr(arena_adaptive, "available_bytes", lambda: LARGE)
+    yield from opened(weights)
+
+
+def opened(weights: Weights, **options: bool) -> Iterator[AdaptiveArena]:
+    cool(weights)
+    arena = open_arena(plan_for(weights), weights.storages, weights.source, **options)
+    assert isinstance(arena, AdaptiveArena)
+    yield arena
+    arena.close()
+
+
+def cool(weights: Weights) -> None:
+    """Take the files out of the page cache, which keeps what is dirty or mapped."""
+    for file in weights.source.files:
+        os.fsync(file.fd)
+        os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def warm(weights: Weights) -> None:
+    for path in weights.paths:
+        path.read_bytes()
+
+
+def bytes_at(arena: AdaptiveArena, start: int, nbytes: int) -> bytes:
+    return ctypes.string_at(arena._memory.address + start, nbytes)
+
+
+def is_right(arena: AdaptiveArena, weights: Weights, granule: int) -> bool:
+    """Whether a granule holds every byte that belongs to a storage."""
+    start, stop = granule * HUGE_PAGE, (granule + 1) * HUGE_PAGE
+    for place, storage in zip(weights.layout[:3], weights.storages[:3], strict=True):
+        low, high = max(start, place), min(stop, place + storage.nbytes)
+        if low < high and bytes_at(arena, low, high - low) != weights.content[0][low:high]:
+            return False
+    return True
+
+
+def test_a_cold_granule_is_brought_into_the_cache_once_and_then_read_past_it(arena, weights):
+    caches = []
+    for _ in range(2 * PATIENCE):
+        cool(weights)
+        assert arena.fill(3 * HUGE_PAGE, 4 * HUGE_PAGE) == HUGE_PAGE
+        assert is_right(arena, weights, 3)
+        caches.append(arena._is_cached(3 * HUGE_PAGE))
+        arena.drop(3 * HUGE_PAGE, 4 * HUGE_PAGE)
+    assert [turn for turn, cached in enumerate(caches) if cached] == [0, PATIENCE + 1]
+
+
+def test_a_cache_without_room_for_the_files_is_left_alone(crowded, weights):
+    for granule in (2, 3, 4):  # whole blocks, of which none is read through the cache
+        crowded.fill(granule * HUGE_PAGE, (granule + 1) * HUGE_PAGE)
+        assert is_right(crowded, weights, granule)
+        assert not crowded._is_cached(granule * HUGE_PAGE)
+    assert crowded.held_bytes == crowded.mapped_bytes() == GRANULES * HUGE_PAGE
+
+
+def test_what_is_cached_is_mapped_without_waiting_and_what_is_not_is_left(crowded, weights):
+    assert crowded.fill_ready(0, 2 * HUGE_PAGE) is None
+    assert crowded.held_bytes == 0
+    warm(weights)
+    assert crowded.fill_ready(0, 2 * HUGE_PAGE) == 2 * HUGE_PAGE
+    assert is_right(crowded, weights, 0)
+    assert is_right(crowded, weights, 1)
+
+
+def test_granules_change_between_private_and_mapped(crowded, weights):
+    for turn in range(6):
+        (warm if turn % 2 else cool)(weights)
+        for granule in range(4):
+            crowded.fill(granule * HUGE_PAGE, (granule + 1) * HUGE_PAGE)
+            assert is_right(crowded, weights, granule)
+            crowded.drop(granule * HUGE_PAGE, (granule + 1) * HUGE_PAGE)
+            assert crowded.mapped_bytes() <= GRANULES * HUGE_PAGE
+    assert crowded.held_bytes == 0
+
+
+def test_spare_memory_makes_room_for_mappings(crowded, weights):
+    crowded.fill(0, GRANULES * HUGE_PAGE)
+    crowded.drop(0, GRANULES * HUGE_PAGE)
+    assert crowded.mapped_bytes() == GRANULES * HUGE_PAGE  # spare, and taken again by the next fill
+    warm(weights)
+    crowded.fill(0, 2 * HUGE_PAGE)
+    assert crowded.mapped_bytes() == GRANULES * HUGE_PAGE
+    assert len(crowded._spares) == 1
+
+
+def test_granules_that_a_segment_cuts_are_mapped(crowded, weights):
+    cool(weights)
+    crowded.fill(5 * HUGE_PAGE, LARGE)
+    crowded.fill(SMALL_BASE, SMALL_BASE + SMALL)
+    assert content(crowded, weights, 3) == weights.bytes_of(3)
+    assert not crowded._private
+
+
+def test_a_failed_read_gives_its_memory_back(crowded, weights, monkeypatch):
+    def fail(*args: object) -> None:
+        raise SourceError("disk error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(weights.source, "read_into", fail)
+        for _ in range(2 * GRANULES):
+            with pytest.raises(SourceError):
+                crowded.fill(0, HUGE_PAGE)
+    assert crowded.held_bytes == 0
+    crowded.fill(0, GRANULES * HUGE_PAGE)
+    assert is_right(crowded, weights, 2)
+    assert crowded.mapped_bytes() == GRANULES * HUGE_PAGE
+
+
+def test_a_move_that_the_system_refuses_is_an_error_and_loses_nothing(crowded, weights, monkeypatch):
+    def refuse(*args: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    crowded.fill(2 * HUGE_PAGE, 3 * HUGE_PAGE)
+    with monkeypatch.context() as limited:
+        limited.setattr(arena_adaptive, "move", refuse)
+        crowded.drop(2 * HUGE_PAGE, 3 * HUGE_PAGE)
+        for _ in range(2 * GRANULES):
+            with pytest.raises(StreamError, match="max_map_count"):
+                crowded.fill(3 * HUGE_PAGE, 4 * HUGE_PAGE)
+        crowded.fill(2 * HUGE_PAGE, 3 * HUGE_PAGE)  # where it still lies
+    assert is_right(crowded, weights, 2)
+    crowded.fill(3 * HUGE_PAGE, 5 * HUGE_PAGE)
+    assert is_right(crowded, weights, 3)
+    assert crowded.held_bytes == crowded.mapped_bytes() == GRANULES * HUGE_PAGE
+
+
+@pytest.mark.parametrize("room", [LARGE, 1 << 40])
+def test_where_nobody_tells_what_is_cached_only_room_counts(weights, monkeypatch, room):
+    monkeypatch.setattr(arena_adaptive, "may_ask_mincore", lambda fd: False)
+    monkeypatch.setattr(arena_adaptive, "available_bytes", lambda: room)
+    for arena in opened(weights):
+        assert arena.fill_ready(0, HUGE_PAGE) is None
+        for _ in range(3):
+            arena.fill(0, HUGE_PAGE)
+            assert is_right(arena, weights, 0)
+            assert bool(arena._private) == (room == LARGE)
+            arena.drop(0, HUGE_PAGE)
+
+
+def test_threads_while_the_cache_comes_and_goes(arena, weights):
+    wrong: list[int] = []
+
+    def work(granule: int) -> None:
+        start = granule * HUGE_PAGE
+        for _ in range(40):
+            arena.fill(start, start + HUGE_PAGE)
+            if not is_right(arena, weights, granule):
+                wrong.append(granule)
+            arena.drop(start, start + HUGE_PAGE)
+
+    threads = [threading.Thread(target=work, args=(granule,)) for granule in range(GRANULES)]
+    for thread in threads:
+        thread.start()
+    choices = random.Random(7)
+    while any(thread.is_alive() for thread in threads):
+        choices.choice((cool, warm))(weights)
+        assert arena.mapped_bytes() <= GRANULES * HUGE_PAGE
+    assert not wrong
+    assert arena.held_bytes == 0
+
+
+def test_reading_a_dropped_private_granule_faults_when_debugging(weights, monkeypatch):
+    monkeypatch.setattr(arena_adaptive, "available_bytes", lambda: LARGE)
+    cool(weights)
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+        import faulthandler
+
+        faulthandler.disable()
+        arena = open_arena(plan_for(weights), weights.storages, weights.source, debug=True)
+        arena.fill(0, HUGE_PAGE)
+        bytes_at(arena, HUGE_PAGE // 2, 1)
+        arena.drop(0, HUGE_PAGE)
+        bytes_at(arena, HUGE_PAGE // 2, 1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGSEGV
+
+
+def test_a_system_that_cannot_move_pages_maps_everything(weights, monkeypatch):
+    from penstock.runtime.arena import opening as module
+
+    monkeypatch.setattr(module, "supports_move", lambda: False)
+    arena = open_arena(plan_for(weights), weights.storages, weights.source)
+    assert type(arena) is MappedArena
+    arena.close()
+    arena.close()

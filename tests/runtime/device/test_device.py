@@ -1,0 +1,222 @@
+"""What every device does alike: cpu, sim in all its orders, and cuda where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.runtime.device import memory as device_memory
+from penstock.runtime.device.cpu import CpuDevice
+from penstock.runtime.device.cuda import CudaDevice
+from penstock.runtime.device.memory import DeviceWeights
+from penstock.runtime.device.protocol import Device, FileRead, Move
+from penstock.runtime.device.streamer import DeviceStreamer
+from penstock.runtime.sim.device import SimDevice
+from penstock.schedule.facts.errors import SourceError, StreamError
+from tests.runtime.device.device_runs import HARDWARE, Case, Memory, cases, disk_cases
+from tests.runtime.sim.mutants import MEMORY, mutant
+
+DEVICES = {
+    "cpu": CpuDevice,
+    "sim, earliest": lambda: SimDevice(HARDWARE, policy="earliest"),
+    "sim, latest": lambda: SimDevice(HARDWARE, policy="latest"),
+    "sim, lagging": lambda: SimDevice(HARDWARE, policy="lagging"),
+    "sim, random": lambda: SimDevice(HARDWARE, policy="random", seed=3),
+    "cuda": CudaDevice,
+}
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no GPU here: `make gpu` runs this where there is one")
+    opened: Any = DEVICES[request.param]()
+    yield opened
+    opened.close()
+    opened.close()
+
+
+def host(device: Device, values: list[int]) -> torch.Tensor:
+    memory = device.allocate_host(len(values))
+    memory.copy_(torch.tensor(values, dtype=torch.uint8))
+    return memory
+
+
+def finish(device: Device, stream: Any) -> None:
+    device.synchronize(device.record(stream))
+
+
+def test_memory_is_flat_aligned_and_of_the_size_asked_for(device: Device) -> None:
+    for nbytes in (0, 1, 4097):
+        for memory in (device.allocate(nbytes, "a test"), device.allocate_host(nbytes)):
+            assert (memory.dtype, memory.shape) == (torch.uint8, (nbytes,))
+            assert not nbytes or memory.data_ptr() % 64 == 0
+    assert device.allocate(1, "a test").device == device.torch_device
+
+
+def test_a_copy_moves_what_it_names_and_nothing_else(device: Device) -> None:
+    source, target = host(device, [1, 2, 3, 4, 5, 6, 7, 8]), device.allocate(8, "a test")
+    copies = device.open_stream("copies")
+    device.fill(copies, target, 0, 8, 9)
+    device.copy(copies, target, [Move(source, 0, 4, 2), Move(source, 6, 0, 1)], "a copy")
+    finish(device, copies)
+    assert target.tolist() == [7, 9, 9, 9, 1, 2, 9, 9]
+
+
+def test_operations_of_one_stream_run_in_order(device: Device) -> None:
+    source, target = host(device, list(range(64))), device.allocate(64, "a test")
+    copies = device.open_stream("copies")
+    for value in range(20):
+        device.fill(copies, target, 0, 64, value)
+        device.copy(copies, target, [Move(source, value, value, 1)], "a copy")
+    finish(device, copies)
+    assert target.tolist() == [19] * 64
+
+
+def test_kernels_wait_for_copies_and_copies_for_kernels(device: Device) -> None:
+    source, target = host(device, [5] * 1024), device.allocate(1024, "a test")
+    copies, kernels = device.open_stream("copies"), device.current_stream()
+    sums = []
+    for value in range(5):
+        device.fill(kernels, target, 0, 1024, value)
+        device.wait(copies, device.record(kernels))
+        device.copy(copies, target, [Move(source, 0, 0, 512)], "a copy")
+        device.wait(kernels, device.record(copies))
+        sums.append(target.sum())
+    finish(device, kernels)
+    assert [int(one) for one in sums] == [512 * (5 + value) for value in range(5)]
+
+
+def test_a_wait_for_what_is_done_goes_on(device: Device) -> None:
+    copies = device.open_stream("copies")
+    event = device.record(copies)
+    device.synchronize(event)
+    device.wait(copies, event)
+    device.wait(device.current_stream(), event)
+    finish(device, copies)
+
+
+@pytest.mark.parametrize("case", [*cases(), *disk_cases()], ids=lambda case: case.name)
+def test_plans_run_on_every_device(device: Device, case: Case) -> None:
+    """Two passes of each method, and what each step finds."""
+    source: Any = case.source
+    weights = DeviceWeights(case.plan, case.storages, device, source)
+    streamer = DeviceStreamer(case.plan, case.storages, device, weights, poison=True)
+    for trace in (*case.plan.traces, *reversed(case.plan.traces)):
+        method = streamer.methods[trace.graph]
+        streamer.begin(trace.graph)
+        for number, step in enumerate(trace.steps):
+            if number in method.probed:
+                streamer.acquire(trace.graph, number)
+            for storage in step.reads:
+                assert found(weights, storage).tolist() == list(contents(case, source, storage))
+            if number in method.probed:
+                streamer.release(trace.graph, number)
+        streamer.end(trace.graph)
+    assert streamer.counters.misses == 0
+    streamer.close()
+    streamer.close()
+    with pytest.raises(StreamError, match="closed"):
+        streamer.begin(0)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", MEMORY)
+def test_copies_of_wrong_bytes_are_caught_on_real_devices(kind: str, name: str) -> None:
+    """The mutants that no order of streams can hide; those of waits need the simulated device."""
+    if kind == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no GPU here: `make gpu` runs this where there is one")
+    changed = mutant(device_memory, *MEMORY[name])
+    with pytest.raises((AssertionError, RuntimeError, StreamError)):
+        run_on(CpuDevice if kind == "cpu" else CudaDevice, changed)
+
+
+def run_on(kind: type[CpuDevice] | type[CudaDevice], memories: ModuleType) -> None:
+    for one in (*cases()[:3], disk_cases()[0]):
+        device, source = kind(), one.source
+        try:
+            weights = memories.DeviceWeights(one.plan, one.storages, device, source)
+            run_pass(one, weights, DeviceStreamer(one.plan, one.storages, device, weights, poison=True))
+        finally:
+            device.close()
+
+
+def run_pass(one: Case, weights: DeviceWeights, streamer: DeviceStreamer) -> None:
+    method, source = streamer.methods[0], one.source
+    for storage in one.plan.outside:
+        assert found(weights, storage).tolist() == list(contents(one, source, storage))
+    streamer.begin(0)
+    for number, step in enumerate(one.plan.traces[0].steps):
+        if number in method.probed:
+            streamer.acquire(0, number)
+        for storage in step.reads:
+            assert found(weights, storage).tolist() == list(contents(one, source, storage))
+        if number in method.probed:
+            streamer.release(0, number)
+    streamer.end(0)
+
+
+def found(weights: DeviceWeights, storage: int) -> torch.Tensor:
+    place = weights.ranges_of(storage)
+    assert place is not None
+    return place[0][place[1] : place[2]].clone()
+
+
+def contents(case: Case, source: Memory, storage: int) -> bytes:
+    (extent,) = case.storages[storage].extents
+    return source.contents[extent.file_offset : extent.file_offset + extent.nbytes]
+
+
+def test_a_disk_reads_what_it_is_asked_for_behind_what_it_waits_for(device: Device) -> None:
+    source: Any = Memory(bytes(range(64)))
+    disk, copies = device.open_disk(source), device.open_stream("copies")
+    memory, target = device.allocate_host(8), device.allocate(16, "a test")
+    for number in range(10):
+        device.read(disk, memory, [FileRead(0, number, 0, 4), FileRead(0, 32 + number, 4, 4)], "a read")
+        device.wait(copies, device.record(disk))
+        device.copy(copies, target, [Move(memory, 0, number % 2 * 8, 8)], "a copy")
+        device.wait(disk, device.record(copies))
+    last = device.record(disk)
+    device.synchronize(last)
+    assert device.query(last)
+    assert target.tolist() == [8, 9, 10, 11, 40, 41, 42, 43, 9, 10, 11, 12, 41, 42, 43, 44]
+
+
+class Broken(Memory):
+    """A disk that fails at the third read."""
+
+    def read_into(self, file: int, offset: int, address: int, nbytes: int) -> None:
+        if offset >= 2:
+            raise SourceError("the disk is broken")
+        super().read_into(file, offset, address, nbytes)
+
+
+def test_an_error_of_a_read_reaches_who_waits_for_it_and_ends_all_reading(device: Device) -> None:
+    source: Any = Broken(bytes(64))
+    disk, memory = device.open_disk(source), device.allocate_host(64)
+    for number in range(2):
+        device.read(disk, memory, [FileRead(0, number, number, 1)], "a read")
+    device.synchronize(device.record(disk))
+    device.read(disk, memory, [FileRead(0, 2, 2, 1)], "a read")
+    for _ in range(2):
+        with pytest.raises(SourceError, match="broken"):
+            device.wait(device.current_stream(), device.record(disk))
+
+
+def test_an_error_of_a_copy_reaches_who_waits_for_it() -> None:
+    device = CpuDevice()
+    copies = device.open_stream("copies")
+    device.copy(copies, device.allocate(1, "a test"), [Move(device.allocate_host(4), 0, 0, 4)], "too long")
+    with pytest.raises(RuntimeError):
+        device.synchronize(device.record(copies))
+    device.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_cuda_is_refused_by_name() -> None:
+    with pytest.raises(StreamError, match=r"there is no device 'cuda' here .*load\(device='sim:h200'\)"):
+        CudaDevice()

@@ -1,0 +1,150 @@
+"""What fails midway on a device: the error reaches the caller, closing is clean, and the next load works."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import penstock
+from penstock.runtime.device import cuda
+from penstock.runtime.device.cpu import CpuDevice
+from penstock.runtime.device.cuda import CudaDevice
+from penstock.runtime.device.loading import load_on_device
+from penstock.runtime.device.memory import DeviceWeights
+from penstock.runtime.device.streamer import DeviceStreamer
+from penstock.runtime.loading import LoadOptions
+from penstock.runtime.memory_split import MemorySplit
+from penstock.runtime.sim.device import SimDevice
+from tests.runtime.device.device_runs import case, disk_cases
+
+
+class LostError(RuntimeError):
+    """What a driver says of a device that fell off the bus."""
+
+
+class FailingSim(SimDevice):
+    """Raises in one of its methods from the call `at` on."""
+
+    method, at, calls = "", 0, 0
+
+    def fail(self, method: str, at: int) -> None:
+        self.method, self.at, self.calls = method, at, 0
+
+    def _count(self, method: str) -> None:
+        if method == self.method:
+            self.calls += 1
+            if self.calls >= self.at:
+                raise LostError("the device fell off the bus")
+
+    def copy(self, *args: Any) -> None:
+        self._count("copy")
+        super().copy(*args)
+
+    def record(self, *args: Any) -> Any:
+        self._count("record")
+        return super().record(*args)
+
+
+@pytest.mark.parametrize("method", ["copy", "record"])
+@pytest.mark.parametrize("at", [1, 4])
+def test_a_device_that_fails_in_a_pass_is_closed_cleanly(stack, method, at):
+    program = stack.open()
+    plan = program.plan("50%", device="sim:t4")
+    device = FailingSim(plan.hardware)
+    module = load_on_device(
+        program.path, program.payload, plan, device, LoadOptions(), lowered=lambda: program.lowered
+    )
+    with torch.no_grad():
+        assert torch.equal(module(stack.tokens), stack.expected)
+        device.fail(method, at)
+        with pytest.raises(LostError, match="fell off the bus"):
+            module(stack.tokens)
+        with pytest.raises((LostError, penstock.StreamError), match="fell off the bus"):
+            module(stack.tokens)
+        module.close()
+        with program.load(plan=plan, device="sim:t4") as again:
+            assert torch.equal(again(stack.tokens), stack.expected)
+
+
+def test_closing_waits_for_copies_on_their_way() -> None:
+    one = disk_cases()[0]
+    device = CpuDevice()
+    source: Any = one.source
+    slow = threading.Event()
+    original = source.read_into
+    object.__setattr__(source, "read_into", lambda *place: (slow.wait(0.002), original(*place))[1])
+    weights = DeviceWeights(one.plan, one.storages, device, source)
+    streamer = DeviceStreamer(one.plan, one.storages, device, weights)
+    streamer.begin(0)
+    streamer.acquire(0, streamer.methods[0].probed[0])
+    streamer.close()
+    device.close()
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("penstock")]
+    assert left == []
+
+
+@pytest.mark.parametrize("host", [None, 256])
+def test_thousands_of_passes_hold_no_more_memory(host: int | None) -> None:
+    one = case("small", [2, 1, 3, 2], [[[0], [1], [2]]], 0.2, [(0, "in order")], host=host)
+    device = CpuDevice()
+    source: Any = one.source
+    weights = DeviceWeights(one.plan, one.storages, device, source)
+    streamer = DeviceStreamer(one.plan, one.storages, device, weights)
+    method = streamer.methods[0]
+    assert (weights.host.ring.numel() > 0) == (host is not None)
+    held = []
+    for number in range(3_000):
+        streamer.begin(0)
+        for step in method.probed:
+            streamer.acquire(0, step)
+            streamer.release(0, step)
+        streamer.end(0)
+        if number in (1_000, 2_999):
+            gc.collect()
+            held.append((len(gc.get_objects()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
+    streamer.close()
+    device.close()
+    (objects, peak), (objects_later, peak_later) = held
+    assert objects_later - objects < 1000  # one in two passes; other tests' garbage comes and goes
+    assert peak_later - peak < 1024  # KiB
+
+
+def test_memory_that_cannot_be_locked_is_refused_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing:
+        @staticmethod
+        def cudaHostRegister(*place: int) -> int:  # noqa: N802 (the runtime's name)
+            return 2
+
+    monkeypatch.setattr(cuda, "_runtime", Refusing)
+    device = CudaDevice.__new__(CudaDevice)
+    device._locked, device._page_lock, device.torch_device = [], True, torch.device("cpu")
+    with pytest.raises(penstock.StreamError, match=r"could not be page-locked .* \(page_lock=False\)"):
+        device.allocate_host(1 << 20)
+    device._page_lock = False
+    assert device.allocate_host(1 << 20).numel() == 1 << 20
+
+
+def test_running_out_of_memory_in_a_pass_names_the_part_that_outgrew_its_share(stack, monkeypatch) -> None:
+    program = stack.open()
+    module = program.load(device_memory="20MiB", device="sim:t4")
+
+    def fail(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(DeviceStreamer, "acquire", fail)
+    with (
+        module,
+        torch.no_grad(),
+        pytest.raises(penstock.StreamError, match=r"out of memory in a pass: .* 20.00 MiB .* activations"),
+    ):
+        module(stack.tokens)
+    split = MemorySplit(total=1000, activations=100, workspace=50, reserved=10, others=40)
+    assert split.outgrown(200, 40) == (
+        "activations, workspace and what the caller keeps took 200 B and more, of a share of 160 B"
+    )
+    assert split.outgrown(160, 90).startswith("what other processes hold took 90 B")

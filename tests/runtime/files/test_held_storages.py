@@ -1,0 +1,116 @@
+"""What does not stream arrives while the program is loaded, and is waited for by the first call."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+import penstock
+from penstock.runtime.files.source import Source
+from penstock.schedule.facts.errors import SourceError
+
+
+def test_loading_returns_before_the_weights_are_read_and_the_call_waits_for_them(stack, monkeypatch):
+    gate, read = threading.Event(), Source.read_into
+    begun = threading.Event()
+
+    def behind_gate(*args: object) -> None:
+        begun.set()
+        assert gate.wait(60)
+        read(*args)
+
+    monkeypatch.setattr(Source, "read_into", behind_gate)
+    program = stack.open()
+    plan = program.plan("100%", hardware="rtx4090")  # measuring would read
+    with program.load(plan=plan) as module:
+        assert begun.wait(60)
+        threading.Timer(0.2, gate.set).start()
+        assert torch.equal(module(stack.tokens), stack.expected)
+        assert gate.is_set()
+
+
+def test_a_read_that_fails_in_the_background_is_raised_by_every_call(stack, monkeypatch):
+    def fail(*args: object) -> None:
+        raise SourceError("the disk is gone")
+
+    program = stack.open()
+    plan = program.plan("100%", hardware="rtx4090")
+    monkeypatch.setattr(Source, "read_into", fail)
+    with program.load(plan=plan) as module:
+        for _ in range(2):
+            with pytest.raises(SourceError, match="the disk is gone"):
+                module(stack.tokens)
+    with pytest.raises(penstock.StreamError, match="closed"):
+        module(stack.tokens)
+
+
+def test_closing_does_not_wait_for_what_was_not_begun(stack, monkeypatch):
+    gate, reads = threading.Event(), []
+
+    def count(*args: object) -> None:
+        reads.append(args)
+        assert gate.wait(60)
+
+    program = stack.open()
+    plan = program.plan("100%", hardware="rtx4090")
+    monkeypatch.setattr(Source, "read_into", count)
+    module = program.load(plan=plan, readers=1)
+    threading.Timer(0.2, gate.set).start()
+    module.close()
+    assert len(reads) == 1
+
+
+def test_a_module_that_a_reader_collects_as_garbage_is_closed(stack, monkeypatch):
+    gate, done, read = threading.Event(), threading.Event(), Source.read_into
+
+    def collect(*args: object) -> None:
+        assert gate.wait(60)
+        gc.collect()
+        done.set()
+        read(*args)
+
+    program = stack.open()
+    plan = program.plan("100%", hardware="rtx4090")
+    monkeypatch.setattr(Source, "read_into", collect)
+    module = program.load(plan=plan, readers=1)
+    resources = module._resources
+    source = resources.closers[-1].__self__
+    module.__dict__["itself"] = [module]
+    gc.disable()
+    try:
+        del module
+        gate.set()
+        assert done.wait(60)
+        deadline = time.monotonic() + 60
+        while source.files and time.monotonic() < deadline:
+            time.sleep(0.01)
+    finally:
+        gc.enable()
+    assert resources.closed
+    assert not source.files
+
+
+EXIT = """
+import sys, time, penstock
+from penstock.runtime.files.source import Source
+program = penstock.open(sys.argv[1])
+plan = program.plan("100%", hardware="rtx4090")
+Source.read_into = lambda *args: time.sleep(2)
+module = program.load(plan=plan, readers=1)
+print(time.time(), len(module._resources.wait.__self__._left), flush=True)
+"""
+
+
+def test_a_program_that_ends_does_not_wait_for_what_was_not_begun(stack):
+    done = subprocess.run(
+        [sys.executable, "-c", EXIT, str(stack.path)], capture_output=True, text=True, check=True
+    )
+    began, left = done.stdout.split()
+    assert int(left) >= 5
+    assert time.time() - float(began) < 8

@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from penstock.runtime.files.source import Source
+from penstock.runtime.system import page_cache
+from penstock.runtime.system.page_cache import cached_fraction
+from penstock.schedule.facts.errors import SourceError
+from penstock.schedule.facts.model import Extent, Storage, WeightFile
+from tests.runtime.files.weight_files import GUARD, Memory, pattern, write_tensor
+
+NBYTES = 40_000
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, WeightFile]:
+    folder = tmp_path_factory.mktemp("source")
+    return folder, write_tensor(folder / "w.safetensors", pattern(NBYTES))
+
+
+@pytest.fixture
+def own_file(tmp_path: Path) -> tuple[Path, WeightFile]:
+    return tmp_path, write_tensor(tmp_path / "w.safetensors", pattern(NBYTES))
+
+
+@pytest.fixture(scope="module", params=["direct", "buffered"])
+def source(request: pytest.FixtureRequest, file: tuple[Path, WeightFile]) -> Iterator[Source]:
+    with Source([file[1]], file[0], mode=request.param) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("nbytes", [0, 4096, 10_000, 20_480])
+@pytest.mark.parametrize("mode", ["direct", "buffered"])
+def test_truncated_while_open(own_file: tuple[Path, WeightFile], nbytes: int, mode: str) -> None:
+    folder, file = own_file
+    memory = Memory(file.nbytes)
+    with Source([file], folder, mode="direct" if mode == "direct" else "buffered") as source:
+        source.check_unchanged(0)
+        os.truncate(folder / file.path, nbytes)
+        message = f"truncated while in use: expected {file.nbytes} bytes, got {nbytes}"
+        with pytest.raises(SourceError, match=message):
+            source.read_into(0, 0, memory.base, file.nbytes)
+        with pytest.raises(SourceError, match=message):
+            source.check_unchanged(0)
+
+
+@pytest.mark.parametrize("mode", ["direct", "buffered"])
+def test_written_in_place_while_open(own_file: tuple[Path, WeightFile], mode: str) -> None:
+    folder, file = own_file
+    memory = Memory(file.nbytes)
+    with Source([file], folder, mode="direct" if mode == "direct" else "buffered") as source:
+        before = (folder / file.path).stat()
+        with (folder / file.path).open("r+b") as opened:
+            opened.seek(NBYTES // 2)
+            opened.write(b"others")
+        # Clocks of file systems are coarse: the write may come within the tick in which it was made.
+        os.utime(folder / file.path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+        message = f"changed while in use: expected {file.nbytes} bytes .*; open the artifact again"
+        with pytest.raises(SourceError, match=message):
+            source.read_into(0, 0, memory.base, 100)
+        with pytest.raises(SourceError, match=message):
+            source.check_unchanged(0)
+        with pytest.raises(SourceError, match=message):
+            source.check_all_unchanged()
+        os.utime(folder / file.path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        with (folder / file.path).open("ab") as opened:
+            opened.write(b"more")
+        os.utime(folder / file.path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        with pytest.raises(SourceError, match=f"changed while in use: .* got {file.nbytes + 4} at"):
+            source.read_into(0, 0, memory.base, 100)
+
+
+def test_written_in_the_middle_of_a_read(
+    own_file: tuple[Path, WeightFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, file = own_file
+    real = os.preadv
+
+    def write_after(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        got = real(fd, buffers, offset)
+        os.utime(folder / file.path, ns=(0, 0))
+        return got
+
+    with Source([file], folder) as source:
+        monkeypatch.setattr(os, "preadv", write_after)
+        with pytest.raises(SourceError, match="changed while in use"):
+            source.read_into(0, 0, Memory(NBYTES).base, NBYTES)
+
+
+def test_truncation_that_shows_as_an_invalid_read(
+    own_file: tuple[Path, WeightFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Some file systems refuse a direct read that begins at an end within a block.
+    folder, file = own_file
+
+    def refuse(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    with Source([file], folder) as source:
+        os.truncate(folder / file.path, 1000)
+        monkeypatch.setattr(os, "preadv", refuse)
+        with pytest.raises(SourceError, match="truncated while in use"):
+            source.read_into(0, 0, Memory(NBYTES).base, NBYTES)
+
+
+def test_refuses_ranges_outside_the_file(source: Source, file: tuple[Path, WeightFile]) -> None:
+    memory = Memory(16)
+    for offset, nbytes in ((file[1].nbytes - 8, 9), (-1, 4), (file[1].nbytes + 1, 0)):
+        with pytest.raises(SourceError, match="does not belong to this file"):
+            source.read_into(0, offset, memory.base, nbytes)
+
+
+def test_stamps_are_checked(own_file: tuple[Path, WeightFile]) -> None:
+    folder, file = own_file
+    write_tensor(folder / file.path, pattern(NBYTES, seed=5))
+    with pytest.raises(SourceError, match="sampled blocks"):
+        Source([file], folder)
+    with Source([file], folder, check=False) as source:
+        assert source.path(0) == folder / file.path
+    in_place = dataclasses.replace(file, path=str(folder / file.path))
+    with pytest.raises(SourceError, match="modification time"):
+        Source([in_place], folder / "elsewhere")
+
+
+def test_unreadable(own_file: tuple[Path, WeightFile], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(SourceError, match=r"cannot be opened \(Permission denied\)"):
+        Source([own_file[1]], own_file[0])
+
+
+def descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+def test_descriptors_are_closed(own_file: tuple[Path, WeightFile]) -> None:
+    folder, file = own_file
+    before = descriptors()
+    with Source([file, file], folder) as source:
+        assert len(descriptors()) > len(before)
+    source.close()
+    assert descriptors() == before
+    for call in (
+        lambda: source.read_into(0, 0, 0, 0),
+        lambda: source.fd(0),
+        lambda: source.check_unchanged(0),
+    ):
+        with pytest.raises(SourceError, match="closed"):
+            call()
+    missing = dataclasses.replace(file, path="gone.safetensors")
+    with pytest.raises(SourceError, match="missing"):
+        Source([file, missing], folder)
+    assert descriptors() == before
+
+
+def test_close_waits_for_reads(own_file: tuple[Path, WeightFile], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, file = own_file
+    memory, real = Memory(NBYTES), os.preadv
+    reading, go_on = threading.Event(), threading.Event()
+
+    def slow(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        reading.set()
+        assert go_on.wait(10)
+        return real(fd, buffers, offset)
+
+    source = Source([file], folder)
+    monkeypatch.setattr(os, "preadv", slow)
+    reader = threading.Thread(target=source.read_into, args=(0, 0, memory.base, NBYTES))
+    reader.start()
+    assert reading.wait(10)
+    closer = threading.Thread(target=source.close)
+    closer.start()
+    closer.join(0.05)
+    assert closer.is_alive()
+    go_on.set()
+    reader.join(10)
+    closer.join(10)
+    assert not closer.is_alive()
+    assert memory.read(0, NBYTES) == (folder / file.path).read_bytes()[:NBYTES]
+
+
+def test_a_forked_child_may_close(own_file: tuple[Path, WeightFile], monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Source([own_file[1]], own_file[0])
+    with source._in_flight():
+        # What a child sees whose parent was reading: another process, and a read without end.
+        monkeypatch.setattr(os, "getpid", lambda: -1)
+        source.close()
+    assert source.files == ()
+
+
+def test_read_storage(own_file: tuple[Path, WeightFile]) -> None:
+    folder, file = own_file
+    other = write_tensor(folder / "other.safetensors", pattern(NBYTES, seed=9))
+    storage = Storage(3000, "streamable", (Extent(1, 700, 0, 1000), Extent(0, 5000, 1500, 1500)))
+    memory = Memory(4096)
+    with Source([file, other], folder) as source:
+        source.read_storage(storage, memory.base)
+    assert memory.read(0, 1000) == (folder / other.path).read_bytes()[700:1700]
+    assert set(memory.read(1000, 1500)) == {GUARD}
+    assert memory.read(1500, 3000) == (folder / file.path).read_bytes()[5000:6500]
+
+
+def test_cached_fraction(own_file: tuple[Path, WeightFile], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, file = own_file
+    with Source([file], folder) as source:
+        (folder / file.path).read_bytes()
+        assert source.cached_fraction() == 1
+        monkeypatch.setattr(page_cache, "may_ask_mincore", lambda fd: False)
+        assert source.cached_fraction() == 1
+        monkeypatch.undo()
+        os.fsync(source.fd(0))
+        os.posix_fadvise(source.fd(0), 0, 0, os.POSIX_FADV_DONTNEED)
+        assert source.cached_fraction() == 0
+        assert cached_fraction(source.fd(0), 0) == 0

@@ -1,0 +1,238 @@
+"""Whole programs on the simulated device: outputs, time, memory, and hundreds of orders."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
+
+import penstock
+from penstock.runtime.device.loading import load_on_device
+from penstock.runtime.loading import LoadOptions
+from penstock.runtime.sim.device import SimDevice
+from penstock.schedule.facts.model import Extent
+from penstock.schedule.facts.presets import find_hardware
+from penstock.schedule.planner import floor, make_plan
+from tests.runtime.device.device_runs import Case, Run, cases
+from tests.schedule.traces import Problem, problems
+
+SEEDS = int(os.environ.get("PENSTOCK_SEEDS", "100"))
+"""Random problems and orders: a hundred here, thousands in `make soak`."""
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.6, 1.0])
+@pytest.mark.parametrize("wrap", ["overlap", "barrier"])
+def test_outputs_are_bit_equal_and_passes_take_what_is_predicted(stack, share, wrap):
+    program = stack.open()
+    least = program.floor("sim:rtx4090")
+    budget = least + int(share * (program.weight_bytes - least))
+    plan = program.plan(budget, device="sim:rtx4090", wrap=wrap)
+    with torch.no_grad(), program.load(plan=plan, device="sim:rtx4090") as module:
+        assert plan.hardware == find_hardware("rtx4090")
+        times = []
+        for _ in range(4):
+            assert torch.equal(module(stack.tokens), stack.expected)
+            times.append(module.stats.simulated_seconds)
+        assert module.stats.misses == 0
+        assert module.stats.held_bytes <= budget
+        if plan.arena_bytes:
+            assert times[-1] - times[-2] == pytest.approx(plan.predicted_seconds, abs=1e-9)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.6])
+def test_a_pass_can_be_captured_and_another_as_well(stack, share):
+    """By the rules of CUDA's graphs: no event from outside, and all that was forked is joined."""
+    program = stack.open()
+    least = program.floor("sim:rtx4090")
+    budget = least + int(share * (program.weight_bytes - least))
+    for wrap in ("barrier", "overlap"):
+        plan = program.plan(budget, device="sim:rtx4090", wrap=wrap)
+        device = SimDevice(plan.hardware)
+        module = load_on_device(
+            program.path, program.payload, plan, device, LoadOptions(), lowered=lambda: program.lowered
+        )
+        crosses = any(t.after < 0 for t in plan.schedules[0].transfers)
+        with torch.no_grad(), module:
+            module(stack.tokens)
+            for _ in range(3):
+                refusal = pytest.raises(penstock.StreamError, match="capture")
+                with nullcontext() if wrap == "barrier" or not crosses else refusal, device.capture():
+                    assert torch.equal(module(stack.tokens), stack.expected)
+
+
+def test_two_modules_of_one_program_run_side_by_side(stack):
+    program = stack.open()
+    with (
+        torch.no_grad(),
+        program.load("50%", device="sim:l4") as one,
+        program.load("70%", device="sim:h200") as other,
+    ):
+        for module in (one, other, one, other):
+            assert torch.equal(module(stack.tokens), stack.expected)
+
+
+def test_more_than_the_memory_of_the_preset_is_out_of_memory(stack):
+    program = stack.open()
+    plan = program.plan("50%", device="sim")
+    small = replace(plan, hardware=replace(plan.hardware, memory_nbytes=plan.arena_bytes - 1))
+    with pytest.raises(penstock.StreamError, match=r"sim is out of memory: .* for the arena do not fit"):
+        program.load(plan=small, device="sim")
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("gpu", "there is no device 'gpu': choose 'cpu', 'cuda'"),
+        ("cpu:0", "there is no device 'cpu:0'"),
+        ("cuda:x", "expected a number behind 'cuda:'"),
+        ("sim:h20", "h200"),
+    ],
+)
+def test_devices_that_do_not_exist_are_refused_by_name(stack, device, message):
+    with pytest.raises(penstock.PenstockError, match=message):
+        stack.open().load("50%", device=device)
+
+
+def test_a_plan_for_a_mapped_arena_is_refused(stack):
+    program = stack.open()
+    plan = program.plan("50%", arena="paged")
+    with pytest.raises(penstock.StreamError, match="a paged arena cannot be on sim: plan"):
+        program.load(plan=plan, device="sim")
+
+
+def test_a_call_after_close_and_an_exception_in_between(stack):
+    program = stack.open()
+    module = program.load("50%", device="sim:h100")
+    with torch.no_grad():
+        module(stack.tokens)
+        with pytest.raises(penstock.StreamError, match="expected"):
+            module(stack.tokens.float())
+        assert torch.equal(module(stack.tokens), stack.expected)
+        module.close()
+        with pytest.raises(penstock.StreamError, match="closed"):
+            module(stack.tokens)
+
+
+@pytest.mark.parametrize("case", cases()[3:7], ids=lambda case: case.name)
+def test_more_passes_remember_no_more(case):
+    remembered = []
+    for count in (3, 90):
+        device = SimDevice(case.plan.hardware, policy="random", seed=1)
+        Run(replace(case, passes=case.passes * count), device).go()
+        remembered.append(device.detector.remembered)
+    assert remembered[0] == remembered[1]
+
+
+def case_of(p: Problem, host_share: float | None = None) -> Case:
+    starts = [sum(s.nbytes for s in p.storages[:k]) for k in range(len(p.storages))]
+    storages = tuple(
+        type(s)(s.nbytes, s.kind, (Extent(0, start, 0, s.nbytes),) if s.nbytes else ())
+        for s, start in zip(p.storages, starts, strict=True)
+    )
+    least = floor(storages, p.traces, p.arena, keep=p.keep).upper_bytes
+    hardware = replace(p.hardware, disk_bytes_per_s=p.hardware.link_bytes_per_s / 3, disk_latency_ns=70)
+    total = sum(s.nbytes for s in storages)
+    plan = make_plan(
+        storages,
+        p.traces,
+        p.arena,
+        budget=p.budget(least),
+        hardware=hardware,
+        keep=p.keep,
+        wrap=p.wrap,
+        host_memory=None if host_share is None else 64 + int(host_share * total),
+    )
+    graphs = [trace.graph for trace in p.traces]
+    return Case(
+        "random", storages, plan, tuple((graph, "in order") for graph in (*graphs, *graphs, graphs[0]))
+    )
+
+
+@settings(max_examples=SEEDS, deadline=None)
+@seed(0)
+@given(problems("contiguous", methods=1))
+def test_random_plans_run_in_random_orders(p: Problem) -> None:
+    one = case_of(p)
+    if one.plan.arena_bytes:
+        for number in range(3):
+            Run(one, SimDevice(one.plan.hardware, policy="random", seed=number)).go()
+
+
+@settings(max_examples=SEEDS // 2, deadline=None)
+@seed(1)
+@given(problems("contiguous", methods=2))
+def test_random_plans_of_two_methods_run_in_random_orders(p: Problem) -> None:
+    one = case_of(p)
+    if one.plan.arena_bytes:
+        Run(one, SimDevice(one.plan.hardware, policy="random", seed=1)).go()
+
+
+@settings(max_examples=SEEDS, deadline=None)
+@seed(2)
+@given(problems("contiguous", methods=1), st.floats(0, 0.6))
+def test_random_plans_with_a_host_between_run_in_random_orders(p: Problem, share: float) -> None:
+    """And steady passes take what is predicted, to the nanosecond."""
+    one = case_of(p, share)
+    if one.plan.arena_bytes:
+        hardware, schedule = one.plan.hardware, one.plan.schedules[0]
+        for number in range(2):
+            run = Run(replace(one, passes=one.passes * 3), SimDevice(hardware, policy="random", seed=number))
+            times = run.go()
+            assert run.weights.host.pinned_bytes <= one.plan.host.nbytes
+            assert sum(times[-4:]) <= 4 * schedule.predicted_ns + 4
+
+
+@settings(max_examples=SEEDS // 4, deadline=None)
+@seed(3)
+@given(problems("contiguous", methods=2), st.floats(0, 0.6))
+def test_random_plans_of_two_methods_with_a_host_between(p: Problem, share: float) -> None:
+    one = case_of(p, share)
+    if one.plan.arena_bytes:
+        Run(one, SimDevice(one.plan.hardware, policy="random", seed=1)).go()
+
+
+def test_a_cap_on_all_memory_leaves_room_for_activations(stack, capsys):
+    program = stack.open()
+    split = program.split_memory("20MiB", reserve="1MiB", device="sim:t4")
+    assert split.activations == program.activation_bytes > 0
+    assert split.weights == (19 << 20) - program.activation_bytes
+    with (
+        torch.no_grad(),
+        program.load(device_memory="20MiB", reserve="1MiB", device="sim:t4") as module,
+    ):
+        assert torch.equal(module(stack.tokens), stack.expected)
+        assert module.stats.held_bytes <= split.weights
+    assert "of 20.00 MiB device memory: " in capsys.readouterr().err
+
+
+def test_a_reserve_may_depend_on_the_context(stack):
+    program = stack.open()
+    split = program.split_memory("20MiB", reserve=lambda tokens: 1024 * tokens, context_length=4096)
+    assert split.reserved == 4 << 20
+    with pytest.raises(penstock.BudgetError, match="give context_length= too"):
+        program.split_memory("20MiB", reserve=lambda tokens: tokens)
+    with pytest.raises(penstock.BudgetError, match="reserve"):
+        program.split_memory("20MiB", reserve=-5)
+
+
+def test_a_cap_below_what_is_needed_names_all_parts(stack):
+    program = stack.open()
+    with pytest.raises(penstock.BudgetError, match=r"activations, .* reserved, .*: weights need at least"):
+        program.load(device_memory="2MiB", reserve="1MiB", device="sim")
+    with pytest.raises(penstock.BudgetError, match="a budget, a plan or device_memory, and one of them only"):
+        program.load("50%", device_memory="20MiB")
+    with pytest.raises(penstock.BudgetError, match="reserve= is taken from device_memory="):
+        program.load("50%", reserve="1MiB")
+
+
+def test_activations_count_on_a_simulated_device(stack):
+    program = stack.open()
+    plan = program.plan("50%", device="sim")
+    full = replace(plan, hardware=replace(plan.hardware, memory_nbytes=plan.budget))
+    with pytest.raises(penstock.StreamError, match=r"out of memory: .* beside .* for activations"):
+        program.load(plan=full, device="sim")

@@ -1,0 +1,253 @@
+"""The streamer against an arena that knows what it holds and complains about every illegal access."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+
+from penstock.runtime.stream.streamer import Streamer
+from penstock.schedule.facts.errors import SourceError, StreamError
+from penstock.schedule.facts.model import (
+    Drop,
+    Plan,
+    Range,
+    Schedule,
+    Step,
+    Transfer,
+)
+from penstock.schedule.verify.proof import verify_plan
+from tests.runtime.arena.honest_arena import HonestArena
+from tests.runtime.stream.four_steps import STORAGES, UNIT, make_plan, run_pass
+
+
+@pytest.fixture
+def arena() -> HonestArena:
+    return HonestArena(12)
+
+
+@pytest.fixture
+def streamer(arena: HonestArena):
+    streamer = Streamer(make_plan(), STORAGES, arena)
+    yield streamer
+    streamer.close()
+
+
+def test_every_read_finds_its_bytes_pass_after_pass(streamer, arena):
+    for _ in range(50):
+        run_pass(streamer, arena)
+    assert streamer.counters.misses == 0
+    assert arena.peak <= 12
+    assert set(arena.fills) == {(0, 8), (0, 4), (4, 8), (8, 12), (12, 16)}
+    assert arena.fills.count((12, 16)) == 1, "resident bytes are loaded once"
+
+
+def test_the_resident_step_is_not_probed(streamer):
+    assert streamer.methods[0].probed == (0, 1, 2)
+
+
+def test_prefetch_crosses_the_end_of_a_call(streamer, arena):
+    run_pass(streamer, arena)
+    wait_until(lambda: set(range(8)) <= arena.held)
+    before = streamer.counters.stall_ns
+    streamer.begin(0)
+    streamer.acquire(0, 0)
+    assert streamer.counters.stall_ns == before
+
+
+def test_a_barrier_waits_for_the_prefetch(arena):
+    streamer = Streamer(make_plan(wrap="barrier"), STORAGES, arena)
+    run_pass(streamer, arena)
+    assert set(range(8)) <= arena.held
+    streamer.close()
+
+
+@pytest.mark.parametrize("order", [(1, 0, 2, 3), (2, 3), (0, 2, 1, 3), (0, 0, 1, 2, 3), ()])
+def test_an_order_not_foreseen_is_slower_never_wrong(streamer, arena, order):
+    run_pass(streamer, arena)
+    run_pass(streamer, arena, order=order)
+    misses = streamer.counters.misses
+    assert (misses > 0) == bool(order)
+    run_pass(streamer, arena)
+    run_pass(streamer, arena)
+    assert streamer.counters.misses == misses
+
+
+def test_a_failed_read_raises_once_and_the_next_call_works(streamer, arena):
+    run_pass(streamer, arena)
+    arena.fail_at = {8}
+    with pytest.raises(SourceError, match="disk error at 8"):
+        run_pass(streamer, arena)
+    streamer.abort()
+    run_pass(streamer, arena)
+    assert arena.fills.count((12, 16)) == 1
+
+
+def test_a_failed_read_of_a_resident_range_raises_too(arena):
+    arena.gate = threading.Event()
+    arena.fail_at = {12}
+    streamer = Streamer(make_plan(), STORAGES, arena)
+    threading.Timer(0.05, arena.gate.set).start()
+    with pytest.raises(SourceError):
+        run_pass(streamer, arena)
+    streamer.abort()
+    run_pass(streamer, arena)
+    streamer.close()
+
+
+def test_a_failure_between_calls_is_raised_by_the_next_or_mended(streamer, arena):
+    arena.fail_at = {0}
+    for _ in range(3):
+        try:
+            run_pass(streamer, arena)
+        except SourceError:
+            streamer.abort()
+    run_pass(streamer, arena)
+
+
+def test_abort_in_the_middle_forgets_all_but_the_resident(streamer, arena):
+    streamer.begin(0)
+    streamer.acquire(0, 0)
+    streamer.abort()
+    run_pass(streamer, arena)
+    assert arena.fills.count((12, 16)) == 1
+
+
+def test_a_release_without_its_acquire_is_refused(streamer):
+    streamer.begin(0)
+    with pytest.raises(StreamError, match="step 2"):
+        streamer.release(0, 2)
+
+
+def test_close_ends_the_readers_even_while_a_transfer_runs(arena):
+    arena.gate = threading.Event()
+    streamer = Streamer(make_plan(), STORAGES, arena)
+    threading.Timer(0.05, arena.gate.set).start()
+    streamer.close()
+    streamer.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("penstock-reader")]
+
+
+def test_closing_wakes_a_waiting_call(arena):
+    arena.gate = threading.Event()
+    streamer = Streamer(make_plan(), STORAGES, arena)
+    raised: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            run_pass(streamer, arena)
+        except BaseException as error:
+            raised.append(error)
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    threading.Timer(0.05, arena.gate.set).start()
+    streamer.close()
+    caller.join(10)
+    assert not caller.is_alive()
+    assert all(isinstance(e, StreamError) for e in raised)
+
+
+def test_methods_that_share_an_arena_follow_one_another(arena):
+    arena.capacity = 16
+    streamer = Streamer(make_plan(graphs=2), STORAGES, arena)
+    for graph in (0, 1, 1, 0, 1):
+        run_pass(streamer, arena, graph)
+    assert streamer.counters.misses == 0
+    assert arena.fills.count((8, 12)) == 5
+    streamer.close()
+
+
+def switching_plan() -> Plan:
+    """Two methods; storage 0 comes late in a pass and stays over its end for step 0 of the next."""
+    both = make_plan(graphs=2)
+    arena = replace(both.arena, layout=(0, 4, 8, 12))
+    steps = tuple(Step(f"s{k}", (k,), 1, 1) for k in (0, 1, 2, 0))
+    traces = tuple(replace(t, steps=steps) for t in both.traces)
+    schedules = tuple(
+        Schedule(g, (Transfer(4, 8, 1, 0), Transfer(8, 12, 2, 0), Transfer(0, 4, 3, 1)), SWITCHING_DROPS, 1)
+        for g in range(2)
+    )
+    boundary = (Range(0, 4),)
+    return replace(
+        both, arena=arena, resident=(), boundary=boundary, schedules=schedules, traces=traces, wrap="overlap"
+    )
+
+
+SWITCHING_DROPS = (Drop(0, 4, 0), Drop(4, 8, 1), Drop(8, 12, 2))
+
+
+def run_switching(streamer: Streamer, arena: HonestArena, graph: int) -> None:
+    streamer.begin(graph)
+    for step, storage in enumerate((0, 1, 2, 0)):
+        streamer.acquire(graph, step)
+        arena.require(UNIT * storage, UNIT * (storage + 1))
+        streamer.release(graph, step)
+    streamer.end(graph)
+
+
+def test_another_method_after_a_failure_gets_the_boundary_too(arena):
+    plan = switching_plan()
+    verify_plan(STORAGES, plan.traces, plan)
+    streamer = Streamer(plan, STORAGES, arena)
+    run_switching(streamer, arena, 0)
+    for graph in (1, 0, 1):
+        with streamer._work:  # as where the readers are slow to wake up: nothing is issued meanwhile
+            streamer.abort()
+            run_switching(streamer, arena, graph)
+    streamer.close()
+
+
+@pytest.mark.parametrize("phase", ["begin", "abort"])
+def test_a_second_interrupt_does_not_leave_the_readers_paused(streamer, arena, monkeypatch, phase):
+    run_pass(streamer, arena)
+    streamer.begin(0)
+    if phase == "begin":
+        streamer.end(0)
+
+    def interrupt(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(arena, "drop", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            streamer.abort()
+    caller = threading.Thread(target=run_pass, args=(streamer, arena), daemon=True)
+    caller.start()
+    caller.join(10)
+    assert not caller.is_alive()
+
+
+def test_schedules_are_those_of_their_graphs_in_any_order(arena):
+    plan = make_plan(graphs=2)
+    other = replace(plan.traces[1], steps=plan.traces[1].steps[:3])
+    plan = replace(plan, traces=(other, plan.traces[0]))
+    streamer = Streamer(plan, STORAGES, arena)
+    assert {graph: method.steps for graph, method in streamer.methods.items()} == {0: 4, 1: 3}
+    streamer.close()
+
+
+def test_readers_that_cannot_start_leave_none_behind(arena, monkeypatch):
+    real = threading.Thread.start
+    started: list[threading.Thread] = []
+
+    def start(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(StreamError, match="fewer readers"):
+        Streamer(make_plan(), STORAGES, arena)
+    assert not started[0].is_alive()
+
+
+def wait_until(condition) -> None:
+    deadline = threading.Event()
+    for _ in range(1000):
+        if condition():
+            return
+        deadline.wait(0.005)
+    raise AssertionError("did not happen within five seconds")

@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.runtime.system import atomic
+from penstock.runtime.system.atomic import exchange_paths, write_artifact
+from penstock.schedule.facts.errors import SourceError
+
+NAMES = ("payload.json", "program/code.txt", "weights.bin")
+
+
+def build(generation: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "program").mkdir()
+        for name in NAMES:
+            (folder / name).write_text(generation)
+
+    return write
+
+
+def generations(folder: Path) -> set[str]:
+    """What the files of a whole artifact hold; a file that is missing raises."""
+    return {(folder / name).read_text() for name in NAMES}
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "model.penstock"
+
+
+@pytest.fixture(params=["exchange", "two renames"])
+def renaming(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "two renames":
+        monkeypatch.setattr(atomic, "exchange_paths", lambda first, second: False)
+
+
+@pytest.mark.usefixtures("renaming")
+def test_writes_and_replaces(output: Path) -> None:
+    write_artifact(output, force=False, build=build("old"))
+    assert generations(output) == {"old"}
+    with pytest.raises(SourceError, match=r"model.penstock exists; .*--force"):
+        write_artifact(output, force=False, build=build("new"))
+    assert generations(output) == {"old"}
+    write_artifact(output, force=True, build=build("new"))
+    assert generations(output) == {"new"}
+    assert os.listdir(output.parent) == [output.name]
+
+
+@pytest.mark.usefixtures("renaming")
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, OSError(28, "No space left on device")])
+def test_failure_leaves_what_was_there(output: Path, error: BaseException | type[BaseException]) -> None:
+    def fail(folder: Path) -> None:
+        build("new")(folder)
+        raise error
+
+    expected = SourceError if isinstance(error, OSError) else error
+    assert isinstance(expected, type)
+    with pytest.raises(expected):
+        write_artifact(output, force=False, build=fail)
+    assert os.listdir(output.parent) == []
+    write_artifact(output, force=False, build=build("old"))
+    with pytest.raises(expected):
+        write_artifact(output, force=True, build=fail)
+    assert generations(output) == {"old"}
+    assert os.listdir(output.parent) == [output.name]
+
+
+def test_failed_second_rename_puts_the_old_one_back(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_artifact(output, force=False, build=build("old"))
+    monkeypatch.setattr(atomic, "exchange_paths", lambda first, second: False)
+    real = os.rename
+
+    def fail(first: Path, second: Path) -> None:
+        if ".tmp-" in first.name:
+            raise OSError(5, "Input/output error")
+        real(first, second)
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(SourceError, match="could not be written"):
+        write_artifact(output, force=True, build=build("new"))
+    assert generations(output) == {"old"}
+    assert os.listdir(output.parent) == [output.name]
+
+
+def test_force_replaces_only_artifacts(output: Path) -> None:
+    output.mkdir()
+    (output / "thesis.txt").write_text("years of work")
+    with pytest.raises(SourceError, match="is not an artifact and will not be overwritten"):
+        write_artifact(output, force=True, build=build("new"))
+    assert os.listdir(output) == ["thesis.txt"]
+    (output / "thesis.txt").unlink()
+    write_artifact(output, force=True, build=build("new"))
+    assert generations(output) == {"new"}
+
+
+def test_force_refuses_a_file(output: Path) -> None:
+    output.write_text("a file")
+    with pytest.raises(SourceError, match="is not an artifact"):
+        write_artifact(output, force=True, build=build("new"))
+    assert output.read_text() == "a file"
+
+
+def test_a_link_keeps_pointing_at_the_artifact(output: Path) -> None:
+    write_artifact(output, force=False, build=build("old"))
+    link = output.with_name("link")
+    link.symlink_to(output)
+    write_artifact(link, force=True, build=build("new"))
+    assert link.is_symlink()
+    assert generations(output) == {"new"}
+
+
+def test_no_parent(output: Path) -> None:
+    with pytest.raises(SourceError, match="not a folder that exists"):
+        write_artifact(output / "deeper", force=False, build=build("new"))
+
+
+def test_system_that_refuses(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(SourceError, match=r"could not be written .*Permission denied"):
+        write_artifact(output, force=False, build=build("new"))
+
+
+def test_stale_temporaries_are_removed_and_live_ones_kept(output: Path) -> None:
+    stale = output.with_name(f".{output.name}.tmp-00000000")
+    other = output.with_name(".other.penstock.tmp-00000000")
+    for folder in (stale, other):
+        folder.mkdir()
+        (folder / "file").touch()
+
+    def build_inside(folder: Path) -> None:
+        # Another writer of the same output, while this one is at work.
+        write_artifact(output, force=False, build=build("first"))
+        assert folder.exists()
+        build("second")(folder)
+
+    with pytest.raises(SourceError, match="could not be written"):
+        write_artifact(output, force=False, build=build_inside)
+    assert generations(output) == {"first"}
+    assert sorted(os.listdir(output.parent)) == sorted([output.name, other.name])
+
+
+def test_what_a_kill_between_two_renames_left_aside_is_put_back(output: Path) -> None:
+    write_artifact(output, force=False, build=build("old"))
+    os.rename(output, output.with_name(f".{output.name}.old-00000000"))
+    with pytest.raises(SourceError, match="exists"):
+        write_artifact(output, force=False, build=build("new"))
+    assert generations(output) == {"old"}
+
+
+def test_exchange_paths(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.write_text("file")
+    if exchange_paths(first, second):
+        assert first.read_text() == "file"
+        assert second.is_dir()
+    else:
+        assert first.is_dir()
+    with pytest.raises(OSError, match="No such file"):
+        exchange_paths(first, tmp_path / "gone")
+
+
+WRITER = """
+import itertools, sys
+from pathlib import Path
+from test_atomic import build
+from penstock.runtime.system import atomic
+if sys.argv[2] == "two renames":
+    atomic.exchange_paths = lambda first, second: False
+print("ready", flush=True)
+for generation in itertools.count():
+    atomic.write_artifact(Path(sys.argv[1]), force=True, build=build(str(generation)))
+"""
+
+
+@pytest.mark.parametrize("renames", ["exchange", "two renames"])
+def test_killed_at_any_time(output: Path, renames: str) -> None:
+    random.seed(7)
+    write_artifact(output, force=False, build=build("old"))
+    path = os.pathsep.join([str(Path(atomic.__file__).parents[3]), str(Path(__file__).parent)])
+    for _ in range(8):
+        child = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(output), renames],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"ready\n"
+        time.sleep(random.uniform(0, 0.05))
+        child.send_signal(signal.SIGKILL)
+        child.communicate()
+        if renames == "exchange" or output.exists():
+            assert len(generations(output)) == 1
+    write_artifact(output, force=True, build=build("last"))
+    assert generations(output) == {"last"}
+    assert os.listdir(output.parent) == [output.name]

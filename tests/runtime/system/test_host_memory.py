@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.runtime.system.limits import available_bytes
+
+
+@pytest.fixture
+def proc(tmp_path: Path) -> Path:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 99 kB\nMemAvailable:    4000 kB\n")
+    return tmp_path / "proc"
+
+
+def write_limit(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+def test_without_groups_it_is_what_the_system_has(proc: Path, tmp_path: Path) -> None:
+    assert available_bytes(proc, tmp_path / "none") == 4000 << 10
+
+
+@pytest.mark.parametrize(
+    ("membership", "file", "text", "expected"),
+    [
+        ("4:memory:/a/b", "memory/a/b/memory.limit_in_bytes", "1024000\n", 1024000),
+        ("4:memory:/a/b", "memory/a/memory.limit_in_bytes", "2048\n", 2048),
+        ("4:memory:/a/b", "memory/a/b/memory.limit_in_bytes", "9223372036854771712\n", 4000 << 10),
+        ("0::/a/b", "a/b/memory.max", "512000\n", 512000),
+        ("0::/a/b", "a/b/memory.max", "max\n", 4000 << 10),
+        ("3:cpuset:/a", "memory/a/memory.limit_in_bytes", "1\n", 4000 << 10),
+    ],
+)
+def test_a_group_or_one_above_it_limits(
+    proc: Path, tmp_path: Path, *, membership, file, text, expected
+) -> None:
+    (proc / "self/cgroup").write_text(membership + "\n")
+    write_limit(tmp_path / "groups" / file, text)
+    assert available_bytes(proc, tmp_path / "groups") == expected
+
+
+@pytest.mark.parametrize(
+    ("membership", "folder", "name", "stat"),
+    [
+        ("4:memory:/a", "memory/a", "memory.limit_in_bytes", "cache 900\ntotal_rss 3000\ntotal_cache 900\n"),
+        ("0::/a", "a", "memory.max", "anon 3000\nfile 900\ninactive_file 900\n"),
+    ],
+)
+def test_what_a_group_cannot_give_back_is_not_available(
+    proc: Path, tmp_path: Path, *, membership, folder, name, stat
+) -> None:
+    (proc / "self/cgroup").write_text(membership + "\n")
+    write_limit(tmp_path / "groups" / folder / name, "10000\n")
+    write_limit(tmp_path / "groups" / folder / "memory.stat", stat)
+    assert available_bytes(proc, tmp_path / "groups") == 7000
+
+
+def test_a_system_that_does_not_say(tmp_path: Path) -> None:
+    assert available_bytes(tmp_path) is None
+
+
+def test_here_it_is_some_memory() -> None:
+    found = available_bytes()
+    assert found is None or found > 1 << 20

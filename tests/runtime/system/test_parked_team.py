@@ -1,0 +1,94 @@
+"""Threads that wait for the next kernel leave the processor to those that read weights."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.runtime.system.parked_team import ParkedTeam
+
+WAITING = """
+import time
+import torch
+from penstock.runtime.system.parked_team import ParkedTeam
+
+def waiting():
+    "Processor seconds of a hundred kernels, with pauses in which there is nothing to do."
+    values = torch.ones(1 << 17)
+    began = time.process_time()
+    for _ in range(100):
+        values.add_(1)
+        time.sleep(0.005)
+    return time.process_time() - began
+
+waiting()
+spinning = waiting()
+team = ParkedTeam()
+parked = waiting()
+team.close()
+print(spinning, parked, waiting(), "libgomp" in open("/proc/self/maps").read())
+"""
+
+
+def threads() -> set[str]:
+    return {path.name for path in Path("/proc/self/task").iterdir()}
+
+
+def ended(before: set[str]) -> bool:
+    """Whether all threads but those `before` end, which those of a team do by themselves."""
+    for _ in range(1000):
+        if threads() <= before:
+            return True
+        time.sleep(0.005)
+    return False
+
+
+def test_a_team_ends_with_its_threads() -> None:
+    torch.ones(1 << 20).add_(1)  # this thread has its own team first
+    before = threads()
+    team = ParkedTeam()
+    assert bool(threads() - before) == (torch.get_num_threads() > 1)
+    team.close()
+    team.close()
+    assert ended(before)
+
+
+def test_one_thread_needs_no_team(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    before = threads()
+    ParkedTeam().close()
+    assert ended(before)
+
+
+def test_a_team_that_has_no_memory_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: int) -> torch.Tensor:
+        raise RuntimeError("not enough memory")
+
+    before = threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(torch, "ones", refuse)
+    ParkedTeam().close()
+    assert ended(before)
+
+
+def test_threads_that_wait_give_up_the_processor() -> None:
+    cores = len(os.sched_getaffinity(0))
+    variables = {name: value for name, value in os.environ.items() if "OMP" not in name}
+    done = subprocess.run(
+        [sys.executable, "-c", WAITING],
+        env=variables | {"OMP_NUM_THREADS": str(cores)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    *seconds, of_gnu = done.stdout.split()
+    spinning, parked, after = map(float, seconds)
+    if cores > 1 and of_gnu == "True":
+        assert parked < spinning / 2
+        assert parked < after / 2
+    else:
+        assert parked < 2 * spinning + 0.1

@@ -1,0 +1,109 @@
+"""Spans and what is kept over gaps: literal cases, then invariants on random traces."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.schedule.bound.residency import Residency, gaps_between_reads, needed_bytes
+from penstock.schedule.facts.model import Range, Step, Storage, Trace
+from penstock.schedule.space.layout import packed_arena
+from penstock.schedule.space.spans import merged, read_runs, span_groups
+from tests.schedule.traces import Problem, equal_problem, machine, problems
+
+
+def trace_of(*reads: tuple[int, ...], read_ns: int = 10) -> Trace:
+    steps = tuple(Step(f"s{k}", one, 0, read_ns) for k, one in enumerate(reads))
+    return Trace("forward", 0, "", steps, 0, 0, "modelled")
+
+
+def residency_of(storages: tuple[Storage, ...], trace: Trace) -> Residency:
+    arena = packed_arena(storages, (trace,), kind="paged", granule=64, alignment=64)
+    groups = span_groups(read_runs(storages, (trace,), arena), arena.granule)
+    gaps = gaps_between_reads(groups, trace, machine(1e9))
+    return Residency(groups, gaps, needed_bytes(groups, len(trace.steps)))
+
+
+def test_a_granule_that_two_storages_touch_is_read_with_either() -> None:
+    storages = (Storage(96, "streamable"), Storage(96, "streamable"))
+    arena = packed_arena(storages, (trace_of((0,), (1,)),), kind="paged", granule=64, alignment=32)
+    runs = read_runs(storages, (trace_of((0,), (1,)),), arena)
+    assert [(r.range, r.reads) for r in runs] == [
+        (Range(0, 64), ((0,),)),
+        (Range(64, 128), ((0, 1),)),
+        (Range(128, 192), ((1,),)),
+    ]
+
+
+def test_neighbours_read_alike_are_one_run_unless_one_is_kept() -> None:
+    storages = (Storage(64, "streamable"),) * 2
+    trace = trace_of((0, 1), (0, 1))
+    arena = packed_arena(storages, (trace,), kind="paged", granule=64, alignment=64)
+    assert [r.range for r in read_runs(storages, (trace,), arena)] == [Range(0, 128)]
+    assert [r.kept for r in read_runs(storages, (trace,), arena, keep={1})] == [False, True]
+
+
+def test_large_runs_are_cut_into_spans_of_whole_granules() -> None:
+    storages = (Storage(64 * 100_000, "streamable"), Storage(10, "streamable"))
+    trace = trace_of((0,), (1,))
+    arena = packed_arena(storages, (trace,), kind="paged", granule=64, alignment=64)
+    large, small = span_groups(read_runs(storages, (trace,), arena), 64)
+    assert len(large.spans) <= 30_001
+    assert merged(large.spans) == (Range(0, 6_400_000),)
+    assert small.spans == (Range(6_400_000, 6_400_010),)
+
+
+def test_merging_stops_at_breaks() -> None:
+    assert merged([Range(4, 8), Range(0, 4), Range(8, 9)], breaks={8}) == (Range(0, 8), Range(8, 9))
+
+
+def test_reads_in_a_row_are_one_visit() -> None:
+    """No step lies between the reads of storage 0, so keeping it there costs nothing."""
+    residency = residency_of((Storage(64, "streamable"),) * 3, trace_of((0, 1), (0, 2), (2,)))
+    counts = dict(zip(residency.gaps, residency.keep(0, latency_bytes=0, spread=False), strict=True))
+    free = [count for gap, count in counts.items() if gap.inside == 0]
+    assert free == [1, 1]
+    assert all(count == 0 for gap, count in counts.items() if gap.inside)
+
+
+def test_short_gaps_are_kept_before_long_ones() -> None:
+    """Room for one more storage: the one that returns after two steps, not those of a whole pass."""
+    residency = residency_of((Storage(64, "streamable"),) * 5, trace_of((0,), (1,), (0,), (2,), (3,), (4,)))
+    counts = dict(zip(residency.gaps, residency.keep(128, latency_bytes=0, spread=False), strict=True))
+    assert counts[min(counts, key=lambda gap: gap.inside)] == 1
+
+
+def test_equal_weights_get_equal_shares() -> None:
+    problem = equal_problem(10, 0.5)
+    arena = problem.arena
+    groups = span_groups(read_runs(problem.storages, problem.traces, arena), arena.granule)
+    trace = problem.traces[0]
+    gaps = gaps_between_reads(groups, trace, problem.hardware)
+    residency = Residency(groups, gaps, needed_bytes(groups, len(trace.steps)))
+    counts = residency.keep(5 * 4096, latency_bytes=0, spread=False)
+    assert max(counts) - min(counts) <= 1 + len(groups[0].spans) // 20
+
+
+@given(problems("paged"), st.floats(0, 1), st.booleans())
+def test_no_step_holds_more_than_the_level_or_what_it_needs(p: Problem, share: float, spread: bool) -> None:
+    trace = p.traces[0]
+    groups = span_groups(read_runs(p.storages, p.traces, p.arena, keep=p.keep), p.arena.granule)
+    gaps = gaps_between_reads(groups, trace, p.hardware)
+    residency = Residency(groups, gaps, needed_bytes(groups, len(trace.steps)))
+    level = int(share * sum(group.nbytes for group in groups))
+    counts = residency.keep(level, latency_bytes=100.0, spread=spread)
+    for held, needed in zip(residency.held(counts).tolist(), residency.needed.tolist(), strict=True):
+        assert needed <= held <= max(level, needed)
+
+
+@given(problems("paged"))
+def test_spans_cover_every_read_byte_once(problem: Problem) -> None:
+    arena = problem.arena
+    groups = span_groups(read_runs(problem.storages, problem.traces, arena), arena.granule)
+    spans = [span for group in groups for span in group.spans]
+    covered = merged(spans)
+    assert sum(span.nbytes for span in spans) == sum(r.nbytes for r in covered)
+    for step in problem.traces[0].steps:
+        for s in step.reads:
+            place = Range(arena.layout[s], arena.layout[s] + problem.storages[s].nbytes)
+            assert any(r.start <= place.start and place.stop <= r.stop for r in covered)

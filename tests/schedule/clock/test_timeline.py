@@ -1,0 +1,127 @@
+"""The steady period against simulation, brute force over cycles, and periods known by hand."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import ceil
+
+import networkx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.schedule.clock.event_graph import build_graph, simulate, steady_period_ns
+from penstock.schedule.facts.errors import PlanError
+from penstock.schedule.facts.model import Schedule, Step, Trace, Transfer, Wrap
+from tests.schedule.traces import machine
+
+BYTE_PER_NS = machine(1e9)
+
+
+def trace_of(*times: tuple[int, int], tail: int = 0, gap: int = 0) -> Trace:
+    steps = tuple(Step(f"s{k}", (k,), lead, read) for k, (lead, read) in enumerate(times))
+    return Trace("forward", 0, "", steps, tail, gap, "modelled")
+
+
+def schedule_of(*transfers: tuple[int, int, int]) -> Schedule:
+    """From (bytes, step, after)."""
+    return Schedule(0, tuple(Transfer(0, nbytes, step, after) for nbytes, step, after in transfers), (), 0)
+
+
+@st.composite
+def timed(draw: st.DrawFn) -> tuple[Trace, Schedule, Wrap]:
+    """Schedules with few transfers, `after` growing along the line as a planner makes it."""
+    n = draw(st.integers(1, 5))
+    ns = st.integers(0, 20)
+    trace = trace_of(*((draw(ns), draw(ns)) for _ in range(n)), tail=draw(ns), gap=draw(ns))
+    steps = sorted(draw(st.lists(st.integers(0, n - 1), max_size=6)))
+    reached, transfers = -n, []
+    for step in steps:
+        reached = max(reached, draw(st.integers(step - n, step - 1)))
+        transfers.append((draw(st.integers(1, 30)), step, reached))
+    if transfers:
+        last = transfers[-1][2] - n
+        transfers = [(nbytes, step, max(after, last)) for nbytes, step, after in transfers]
+    return trace, schedule_of(*transfers), draw(st.sampled_from(["overlap", "barrier"]))
+
+
+def test_without_transfers_the_period_is_the_compute() -> None:
+    trace = trace_of((3, 4), (5, 6), tail=7, gap=8)
+    assert steady_period_ns(trace, schedule_of(), BYTE_PER_NS, "overlap") == 33
+    assert steady_period_ns(trace_of(tail=7, gap=8), schedule_of(), BYTE_PER_NS, "barrier") == 15
+
+
+def test_a_slot_for_one_weight_serialises_copy_and_read() -> None:
+    trace = trace_of((0, 10), (0, 10))
+    assert steady_period_ns(trace, schedule_of((30, 0, -1), (30, 1, 0)), BYTE_PER_NS, "overlap") == 80
+
+
+def test_lead_time_hides_a_copy() -> None:
+    trace = trace_of((30, 10), (30, 10))
+    assert steady_period_ns(trace, schedule_of((30, 0, -1), (30, 1, 0)), BYTE_PER_NS, "overlap") == 80
+    assert steady_period_ns(trace, schedule_of((40, 0, -1), (40, 1, 0)), BYTE_PER_NS, "overlap") == 100
+
+
+def test_a_barrier_makes_the_call_wait_for_what_is_on_its_way() -> None:
+    trace = trace_of((30, 10), (30, 10))
+    schedule = schedule_of((20, 0, -1), (30, 1, -1))
+    assert steady_period_ns(trace, schedule, BYTE_PER_NS, "overlap") == 80
+    assert steady_period_ns(trace, schedule, BYTE_PER_NS, "barrier") == 130
+
+
+def test_a_critical_cycle_over_two_passes_gives_a_fraction_rounded_up() -> None:
+    trace = trace_of((0, 1), (0, 0))
+    schedule = schedule_of((2, 0, -2), (1, 1, -1))
+    graph = build_graph(trace, schedule, BYTE_PER_NS, "overlap")
+    assert steady_period_ns(trace, schedule, BYTE_PER_NS, "overlap") == ceil(heaviest(graph))
+
+
+def test_waiting_in_a_circle_is_refused() -> None:
+    with pytest.raises(PlanError, match="wait for each other"):
+        steady_period_ns(trace_of((0, 1), (0, 1)), schedule_of((1, 0, 1)), BYTE_PER_NS, "overlap")
+
+
+def test_many_transfers_are_timed_quickly() -> None:
+    """Thousands of events, with a transient that a simulation would follow for many passes."""
+    trace = trace_of(*((0, 1000),) * 1100)
+    rows = [(251 + (k % 7 == 0), k, max(k - 1100, k - 40)) for k in range(1100) for _ in range(4)]
+    copying = sum(nbytes for nbytes, _, _ in rows)
+    assert steady_period_ns(trace, schedule_of(*rows), BYTE_PER_NS, "overlap") == copying
+
+
+def heaviest(graph: networkx.DiGraph) -> Fraction:
+    """The maximum over all simple cycles of weight over height, by enumeration."""
+    ratios = []
+    for cycle in networkx.simple_cycles(graph):
+        edges = [graph.edges[pair] for pair in zip(cycle, cycle[1:] + cycle[:1], strict=True)]
+        ratios.append(Fraction(sum(e["weight"] for e in edges), sum(e["height"] for e in edges)))
+    return max(ratios)
+
+
+@given(timed())
+@settings(max_examples=150)
+def test_period_is_the_maximum_over_all_cycles(case: tuple[Trace, Schedule, Wrap]) -> None:
+    trace, schedule, wrap = case
+    graph = build_graph(trace, schedule, BYTE_PER_NS, wrap)
+    assert steady_period_ns(trace, schedule, BYTE_PER_NS, wrap) == ceil(heaviest(graph))
+
+
+@given(timed())
+@settings(max_examples=150)
+def test_simulation_approaches_the_period_and_obeys_the_rules(case: tuple[Trace, Schedule, Wrap]) -> None:
+    trace, schedule, wrap = case
+    passes = 200
+    times = simulate(trace, schedule, BYTE_PER_NS, wrap, passes)
+    period = steady_period_ns(trace, schedule, BYTE_PER_NS, wrap)
+    slack = 2 * (trace.compute_ns + sum(t.stop for t in schedule.transfers)) + passes
+    assert abs(times[-1].call_start - period * (passes - 1)) <= slack
+    free, n = 0, len(trace.steps)
+    for p, one in enumerate(times):
+        for transfer, (start, end) in zip(schedule.transfers, one.transfers, strict=True):
+            assert start >= free
+            assert end - start == transfer.stop
+            assert one.reads[transfer.step][0] >= end
+            source = times[p - 1] if transfer.after < 0 else one
+            if transfer.after >= 0 or p:
+                assert start >= source.reads[transfer.after % n][1]
+            free = end

@@ -1,0 +1,46 @@
+import pytest
+
+from penstock.schedule.facts.errors import BudgetError
+from penstock.schedule.facts.sizes import format_size, parse_size
+
+
+@pytest.mark.parametrize(
+    ("size", "nbytes"),
+    [
+        (7, 7),
+        ("7", 7),
+        ("32MiB", 32 << 20),
+        ("8GB", 8 * 10**9),
+        ("1.5 kib", 1536),
+        ("50%", 500),
+        ("12.5%", 125),
+        ("100%", 1000),
+    ],
+)
+def test_sizes_as_users_write_them(size, nbytes):
+    assert parse_size(size, total=1000) == nbytes
+
+
+@pytest.mark.parametrize(
+    "size", [0, -1, "0", "0%", "-5MiB", "", "many", "5 furlongs", "1e9", True, 1.5, None, "nan"]
+)
+def test_what_is_no_budget_is_refused(size):
+    with pytest.raises(BudgetError, match="budget"):
+        parse_size(size, total=1000)
+
+
+def test_a_percentage_needs_a_total():
+    with pytest.raises(BudgetError, match="percentage"):
+        parse_size("5%")
+    for wrong in ("many", "5 furlongs"):
+        with pytest.raises(BudgetError) as caught:
+            parse_size(wrong)
+        assert "%" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (640, "640 B"), (1536, "1.50 KiB"), (3 << 29, "1.50 GiB"), (1 << 41, "2.00 TiB")],
+)
+def test_sizes_for_people(nbytes, text):
+    assert format_size(nbytes) == text

@@ -1,0 +1,152 @@
+"""payload.json: golden bytes, round trips, and bytes gone bad."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.schedule.facts import model
+from penstock.schedule.facts.errors import PayloadError, PlanError
+from penstock.schedule.facts.model import Method
+from penstock.schedule.payload.checks import ITEM_SIZES
+from penstock.schedule.payload.codec import Payload, ProgramFile, plan_from_json, plan_to_json, verify_payload
+from tests.schedule.payload.payload_example import BYTES, HARDWARE, PAYLOAD, PLAN, TRACE
+from tests.schedule.verify.random_plans import random_case
+
+ROOT = Path(__file__).parents[3]
+GOLDEN = ROOT / "tests" / "data" / "payload.json"
+
+
+def test_golden_bytes() -> None:
+    # Changed on purpose? Then docs/payload.md and the version too: write PAYLOAD.to_bytes() to the file.
+    assert PAYLOAD.to_bytes() == GOLDEN.read_bytes()
+    assert Payload.from_bytes(GOLDEN.read_bytes()) == PAYLOAD
+    verify_payload(PAYLOAD)
+
+
+def test_every_field_is_specified() -> None:
+    page = (ROOT / "docs" / "payload.md").read_text()
+    classes = [c for c in vars(model).values() if isinstance(c, type) and is_dataclass(c)]
+    for cls in (*classes, Payload, ProgramFile):
+        title = {"Payload": "## The top level", "ProgramFile": "### Program"}.get(
+            cls.__name__, f"### {cls.__name__}"
+        )
+        section = page.split(f"\n{title}\n", 1)[1].split("\n## ")[0].split("\n### ")[0]
+        named = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE)))
+        assert set(named) == {f.name for f in fields(cls)}, cls.__name__
+
+
+def test_item_sizes_are_those_of_torch() -> None:
+    dtypes = {
+        str(d).removeprefix("torch."): d.itemsize for d in vars(torch).values() if isinstance(d, torch.dtype)
+    }
+    assert {name: ITEM_SIZES.get(name) for name in dtypes} == dtypes
+
+
+def test_lookups() -> None:
+    assert PAYLOAD.storage_names() == ("embedding.weight", "projection.weight.data", "gr\u00f6\u00dfe")
+    assert replace(PAYLOAD, weights=()).storage_names() == ("storage 0", "storage 1", "storage 2")
+    assert PAYLOAD.trace_for(0) is TRACE
+    with pytest.raises(PayloadError, match="no trace of graph 7"):
+        PAYLOAD.trace_for(7)
+
+
+def test_importing_the_payload_is_quick() -> None:
+    slow = "{'torch', 'pydantic', 'numpy', 'scipy', 'networkx'}"
+    code = f"import sys, penstock.schedule.payload.codec; assert not {slow} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(ROOT / "src")})
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_round_trip(seed: int) -> None:
+    case = random_case(Random(seed))
+    methods = tuple(Method(t.method, t.graph, ()) for t in case.traces)
+    payload = Payload(
+        lowering="none",
+        torch="2.11.0",
+        storages=case.storages,
+        weights=(),
+        methods=methods,
+        traces=case.traces,
+        plans=(case.plan,),
+    )
+    data = payload.to_bytes()
+    assert Payload.from_bytes(data) == payload
+    assert Payload.from_bytes(data).to_bytes() == data
+    assert plan_from_json(plan_to_json(case.plan)) == case.plan
+
+
+def test_whole_rates_are_written_as_they_are_read() -> None:
+    whole = replace(PAYLOAD, hardware=replace(HARDWARE, flops_per_s=10**12))
+    assert whole.to_bytes() == PAYLOAD.to_bytes()
+
+
+def test_an_unsafe_plan_is_named() -> None:
+    bad = replace(PAYLOAD, plans=(PLAN, replace(PLAN, arena_bytes=8_191)))
+    with pytest.raises(PlanError, match=r"plan 1 of the payload is not safe: .* 8191"):
+        verify_payload(bad)
+
+
+# Bytes gone bad: an error of the tree or a valid payload, never anything else.
+
+
+def survives(data: bytes) -> None:
+    try:
+        payload = Payload.from_bytes(data)
+    except PayloadError:
+        return
+    assert Payload.from_bytes(payload.to_bytes()) == payload
+    try:
+        verify_payload(payload)
+    except PlanError:
+        return
+
+
+@settings(max_examples=150)
+@given(st.lists(st.tuples(st.integers(0, len(BYTES) - 1), st.integers(0, 255)), max_size=3))
+def test_flipped_bytes(flips: list[tuple[int, int]]) -> None:
+    data = bytearray(BYTES)
+    for at, byte in flips:
+        data[at] = byte
+    survives(bytes(data))
+
+
+@settings(max_examples=60)
+@given(st.integers(0, len(BYTES) - 2))
+def test_cut_files(length: int) -> None:
+    with pytest.raises(PayloadError):
+        Payload.from_bytes(BYTES[:length])
+
+
+def places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    return [path] * bool(path) + [p for key, value in items for p in places(value, (*path, key))]
+
+
+PLACES = places(json.loads(BYTES))
+STRANGE = [None, True, -1, 0, 1, 3, 2**40, 2**62, 2**64 - 1, 1.5, "", "x", [], {}, [0], [[]], [-1, 2**63]]
+
+
+@settings(max_examples=500)
+@given(st.sampled_from(PLACES), st.one_of(st.just(...), st.sampled_from(STRANGE)))
+def test_fields_deleted_or_replaced(path: tuple[Any, ...], value: Any) -> None:
+    tree = json.loads(BYTES)
+    inner = tree
+    for place in path[:-1]:
+        inner = inner[place]
+    if value is ...:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    survives(json.dumps(tree).encode())

@@ -1,0 +1,145 @@
+"""What docs/payload.md forbids, sentence by sentence, and what the errors say."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from penstock.schedule.facts.errors import PayloadError
+from penstock.schedule.payload.codec import Payload, ProgramFile, plan_from_json, plan_to_json
+from tests.schedule.payload.payload_example import BYTES, PAYLOAD, PLAN
+
+# Text that is no payload.
+
+
+def refuse(data: bytes, *sentences: str) -> None:
+    with pytest.raises(PayloadError) as caught:
+        Payload.from_bytes(data, source="x/payload.json")
+    assert str(caught.value).startswith("x/payload.json: ")
+    for sentence in sentences:
+        assert sentence in str(caught.value)
+
+
+def spoiled(old: str, new: str) -> bytes:
+    text = BYTES.decode()
+    assert old in text
+    return text.replace(old, new, 1).encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (b"", "expected one whole JSON object"),
+        (BYTES[:-3], "is the file cut off?"),
+        (BYTES + b"{}", "expected one whole JSON object, got Extra data"),
+        (b"[]", "$.format: expected 'penstock', got []"),
+        (b"\xff" + BYTES, "expected UTF-8"),
+        (b"[" * 100_000, "nested too deeply"),
+        (spoiled('"version": 4', '"version": 5'), "reads version 4, got 5; compile again"),
+        (spoiled('"version": 4', '"version": true'), "reads version 4, got true"),
+        (spoiled('"version": 4', '"version": 4.0'), "$.version: expected a valid integer, got 4.0"),
+        (spoiled('"format": "penstock"', '"format": "turbine"'), "$.format: expected 'penstock', got \"turb"),
+        (spoiled('"torch"', '"touch": 1, "torch"'), "$.touch is not a field of the format"),
+        (spoiled('"torch": "2.13.0",', ""), "$.torch is missing"),
+        (spoiled('"torch": "2.13.0"', '"torch": 2.13'), "$.torch: expected a valid string, got 2.13"),
+        (spoiled('"torch"', '"lowering"'), "$ has the key 'lowering' twice"),
+        (spoiled('"granule": 4096', '"granule": 4096, "granule": 1'), "$.plans[0].arena has the key 'granul"),
+        (spoiled('"granule": 4096', '"granule": NaN'), "$.plans[0].arena.granule: expected a finite number,"),
+        (spoiled("1200000000.0", "1e999"), "$.hardware.link_bytes_per_s: expected a finite number, got inf"),
+        (spoiled('"granule": 4096', '"granule": 1' + "0" * 30), "expected an integer from -2^63 to 2^64 - 1"),
+        (spoiled('"granule": 4096', '"granule": 1' + "0" * 5000), "expected one whole JSON object"),
+        (spoiled('"batch", 16', '"batch", 1.5'), "$.methods[0].inputs[0].shape[1]: expected a valid integer"),
+        (spoiled('"paged"', '"pagoda"'), "$.plans[0].arena.kind: expected 'contiguous' or 'paged', got \"pa"),
+    ],
+)  # fmt: skip
+def test_text_that_is_no_payload(data: bytes, sentence: str) -> None:
+    refuse(data, sentence)
+
+
+def changed(path: str, value: Any) -> bytes:
+    """The golden payload with one value replaced: `storages.0.nbytes`."""
+    tree = json.loads(BYTES)
+    inner = tree
+    *places, last = [int(p) if p.isdigit() else p for p in path.split(".")]
+    for place in places:
+        inner = inner[place]
+    inner[last] = value
+    return json.dumps(tree).encode()
+
+
+SYMBOL = {"name": "b", "lower": 1, "upper": 4, "example": 5}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "sentence"),
+    [
+        ("lowering", "none", "$.program: expected null, as $.lowering is 'none'"),
+        ("probes.0.graph", 7, "$.probes[0].graph: expected the graph of a trace, one of [0], got 7"),
+        ("probes.0.opens", [0, 2], "$.probes[0].opens: expected a call for each of 3 steps, got 2"),
+        ("probes.0.closes", [3, 3, -1], "$.probes[0].closes: expected different calls, each -1 or more"),
+        ("probes.0.closes", [3, 5, -2], "$.probes[0].closes: expected different calls, each -1 or more"),
+        ("program.path", "/etc/passwd", "$.program.path: expected a path relative to the artifact's folder"),
+        ("program.path", "C:\\program", "$.program.path: expected a path relative"),
+        ("program.sha256", "AB" * 32, "$.program.sha256: expected 64 lower-case hexadecimal digits"),
+        ("files.0.path", "../weights.safetensors", "$.files[0].path: expected a path inside the artifact's"),
+        ("files.0.path", "a\\..\\..\\b", "$.files[0].path: expected a path inside"),
+        ("files.0.path", "", "$.files[0].path: expected the path of a file"),
+        ("files.0.nbytes", 2**51, "$.files[0].nbytes: expected 0 to 1125899906842624"),
+        ("files.0.nbytes", 4_288 + 4_095, "$.storages[1].extents[0].file_offset: expected 0 to 4287, got 42"),
+        ("files.0.sampled_sha256", "23" * 31, "$.files[0].sampled_sha256"),
+        ("storages.0.kind", "mutable", "$.traces[0].steps[0].reads: expected streamable storages, got stora"),
+        ("storages.0.nbytes", 4095, "$.storages[0].extents[1].storage_offset"),
+        ("storages.0.extents.0.file", 1, "$.storages[0].extents[0].file: expected the index of one of 1 fil"),
+        ("storages.0.extents.0.nbytes", 0, "$.storages[0].extents[0].nbytes: expected 1"),
+        ("storages.0.extents.1.storage_offset", 1023, "$.storages[0].extents[1].storage_offset: expected 10"),
+        ("storages.0.extents.0.nbytes", 1000, "got no byte 1000"),
+        ("storages.0.extents.1.nbytes", 3071, "$.weights[0].parts[0] of 'embedding.weight' reads, got no by"),
+        ("weights.1.fqn", "embedding.weight", "$.weights[1]: expected an FQN that no other has"),
+        ("weights.0.parts", [], "$.weights[0].parts: expected one part or more"),
+        ("weights.2.parts.1.name", "data", "$.weights[2].parts[1]: expected a name that no other has"),
+        ("weights.0.parts.0.dtype", "bfloat8", "$.weights[0].parts[0].dtype: expected the name of a torch d"),
+        ("weights.0.parts.0.stride", [1], "$.weights[0].parts[0].stride: expected 2 strides"),
+        ("weights.0.parts.0.stride", [32, -1], "$.weights[0].parts[0].stride[1]: expected 0 to"),
+        ("weights.0.parts.0.shape", [65, 32], "$.weights[0].parts[0].offset: expected 4160 bytes inside the"),
+        ("weights.0.parts.0.offset", 1, "$.weights[0].parts[0].offset: expected a multiple of the 2 bytes"),
+        ("weights.0.parts.0.storage", 3, "$.weights[0].parts[0].storage: expected the index of one of 3 sto"),
+        ("methods.0.name", "backward", "$.traces: expected one of 'backward', graph 0, which is in $.method"),
+        ("methods.0.symbols.0.name", "b", "$.methods[0].inputs[0].shape[0]: expected a size or one of the s"),
+        ("methods.0.symbols.0", SYMBOL, "$.methods[0].symbols[0].example: expected 1 to 4, got 5"),
+        ("traces", [], "$.traces: expected one of 'forward', graph 0"),
+        ("traces.0.steps.0.reads", [], "$.traces[0].steps[0].reads: expected one storage or more"),
+        ("traces.0.steps.0.reads", [1, 0], "$.traces[0].steps[0].reads: expected one storage or more, ascen"),
+        ("traces.0.steps.0.reads", [0, 3], "$.traces[0].steps[0].reads: expected indices of 3 storages"),
+        ("traces.0.steps.1.lead_ns", -1, "$.traces[0].steps[1].lead_ns: expected 0 or more, got -1"),
+        ("hardware.flops_per_s", 0, "$.hardware.flops_per_s: expected a rate above 0"),
+        ("plans.0.arena.layout", [0], "$.plans[0].arena.layout: expected 3 offsets, got 1"),
+        ("plans.0.addresses", [0], "$.plans[0].addresses: expected 0 offsets, got 1"),
+        ("plans.0.outside", [3], "$.plans[0].outside[0]: expected 0 to 2, got 3"),
+        ("plans.0.resident.0.stop", 4096, "$.plans[0].resident[0].stop: expected 4097"),
+        ("plans.0.schedules.0.drops.0.start", -1, "$.plans[0].schedules[0].drops[0].start: expected 0"),
+        ("plans.0.traces.0.steps.0.reads", [9], "$.plans[0].traces[0].steps[0].reads: expected indices of 3"),
+    ],
+)  # fmt: skip
+def test_contradictions(path: str, value: Any, sentence: str) -> None:
+    refuse(changed(path, value), sentence)
+
+
+def test_what_cannot_be_read_is_not_written() -> None:
+    with pytest.raises(PayloadError, match=r"the payload to be written: \$\.program\.path"):
+        replace(PAYLOAD, program=ProgramFile("../program", "ab" * 32)).to_bytes()
+    with pytest.raises(PayloadError, match="not Unicode"):
+        replace(PAYLOAD, torch="\ud800").to_bytes()
+
+
+def test_files_may_be_absolute_or_in_folders() -> None:
+    for path in ("/data/model.safetensors", "shards/model-1.safetensors", "..model"):
+        Payload.from_bytes(changed("files.0.path", path))
+
+
+@pytest.mark.parametrize("data", ["{", "[]", "{}", plan_to_json(PLAN)[:-9], '{"budget": 1, "budget": 2}'])
+def test_bad_plans(data: str) -> None:
+    with pytest.raises(PayloadError, match=r"^plan\.json: "):
+        plan_from_json(data)

@@ -1,0 +1,262 @@
+"""The page of a report in headless Chromium: it opens without a complaint, names things, and filters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from selenium.webdriver import Chrome
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+from penstock.schedule.facts.model import ArenaKind, Plan
+from penstock.schedule.planner import make_plan
+from penstock.schedule.report.drawing import save_report
+from penstock.schedule.report.views import views_of
+from penstock.schedule.space.layout import packed_arena
+from tests.schedule.report.report_browser import Page, open_browser
+from tests.schedule.report.report_plans import UNIT, corpus_plan, equal_plan, plan_behind_a_disk, two_links
+from tests.schedule.traces import equal_problem
+
+MOST_BYTES = 3_000_000
+LANES = {"compute": 53, "link": 97, "memory": 145, "arena": 300}
+"""A height, in pixels from the top of the picture, inside each of its regions."""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Chrome]:
+    driver = open_browser()
+    yield driver
+    driver.quit()
+
+
+def save(folder: Path, plan: Plan, **options: Any) -> Path:
+    path = folder / "plan.html"
+    save_report(plan, path, **options)
+    return path
+
+
+def names(count: int) -> list[str]:
+    return [f"block.{s}.weight" for s in range(count)]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("kind", ["paged", "contiguous"])
+def test_the_page_opens_and_names_what_the_pointer_is_at(
+    browser: Chrome, tmp_path: Path, kind: ArenaKind, scheme: str
+) -> None:
+    plan = equal_plan(kind=kind)
+    page = Page(browser, save(tmp_path, plan, names=names(8)), scheme=scheme)
+    assert page.text("h1").startswith("forward: ")
+    background = "return getComputedStyle(document.body).backgroundColor"
+    assert (browser.execute_script(background) == "rgb(17, 20, 23)") == (scheme == "dark")
+
+    steady = views_of(plan, 0).steady
+    times = steady.passes[steady.focus]
+    begin = times.call_start
+    start, end = times.reads[3]
+    shown = page.hover(((start + end) / 2 - begin) / steady.period_ns, LANES["compute"])
+    assert shown.startswith("block.3\n")
+    assert "block.3.weight (4.00 KiB" in shown
+    start, end = times.transfers[4]
+    shown = page.hover(((start + end) / 2 - begin) / steady.period_ns, LANES["link"])
+    step = plan.schedules[0].transfers[4].step
+    assert shown.startswith(f"block.{step}.weight\n")
+    assert f"for step block.{step} ({step})" in shown.replace("\t", " ")
+    assert "In memory" in page.hover(0.5, LANES["memory"])
+    named = {page.hover(share / 20, LANES["arena"]).split("\n")[0] for share in range(1, 20)}
+    assert named - {""}
+    assert named - {""} <= set(names(8))
+    assert page.complaints() == []
+
+
+def test_what_is_held_is_never_more_than_the_arena(browser: Chrome, tmp_path: Path) -> None:
+    plan = equal_plan(units=3)
+    page = Page(browser, save(tmp_path, plan))
+    shares = []
+    for view in ("steady", "first"):
+        page.click(f"#view-{view}")
+        for share in range(1, 20):
+            line = page.hover(share / 20, LANES["memory"]).split("held")[1]
+            shares.append(int(line.split(", ")[1].split(" %")[0].strip("<>")))
+    assert max(shares) <= 100
+    assert min(shares) >= 100 * sum(r.nbytes for r in plan.resident) // plan.arena_bytes
+    assert len(set(shares)) > 3
+
+
+def test_search_order_and_kinds_narrow_the_table_down(browser: Chrome, tmp_path: Path) -> None:
+    page = Page(browser, save(tmp_path, equal_plan(12, kind="contiguous", units=6), names=names(12)))
+    assert page.rows() == names(12)
+    assert page.search("block.1") == ["block.1.weight", "block.10.weight", "block.11.weight"]
+    assert page.text("#count").startswith("3 of 12 weights, 12.0 KiB")
+    assert page.search("no such weight") == []
+    assert page.search("") == names(12)
+    stays = page.search("never copied")
+    assert 0 < len(stays) < 12
+    page.search("")
+    page.click("#lives button:nth-child(2)")
+    assert page.rows() == stays
+    page.click("#lives button:first-child")
+    page.click("#weights th:first-child button")
+    assert page.rows() == names(12)
+    page.click("#weights th:first-child button")
+    assert page.rows() == names(12)[::-1]
+    assert browser.find_element(By.CSS_SELECTOR, "#weights th").get_attribute("aria-sort") == "descending"
+    assert page.complaints() == []
+
+
+def test_the_picture_obeys_keys_buttons_and_the_wheel(browser: Chrome, tmp_path: Path) -> None:
+    page = Page(browser, save(tmp_path, equal_plan(), names=names(8)))
+    whole = page.picture()
+    page.keys("n")
+    assert page.text("#tip").startswith("block.0\n")
+    page.keys("n", "n")
+    assert browser.find_element(By.ID, "announce").get_attribute("textContent").startswith("block.2: step 2")
+    page.keys(Keys.ESCAPE)
+    assert page.picture() == whole
+    seen = {whole}
+    for key in ("+", Keys.ARROW_RIGHT, Keys.PAGE_UP, Keys.ARROW_DOWN):
+        page.keys(key)
+        seen.add(page.picture())
+    assert len(seen) == 5
+    page.keys("0")
+    assert page.picture() == whole
+    page.click("[data-act=time-in]")
+    assert page.picture() not in seen
+    page.click("[data-act=fit]")
+    wheel = """document.getElementById("figure").dispatchEvent(new WheelEvent("wheel",
+        {deltaY: -300, ctrlKey: %s, clientX: 600, clientY: 600, bubbles: true, cancelable: true}))"""
+    browser.execute_script(wheel % "false")
+    page.settle()
+    assert page.picture() == whole  # the page scrolls
+    browser.execute_script(wheel % "true")
+    page.settle()
+    assert page.picture() != whole
+    assert page.complaints() == []
+
+
+def test_the_first_pass_differs_from_a_steady_one(browser: Chrome, tmp_path: Path) -> None:
+    plan = equal_plan()
+    page = Page(browser, save(tmp_path, plan))
+    steady, note = page.picture(), page.text("#pass-note")
+    page.click("#view-first")
+    assert page.picture() != steady
+    assert page.text("#pass-note").startswith("The first pass of forward takes ")
+    page.click("#view-steady")
+    assert (page.picture(), page.text("#pass-note")) == (steady, note)
+
+
+def test_a_weight_chosen_in_the_table_is_marked_in_the_picture(browser: Chrome, tmp_path: Path) -> None:
+    page = Page(browser, save(tmp_path, equal_plan(), names=names(8)))
+    before = page.picture()
+    page.click("#weights tbody tr:nth-child(3) button")
+    assert page.picture() != before
+    assert page.text("#weights tr.chosen td") == "block.2.weight"
+    page.keys(Keys.ESCAPE)
+    assert page.picture() == before
+
+
+@pytest.mark.parametrize("kind", ["paged", "contiguous"])
+def test_a_thousand_storages_stay_usable(browser: Chrome, tmp_path: Path, kind: ArenaKind) -> None:
+    plan = corpus_plan("llama-3.1-405b, decode", "h200", kind, 0.12)
+    assert len(plan.names) > 1100
+    path = save(tmp_path, plan)
+    assert path.stat().st_size < MOST_BYTES
+    page = Page(browser, path)
+    timing = "return performance.getEntriesByType('navigation')[0].loadEventEnd"
+    assert browser.execute_script(timing) < 10_000  # a second where nothing else runs
+    assert len(page.rows()) == len(plan.names)
+    assert page.search("layers.77.down") == ["layers.77.down.weight"]
+    page.click("#steps")
+    page.keys("n")
+    assert page.text("#tip").startswith(f"{plan.traces[0].steps[0].name}\n")
+    page.click("#steps")
+    assert page.hover(0.5, LANES["link"])
+    assert page.complaints() == []
+
+
+def test_a_sweep_draws_a_line_for_each_policy(browser: Chrome, tmp_path: Path) -> None:
+    plan = equal_plan()
+    sweep = [
+        {
+            "budget": plan.budget * share // 4,
+            "predicted_ns": plan.schedules[0].predicted_ns * (8 - share) // 4,
+            "lower_bound_ns": None if share == 5 else 3000,
+            "policies": {"on demand": 9000, "one block ahead": 8000 if share > 3 else None},
+        }
+        for share in range(2, 7)
+    ]
+    page = Page(browser, save(tmp_path, plan, sweep=sweep))
+    drawn = "return [...document.querySelectorAll('#curve text')].map((one) => one.textContent)"
+    labels = set(browser.execute_script(drawn))
+    assert {"penstock", "no plan is faster", "on demand", "one block ahead"} <= labels
+    assert len(browser.find_elements(By.CSS_SELECTOR, "#curve circle")) == 5
+    browser.find_element(By.CSS_SELECTOR, "#curve svg").send_keys(Keys.ARROW_RIGHT)
+    shown = page.text("#curve .tip")
+    assert shown.startswith("20.0 KiB")
+    assert "on demand" in shown
+    assert "no plan is faster" not in shown
+    assert page.complaints() == []
+
+
+def test_what_the_disk_reads_for_the_host_has_a_lane(browser: Chrome, tmp_path: Path) -> None:
+    plan = plan_behind_a_disk()
+    page = Page(browser, save(tmp_path, plan, names=names(16)))
+    steady = views_of(plan, 0).steady
+    times = steady.passes[steady.focus]
+    staged = [i for i, nbytes in enumerate(plan.schedules[0].staged) if nbytes]
+    start, end = times.stages[3]
+    shown = page.hover(((start + end) / 2 - times.call_start) / steady.period_ns, LANES["link"] + 44)
+    assert shown.startswith(f"block.{plan.schedules[0].transfers[staged[3]].step}.weight\n")
+    assert page.complaints() == []
+
+
+def odd_plans() -> Sequence[tuple[str, Plan]]:
+    p = equal_problem(6, 0.5)
+    traces = (p.traces[0], replace(p.traces[0], method="decode", graph=1, steps=p.traces[0].steps[::-1]))
+    arena = packed_arena(p.storages, traces, kind="paged", granule=64, alignment=64)
+    two = make_plan(p.storages, traces, arena, budget=5 * UNIT, hardware=p.hardware)
+    without = replace(
+        equal_plan(), sizes=(), schedules=(replace(equal_plan().schedules[0], lower_bound_ns=None),)
+    )
+    empty = replace(p.traces[0], steps=())
+    arena = packed_arena((), [empty], kind="paged", granule=64, alignment=64)
+    none = make_plan((), [empty], arena, budget=1, hardware=p.hardware)
+    fits = equal_plan(units=8, kind="contiguous")
+    return (
+        ("two methods", two),
+        ("two links", two_links(equal_plan())),
+        ("a host with a disk", plan_behind_a_disk()),
+        ("no bound", without),
+        ("nothing to read", none),
+        ("everything fits", fits),
+    )
+
+
+@pytest.mark.parametrize(("what", "plan"), odd_plans())
+@pytest.mark.parametrize("width", [360, 1600])
+def test_odd_plans_open_at_any_width(
+    browser: Chrome, tmp_path: Path, what: str, plan: Plan, width: int
+) -> None:
+    page = Page(browser, save(tmp_path, plan), width=width)
+    assert page.complaints() == [], what
+    wide = "const page = document.documentElement; return page.scrollWidth - page.clientWidth"
+    assert browser.execute_script(wide) == 0
+    page.click("#view-first")
+    if len(plan.traces) > 1:
+        browser.find_element(By.ID, "method").send_keys("decode")
+        page.settle()
+        assert "pass of decode takes" in page.text("#pass-note")
+        assert page.text("#weights tbody tr").startswith("storage 5")
+    assert page.complaints() == [], what
+
+
+def test_names_are_shown_and_never_obeyed(browser: Chrome, tmp_path: Path) -> None:
+    hostile = ["</script><script>document.title = 'hit'</script>", "<img src=x onerror=alert(1)>", *"cdefgh"]
+    page = Page(browser, save(tmp_path, equal_plan(), names=hostile))
+    assert page.rows() == hostile
+    assert browser.title == "penstock: forward"
+    assert page.complaints() == []

@@ -1,0 +1,76 @@
+"""Packing blocks that are alive at some steps: exact on few, near the bound on hard instances of many."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.allocation import FAMILIES, Instance, make_instance
+from penstock.schedule.space.packing import conflicts_of, first_fit, height, pack
+
+
+def test_three_pairs_of_which_each_two_meet_take_three_places() -> None:
+    found = pack([1, 1, 1], [[0, 2], [0, 1], [1, 2]])
+    assert (found.nbytes, found.bound) == (3, 3)
+
+
+def test_nothing_takes_nothing() -> None:
+    assert pack([], []).nbytes == 0
+    assert pack([5, 0], [[], [1]]).nbytes == 5
+
+
+def overlapping(sizes: list[int], alive: list[list[int]], addresses: tuple[int, ...]) -> bool:
+    return any(
+        set(alive[a]) & set(alive[b])
+        and addresses[a] < addresses[b] + sizes[b]
+        and addresses[b] < addresses[a] + sizes[a]
+        for a, b in itertools.combinations(range(len(sizes)), 2)
+    )
+
+
+def exhaustive(sizes: list[int], alive: list[list[int]]) -> int:
+    """The least height: some order of first fit reaches it."""
+    conflicts = conflicts_of(alive)
+    orders = itertools.permutations(range(len(sizes)))
+    return min(height(sizes, first_fit(sizes, conflicts, order)) for order in orders)
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 9), st.lists(st.integers(0, 6), min_size=1, max_size=4, unique=True)),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_few_blocks_are_packed_as_well_as_can_be(blocks: list[tuple[int, list[int]]]) -> None:
+    sizes, alive = [size for size, _ in blocks], [steps for _, steps in blocks]
+    found = pack(sizes, alive)
+    assert not overlapping(sizes, alive, found.addresses)
+    assert found.nbytes == height(sizes, found.addresses) == exhaustive(sizes, alive)
+    assert found.bound == found.nbytes or len(sizes) > 10
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hard_instances_stay_near_the_bound(family: str) -> None:
+    for seed in range(3):
+        instance = make_instance(family, blocks=60, seed=seed)
+        found = pack(instance.sizes, instance.alive)
+        assert not overlapping(list(instance.sizes), [list(a) for a in instance.alive], found.addresses)
+        assert instance.bound <= found.bound <= found.nbytes <= instance.bound * FAMILIES[family]
+
+
+def test_the_same_instance_is_packed_the_same_way() -> None:
+    instance: Instance = make_instance("cut", blocks=80, seed=1)
+    assert pack(instance.sizes, instance.alive) == pack(instance.sizes, instance.alive)
+
+
+def test_more_work_is_never_worse() -> None:
+    draw = random.Random(5)
+    sizes = [draw.randint(1, 50) for _ in range(40)]
+    alive = [range(start := draw.randint(0, 30), start + draw.randint(1, 12)) for _ in range(40)]
+    assert pack(sizes, alive, work=10**6).nbytes <= pack(sizes, alive, work=1).nbytes
