@@ -1,0 +1,79 @@
+"""The check of imports finds circles, wrong directions and crowds, and nothing where there are none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "structure.py"
+
+
+def check(package: Path) -> tuple[int, str]:
+    """Exit status and output of the check of one package."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(package)], capture_output=True, text=True, check=False
+    )
+    assert not done.stderr
+    return done.returncode, done.stdout
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A package in order: `runtime` uses `schedule`, and a circle exists for type checkers only."""
+    write(tmp_path, "__init__", '"""All of it."""')
+    for room in ("schedule", "runtime", "passes"):
+        write(tmp_path, f"{room}/__init__", f'"""The {room}."""')
+    write(tmp_path, "schedule/plan", "X = 1\n")
+    write(tmp_path, "runtime/run", "from penstock.schedule.plan import X\n")
+    write(
+        tmp_path,
+        "schedule/typed",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from penstock.runtime.run import X\n",
+    )
+    return tmp_path / "penstock"
+
+
+def write(root: Path, module: str, text: str) -> None:
+    path = root / "penstock" / f"{module}.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_nothing_is_found_in_a_package_in_order(package: Path) -> None:
+    assert check(package) == (0, "structure: 7 modules, 0 findings\n")
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "from penstock.schedule import typed\n",
+        "import penstock.schedule.typed\n",
+        "def late():\n    from penstock.schedule.typed import Y\n",
+        "def late():\n    if True:\n        import penstock.schedule.typed\n",
+    ],
+)
+def test_a_circle_is_found_wherever_its_imports_stand(package: Path, back: str) -> None:
+    write(package.parent, "schedule/typed", "from penstock.schedule.plan import X\n")
+    write(package.parent, "schedule/plan", back)
+    status, output = check(package)
+    assert status == 1
+    assert "2 modules import one another in a circle" in output
+
+
+def test_an_import_against_the_flow_is_found(package: Path) -> None:
+    write(package.parent, "passes/trace", "def f():\n    from penstock.runtime.run import X\n")
+    status, output = check(package)
+    assert status == 1
+    assert "passes may not import runtime.run" in output
+
+
+def test_a_crowd_and_a_folder_without_a_purpose_are_found(package: Path) -> None:
+    for number in range(15):
+        write(package.parent, f"runtime/arena/kind{number}", "")
+    status, output = check(package)
+    assert status == 1
+    assert "15 files side by side" in output
+    assert "no __init__.py that says" in output
