@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 
-class Streamer(Protocol):
+class Probes(Protocol):
     """What the operators talk to."""
 
     def acquire(self, graph: int, step: int) -> None:
@@ -40,7 +40,7 @@ class Streamer(Protocol):
 
 
 class CompiledCalls:
-    """Base of a `Streamer` for compiled code, of which autograd records nothing.
+    """Base of `Probes` for compiled code, of which autograd records nothing.
 
     Its probes need not count as writes, which would cost them a quarter of their time.
     """
@@ -61,7 +61,7 @@ NOTHING_STREAMS = CompiledCalls()
 
 
 # Kept by a second import of this module, for those that have imported it by name.
-STREAMER: ContextVar[Streamer | None] = globals().get("STREAMER") or ContextVar(
+STREAMER: ContextVar[Probes | None] = globals().get("STREAMER") or ContextVar(
     "penstock_streamer", default=None
 )
 """The streamer of the call in progress, set around each call of a streamed module."""

@@ -146,8 +146,10 @@ def bind_eager(
     def bind(method: Method) -> BoundMethod:
         trace = payload.trace_for(method.graph)
         probed = streamer.methods[method.graph].probed if streamer else ()
-        program = eager.bind(lowered, tensors, method, probed, device=device)
-        everywhere = partial(eager.bind, lowered, tensors, method, range(len(trace.steps)), device=device)
+        program = eager.instantiate(lowered, tensors, method, probed, device=device)
+        everywhere = partial(
+            eager.instantiate, lowered, tensors, method, range(len(trace.steps)), device=device
+        )
         return BoundMethod(trace, probed, program, everywhere)
 
     return {method.name: bind(method) for method in payload.methods}, []

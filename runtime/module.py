@@ -16,8 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from penstock.passes.calls.convention import CallingConvention
-from penstock.passes.probes import STREAMER, CompiledCalls
-from penstock.passes.probes import Streamer as Probes
+from penstock.passes.probes import STREAMER, CompiledCalls, Probes
 from penstock.runtime.stream.interface import Stats, StepStreamer
 from penstock.runtime.stream.probe_calls import ProbeCalls, probe_calls
 from penstock.runtime.stream.stopwatch import Stopwatch

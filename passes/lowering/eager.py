@@ -72,7 +72,7 @@ def load(folder: Path, payload: Payload) -> LoweredProgram:
 
 
 @dataclass(frozen=True)
-class BoundProgram:
+class EagerMethod:
     """A method with its weights, called like the exported module.
 
     It holds the weights' tensors for as long as it lives. Calls check every input (StreamError).
@@ -93,14 +93,14 @@ class BoundProgram:
         return self.convention.finish(values, leaves, self.tensors)
 
 
-def bind(
+def instantiate(
     lowered: LoweredProgram,
     tensors: Mapping[str, torch.Tensor],
     method: Method,
     probed: Iterable[int],
     *,
     device: torch.device | str = "cpu",
-) -> BoundProgram:
+) -> EagerMethod:
     """Binds weights to one method, and puts probes around the steps `probed` of its trace.
 
     `tensors` maps every FQN to a plain tensor of the payload's dtype, shape and stride, on `device`
@@ -118,7 +118,7 @@ def bind(
     bound |= {fqn: bound[fqn].detach().requires_grad_() for fqn in bound.keys() & lowered.with_grad}
     lifted = tuple(bound[fqn] for _, fqn in code.weights)
     convention = CallingConvention(code.signature, target)
-    return BoundProgram(fx.GraphModule(bodies, graph), convention, tensors, lifted)
+    return EagerMethod(fx.GraphModule(bodies, graph), convention, tensors, lifted)
 
 
 def _sites(

@@ -28,7 +28,7 @@ from penstock.passes.lowering.archive import PROGRAM, write_programs
 from penstock.passes.lowering.emitted import Observation, observe_cpp
 from penstock.passes.lowering.hollow import example_arguments, has_values, without_values
 from penstock.passes.lowering.options import FIXED, check_options, own_passes, raise_own
-from penstock.passes.lowering.post_grad import Placement, ProbePass
+from penstock.passes.lowering.post_grad import PlacedProbes, ProbePass
 from penstock.passes.trace import PRESET_CPU, sum_of
 from penstock.passes.weights.lifted import Weights
 from penstock.schedule.facts.costs import with_times
@@ -71,9 +71,9 @@ def lower(
     files, traces, orders, bound = {}, [], [], set()
     machine = ""
     for method in payload.methods:
-        one = _Method(payload, programs[method.name], method)
-        files[method.name], observation, placement = one.compile(options)
-        trace, order = observed(payload.trace_for(method.graph), observation, placement)
+        one = _Compilation(payload, programs[method.name], method)
+        files[method.name], observation, placed = one.compile(options)
+        trace, order = observed(payload.trace_for(method.graph), observation, placed)
         traces.append(read_together(trace, payload.weights))
         orders.append(order)
         bound |= set(observation.bound)
@@ -108,7 +108,7 @@ def save(compiled: Compiled, programs: Mapping[str, ExportedProgram], folder: Pa
     return PROGRAM
 
 
-class _Method:
+class _Compilation:
     """One method on its way through Inductor."""
 
     def __init__(self, payload: Payload, exported: ExportedProgram, method: Method) -> None:
@@ -119,7 +119,7 @@ class _Method:
         self._exported, self._weights = without_values(exported)
         self.machine = ""
 
-    def compile(self, options: Mapping[str, Any]) -> tuple[Sequence[Any], Observation, Placement]:
+    def compile(self, options: Mapping[str, Any]) -> tuple[Sequence[Any], Observation, PlacedProbes]:
         """The files that Inductor wrote, what they read, and where the probes went."""
         streamed = {
             weight.fqn: weight.parts[0].storage
@@ -130,11 +130,11 @@ class _Method:
         probes = ProbePass(self._method.graph, weights, _fqn_among(streamed), own_passes(options))
         patches = {**options, **FIXED, "post_grad_custom_post_pass": probes}
         files = self._run_inductor(patches)
-        placement = probes.placement or Placement((), Work())
+        placed = probes.placed or PlacedProbes((), Work())
         source = _read(files, ".wrapper.cpp")
         observation = observe_cpp(source, _read(files, ".wrapper.json"), streamed, self._method.graph)
         self.machine = _machine(json.loads(_read(files, ".wrapper_metadata.json") or "{}"))
-        return files, observation, placement
+        return files, observation, placed
 
     def _run_inductor(self, patches: Mapping[str, Any]) -> Sequence[Any]:
         from torch._inductor import aot_compile
@@ -155,13 +155,13 @@ class _Method:
         return files
 
 
-def observed(modelled: Trace, observation: Observation, placement: Placement) -> tuple[Trace, ProbeOrder]:
+def observed(modelled: Trace, observation: Observation, placed: PlacedProbes) -> tuple[Trace, ProbeOrder]:
     """The trace of a compiled method: each stretch that reads is a step, with the work of its probes.
 
     What Inductor reads again costs the bytes of nothing new: its work is not told apart here. Raises
     PassError where not all probes that were placed are called.
     """
-    expected = {2 * probe + end for probe in range(len(placement.steps)) for end in (0, 1)}
+    expected = {2 * probe + end for probe in range(len(placed.steps)) for end in (0, 1)}
     if set(observation.calls) != expected:
         raise PassError(
             f"the compiled method {modelled.method!r} calls {len(observation.calls)} probes, expected "
@@ -175,12 +175,12 @@ def observed(modelled: Trace, observation: Observation, placement: Placement) ->
     leads = [Work()] * (len(opened) + 1)
     reads = [Work()] * (len(opened) + 1)
     names = [""] * len(opened)
-    for probe, placed in enumerate(placement.steps):
+    for probe, one in enumerate(placed.steps):
         k = step_after[2 * probe]
-        leads[k], reads[k] = sum_of(leads[k], placed.lead_work), sum_of(reads[k], placed.read_work)
+        leads[k], reads[k] = sum_of(leads[k], one.lead_work), sum_of(reads[k], one.read_work)
         if k < len(names) and not names[k]:
-            names[k] = placed.name
-    tail = sum_of(leads[-1], reads[-1], placement.tail)
+            names[k] = one.name
+    tail = sum_of(leads[-1], reads[-1], placed.tail)
     steps = tuple(
         Step(name or f"{step.label}_{k}", step.reads, 0, 0, lead, read)
         for k, (step, name, lead, read) in enumerate(

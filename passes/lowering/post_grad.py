@@ -43,7 +43,7 @@ GraphPass = Callable[[fx.Graph], None]
 
 
 @dataclass(frozen=True)
-class Placement:
+class PlacedProbes:
     """Where probes went: for each, in the order of the graph, its node as a step; and the compute behind.
 
     A step's `reads` are storages of the catalog, and its times are not filled in.
@@ -73,7 +73,7 @@ class ProbePass(CustomGraphPass):
     ) -> None:
         self._number, self._weights, self._name_of, self._before = number, weights, name_of, tuple(before)
         self._inputs = inputs
-        self.placement: Placement | None = None
+        self.placed: PlacedProbes | None = None
         self.input_names: dict[int, str] = {}
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -85,7 +85,7 @@ class ProbePass(CustomGraphPass):
         held = {node: name for node in graph.nodes if (name := self._name_of(node)) is not None}
         if not held:
             return
-        if self.placement is not None:
+        if self.placed is not None:
             raise PassError(
                 "Inductor lowered the program's graph twice in one compilation, expected once: turn off what "
                 "compiles it for several shapes or devices"
@@ -94,7 +94,7 @@ class ProbePass(CustomGraphPass):
         lifted = _lifted(graph, held, self._weights)
         if self._inputs is not None:
             _check_flow(lifted.flow, held, self._weights)
-        self.placement = _insert(graph, self._number, held, self._weights, lifted)
+        self.placed = _insert(graph, self._number, held, self._weights, lifted)
         graph.lint()
 
     def __deepcopy__(self, memo: object) -> ProbePass:
@@ -113,7 +113,7 @@ class ProbePass(CustomGraphPass):
 
 def _insert(
     graph: fx.Graph, number: int, held: Mapping[fx.Node, str], weights: Weights, lifted: _Lifted
-) -> Placement:
+) -> PlacedProbes:
     by_name = {node.name: node for node in graph.nodes}
     operands: dict[int, list[fx.Node]] = {}
     for node, name in held.items():
@@ -146,7 +146,7 @@ def _insert(
         else:
             with graph.inserting_after(behind):
                 graph.call_function(RELEASE, arguments)
-    return Placement(tuple(steps), lead)
+    return PlacedProbes(tuple(steps), lead)
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ class Session:
     ) -> tuple[Trace, ProbeOrder]:
         """What the emitted code of a piece reads, and when."""
         written = [text for text in code if "def call(self, args)" in text]
-        if probes.placement is None or not written:
+        if probes.placed is None or not written:
             raise PassError(
                 "Inductor was given other inputs than Dynamo's (a buffer is written through views, or an "
                 "input is a tensor subclass): this graph cannot be streamed"
@@ -97,7 +97,7 @@ class Session:
         streamed = {n: s for n, s in storages.items() if self._payload.storages[s].kind == "streamable"}
         observation = observe_python(written[-1], streamed, number)
         untimed = Trace(f"piece_{number}", number, "", (), 0, 0, "modelled")
-        return observed(untimed, observation, probes.placement)
+        return observed(untimed, observation, probes.placed)
 
     def variant(
         self, trace: Trace, order: ProbeOrder, fqns: Mapping[int, str], now: Mapping[int, str]

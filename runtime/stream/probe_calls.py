@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
-from penstock.passes.probes import NOTHING_STREAMS, CompiledCalls
-from penstock.passes.probes import Streamer as Probes
+from penstock.passes.probes import NOTHING_STREAMS, CompiledCalls, Probes
 from penstock.schedule.payload.codec import ProbeOrder
 
 _EDGE = -1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 
-from penstock.passes.probes import Streamer
+from penstock.passes.probes import Probes
 from penstock.passes.trace import with_measured
 from penstock.schedule.facts.model import Trace
 
@@ -19,7 +19,7 @@ class Stopwatch:
     memory that the kernel has yet to map in the read, for it happens inside the kernels.
     """
 
-    def __init__(self, streamer: Streamer | None, probed: Collection[int], steps: int) -> None:
+    def __init__(self, streamer: Probes | None, probed: Collection[int], steps: int) -> None:
         self._streamer, self._probed = streamer, frozenset(probed)
         self._lead_ns, self._read_ns = [0] * steps, [0] * steps
         self._tail_ns = 0

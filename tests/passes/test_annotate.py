@@ -97,7 +97,9 @@ def test_methods_share_a_state_when_they_run():
     look, update, programs = two_methods()
     lowered, streamer = prepare(programs)
     bound = {
-        m.name: eager.bind(lowered, streamer.tensors(), m, range(len(lowered.payload.traces[m.graph].steps)))
+        m.name: eager.instantiate(
+            lowered, streamer.tensors(), m, range(len(lowered.payload.traces[m.graph].steps))
+        )
         for m in lowered.payload.methods
     }
     for _ in range(2):

@@ -70,7 +70,7 @@ def test_streamed_output_has_the_bits_of_the_model(exported):
     model = copy.deepcopy(model)
     lowered, streamer = prepare(program)
     steps = lowered.payload.traces[0].steps
-    bound = eager.bind(lowered, streamer.tensors(), lowered.payload.methods[0], range(len(steps)))
+    bound = eager.instantiate(lowered, streamer.tensors(), lowered.payload.methods[0], range(len(steps)))
     for _ in range(2):
         x = torch.randn(3, 8)
         with torch.no_grad(), streaming(streamer):

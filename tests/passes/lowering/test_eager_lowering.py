@@ -30,7 +30,7 @@ def test_streamed_output_has_the_bits_of_the_model(name, way):
     lowered, streamer = prepare(exported)
     method = lowered.payload.methods[0]
     steps = lowered.payload.traces[0].steps
-    program = eager.bind(lowered, streamer.tensors(), method, range(len(steps)))
+    program = eager.instantiate(lowered, streamer.tensors(), method, range(len(steps)))
     model = copy.deepcopy(model)
 
     for _ in range(2):
@@ -69,7 +69,7 @@ def test_registered_classes_go_in_and_come_out():
     torch.export.register_dataclass(Answer, serialized_type_name="penstock_test.Answer")
     model, question = Answering(), Answer(torch.randn(2, 8))
     lowered, streamer = prepare(torch.export.export(model, (question,)))
-    program = eager.bind(lowered, streamer.tensors(), lowered.payload.methods[0], [0])
+    program = eager.instantiate(lowered, streamer.tensors(), lowered.payload.methods[0], [0])
     with torch.no_grad(), streaming(streamer):
         got, expected = program(question), model(question)
     assert type(got) is Answer
@@ -88,7 +88,7 @@ def test_results_of_transformers_come_out_as_such():
     exported = torch.export.export(model, (), {"input_ids": ids}, dynamic_shapes=dynamic)
     lowered, streamer = prepare(exported)
     steps = range(len(lowered.payload.traces[0].steps))
-    program = eager.bind(lowered, streamer.tensors(), lowered.payload.methods[0], steps)
+    program = eager.instantiate(lowered, streamer.tensors(), lowered.payload.methods[0], steps)
     ids = torch.randint(0, 32, (3, 9))
     with torch.no_grad(), streaming(streamer):
         got, expected = program(input_ids=ids), model(input_ids=ids)
@@ -137,7 +137,7 @@ def test_tensors_that_are_not_the_weights_are_refused(reused, change, words):
     if changed is not None:
         tensors["a.weight"] = changed
     with pytest.raises(StreamError, match=words):
-        eager.bind(lowered, tensors, lowered.payload.methods[0], ())
+        eager.instantiate(lowered, tensors, lowered.payload.methods[0], ())
 
 
 def test_a_payload_of_another_program_is_refused(reused):
@@ -148,7 +148,7 @@ def test_a_payload_of_another_program_is_refused(reused):
     with pytest.raises(
         PassError, match=r"step 0 \(elsewhere\) of method 'forward' is not in the lowered program"
     ):
-        eager.bind(replace(lowered, payload=other), streamer.tensors(), other.methods[0], [0])
+        eager.instantiate(replace(lowered, payload=other), streamer.tensors(), other.methods[0], [0])
 
 
 def test_files_that_are_no_programs_are_refused(reused, tmp_path):
@@ -163,7 +163,7 @@ def test_files_that_are_no_programs_are_refused(reused, tmp_path):
 
 def test_an_error_in_the_program_prints_nothing(reused, capsys):
     lowered, streamer = reused
-    program = eager.bind(lowered, streamer.tensors(), lowered.payload.methods[0], [0])
+    program = eager.instantiate(lowered, streamer.tensors(), lowered.payload.methods[0], [0])
     with pytest.raises(StreamError, match="outside a streamed module"):
         program(torch.randn(3, 8))
     assert capsys.readouterr() == ("", "")

@@ -110,7 +110,7 @@ def test_a_program_that_has_no_json_runs_from_its_export():
     exported = torch.export.export(model, (x,))
     assert encode_method(exported) is None
     lowered, streamer = prepare(exported)
-    program = eager.bind(lowered, streamer.tensors(), lowered.payload.methods[0], [0])
+    program = eager.instantiate(lowered, streamer.tensors(), lowered.payload.methods[0], [0])
     with torch.no_grad(), streaming(streamer):
         assert same_bits(program(x), model(x))
 

@@ -161,7 +161,7 @@ def test_what_may_be_a_view_is_followed(name, tail):
     exported = torch.export.export(model, (torch.randn(8), torch.tensor(3)))
     lowered, streamer = prepare(exported)
     steps = lowered.payload.traces[0].steps
-    program = eager.bind(lowered, streamer.tensors(), lowered.payload.methods[0], range(len(steps)))
+    program = eager.instantiate(lowered, streamer.tensors(), lowered.payload.methods[0], range(len(steps)))
     for size in (3, 8):  # all of the weight is contiguous
         args = (torch.randn(8), torch.tensor(size))
         with torch.no_grad(), streaming(streamer):
