@@ -20,7 +20,7 @@ from penstock.runtime.memory_split import MemorySplit
 from penstock.runtime.module import BoundMethod, Resources, StreamedModule
 from penstock.runtime.stream.interface import Stats, StepStreamer
 from penstock.runtime.stream.streamer import Counters, Streamer
-from penstock.runtime.system.parked_team import ParkedTeam
+from penstock.runtime.system.threads import ParkedTeam
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Method, Part, Plan
 from penstock.schedule.facts.sizes import format_size

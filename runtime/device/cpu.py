@@ -1,7 +1,7 @@
 """A CPU as a device: copies run in order on a thread for each stream, kernels where they are called.
 
 `load(device="cpu")` does not stream this way: where device and host are one memory, mapping the files
-beats copying them (arena.py). This is the reference that the other devices are compared with.
+beats copying them (arena/mapped.py). This is the reference that the other devices are compared with.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -17,13 +16,14 @@ import torch
 from penstock.runtime.device.disk import DiskEvent, DiskStream
 from penstock.runtime.device.protocol import FileRead, Move, aligned_bytes
 from penstock.runtime.files.source import Source
+from penstock.runtime.system.threads import WorkerPool
 
 
 class CpuStream:
     """A thread that does what it is given in order, or the caller's own; after an error it does nothing."""
 
     def __init__(self, name: str | None) -> None:
-        self.pool = ThreadPoolExecutor(1, thread_name_prefix=f"penstock-{name}") if name else None
+        self.pool = WorkerPool(1, name) if name else None
         self.error: BaseException | None = None
 
     def run(self, work: Callable[[], object]) -> None:
@@ -121,6 +121,11 @@ class CpuDevice:
 
     def synchronize(self, event: CpuEvent | DiskEvent) -> None:
         event.synchronize()
+
+    @property
+    def in_reader(self) -> bool:
+        pools = [stream.pool for stream in self._streams if stream.pool is not None]
+        return any(pool.includes_caller for pool in pools) or any(disk.in_reader for disk in self._disks)
 
     def close(self) -> None:
         for stream in self._streams:

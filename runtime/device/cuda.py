@@ -1,6 +1,6 @@
 """A CUDA device: torch's streams and events, one allocation for the arena, page-locked host memory.
 
-Nothing here runs without a GPU, so it holds nothing but calls; what decides is in device_streamer.py, which
+Nothing here runs without a GPU, so it holds nothing but calls; what decides is in streamer.py, which
 the simulated device tests.
 """
 
@@ -148,6 +148,10 @@ class CudaDevice:
 
     def synchronize(self, event: torch.cuda.Event | DiskEvent) -> None:
         event.synchronize()
+
+    @property
+    def in_reader(self) -> bool:
+        return any(disk.in_reader for disk in self._disks)
 
     def close(self) -> None:
         if os.getpid() != self._process:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from penstock.runtime.device.protocol import FileRead
 from penstock.runtime.files.rates import READERS
 from penstock.runtime.files.source import Source
 from penstock.runtime.stream.queue import PIECE
+from penstock.runtime.system.threads import WorkerPool
 from penstock.schedule.facts.errors import StreamError
 
 
@@ -42,8 +43,8 @@ class DiskStream:
     def __init__(self, source: Source) -> None:
         self.error: BaseException | None = None
         self._source, self._process = source, os.getpid()
-        self._order = ThreadPoolExecutor(1, thread_name_prefix="penstock-disk")
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="penstock-reader")
+        self._order = WorkerPool(1, "disk")
+        self._readers = WorkerPool(READERS, "reader")
         self._reads: list[Future[None]] = []  # that may still run; touched by the thread of the order only
 
     def read(self, target: torch.Tensor, reads: Sequence[FileRead]) -> None:
@@ -55,6 +56,11 @@ class DiskStream:
 
     def record(self) -> DiskEvent:
         return DiskEvent(self, self._order.submit(lambda: list(self._reads)))
+
+    @property
+    def in_reader(self) -> bool:
+        """Whether the caller is one of the stream's own threads, which cannot wait for themselves."""
+        return self._order.includes_caller or self._readers.includes_caller
 
     def close(self) -> None:
         """Wait for the pieces that are being read; others are not read any more. Idempotent."""

@@ -91,7 +91,12 @@ def load_on_device(
             methods, closers = bind_inductor(folder, payload, tensors, streamer)
         else:
             methods, closers = bind_eager(lowered(), tensors, streamer, device.torch_device)
-        resources = Resources(streamer, (*closers, device.close, weights.close, source.close), os.getpid())
+        resources = Resources(
+            streamer,
+            (*closers, device.close, weights.close, source.close),
+            os.getpid(),
+            in_reader=lambda: device.in_reader,
+        )
         if split is not None:
             resources.out_of_memory = partial(_outgrown, device, weights, split)
 

@@ -6,7 +6,7 @@ recorded does nothing, and a copy runs at any time between the moment it is enqu
 moment something waits for it. The disk behind the host is a stream too, on which reads run at the same
 time, each after the waits enqueued before it. No kernel or copy can wait for a disk, so the host does.
 
-Three implementations: cpu.py (copies on a thread of their own), cuda.py, sim.py.
+Three implementations: cpu.py (copies on a thread of their own), cuda.py, and sim/device.py.
 """
 
 from __future__ import annotations
@@ -108,6 +108,10 @@ class Device(Protocol):
 
     def synchronize(self, event: Event) -> None:
         """Wait on the host; raises what its stream raised."""
+
+    @property
+    def in_reader(self) -> bool:
+        """Whether the caller is one of the device's own threads, which cannot wait for themselves."""
 
     def close(self) -> None:
         """Wait for all streams and give the memory back. Idempotent."""

@@ -13,7 +13,6 @@ from the resident ranges again. Slower, never wrong.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -171,8 +170,8 @@ class DeviceStreamer:
 
     @property
     def in_reader(self) -> bool:
-        """Whether this runs on a thread of a device: of a disk, or of copies on a CPU."""
-        return threading.current_thread().name.startswith("penstock-")
+        """Whether this runs on a thread of the device: of a disk, or of copies on a CPU."""
+        return self._device.in_reader
 
     # Between passes.
 

@@ -50,7 +50,7 @@ def measure_read(
     Raises SourceError if there is nothing to read.
     """
     slot = round_up(block + shift, PAGE)
-    # Huge pages, touched before: direct reads into small ones ran at half the speed (arena_anonymous.py).
+    # Huge pages, touched before: direct reads into small ones ran at half the speed (arena/anonymous.py).
     with Reservation(slot * max(threads, room // slot)) as memory:
         memory.map_anonymous(0, memory.nbytes)
         hint(memory.address, memory.nbytes, MADV_HUGEPAGE)

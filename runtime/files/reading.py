@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from penstock.runtime.files.source import Source
-from penstock.schedule.facts.errors import StreamError
+from penstock.runtime.system.threads import ReaderThreads
 from penstock.schedule.facts.model import Extent, Storage
 
 _PIECE = 16 << 20
@@ -33,22 +33,8 @@ class HeldStorages:
         self._running = 0
         self._error: BaseException | None = None
         self._changed = threading.Condition()
-        # Daemons: a program that ends does not wait for what nobody will use.
-        self._threads = [
-            threading.Thread(target=self._read, name=f"penstock-load-{i}", daemon=True)
-            for i in range(min(readers, len(self._left)))
-        ]
-        try:
-            for thread in self._threads:
-                thread.start()
-        except BaseException as error:
-            self.close()
-            if isinstance(error, RuntimeError):
-                raise StreamError(
-                    f"the system refused one of {readers} reading threads ({error}): raise its limit on "
-                    "threads, or load with fewer readers"
-                ) from error
-            raise
+        self._readers = ReaderThreads(min(readers, len(self._left)), self._read, "load")
+        self._readers.start(self.close)
 
     @property
     def nbytes(self) -> int:
@@ -58,7 +44,7 @@ class HeldStorages:
     @property
     def in_reader(self) -> bool:
         """Whether the caller is one of the readers, which cannot wait for themselves."""
-        return threading.current_thread() in self._threads
+        return self._readers.includes_caller
 
     def wait(self) -> None:
         """Return once every byte is there. SourceError, at every call, where one could not be read."""

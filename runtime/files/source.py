@@ -20,7 +20,7 @@ from penstock.runtime.files.direct_file import DirectFile, open_direct_file
 from penstock.runtime.system.limits import available_bytes
 from penstock.runtime.system.page_cache import cached_fraction
 from penstock.schedule.facts.errors import SourceError
-from penstock.schedule.facts.model import Storage, WeightFile
+from penstock.schedule.facts.model import WeightFile
 
 Mode = Literal["direct", "buffered"]
 
@@ -123,11 +123,6 @@ class Source:
             self._open(file).read_into(offset, address, nbytes, through_cache=through)
             if keeping is not None:
                 keeping.count(nbytes)
-
-    def read_storage(self, storage: Storage, address: int) -> None:
-        """Fill memory with a storage that begins at `address`, all its extents; errors as `read_into`."""
-        for extent in storage.extents:
-            self.read_into(extent.file, extent.file_offset, address + extent.storage_offset, extent.nbytes)
 
     @property
     def nbytes(self) -> int:

@@ -3,7 +3,7 @@
 A stamp holds size, modification time, inode, the sha256 of length prefix and header, and the
 sha256 of sampled blocks. It catches another model of the same shapes. What it cannot catch is an
 edit that misses every sampled block (and, in a file used in place, also forges the modification
-time): only `hash_storages`, which reads everything, does.
+time): only `hash_storage`, which reads everything, does.
 """
 
 from __future__ import annotations
@@ -118,20 +118,6 @@ def hash_storage(
             if progress:
                 progress(len(chunk))
     return digest.hexdigest()
-
-
-def hash_storages(
-    storages: Sequence[Storage],
-    files: Sequence[WeightFile],
-    folder: Path,
-    *,
-    progress: Progress | None = None,
-) -> tuple[str | None, ...]:
-    """The sha256 of every storage, None for one that lies in no file. Reads all of them: about 1 GB/s."""
-    return tuple(
-        hash_storage(storage, files, folder, progress=progress) if storage.extents else None
-        for storage in storages
-    )
 
 
 def _hash_samples(fd: int, header: Header, path: Path) -> str:

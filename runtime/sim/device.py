@@ -3,7 +3,7 @@
 A copy runs at a time of the policy's choosing between the moment it is enqueued and the moment something
 waits for it: `earliest`, `latest`, `random` (with a seed), or `lagging`, where what one stream does is late
 and what the others do is not. So do reads from a disk, in any order but that of waits. The caller's kernels
-run at once, as they are called. Whatever the order, vector clocks (happens_before.py) tell whether an event
+run at once, as they are called. Whatever the order, vector clocks (races.py) tell whether an event
 orders every two accesses of the same bytes; a wait that is missing is found even where the data came out
 right. Staging memory is overwritten as soon as it was copied from.
 
@@ -174,6 +174,10 @@ class SimDevice:
     def synchronize(self, event: SimEvent) -> None:
         self.detector.join(HOST, event.known)
         self._run(event)
+
+    @property
+    def in_reader(self) -> bool:
+        return False  # It has no threads: everything runs on the caller's.
 
     def close(self) -> None:
         for stream in self._streams:

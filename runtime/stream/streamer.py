@@ -20,6 +20,7 @@ from penstock.runtime.files.rates import READERS
 from penstock.runtime.stream.position import Position
 from penstock.runtime.stream.queue import MethodTable, Piece, first_pass, tabulate
 from penstock.runtime.stream.ranges import merge
+from penstock.runtime.system.threads import ReaderThreads
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Plan, Range, Storage
 from penstock.schedule.space.spans import subtract
@@ -72,21 +73,8 @@ class Streamer:
         self._running = False
         self._paused = False
         self._position = self._first_position(plan.schedules[0].graph)
-        self._threads = [
-            threading.Thread(target=self._read, name=f"penstock-reader-{i}", daemon=True)
-            for i in range(readers)
-        ]
-        try:
-            for thread in self._threads:
-                thread.start()
-        except BaseException as error:
-            self.close()  # those that have started fill memory that the caller is about to give back
-            if isinstance(error, RuntimeError):
-                raise StreamError(
-                    f"the system refused one of {readers} reading threads ({error}): raise its limit on "
-                    "threads, or load with fewer readers"
-                ) from error
-            raise
+        self._readers = ReaderThreads(readers, self._read, "reader")
+        self._readers.start(self.close)  # those that have started fill memory that the caller gives back
 
     # The pass, on the caller's thread.
 
@@ -163,14 +151,12 @@ class Streamer:
             self._closed = True
             self._work.notify_all()
             self._arrived.notify_all()
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join()
+        self._readers.join()
 
     @property
     def in_reader(self) -> bool:
         """Whether the caller is one of the readers, which cannot wait for themselves."""
-        return threading.current_thread() in self._threads
+        return self._readers.includes_caller
 
     # Between passes.
 

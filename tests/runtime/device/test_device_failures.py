@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import resource
 import threading
 from typing import Any
@@ -19,6 +20,7 @@ from penstock.runtime.device.memory import DeviceWeights
 from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.runtime.loading import LoadOptions
 from penstock.runtime.memory_split import MemorySplit
+from penstock.runtime.module import Resources
 from penstock.runtime.sim.device import SimDevice
 from tests.runtime.device.device_runs import case, disk_cases
 
@@ -86,6 +88,51 @@ def test_closing_waits_for_copies_on_their_way() -> None:
     device.close()
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("penstock")]
     assert left == []
+
+
+class OneHelper(threading.Thread):
+    """A thread of which at most a few are started to close a module: the first must be enough."""
+
+    started = 0
+
+    def start(self) -> None:
+        if self.name == "penstock-close":
+            OneHelper.started += 1
+            if OneHelper.started > 5:
+                return
+        super().start()
+
+
+def test_a_module_collected_on_the_reader_of_another_is_closed_there(monkeypatch) -> None:
+    """A simulated device has no threads: whatever the caller's is called, nobody waits for himself."""
+    one = disk_cases()[0]
+    device = SimDevice()
+    source: Any = one.source
+    weights = DeviceWeights(one.plan, one.storages, device, source)
+    streamer = DeviceStreamer(one.plan, one.storages, device, weights)
+    closed = threading.Event()
+    monkeypatch.setattr(OneHelper, "started", 0)
+    monkeypatch.setattr(threading, "Thread", OneHelper)
+    resources = Resources(streamer, (device.close, closed.set), os.getpid())
+    reader = OneHelper(target=resources.close, name="penstock-reader-0")
+    reader.start()
+    reader.join(10)
+    assert (closed.is_set(), OneHelper.started) == (True, 0)
+
+
+def test_a_module_collected_on_its_own_disk_thread_is_closed_by_one_helper(monkeypatch) -> None:
+    one = disk_cases()[0]
+    device = CpuDevice()
+    source: Any = one.source
+    weights = DeviceWeights(one.plan, one.storages, device, source)
+    streamer = DeviceStreamer(one.plan, one.storages, device, weights)
+    closed = threading.Event()
+    monkeypatch.setattr(OneHelper, "started", 0)
+    monkeypatch.setattr(threading, "Thread", OneHelper)
+    resources = Resources(streamer, (device.close, closed.set), os.getpid())
+    device._disks[0].wait(resources.close)
+    assert closed.wait(10)
+    assert OneHelper.started == 1
 
 
 @pytest.mark.parametrize("host", [None, 256])

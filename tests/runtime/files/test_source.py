@@ -13,8 +13,8 @@ from penstock.runtime.files.source import Source
 from penstock.runtime.system import page_cache
 from penstock.runtime.system.page_cache import cached_fraction
 from penstock.schedule.facts.errors import SourceError
-from penstock.schedule.facts.model import Extent, Storage, WeightFile
-from tests.runtime.files.weight_files import GUARD, Memory, pattern, write_tensor
+from penstock.schedule.facts.model import WeightFile
+from tests.runtime.files.weight_files import Memory, pattern, write_tensor
 
 NBYTES = 40_000
 
@@ -195,18 +195,6 @@ def test_a_forked_child_may_close(own_file: tuple[Path, WeightFile], monkeypatch
         monkeypatch.setattr(os, "getpid", lambda: -1)
         source.close()
     assert source.files == ()
-
-
-def test_read_storage(own_file: tuple[Path, WeightFile]) -> None:
-    folder, file = own_file
-    other = write_tensor(folder / "other.safetensors", pattern(NBYTES, seed=9))
-    storage = Storage(3000, "streamable", (Extent(1, 700, 0, 1000), Extent(0, 5000, 1500, 1500)))
-    memory = Memory(4096)
-    with Source([file, other], folder) as source:
-        source.read_storage(storage, memory.base)
-    assert memory.read(0, 1000) == (folder / other.path).read_bytes()[700:1700]
-    assert set(memory.read(1000, 1500)) == {GUARD}
-    assert memory.read(1500, 3000) == (folder / file.path).read_bytes()[5000:6500]
 
 
 def test_cached_fraction(own_file: tuple[Path, WeightFile], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.runtime.files.safetensors_file import read_header
-from penstock.runtime.files.stamp import SAMPLE_BYTES, check_stamp, hash_storages, sample_offsets, stamp_file
+from penstock.runtime.files.stamp import SAMPLE_BYTES, check_stamp, hash_storage, sample_offsets, stamp_file
 from penstock.schedule.facts.errors import SourceError
 from penstock.schedule.facts.model import Extent, Storage, WeightFile
 from tests.runtime.files.weight_files import pattern, write_tensor
@@ -105,25 +105,22 @@ def test_what_only_full_hashes_catch(path: Path, file: WeightFile) -> None:
     gap = next(o + SAMPLE_BYTES for o in sample_offsets(header) if o > start)
     assert gap not in sample_offsets(header)
     storage = Storage(NBYTES, "streamable", (Extent(0, start, 0, NBYTES),))
-    before = hash_storages([storage], [file], path.parent)
+    before = hash_storage(storage, [file], path.parent)
     overwrite(path, gap, b"edited", keep_time=True)
     check_stamp(file, path.parent, in_place=True)
-    assert hash_storages([storage], [file], path.parent) != before
+    assert hash_storage(storage, [file], path.parent) != before
 
 
-def test_hash_storages(path: Path, file: WeightFile) -> None:
+def test_hash_storage_goes_extent_after_extent(path: Path, file: WeightFile) -> None:
     content = path.read_bytes()
     scattered = Storage(30, "streamable", (Extent(0, 500, 0, 10), Extent(0, 1000, 10, 20)))
     whole = Storage(file.nbytes, "streamable", (Extent(0, 0, 0, file.nbytes),))
     done: list[int] = []
-    found = hash_storages(
-        [scattered, Storage(4, "mutable"), whole], [file], path.parent, progress=done.append
-    )
-    assert found == (
+    found = [hash_storage(one, [file], path.parent, progress=done.append) for one in (scattered, whole)]
+    assert found == [
         hashlib.sha256(content[500:510] + content[1000:1020]).hexdigest(),
-        None,
         hashlib.sha256(content).hexdigest(),
-    )
+    ]
     assert sum(done) == 30 + file.nbytes
 
 

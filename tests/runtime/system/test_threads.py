@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.runtime.system.parked_team import ParkedTeam
+from penstock.runtime.system.threads import ParkedTeam
 
 WAITING = """
 import time
 import torch
-from penstock.runtime.system.parked_team import ParkedTeam
+from penstock.runtime.system.threads import ParkedTeam
 
 def waiting():
     "Processor seconds of a hundred kernels, with pauses in which there is nothing to do."

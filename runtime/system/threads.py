@@ -1,0 +1,115 @@
+"""Threads: readers that an object starts and later waits for, and the OpenMP team that computes meanwhile."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from penstock.schedule.facts.errors import StreamError
+
+_SHARED_OUT = 1 << 17
+"""Elements of a sum for which torch uses several threads: it gives each 32,768 or more."""
+
+
+class ReaderThreads:
+    """`count` daemon threads that each run `read` once, started by `start`.
+
+    They are daemons because a program that ends should not wait for weights that nobody will use.
+    """
+
+    def __init__(self, count: int, read: Callable[[], None], name: str) -> None:
+        self._threads = [
+            threading.Thread(target=read, name=f"penstock-{name}-{i}", daemon=True) for i in range(count)
+        ]
+
+    def start(self, stop: Callable[[], None]) -> None:
+        """Start all threads. If the system refuses one, `stop` must end the others; raises StreamError."""
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException as error:
+            stop()
+            if isinstance(error, RuntimeError):
+                raise StreamError(
+                    f"the system refused one of {len(self._threads)} reading threads ({error}): raise its "
+                    "limit on threads, or load with fewer readers"
+                ) from error
+            raise
+
+    def join(self) -> None:
+        """Wait for the threads that have started."""
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+
+    @property
+    def includes_caller(self) -> bool:
+        """Whether the calling thread is one of these, which cannot wait for themselves."""
+        return threading.current_thread() in self._threads
+
+
+class WorkerPool(ThreadPoolExecutor):
+    """A pool of threads that can tell whether the caller is one of them."""
+
+    def __init__(self, count: int, name: str) -> None:
+        # The threads must not refer to the pool: it ends them when it is collected as garbage.
+        self._own = own = set[threading.Thread]()
+        super().__init__(
+            count,
+            thread_name_prefix=f"penstock-{name}",
+            initializer=lambda: own.add(threading.current_thread()),
+        )
+
+    @property
+    def includes_caller(self) -> bool:
+        """Whether the calling thread is one of the pool's, which cannot wait for themselves."""
+        return threading.current_thread() in self._own
+
+
+class ParkedTeam:
+    """A second, sleeping OpenMP team on a thread of its own, until `close`; none where torch uses one thread.
+
+    Between two kernels the threads of a team spin for some milliseconds before they sleep (300,000 turns in
+    libgomp). On a machine whose cores are all in the team, they take the processor from the threads that read
+    weights. Where there are more threads in teams than cores, libgomp lets them spin for 100 turns only, and
+    one more team is enough for that. The teams that compute keep their size, so the results are the same.
+    """
+
+    def __init__(self) -> None:
+        self._owner = os.getpid()
+        self._parked, self._leave = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._park, name="penstock-parked", daemon=True)
+        if torch.get_num_threads() == 1:
+            return
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise StreamError(
+                f"the system refused a thread ({error}): raise its limit on threads, or compute on one "
+                "(torch.set_num_threads(1))"
+            ) from error
+        try:
+            self._parked.wait()
+        except BaseException:
+            self._leave.set()
+            raise
+
+    def close(self) -> None:
+        """End the thread and its team. It may be called again, and does nothing in a forked child."""
+        self._leave.set()
+        if self._thread.ident is not None and os.getpid() == self._owner:
+            self._thread.join()
+
+    def _park(self) -> None:
+        try:
+            with torch.inference_mode():
+                torch.ones(_SHARED_OUT).add_(1)
+        except RuntimeError:
+            return  # There was no memory for the team: computing works without it and is only slower.
+        finally:
+            self._parked.set()
+        self._leave.wait()
