@@ -29,14 +29,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.pipeline_parts import list_parts
 from benchmarks.pipeline_table import BEST, REST, WHOLE, Image, Turn, render
 from benchmarks.table import write_between
-from penstock.cli.plan import host_of
 from penstock.models.preflight import Model
 from penstock.runtime.memory_split import CUDA_WORKSPACE, MemorySplit
 from penstock.schedule.clock.event_graph import simulate
 from penstock.schedule.facts.costs import with_times
 from penstock.schedule.facts.errors import BudgetError, PlanError
 from penstock.schedule.facts.model import Hardware, Plan
-from penstock.schedule.facts.presets import find_hardware
+from penstock.schedule.facts.presets import find_hardware, host_beside
 from penstock.schedule.facts.sizes import format_size, parse_size
 from penstock.schedule.planner import make_plan
 from penstock.schedule.report import whatif
@@ -98,7 +97,7 @@ def _run(plan: Plan, calls: int) -> tuple[int, int]:
 def _baselines(model: Model, plan: Plan, calls: int) -> dict[str, int]:
     """Nanoseconds of each policy's turn, those that do not fit left out."""
     hardware, trace, storages = plan.hardware, plan.traces[0], model.payload.storages
-    periods = whatif.other_policies(plan, storages, host_of(hardware))
+    periods = whatif.other_policies(plan, storages, host_beside(hardware))
     periods.pop("everything resident", None)
     found, fits = {}, model.weight_bytes <= plan.budget
     for name, period in periods.items():

@@ -95,3 +95,8 @@ def find_hardware(name: str) -> Hardware:
     raise PlanError(
         f"there is no hardware {name!r}: {hint}give 'auto', which measures this machine, or one of {names}"
     )
+
+
+def host_beside(hardware: Hardware) -> Hardware | None:
+    """The host that could compute what does not fit on a device; None for a CPU, which has no other host."""
+    return None if hardware.disk_bytes_per_s is None else PRESETS["server"]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.export import ExportedProgram, export
 
 import penstock
-from penstock.cli.facts import artifact_tables
+from penstock.cli.inspect import artifact_tables
 from penstock.runtime.program import Program
 from penstock.schedule.facts.errors import SourceError
 from tests.quantised_models import Hidden, Packed, Shown, linears, pack, quantise

@@ -1,1 +1,1 @@
-"""The command line, a file for each command."""
+"""The command line `penstock`: a file for each command, and what it is given and prints."""

@@ -1,4 +1,4 @@
-"""The command `compile`, for programs that were saved and for models that are exported here."""
+"""`penstock compile`: an artifact from a saved program, or from a model that is exported here."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ from penstock.cli import console
 from penstock.cli.inputs import load_exported, pairs, weight_files
 from penstock.cli.options import Json
 from penstock.schedule.facts.sizes import format_size
+
+EXAMPLES = (
+    "penstock compile model.pt2 model.penstock --weights model.safetensors --no-pack",
+    "penstock compile Llama-3.2-1B/ model.penstock --tokens 128",
+)
 
 Model = Annotated[
     str,
@@ -85,9 +90,10 @@ def compile(
 
 
 def _program(model: str, tokens: int, files: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """A program that was saved, or one exported without building its model; weight files, and names in them.
+    """The program to compile, the weight files to take values from, and what weights are called in them.
 
-    The files are those given, else the model's own.
+    A saved program is loaded; a model is exported without being built, and has its own files where none are
+    given.
     """
     path = Path(model)
     folder = path if path.is_dir() else path.parent if path.name == "config.json" else None

@@ -1,4 +1,4 @@
-"""What commands are given: files, pairs and numbers, checked; and how they refuse."""
+"""Checks what commands are given: files, pairs and numbers; a wrong one ends the command in one sentence."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ def fail(sentence: str) -> NoReturn:
     """One sentence on stderr, and status 2."""
     typer.echo(f"penstock: {sentence}", err=True)
     sys.exit(2)
+
+
+def refuse_existing(*paths: Path | None) -> None:
+    """Refuse outputs that exist, before anything takes time."""
+    for path in paths:
+        if path is not None and path.exists():
+            fail(f"{path} exists: choose another output")
 
 
 def load_exported(path: Path) -> Any:

@@ -7,14 +7,6 @@ from typing import Annotated
 
 import typer
 
-
-def examples(*commands: str) -> str:
-    """What stands below the help of a command: examples, one per line."""
-    return "\n\n".join(
-        ["Examples:" if len(commands) > 1 else "Example:", *(f"- `{one}`" for one in commands)]
-    )
-
-
 Artifact = Annotated[Path, typer.Argument(help="An artifact folder, NAME.penstock.", show_default=False)]
 Budget = Annotated[
     str, typer.Option(help="Bytes for weights: 32MiB, 8GB, 50%, or bytes.", show_default=False)

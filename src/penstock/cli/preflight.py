@@ -1,45 +1,76 @@
-"""What `penstock preflight` does: a model that was never built, on each hardware with each budget."""
+"""`penstock preflight`: a model that was never built, on each kind of hardware with each budget."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from penstock.cli import console
-from penstock.models.preflight import Finding, Model, find, read_model
+from penstock.cli.inputs import refuse_existing
+from penstock.cli.options import HostMemory, Json
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.sizes import format_size
-from penstock.schedule.host import host_bytes
+
+if TYPE_CHECKING:
+    from penstock.models.preflight import Finding, Model
+
+EXAMPLES = (
+    "penstock preflight Llama-3.1-405B/config.json --hardware h200 --budget 80GiB",
+    "penstock preflight my_models:build --hardware rtx4090 --hardware h100 --budget 50%",
+)
 
 
-@dataclass(frozen=True)
-class Preflight:
-    """What the user asked for."""
+def preflight(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A transformers config.json or its folder, or module:function that returns a module and "
+            "example inputs.",
+            show_default=False,
+        ),
+    ],
+    *,
+    hardware: Annotated[
+        list[str],
+        typer.Option(help="A preset (t4, rtx4090, h200, ...), or auto: this machine. May be given again."),
+    ],
+    budget: Annotated[
+        list[str] | None,
+        typer.Option(help="For weights: 80GiB, 25%. May be given again. Default: what the memory leaves."),
+    ] = None,
+    host_memory: HostMemory = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a call: 1 is a decoding step.")] = 1,
+    context: Annotated[int, typer.Option(min=0, help="Tokens of a key-value cache to leave room for.")] = 0,
+    dtype: Annotated[str | None, typer.Option(help="Instead of the configuration's: bfloat16, ...")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write the plan as a page of HTML here.")] = None,
+    json: Json = False,
+) -> None:
+    """Say whether and how a model will run on hardware that is not here, without building it."""
+    refuse_existing(report)
+    with console.spinner("importing") as say, console.quiet():
+        from penstock.models.preflight import find, read_model
 
-    source: str
-    hardware: tuple[str, ...]
-    budgets: tuple[str | None, ...]
-    host_memory: str | None
-    tokens: int
-    context: int
-    dtype: str | None
+        say(f"exporting {model} without building it")
+        found = read_model(model, tokens=tokens, context=context, dtype=dtype)
+        findings = []
+        for name in hardware:
+            for asked in budget or (None,):
+                say(f"planning for {name}" + (f" within {asked}" if asked else ""))
+                findings.append(find(found, name, asked, host_memory))
+    if report is not None:
+        _write_report(findings, report)
+    if json:
+        console.print_json(found.facts() | {"findings": [finding.facts() for finding in findings]})
+    else:
+        _print(found, findings)
+    if not any(finding.plan for finding in findings):
+        raise typer.Exit(1)
 
 
-def run(asked: Preflight, say: Callable[[str], None]) -> tuple[Model, list[Finding]]:
-    """Export fake, and plan for every hardware and budget."""
-    say(f"exporting {asked.source} without building it")
-    model = read_model(asked.source, tokens=asked.tokens, context=asked.context, dtype=asked.dtype)
-    findings = []
-    for name in asked.hardware:
-        for budget in asked.budgets:
-            say(f"planning for {name}" + (f" within {budget}" if budget else ""))
-            findings.append(find(model, name, budget, asked.host_memory))
-    return model, findings
-
-
-def write_report(findings: Sequence[Finding], path: Path) -> None:
-    """The plan as a page of HTML; PlanError unless there is exactly one."""
+def _write_report(findings: Sequence[Finding], path: Path) -> None:
     plans = [finding.plan for finding in findings if finding.plan is not None]
     if len(plans) != 1:
         raise PlanError(
@@ -48,28 +79,12 @@ def write_report(findings: Sequence[Finding], path: Path) -> None:
     plans[0].save_report(path)
 
 
-def print_json(model: Model, findings: Sequence[Finding]) -> None:
-    """Model and findings as facts."""
-    facts = {
-        "model": model.name,
-        "weight_bytes": model.weight_bytes,
-        "dtypes": list(model.dtypes),
-        "floor_bytes": model.floor_bytes,
-        "activation_bytes": model.activations,
-        "cache_bytes": model.cache_bytes,
-        "steps": sum(len(trace.steps) for trace in model.payload.traces),
-        "notes": list(model.notes),
-    }
-    console.print_json(facts | {"findings": [finding.facts() for finding in findings]})
-
-
-def print_findings(model: Model, findings: Sequence[Finding]) -> None:
-    """Tables and verdicts for people."""
+def _print(model: Model, findings: Sequence[Finding]) -> None:
+    dtypes = ", ".join(model.dtypes) or "none"
     facts = [
         (
             "weights",
-            f"{format_size(model.weight_bytes)} in {len(model.payload.weights)} tensors "
-            f"({', '.join(model.dtypes) or 'none'})",
+            f"{format_size(model.weight_bytes)} in {len(model.payload.weights)} tensors ({dtypes})",
         ),
         ("floor", f"{format_size(model.floor_bytes)}, the least budget that works"),
         ("activations", format_size(model.activations)),
@@ -78,15 +93,16 @@ def print_findings(model: Model, findings: Sequence[Finding]) -> None:
         facts.append(("key-value cache", format_size(model.cache_bytes)))
     facts += [("note", note) for note in model.notes]
     console.print_facts(model.name, facts)
-    rows = [_row(finding) for finding in findings]
     columns = ("hardware", "budget", "a pass", "bound", "copied", "host holds", "disk reads")
-    console.print_table("", columns, rows)
+    console.print_table("", columns, [_row(finding) for finding in findings])
     for finding in findings:
         title = f"{finding.hardware.name}, {format_size(finding.budget)} for weights"
         console.print_text("\n".join([f"\n{title}:", *(f"  {one}" for one in finding.verdict)]))
 
 
 def _row(finding: Finding) -> tuple[str, ...]:
+    from penstock.schedule.host import host_bytes
+
     start = (finding.hardware.name, format_size(finding.budget))
     plan = finding.plan
     if plan is None:

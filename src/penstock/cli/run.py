@@ -1,243 +1,73 @@
-"""What `penstock run` does: inputs from a file or from the recorded shapes, passes, outputs to a file."""
+"""`penstock run`: passes of an artifact within a budget, and what moved."""
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
-from penstock.runtime.program import Program
-from penstock.runtime.program import open as open_program
-from penstock.runtime.stream.interface import Stats
-from penstock.schedule.facts.errors import SourceError, StreamError
-from penstock.schedule.facts.model import Input, Method, Plan
+import typer
+
+from penstock.cli import console
+from penstock.cli.inputs import integer, pairs, refuse_existing
+from penstock.cli.options import ArenaName, Artifact, Budget, DeviceName, HostMemory, Json, Keep
+from penstock.schedule.facts.sizes import format_size
 
 if TYPE_CHECKING:
-    import torch
+    from penstock.models.trial import Outcome
+
+EXAMPLES = (
+    "penstock run model.penstock --budget 50% --size batch=2",
+    "penstock run model.penstock --budget 32MiB --input in.safetensors --output out.safetensors",
+)
 
 
-_NUMBERS: Mapping[str, type] = {"int": int, "float": float}
-"""Inputs that are numbers, by the name of their type; a tensor's dtype has a size in its name."""
+def run(
+    artifact: Artifact,
+    *,
+    budget: Budget,
+    input: Annotated[
+        Path | None, typer.Option(help="Safetensors file with one tensor per input; else generated.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the outputs to this safetensors file.")] = None,
+    size: Annotated[
+        list[str] | None, typer.Option(help="NAME=N: a dynamic size of generated inputs; may be repeated.")
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="Which method to run, where there are several.")] = None,
+    passes: Annotated[int, typer.Option(min=1, help="How often to run.")] = 1,
+    keep: Keep = None,
+    arena: ArenaName = None,
+    device: DeviceName = "cpu",
+    host_memory: HostMemory = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of generated inputs.")] = 0,
+    json: Json = False,
+) -> None:
+    """Run an artifact within a byte budget and show what moved."""
+    refuse_existing(output)
+    sizes = {name: integer(value, name) for name, value in pairs(size or [], "--size", "NAME=N")}
+    with console.spinner(f"loading {artifact}") as say:
+        from penstock.models.trial import Trial, run_trial
+        from penstock.runtime.program import open as open_program
 
-
-@dataclass(frozen=True)
-class Run:
-    """What the user asked for."""
-
-    artifact: Path
-    budget: str
-    input: Path | None
-    output: Path | None
-    sizes: dict[str, int]
-    method: str | None
-    passes: int
-    keep: tuple[str, ...]
-    arena: str | None
-    seed: int
-    device: str = "cpu"
-    host_memory: str | None = None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came of it: seconds of each pass, the counters, and the outputs' shapes by name."""
-
-    load_seconds: float
-    pass_seconds: tuple[float, ...]
-    stats: Stats
-    outputs: dict[str, str]
-
-
-def run_artifact(asked: Run, say: Callable[[str], None]) -> Outcome:
-    """Load, run `passes` times, write the outputs of the last pass. Errors are those of the tree."""
-    import torch
-
-    program = open_program(asked.artifact)
-    method = _method(program, asked.method)
-    leaves = _from_file(asked.input, method) if asked.input else _generated(method, asked.sizes, asked.seed)
-    began = time.perf_counter()
-    loaded = program.load(
-        asked.budget,
-        keep=asked.keep,
-        arena=asked.arena,
-        device=asked.device,
-        host_memory=asked.host_memory,
-    )
-    with loaded as module, torch.inference_mode():
-        load_seconds = time.perf_counter() - began
-        args, kwargs = module.arguments(leaves, method.name)
-        seconds = []
-        for number in range(asked.passes):
-            say(f"pass {number + 1} of {asked.passes}")
-            began = time.perf_counter()
-            outputs = module.call(method.name, *args, **kwargs)
-            seconds.append(time.perf_counter() - began)
-        named = _named_outputs(outputs)
-        if asked.output is not None:
-            _write(asked.output, named)
-        shapes = {name: f"{_dtype(t)} {list(t.shape)}" for name, t in named.items()}
-        return Outcome(load_seconds, tuple(seconds), module.stats, shapes)
-
-
-def run_simulated(program: Program, plan: Plan, device: str) -> list[dict[str, Any]]:
-    """Three passes of each method on generated inputs; what a method gave, and what each took there.
-
-    Raises StreamError where memory does not suffice, RaceError where no event orders two accesses.
-    """
-    import torch
-
-    facts = []
-    with program.load(plan=plan, device=device) as module, torch.inference_mode():
-        for method in program.payload.methods:
-            args, kwargs = module.arguments(_generated(method, {}, 0), method.name)
-            times, moved = [module.stats.simulated_seconds or 0.0], module.stats.bytes_moved
-            for _ in range(3):
-                outputs = module.call(method.name, *args, **kwargs)
-                times.append(module.stats.simulated_seconds or 0.0)
-            named = _named_outputs(outputs)
-            facts.append(
-                {
-                    "method": method.name,
-                    "device": device,
-                    "pass_seconds": [after - before for before, after in pairwise(times)],
-                    "outputs": {name: f"{_dtype(t)} {list(t.shape)}" for name, t in named.items()},
-                    "bytes_moved": module.stats.bytes_moved - moved,
-                }
-            )
-    return facts
-
-
-def _method(program: Program, name: str | None) -> Method:
-    methods = {m.name: m for m in program.payload.methods}
-    if name is None and len(methods) == 1:
-        return next(iter(methods.values()))
-    if name not in methods:
-        missing = "there are several methods" if name is None else f"there is no method {name!r}"
-        raise StreamError(f"{missing}: choose one of {', '.join(methods)} with --method")
-    return methods[name]
-
-
-def _from_file(path: Path, method: Method) -> list[Any]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except (OSError, SafetensorError) as error:
-        raise SourceError(f"the inputs in {path} cannot be read: {error}") from error
-    tensors = [leaf for leaf in method.inputs if leaf.value is None]
-    missing = [leaf.name for leaf in tensors if leaf.name not in found]
-    unknown = sorted(set(found) - {leaf.name for leaf in tensors})
-    if missing or unknown:
-        raise StreamError(
-            f"{path} must hold the tensors {', '.join(leaf.name for leaf in tensors)}: "
-            f"missing {missing or 'none'}, unknown {unknown or 'none'}"
+        program = open_program(artifact)
+        load = partial(
+            program.load, budget, keep=keep or (), arena=arena, device=device, host_memory=host_memory
         )
+        done = run_trial(program, Trial(method, passes, input, output, sizes, seed), load, say)
+    if json:
+        console.print_json(done.facts())
+    else:
+        console.print_facts(f"{artifact} within {format_size(done.stats.budget)}", _facts(done))
+
+
+def _facts(done: Outcome) -> list[tuple[str, str]]:
+    stats = done.stats
+    seconds = ", ".join(f"{s:.3f}" for s in done.pass_seconds)
     return [
-        _given(leaf, found[leaf.name]) if leaf.value is None else _constant(leaf) for leaf in method.inputs
+        ("seconds a pass", f"{seconds} (load {done.load_seconds:.3f})"),
+        ("memory for weights", f"{format_size(stats.peak_bytes)} at most, of {format_size(stats.budget)}"),
+        ("moved", format_size(stats.bytes_moved)),
+        ("waited for weights", f"{stats.stall_seconds:.3f} s, {stats.misses} misses"),
+        ("weights live in", stats.arena),
+        *[("output " + name, shape) for name, shape in done.outputs.items()],
     ]
-
-
-def _given(leaf: Input, value: torch.Tensor) -> Any:
-    """What a file holds for an input: the tensor itself, or the number that it holds."""
-    if leaf.dtype not in _NUMBERS:
-        return value
-    if value.numel() != 1:
-        raise StreamError(
-            f"input {leaf.name} is a number: give a tensor of one element, got {list(value.shape)}"
-        )
-    return _NUMBERS[leaf.dtype](value.item())
-
-
-def _generated(method: Method, sizes: dict[str, int], seed: int) -> list[Any]:
-    import torch
-
-    known = {s.name: s.example for s in method.symbols}
-    known |= {leaf.name: 2 for leaf in method.inputs if leaf.dtype in _NUMBERS and leaf.value is None}
-    unknown = sorted(set(sizes) - set(known))
-    if unknown:
-        raise StreamError(
-            f"there is no dynamic size {', '.join(unknown)}: choose from {', '.join(known) or 'none'}"
-        )
-    chosen = known | sizes
-    for symbol in method.symbols:
-        size, upper = chosen[symbol.name], math.inf if symbol.upper is None else symbol.upper
-        if not symbol.lower <= size <= upper:
-            raise StreamError(
-                f"the size {symbol.name}={size} is out of its range: expected {symbol.lower} to {upper}"
-            )
-    generator = torch.Generator().manual_seed(seed)
-    try:
-        return [
-            _constant(leaf) if leaf.value is not None else _random(leaf, chosen, generator)
-            for leaf in method.inputs
-        ]
-    except (RuntimeError, TypeError, ValueError) as error:  # what torch says of sizes that no tensor can have
-        raise StreamError(
-            f"inputs of the sizes {chosen} cannot be made ({str(error).splitlines()[0]}): "
-            "give smaller ones with --size"
-        ) from error
-
-
-def _random(leaf: Input, sizes: dict[str, int], generator: torch.Generator) -> Any:
-    import torch
-
-    if leaf.dtype in _NUMBERS:
-        return _NUMBERS[leaf.dtype](sizes[leaf.name])
-    shape = [sizes[d] if isinstance(d, str) else d for d in leaf.shape]
-    dtype = getattr(torch, leaf.dtype)
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(shape, generator=generator).to(dtype)
-    # Zero and one are valid token numbers, positions, masks and flags alike.
-    return torch.randint(0, 2, shape, generator=generator).to(dtype)
-
-
-def _constant(leaf: Input) -> Any:
-    """The Python value that export has made constant, from its repr."""
-    import ast
-
-    assert leaf.value is not None
-    if leaf.dtype == "float":  # `inf` and `nan` are no literals
-        return float(leaf.value)
-    try:
-        return ast.literal_eval(leaf.value)
-    except (ValueError, SyntaxError) as error:
-        raise StreamError(
-            f"input {leaf.name} is {leaf.value}, which cannot be given here: call the program from Python"
-        ) from error
-
-
-def _named_outputs(outputs: Any) -> dict[str, torch.Tensor]:
-    import torch
-    from torch.utils import _pytree as pytree
-
-    leaves = pytree.tree_leaves_with_path(outputs)
-    return {
-        pytree.keystr(path).strip(".[]'") or "output": leaf
-        for path, leaf in leaves
-        if isinstance(leaf, torch.Tensor)
-    }
-
-
-def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    from safetensors.torch import save
-
-    from penstock.runtime.system.atomic import replace_file
-
-    try:
-        data = save({name: t.contiguous().clone() for name, t in tensors.items()})
-    except Exception as error:  # of no common kind, for a dtype that the format lacks
-        dtypes = ", ".join(sorted({_dtype(t) for t in tensors.values()}))
-        raise SourceError(
-            f"outputs of {dtypes} cannot be written to a safetensors file ({error}); leave --output out"
-        ) from error
-    with replace_file(path, force=False) as fd, open(fd, "wb", closefd=False) as file:
-        file.write(data)
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

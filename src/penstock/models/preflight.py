@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import nn
 
-from penstock.cli.plan import host_of
 from penstock.models.configuration import builder, cache_bytes_per_token, inputs_of, notes_of, read_config
 from penstock.passes.activations import activation_bytes
 from penstock.passes.annotate import annotate
@@ -25,7 +24,7 @@ from penstock.runtime.memory_split import CUDA_WORKSPACE, MemorySplit
 from penstock.schedule.facts.costs import with_times
 from penstock.schedule.facts.errors import BudgetError, PassError, SourceError
 from penstock.schedule.facts.model import Arena, Hardware, Plan
-from penstock.schedule.facts.presets import find_hardware
+from penstock.schedule.facts.presets import find_hardware, host_beside
 from penstock.schedule.facts.sizes import format_size, parse_size
 from penstock.schedule.host import host_bytes
 from penstock.schedule.payload.codec import Payload
@@ -69,6 +68,19 @@ class Model:
         """One buffer on a device."""
         storages, traces = self.payload.storages, self.payload.traces
         return packed_arena(storages, traces, kind="contiguous", granule=_ALIGNMENT, alignment=_ALIGNMENT)
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "model": self.name,
+            "weight_bytes": self.weight_bytes,
+            "dtypes": list(self.dtypes),
+            "floor_bytes": self.floor_bytes,
+            "activation_bytes": self.activations,
+            "cache_bytes": self.cache_bytes,
+            "steps": sum(len(trace.steps) for trace in self.payload.traces),
+            "notes": list(self.notes),
+        }
 
 
 @dataclass(frozen=True)
@@ -171,7 +183,7 @@ def find(model: Model, hardware: str, budget: str | None, host_memory: str | Non
     except BudgetError as error:
         return Finding(machine, split, asked, least, None, (f"It does not run: {error}.",))
     more = plan(asked + whatif.GIGABYTE) if found.streamed_bytes and host_memory is None else None
-    policies = whatif.point_of(found, storages, host_of(machine)).policies
+    policies = whatif.point_of(found, storages, host_beside(machine)).policies
     verdict = (*_room(split, asked, machine), *whatif.verdict(found, policies, more))
     return Finding(machine, split, asked, least, found, verdict)
 

@@ -1,0 +1,33 @@
+"""`penstock doctor`: what of a model will export and stream."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from penstock.cli import console
+from penstock.cli.options import Json
+
+EXAMPLES = ("penstock doctor my_models:build",)
+
+
+def doctor(
+    model: Annotated[
+        str,
+        typer.Argument(help="module:function that returns a module and example inputs, or a config.json."),
+    ],
+    *,
+    json: Json = False,
+) -> None:
+    """Say what of a model will export and stream, what will not, and which line is to blame."""
+    from penstock.models.doctor import examine, facts
+
+    with console.spinner(f"exporting {model} without building it"), console.quiet():
+        checks = examine(model)
+    if json:
+        console.print_json(facts(checks))
+    else:
+        console.print_facts(model, [(f"{one.outcome:7} {one.name}", one.message) for one in checks])
+    if any(one.outcome == "problem" for one in checks):
+        raise typer.Exit(1)

@@ -1,0 +1,84 @@
+"""`penstock inspect`: what an artifact holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from penstock.cli import console
+from penstock.cli.options import Artifact, Json
+from penstock.schedule.facts.sizes import format_size
+
+if TYPE_CHECKING:
+    from penstock.runtime.program import Program
+
+EXAMPLES = ("penstock inspect model.penstock --json",)
+
+_ROWS = 40
+
+Table = tuple[str, Sequence[str], list[list[str]]]
+"""A title, the names of columns, and rows."""
+
+
+def inspect(artifact: Artifact, json: Json = False) -> None:
+    """Show an artifact: methods, weights, steps and floors."""
+    from penstock.runtime.program import open as open_program
+
+    program = open_program(artifact)
+    if json:
+        console.print_json(_facts(program))
+        return
+    for title, columns, rows in artifact_tables(program):
+        console.print_table(title, columns, rows)
+
+
+def _facts(program: Program) -> dict[str, Any]:
+    payload = program.payload
+    return {
+        "path": str(program.path),
+        "version": payload.version,
+        "lowering": payload.lowering,
+        "torch": payload.torch,
+        "weight_bytes": program.weight_bytes,
+        "floors": {name: program.floor(arena=name) for name in program.arenas()},
+        "files": [asdict(f) for f in payload.files],
+        "methods": [asdict(m) for m in payload.methods],
+        "weights": [asdict(w) for w in payload.weights],
+        "storages": [asdict(s) for s in payload.storages],
+        "traces": [asdict(t) for t in payload.traces],
+    }
+
+
+def artifact_tables(program: Program) -> list[Table]:
+    """Totals, methods and the largest weights of an artifact."""
+    payload = program.payload
+    floors = ", ".join(f"{name} {format_size(program.floor(arena=name))}" for name in program.arenas())
+    totals = [
+        ["lowering", f"{payload.lowering} (torch {payload.torch})"],
+        ["weights", f"{format_size(program.weight_bytes)} in {len(payload.storages)} storages"],
+        ["floors", floors],
+        *[["file", f"{f.path} ({format_size(f.nbytes)})"] for f in payload.files[:_ROWS]],
+    ]
+    methods = [
+        [m.name, str(len(t.steps)), ", ".join(f"{i.name}: {i.dtype} {_shape(i.shape)}" for i in m.inputs)]
+        for m in payload.methods
+        for t in payload.traces
+        if t.graph == m.graph
+    ]
+    parts = [(w.fqn, w.parts[0], payload.storages[w.parts[0].storage]) for w in payload.tensors]
+    largest = sorted(parts, key=lambda row: -row[2].nbytes)[:_ROWS]
+    weights = [
+        [name, p.dtype, _shape(p.shape), format_size(s.nbytes), s.kind, str(p.storage)]
+        for name, p, s in largest
+    ]
+    title = f"Weights (the largest {_ROWS} of {len(parts)})" if len(parts) > _ROWS else "Weights"
+    return [
+        (str(program.path), ("", ""), totals),
+        ("Methods", ("name", "steps", "inputs"), methods),
+        (title, ("weight", "dtype", "shape", "storage bytes", "kind", "storage"), weights),
+    ]
+
+
+def _shape(shape: Sequence[int | str]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"

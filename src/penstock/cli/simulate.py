@@ -1,0 +1,87 @@
+"""`penstock simulate`: a plan on a virtual clock, and the program on a simulated device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from penstock.cli import console
+from penstock.cli.options import (
+    ArenaName,
+    Artifact,
+    Budget,
+    DeviceName,
+    HardwareName,
+    HostMemory,
+    Json,
+    Keep,
+)
+from penstock.schedule.facts.sizes import format_size
+
+EXAMPLES = (
+    "penstock simulate model.penstock --budget 8GB --hardware rtx4090",
+    "penstock simulate model.penstock --budget 8GB --device sim:rtx4090",
+)
+
+_STALLS = 20
+
+
+def simulate(
+    artifact: Artifact,
+    *,
+    budget: Budget,
+    keep: Keep = None,
+    arena: ArenaName = None,
+    hardware: HardwareName = "auto",
+    host_memory: HostMemory = None,
+    device: DeviceName = "cpu",
+    json: Json = False,
+) -> None:
+    """Execute a plan on a virtual clock, with `--device sim:NAME` the program too; show where it waits."""
+    from penstock.models.advice import simulated
+    from penstock.models.trial import run_simulated
+    from penstock.runtime.program import open as open_program
+
+    with console.spinner("planning"):
+        program = open_program(artifact)
+        decided = program.plan(
+            budget, keep=keep or (), arena=arena, hardware=hardware, host_memory=host_memory, device=device
+        )
+    on_clock, on_device = simulated(decided), []
+    if device != "cpu":
+        with console.spinner(f"running on {device}"):
+            on_device = run_simulated(program, decided, device)
+    if json:
+        console.print_json(on_clock + on_device)
+        return
+    for one in on_clock:
+        _print_on_clock(artifact, one)
+    for one in on_device:
+        console.print_facts(f"{artifact}: {one['method']} on {one['device']}", _ran(one))
+
+
+def _print_on_clock(artifact: Path, one: dict[str, Any]) -> None:
+    def seconds(key: str) -> str:
+        return f"{one[key] / 1e9:.6f} s"
+
+    console.print_facts(
+        f"{artifact}: {one['method']}",
+        [
+            ("first pass", f"{seconds('first_ns')}, {seconds('first_stall_ns')} of it waiting"),
+            ("steady pass", f"{seconds('period_ns')}, {seconds('stall_ns')} of it waiting"),
+            ("predicted", f"{seconds('predicted_ns')}, compute {seconds('compute_ns')}"),
+        ],
+    )
+    longest = sorted(one["stalls"], key=lambda stall: -stall["ns"])[:_STALLS]
+    if longest:
+        title = f"Steps that wait, the longest {len(longest)} of {len(one['stalls'])}"
+        console.print_table(title, ("step", "ms"), [[s["step"], f"{s['ns'] / 1e6:.3f}"] for s in longest])
+
+
+def _ran(one: dict[str, Any]) -> list[tuple[str, str]]:
+    return [
+        ("passes, seconds", ", ".join(f"{seconds:.6f}" for seconds in one["pass_seconds"])),
+        ("outputs", ", ".join(f"{name} {shape}" for name, shape in one["outputs"].items())),
+        ("copied", format_size(one["bytes_moved"])),
+        ("races", "none: an event orders every two accesses of the same bytes"),
+    ]

@@ -1,0 +1,86 @@
+"""What is to be said of a plan: other budgets and policies beside it, a verdict, and where it waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.runtime.program import Program
+from penstock.schedule.clock import simulation
+from penstock.schedule.facts.errors import BudgetError
+from penstock.schedule.facts.model import Plan
+from penstock.schedule.facts.presets import host_beside
+from penstock.schedule.report import whatif
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A plan, sentences that judge it, and, where they were asked for, other policies and other budgets."""
+
+    plan: Plan
+    verdict: tuple[str, ...]
+    comparison: list[dict[str, Any]] | None
+    points: tuple[whatif.Point, ...] | None
+
+
+def advise(
+    program: Program, decided: Plan, again: Callable[[int], Plan], *, compare: bool, sweep: bool
+) -> Advice:
+    """Judge a plan of `program` beside other policies, and beside plans that `again` makes for other budgets.
+
+    `again` takes a budget in bytes and plans for the hardware and options of `decided`. With `compare` and
+    `sweep` the tables are kept that the verdict comes from.
+    """
+    storages, host = program.payload.storages, host_beside(decided.hardware)
+    more = again(decided.budget + whatif.GIGABYTE) if decided.streamed_bytes else None
+    point = whatif.point_of(decided, storages, host)
+    points = None
+    if sweep:
+        lowest = _lowest(again)
+        highest = max(lowest, program.weight_bytes)
+        points = whatif.sweep(again, storages, lowest=lowest, highest=highest, host=host)
+    verdict = whatif.verdict(decided, point.policies, more)
+    return Advice(decided, verdict, _comparison(point) if compare else None, points)
+
+
+def _comparison(point: whatif.Point) -> list[dict[str, Any]]:
+    """The plan, its bound and every other policy, fastest first: name, seconds a pass, times the plan's."""
+    rows = [("this plan", point.predicted_ns), *point.policies.items()]
+    if point.lower_bound_ns is not None:
+        rows.append(("no plan is faster than", point.lower_bound_ns))
+    return [
+        {"policy": name, "seconds": ns / 1e9, "times": ns / max(1, point.predicted_ns)}
+        for name, ns in sorted(rows, key=lambda row: row[1])
+    ]
+
+
+def simulated(plan: Plan) -> list[dict[str, Any]]:
+    """Times in ns of the first and the steady pass of each method on a virtual clock, as JSON."""
+    facts = []
+    for trace, schedule in zip(plan.traces, plan.schedules, strict=True):
+        if not trace.steps:
+            continue
+        done = simulation.run(trace, schedule, plan.hardware, plan.wrap)
+        stalls = done.stalls(trace)
+        facts.append(
+            {
+                "method": trace.method,
+                "first_ns": done.first_ns,
+                "period_ns": done.period_ns,
+                "predicted_ns": schedule.predicted_ns,
+                "compute_ns": trace.compute_ns,
+                "first_stall_ns": sum(stall.ns for stall in done.stalls(trace, steady=False)),
+                "stall_ns": sum(stall.ns for stall in stalls),
+                "stalls": [{"step": trace.steps[s.step].name, "ns": s.ns} for s in stalls],
+            }
+        )
+    return facts
+
+
+def _lowest(make: Callable[[int], Plan]) -> int:
+    """The floor in bytes, which the planner names when it is asked for a budget below it."""
+    try:
+        return make(1).budget
+    except BudgetError as error:
+        return error.floor_bytes or 1

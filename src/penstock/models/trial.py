@@ -1,0 +1,251 @@
+"""Runs an artifact to see what it takes: inputs from a file or made up, timed passes, outputs to a file."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.runtime.module import StreamedModule
+from penstock.runtime.program import Program
+from penstock.runtime.stream.interface import Stats
+from penstock.schedule.facts.errors import SourceError, StreamError
+from penstock.schedule.facts.model import Input, Method, Plan
+
+if TYPE_CHECKING:
+    import torch
+
+
+_NUMBERS: Mapping[str, type] = {"int": int, "float": float}
+"""Inputs that are numbers, by the name of their type; a tensor's dtype has a size in its name."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Which method is run, how often, and on what.
+
+    The inputs are the tensors of the safetensors file `input`, or random ones of the recorded shapes, in
+    which `sizes` gives dynamic sizes and numbers. The outputs of the last pass are written to `output`.
+    """
+
+    method: str | None = None
+    passes: int = 1
+    input: Path | None = None
+    output: Path | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Seconds of loading and of each pass, the module's counters, and dtype and shape of each output."""
+
+    load_seconds: float
+    pass_seconds: tuple[float, ...]
+    stats: Stats
+    outputs: dict[str, str]
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "load_seconds": self.load_seconds,
+            "pass_seconds": list(self.pass_seconds),
+            "outputs": self.outputs,
+            **asdict(self.stats),
+        }
+
+
+def run_trial(
+    program: Program, asked: Trial, load: Callable[[], StreamedModule], say: Callable[[str], None]
+) -> Outcome:
+    """Run a method of `program` in the module that `load` returns; `say` is told which pass begins.
+
+    Raises StreamError for inputs that the method does not take, SourceError for files, and what `load`
+    raises.
+    """
+    import torch
+
+    method = _method(program, asked.method)
+    leaves = _from_file(asked.input, method) if asked.input else _generated(method, asked.sizes, asked.seed)
+    began = time.perf_counter()
+    with load() as module, torch.inference_mode():
+        load_seconds = time.perf_counter() - began
+        args, kwargs = module.arguments(leaves, method.name)
+        seconds = []
+        for number in range(asked.passes):
+            say(f"pass {number + 1} of {asked.passes}")
+            began = time.perf_counter()
+            outputs = module.call(method.name, *args, **kwargs)
+            seconds.append(time.perf_counter() - began)
+        named = _named_outputs(outputs)
+        if asked.output is not None:
+            _write(asked.output, named)
+        return Outcome(load_seconds, tuple(seconds), module.stats, _described(named))
+
+
+def run_simulated(program: Program, plan: Plan, device: str) -> list[dict[str, Any]]:
+    """Run each method three times on a simulated device, on random inputs: times, bytes, outputs, as JSON.
+
+    Raises StreamError where the device's memory does not suffice, RaceError where two accesses of the same
+    bytes are not ordered by an event.
+    """
+    import torch
+
+    facts = []
+    with program.load(plan=plan, device=device) as module, torch.inference_mode():
+        for method in program.payload.methods:
+            args, kwargs = module.arguments(_generated(method, {}, 0), method.name)
+            times, moved = [module.stats.simulated_seconds or 0.0], module.stats.bytes_moved
+            for _ in range(3):
+                outputs = module.call(method.name, *args, **kwargs)
+                times.append(module.stats.simulated_seconds or 0.0)
+            facts.append(
+                {
+                    "method": method.name,
+                    "device": device,
+                    "pass_seconds": [after - before for before, after in pairwise(times)],
+                    "outputs": _described(_named_outputs(outputs)),
+                    "bytes_moved": module.stats.bytes_moved - moved,
+                }
+            )
+    return facts
+
+
+def _method(program: Program, name: str | None) -> Method:
+    methods = {m.name: m for m in program.payload.methods}
+    if name is None and len(methods) == 1:
+        return next(iter(methods.values()))
+    if name not in methods:
+        missing = "there are several methods" if name is None else f"there is no method {name!r}"
+        raise StreamError(f"{missing}: choose one of {', '.join(methods)} with --method")
+    return methods[name]
+
+
+def _from_file(path: Path, method: Method) -> list[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except (OSError, SafetensorError) as error:
+        raise SourceError(f"the inputs in {path} cannot be read: {error}") from error
+    tensors = [leaf for leaf in method.inputs if leaf.value is None]
+    missing = [leaf.name for leaf in tensors if leaf.name not in found]
+    unknown = sorted(set(found) - {leaf.name for leaf in tensors})
+    if missing or unknown:
+        raise StreamError(
+            f"{path} must hold the tensors {', '.join(leaf.name for leaf in tensors)}: "
+            f"missing {missing or 'none'}, unknown {unknown or 'none'}"
+        )
+    return [
+        _given(leaf, found[leaf.name]) if leaf.value is None else _constant(leaf) for leaf in method.inputs
+    ]
+
+
+def _given(leaf: Input, value: torch.Tensor) -> Any:
+    """What a file holds for an input: the tensor itself, or the number that it holds."""
+    if leaf.dtype not in _NUMBERS:
+        return value
+    if value.numel() != 1:
+        raise StreamError(
+            f"input {leaf.name} is a number: give a tensor of one element, got {list(value.shape)}"
+        )
+    return _NUMBERS[leaf.dtype](value.item())
+
+
+def _generated(method: Method, sizes: Mapping[str, int], seed: int) -> list[Any]:
+    import torch
+
+    known = {s.name: s.example for s in method.symbols}
+    known |= {leaf.name: 2 for leaf in method.inputs if leaf.dtype in _NUMBERS and leaf.value is None}
+    unknown = sorted(set(sizes) - set(known))
+    if unknown:
+        raise StreamError(
+            f"there is no dynamic size {', '.join(unknown)}: choose from {', '.join(known) or 'none'}"
+        )
+    chosen = known | dict(sizes)
+    for symbol in method.symbols:
+        size, upper = chosen[symbol.name], math.inf if symbol.upper is None else symbol.upper
+        if not symbol.lower <= size <= upper:
+            raise StreamError(
+                f"the size {symbol.name}={size} is out of its range: expected {symbol.lower} to {upper}"
+            )
+    generator = torch.Generator().manual_seed(seed)
+    try:
+        return [
+            _constant(leaf) if leaf.value is not None else _random(leaf, chosen, generator)
+            for leaf in method.inputs
+        ]
+    except (RuntimeError, TypeError, ValueError) as error:  # what torch says of sizes that no tensor can have
+        raise StreamError(
+            f"inputs of the sizes {chosen} cannot be made ({str(error).splitlines()[0]}): "
+            "give smaller ones with --size"
+        ) from error
+
+
+def _random(leaf: Input, sizes: Mapping[str, int], generator: torch.Generator) -> Any:
+    import torch
+
+    if leaf.dtype in _NUMBERS:
+        return _NUMBERS[leaf.dtype](sizes[leaf.name])
+    shape = [sizes[d] if isinstance(d, str) else d for d in leaf.shape]
+    dtype = getattr(torch, leaf.dtype)
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(shape, generator=generator).to(dtype)
+    # Zero and one are valid token numbers, positions, masks and flags alike.
+    return torch.randint(0, 2, shape, generator=generator).to(dtype)
+
+
+def _constant(leaf: Input) -> Any:
+    """The Python value that export has made constant, from its repr."""
+    import ast
+
+    assert leaf.value is not None
+    if leaf.dtype == "float":  # `inf` and `nan` are no literals
+        return float(leaf.value)
+    try:
+        return ast.literal_eval(leaf.value)
+    except (ValueError, SyntaxError) as error:
+        raise StreamError(
+            f"input {leaf.name} is {leaf.value}, which cannot be given here: call the program from Python"
+        ) from error
+
+
+def _named_outputs(outputs: Any) -> dict[str, torch.Tensor]:
+    import torch
+    from torch.utils import _pytree as pytree
+
+    leaves = pytree.tree_leaves_with_path(outputs)
+    return {
+        pytree.keystr(path).strip(".[]'") or "output": leaf
+        for path, leaf in leaves
+        if isinstance(leaf, torch.Tensor)
+    }
+
+
+def _described(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    return {name: f"{_dtype(t)} {list(t.shape)}" for name, t in tensors.items()}
+
+
+def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    from safetensors.torch import save
+
+    from penstock.runtime.system.atomic import replace_file
+
+    try:
+        data = save({name: t.contiguous().clone() for name, t in tensors.items()})
+    except Exception as error:  # of no common kind, for a dtype that the format lacks
+        dtypes = ", ".join(sorted({_dtype(t) for t in tensors.values()}))
+        raise SourceError(
+            f"outputs of {dtypes} cannot be written to a safetensors file ({error}); leave --output out"
+        ) from error
+    with replace_file(path, force=False) as fd, open(fd, "wb", closefd=False) as file:
+        file.write(data)
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
