@@ -8,7 +8,6 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import models
 import numpy as np
 import pytest
 import torch
@@ -17,6 +16,7 @@ from torch.overrides import handle_torch_function
 
 from penstock.integrations import apply, load
 from penstock.schedule.facts.errors import PassError, SourceError, StreamError
+from tests.integrations import models
 
 IDS = torch.tensor([[5, 17, 99, 23, 42]])
 

@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import replace
 from random import Random
 
-import oracle
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,6 +15,7 @@ from penstock.schedule.facts.errors import BudgetError, PlanError
 from penstock.schedule.facts.model import Drop, Plan, Range, Transfer
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.verify.proof import verify_plan
+from tests import oracle
 from tests.schedule.traces import Problem, problems
 from tests.schedule.verify.random_plans import Case, random_case, spoil
 
