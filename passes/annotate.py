@@ -9,6 +9,7 @@ import torch
 from torch.export import ExportedProgram
 
 from penstock.passes.building.fake_export import with_computed_buffers
+from penstock.passes.building.refusals import refuse_scripted
 from penstock.passes.calls.inputs import describe_method
 from penstock.passes.calls.signature import check_signature
 from penstock.passes.graph.grad_regions import without_grad_regions
@@ -55,11 +56,13 @@ def _programs(exported: object) -> dict[str, ExportedProgram]:
     if isinstance(exported, ExportedProgram):
         return {"forward": exported}
     if not isinstance(exported, Mapping):
+        refuse_scripted(exported)
         raise PassError(
             f"expected an exported program, or one for each method, got {type(exported).__name__}: "
             "export the model first, torch.export.export(model, example_inputs)"
         )
     for name, program in exported.items():
+        refuse_scripted(program, f"method {name!r}")
         if not isinstance(name, str) or not name.isidentifier():
             raise PassError(f"{name!r} cannot be the name of a method: give an identifier, such as 'decode'")
         if not isinstance(program, ExportedProgram):

@@ -86,6 +86,11 @@ def insert_probes(
     one. With a `plan`, steps that it never waits for or acts on get no probes. Raises PassError
     when the graph is not the one that was annotated.
     """
+    if not isinstance(graph_module, fx.GraphModule):
+        raise PassError(
+            f"expected the graph of an exported program, got {type(graph_module).__name__}: export the "
+            "model, annotate the program, and give its graph_module"
+        )
     trace = _trace_of(payload, method)
     graph_module = inline_grad_regions(graph_module)
     inputs = next(m.inputs for m in payload.methods if m.graph == trace.graph)

@@ -10,7 +10,7 @@ from torch import nn
 
 from penstock.passes.building.placement import OnCpu
 from penstock.passes.building.recording import Recording
-from penstock.passes.graph.lines import sentence, where
+from penstock.passes.building.refusals import refuse_scripted, sentence, where
 from penstock.schedule.facts.errors import PassError, PenstockError
 
 
@@ -30,6 +30,7 @@ def deferred_init(build: Callable[[], nn.Module]) -> Deferred:
 
 def record(build: Callable[[], nn.Module]) -> Deferred:
     """As `deferred_init`, where another mode sees to the devices that the constructor asks for."""
+    refuse_scripted(build)
     if isinstance(build, nn.Module):
         raise PassError(
             f"expected a function that builds the model, got a {type(build).__name__} that is built: give "
@@ -47,6 +48,8 @@ def record(build: Callable[[], nn.Module]) -> Deferred:
         ) from error
     if not isinstance(module, nn.Module):
         raise PassError(f"expected a function that returns a module, got {type(module).__name__}")
+    if isinstance(module, torch.jit.ScriptModule):  # one inside another module can be materialised
+        refuse_scripted(module)
     hold_attributes(module)
     return Deferred(module, recording)
 

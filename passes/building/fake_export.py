@@ -21,10 +21,8 @@ from torch.utils import _pytree as pytree
 from penstock.passes.building.deferred import hold_attributes, join, record
 from penstock.passes.building.guardless import Guardless, capable
 from penstock.passes.building.placement import AskedDevices, Placement, home_of, place
-from penstock.passes.building.remedies import remedy
-from penstock.passes.calls.examples import check_inputs
-from penstock.passes.graph.lines import sentence, where
-from penstock.passes.weights.parts import each_part, has_parts
+from penstock.passes.building.refusals import check_inputs, refuse_scripted, remedy, sentence, where
+from penstock.passes.weights.subclasses import each_part, has_parts
 from penstock.schedule.facts.errors import PassError
 
 BUFFERS = "penstock.buffers"
@@ -94,6 +92,7 @@ class Built:
         with asked, capable():
             deferred = record(build)
         module = deferred.module
+        refuse_scripted(module)
         buffers = _computed(module, deferred.values)
         devices = place(module, asked, placement)
         return cls(module, buffers, devices, home=home_of(placement, devices), allocated=deferred.allocated)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.passes.graph.lines import caller
+from penstock.passes.building.refusals import caller
 from penstock.schedule.facts.errors import PassError
 
 Placement: TypeAlias = str | torch.device | Mapping[str, str | torch.device] | None

@@ -25,8 +25,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.passes.graph.lines import caller
-from penstock.passes.weights.parts import in_one_part
+from penstock.passes.building.refusals import caller
+from penstock.passes.weights.subclasses import has_parts
 from penstock.schedule.facts.errors import PassError
 
 _META = torch.device("meta")
@@ -195,7 +195,12 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A tensor that was made of numbers has values of its own, which are kept."""
         if not isinstance(leaf, torch.Tensor) or leaf.device == _META:
             return leaf
-        storage = in_one_part(leaf).untyped_storage()
+        if has_parts(leaf):
+            raise PassError(
+                f"the constructor quantises{caller()}: it makes a {type(leaf).__name__}, which takes values; "
+                "quantise the model in memory, or give penstock.integrations.load the folder it was saved to"
+            )
+        storage = leaf.untyped_storage()
         if storage._cdata not in self._of_real:
             flat = torch.empty(0, dtype=torch.uint8).set_(storage).clone()
             twin = torch.empty(flat.numel(), dtype=torch.uint8, device=_META)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
+from penstock.passes.building.refusals import sentence
 from penstock.passes.calls.stored_program import load_stored, with_types
-from penstock.passes.graph.lines import sentence
 from penstock.passes.lowering.method_code import MethodCode, decode_method, encode_method, method_code
 from penstock.schedule.facts.errors import PassError, PayloadError, SourceError
 from penstock.schedule.payload.codec import Payload

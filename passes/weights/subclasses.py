@@ -10,25 +10,57 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.passes.graph.nodes import copy_graph_module
 from penstock.passes.graph.propagation import fake_mode_of
-from penstock.passes.weights.parts import each_part, flattened, has_parts
 from penstock.schedule.facts.errors import PassError
 
 PARTS = "penstock.parts"
 """In `graph_module.meta`: for each part of a weight that was opened here, by `FQN.PART`, both as a pair."""
 
 _ACCESS = "export::access_subclass_inner_tensor"
+
+
+def has_parts(value: object) -> bool:
+    """Whether a tensor is one to its module and several in memory, and says which."""
+    return is_traceable_wrapper_subclass(value)
+
+
+def flattened(value: torch.Tensor, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the plain tensors of a subclass, in the order in which torch takes it apart."""
+    names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]
+    for name in names:
+        part: torch.Tensor = getattr(value, name)
+        if has_parts(part):
+            yield from flattened(part, f"{prefix}{name}.")
+        else:
+            yield prefix + name, part
+
+
+def plain_tensors(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What holds a tensor's bytes: itself under its name, or its parts, each as `NAME.PART`."""
+    return {f"{name}.{part}": one for part, one in flattened(value)} if has_parts(value) else {name: value}
+
+
+def each_part(value: torch.Tensor, other: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """What `other` makes of a tensor; for a subclass one like it, made of what `other` makes of its parts."""
+    if not has_parts(value):
+        return other(value)
+    names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
+    parts = {name: each_part(getattr(value, name), other) for name in names}
+    kind: Any = type(value)
+    made: torch.Tensor = kind.__tensor_unflatten__(parts, context, value.shape, value.stride())
+    return nn.Parameter(made, requires_grad=False) if isinstance(value, nn.Parameter) else made
 
 
 def with_plain_parts(exported: ExportedProgram) -> ExportedProgram:
@@ -151,7 +183,7 @@ def _with_parts(values: Mapping[str, Any], found: Mapping[str, _Subclass]) -> di
     result: dict[str, Any] = {}
     for name, value in values.items():
         if name in found:
-            wrap = isinstance(value, torch.nn.Parameter)
+            wrap = isinstance(value, nn.Parameter)
             result |= {f"{name}.{part}": _plain(tensor, wrap) for part, tensor in found[name].parts.items()}
         elif not has_parts(value):
             result[name] = value  # a subclass that is no input is another name of one that is
@@ -159,9 +191,9 @@ def _with_parts(values: Mapping[str, Any], found: Mapping[str, _Subclass]) -> di
 
 
 def _plain(tensor: torch.Tensor, wrap: bool) -> torch.Tensor:
-    if not wrap or isinstance(tensor, torch.nn.Parameter):
+    if not wrap or isinstance(tensor, nn.Parameter):
         return tensor
-    return torch.nn.Parameter(tensor.detach(), requires_grad=False)
+    return nn.Parameter(tensor.detach(), requires_grad=False)
 
 
 def _decomposed(exported: ExportedProgram, found: Mapping[str, _Subclass], hidden: str) -> ExportedProgram:
@@ -194,7 +226,7 @@ def _decomposed(exported: ExportedProgram, found: Mapping[str, _Subclass], hidde
             if value is None or (value.dtype, value.shape) != (tensor.dtype, tensor.shape):
                 raise PassError(f"{refusal}: dequantise this weight before the export")
             names[given] = (fqn, part)
-            opened.state_dict[given] = _plain(tensor, isinstance(value, torch.nn.Parameter))
+            opened.state_dict[given] = _plain(tensor, isinstance(value, nn.Parameter))
     return _renamed(opened, exported, names)
 
 

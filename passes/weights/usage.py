@@ -7,7 +7,10 @@ may be streamed.
 
 from __future__ import annotations
 
+import copy
+import logging
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +28,7 @@ from penstock.passes.weights.lifted import Weights
 from penstock.schedule.facts.model import Kind
 
 aten = torch.ops.aten
+_log = logging.getLogger("penstock")
 
 METADATA_ONLY = frozenset(
     getattr(packet, overload)
@@ -223,10 +227,10 @@ def _carried(node: fx.Node) -> object:
 
 
 def _written_back(exported: ExportedProgram, weights: Weights) -> set[int]:
-    """Returns the storages of the buffers that the decomposed program writes back.
+    """Returns the storages that the decomposed program writes back; the raw program does not list them.
 
-    The raw program's own list is empty. Some control flow exports and then does not decompose: its
-    writes are found by `follow` alone.
+    A program that torch cannot decompose may write every weight that it takes. Its weights then always stay
+    in memory, and the logger `penstock` says why, at level INFO.
     """
     if exported.verifier.dialect == "TRAINING":
         if not _may_write(exported.graph_module):
@@ -235,21 +239,53 @@ def _written_back(exported: ExportedProgram, weights: Weights) -> set[int]:
             # Copying tree specs warns on some versions of torch, whoever does it.
             warnings.simplefilter("ignore", FutureWarning)
             try:
-                exported = exported.run_decompositions({})
-            except Exception:
-                return set()
+                exported = _untied(exported, weights).run_decompositions({})
+            except Exception as error:
+                _log.info(
+                    "torch cannot decompose a program that may write to its weights (%s: %s), so all of them "
+                    "count as mutable and stay in memory",
+                    type(error).__name__,
+                    error,
+                )
+                return set(range(len(weights.storages)))
     signature = exported.graph_signature
     parameters = getattr(signature, "parameters_to_mutate", {})  # not in every version of torch
     names = {*signature.buffers_to_mutate.values(), *parameters.values()}
     return {weight.parts[0].storage for weight in weights.weights if weight.fqn in names}
 
 
+def _untied(exported: ExportedProgram, weights: Weights) -> ExportedProgram:
+    """Returns the program with memory of its own, never touched, for each tensor that shares a storage.
+
+    torch cannot decompose a program that writes to one of them.
+    """
+    shared = Counter(weight.parts[0].storage for weight in weights.weights)
+    apart: dict[str, torch.Tensor] = {}
+    for weight, value in zip(weights.weights, weights.tensors, strict=True):
+        if shared[weight.parts[0].storage] > 1:
+            own = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            is_parameter = isinstance(value, torch.nn.Parameter)
+            apart[weight.fqn] = torch.nn.Parameter(own, value.requires_grad) if is_parameter else own
+    untied = copy.copy(exported)
+    untied._state_dict = {name: apart.get(name, value) for name, value in exported.state_dict.items()}
+    untied._constants = {name: apart.get(name, value) for name, value in exported.constants.items()}
+    return untied
+
+
 def _may_write(graph_module: fx.GraphModule) -> bool:
-    """Tells whether a graph has more than arithmetic of sizes and operators that say they write nothing."""
-    called = [node.target for node in graph_module.graph.nodes if node.op == "call_function"]
-    operators = [
-        target
-        for target in called
-        if target is not aten.detach_.default and getattr(target, "__module__", "") != "_operator"
-    ]
-    return any(not isinstance(one, OpOverload) or one._schema.is_mutable for one in operators)
+    """Tells whether a graph has more than arithmetic of sizes, operators whose schemas say that they write
+    nothing, and control flow whose bodies have no more than that."""
+    for node in graph_module.graph.nodes:
+        target = node.target
+        if node.op != "call_function" or target is aten.detach_.default:
+            continue
+        if isinstance(target, HigherOrderOperator):
+            bodies = subgraphs_of(node)
+            if not bodies or any(map(_may_write, bodies)):
+                return True
+        elif isinstance(target, OpOverload):
+            if target._schema.is_mutable:
+                return True
+        elif getattr(target, "__module__", "") != "_operator":
+            return True
+    return False

@@ -60,8 +60,8 @@ def bind(
     """
     opened = open_checkpoint(checkpoint, only)
     ignore = _ignored(ignore, opened)
-    files = without(opened, computed_buffers([exported]), rename)
     annotated = annotate_with_values(exported)
+    files = without(opened, computed_buffers([exported]), rename)
     names = part_names(annotated.payload.weights, rename, files.tensors)
     weights = annotated.payload.tensors
     found = find_values(weights, annotated.payload.storages, files, Rules(names, cast, slices))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from penstock.passes.graph.lines import sentence
+from penstock.passes.building.refusals import sentence
 from penstock.runtime.files.safetensors_file import SAFETENSORS_NAMES, TensorEntry
 from penstock.schedule.facts.errors import SourceError
 

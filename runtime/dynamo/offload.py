@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from penstock.passes.building.refusals import refuse_scripted
 from penstock.passes.graph.nodes import dtype_name
 from penstock.passes.weights.lifted import storage_identity
 from penstock.runtime.checkpoint.binding import Rename, Rules, bind
@@ -75,6 +76,7 @@ def offload(
     Raises SourceError for files that are not the module's, PassError for parameters that cannot leave
     memory. The module is then as it was.
     """
+    refuse_scripted(module)
     given = [checkpoint] if isinstance(checkpoint, str | PathLike) else list(checkpoint)
     files = tuple(path.resolve() for path in index_files([Path(one) for one in given]))
     parameters = _streamable(module)

@@ -19,7 +19,7 @@ from torchao.quantization import (
 
 from penstock import fake_export
 from penstock.integrations import apply, load
-from penstock.passes.weights.parts import plain_tensors
+from penstock.passes.weights.subclasses import plain_tensors
 from penstock.runtime.files.safetensors_file import read_header
 from penstock.schedule.facts.errors import BudgetError, PassError, SourceError, StreamError
 from tests import quantised_models

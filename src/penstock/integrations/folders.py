@@ -20,7 +20,7 @@ from penstock.models.configuration import builder, model_class, read_config
 from penstock.passes.building.deferred import Deferred, deferred_init, join
 from penstock.passes.graph.nodes import dtype_name
 from penstock.passes.weights.lifted import storage_identity
-from penstock.passes.weights.parts import has_parts
+from penstock.passes.weights.subclasses import has_parts
 from penstock.runtime.checkpoint.opening import open_checkpoint
 from penstock.runtime.checkpoint.stored_tensor import StoredTensor
 from penstock.runtime.files.safetensors_file import TORCH_NAMES, index_files

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from penstock.integrations.calls.decisions import AskedMask, Decisions
+from penstock.passes.building.refusals import refuse_scripted
 from penstock.schedule.facts.errors import PassError
 
 _MASKS = "transformers.masking_utils"
@@ -75,6 +76,7 @@ def are_full(masks: Sequence[torch.Tensor]) -> bool:
 
 def refuse_wrapped(module: nn.Module, name: str) -> None:
     """PassError for a module that another tool streams or compiles already, or that is on several devices."""
+    refuse_scripted(module, name)
     attention = getattr(getattr(module, "config", None), "_attn_implementation", None)
     if attention == "flex_attention":
         raise PassError(

@@ -17,8 +17,7 @@ from penstock.models.configuration import builder, cache_bytes_per_token, inputs
 from penstock.passes.activations import activation_bytes
 from penstock.passes.annotate import annotate
 from penstock.passes.building.fake_export import Built
-from penstock.passes.calls.examples import check_inputs
-from penstock.passes.graph.lines import sentence, where
+from penstock.passes.building.refusals import check_inputs, sentence, where
 from penstock.runtime.device.host_limit import parse_host_memory
 from penstock.runtime.memory_split import CUDA_WORKSPACE, MemorySplit
 from penstock.schedule.facts.costs import with_times

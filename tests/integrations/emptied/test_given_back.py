@@ -14,7 +14,7 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from penstock.integrations import apply
 from penstock.integrations.emptied import hollow
-from penstock.passes.weights.parts import plain_tensors
+from penstock.passes.weights.subclasses import plain_tensors
 from penstock.schedule.facts.errors import PassError, SourceError, StreamError
 from tests.integrations import models
 

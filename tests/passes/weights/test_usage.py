@@ -1,5 +1,6 @@
 """Which node reads what: mostly that views read nothing, and that what they lead to does."""
 
+import logging
 from functools import partial, wraps
 
 import pytest
@@ -103,17 +104,53 @@ def test_what_a_branch_writes_or_hands_out_does_not_stream():
     assert reads_of(exported)[1] == {"count": "mutable", "w": "returned", "v": "streamable"}
 
 
-def test_training_statistics_are_mutable_even_where_nothing_decomposes(monkeypatch):
-    _, exported = export(CASES["TrainingStatistics"])
-
+def does_not_decompose(monkeypatch):
     def fail(*args, **kwargs):
-        raise RuntimeError("this program does not decompose")
+        raise RuntimeError("torch is at its end")
 
-    monkeypatch.setattr(type(exported), "run_decompositions", fail)
-    kinds = reads_of(exported)[1]
-    assert {name for name, kind in kinds.items() if kind == "mutable"} == set(
-        CASES["TrainingStatistics"].kinds
-    )
+    monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", fail)
+
+
+@pytest.mark.parametrize("name", ["TrainingStatistics", "Cache"])
+def test_a_program_that_does_not_decompose_may_write_all_its_weights(name, monkeypatch, caplog):
+    _, exported = export(CASES[name])
+    does_not_decompose(monkeypatch)
+    with caplog.at_level(logging.INFO, "penstock"):
+        kinds = reads_of(exported)[1]
+    assert set(kinds.values()) == {"mutable"}
+    assert "RuntimeError: torch is at its end), so all of them count as mutable" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["Branches", "Loop", "Scan", "WithoutGrad", "Convolution"])
+def test_a_program_that_writes_nothing_need_not_decompose(name, monkeypatch):
+    _, exported = export(CASES[name])
+    does_not_decompose(monkeypatch)
+    assert "mutable" not in reads_of(exported)[1].values()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_model_decomposes_or_need_not(name, caplog):
+    with caplog.at_level(logging.INFO, "penstock"):
+        kinds = reads_of(export(CASES[name])[1])[1]
+    assert "cannot decompose" not in caplog.text
+    expected = {fqn: "streamable" for fqn in kinds} | dict(CASES[name].kinds)
+    assert kinds == expected
+
+
+def test_a_write_to_one_of_two_tied_caches_leaves_the_weights_streaming():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("k", torch.zeros(4))
+            self.register_buffer("v", self.k)
+            self.w = nn.Parameter(torch.randn(4))
+
+        def forward(self, x):
+            self.k.add_(x)
+            return self.v * self.w
+
+    kinds = reads_of(torch.export.export(Tied(), (torch.ones(4),)))[1]
+    assert kinds == {"k": "mutable", "w": "streamable"}
 
 
 def test_the_program_is_left_as_it_was():

@@ -18,7 +18,7 @@ from penstock.integrations.adapters import refuse_transposed
 from penstock.integrations.emptied.absent import AbsentTensor, make_absent
 from penstock.passes.building.fake_export import Built
 from penstock.passes.graph.nodes import dtype_name
-from penstock.passes.weights.parts import each_part, plain_tensors
+from penstock.passes.weights.subclasses import each_part, plain_tensors
 from penstock.runtime.files.pack import PackEntry, pack, storage_bytes, tensor_chunks
 from penstock.runtime.system.atomic import write_artifact
 from penstock.schedule.facts.errors import PassError, SourceError, StreamError

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.passes.weights.parts import plain_tensors
+from penstock.passes.weights.subclasses import plain_tensors
 from penstock.schedule.facts.errors import StreamError
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)

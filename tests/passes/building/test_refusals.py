@@ -66,4 +66,4 @@ def test_a_model_that_does_not_export_says_where_and_what_to_try(
 ) -> None:
     with pytest.raises(penstock.PassError, match=message) as caught:
         penstock.fake_export(lambda: Applies(function), (X,))
-    assert "test_remedies.py:" in str(caught.value)
+    assert "test_refusals.py:" in str(caught.value)

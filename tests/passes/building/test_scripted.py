@@ -1,0 +1,91 @@
+"""Modules that torch.jit compiled are refused by every public function that takes a module or a program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import penstock
+from penstock.integrations import apply
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+
+X = (torch.ones(2, 4),)
+REFUSED = "compiled and torch.export does not take: give the nn.Module that it was made from"
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.jit.script(Inner())
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.inner(x))
+
+
+def save(model: nn.Module, folder: Path) -> None:
+    save_file({name: value.clone() for name, value in model.state_dict().items()}, folder / "m.safetensors")
+
+
+TAKES_A_MODULE: dict[str, Callable[[Any, Path], Any]] = {
+    "annotate": lambda model, _: penstock.annotate(model),
+    "a method": lambda model, _: penstock.annotate({"decode": model}),
+    "compile": lambda model, folder: penstock.compile(model, folder / "m.penstock"),
+    "bind": lambda model, folder: penstock.bind(model, folder / "m.safetensors"),
+    "deferred_init, built": lambda model, _: penstock.deferred_init(model),
+    "deferred_init": lambda model, _: penstock.deferred_init(lambda: model),
+    "fake_export, built": lambda model, _: penstock.fake_export(model, X),
+    "fake_export": lambda model, _: penstock.fake_export(lambda: model, X),
+    "offload": lambda model, folder: penstock.offload(model, folder / "m.safetensors"),
+    "apply": lambda model, folder: apply(model, "1MB", example=X, cache=folder),
+}
+
+
+@pytest.mark.parametrize("take", TAKES_A_MODULE.values(), ids=TAKES_A_MODULE.keys())
+def test_a_scripted_module_is_refused_in_a_sentence(take: Callable[[Any, Path], Any], tmp_path: Path) -> None:
+    scripted = torch.jit.script(Inner())
+    save(scripted, tmp_path)
+    with pytest.raises(penstock.PassError, match=f"is a RecursiveScriptModule, which torch.jit {REFUSED}"):
+        take(scripted, tmp_path)
+
+
+def test_a_traced_module_is_refused_too() -> None:
+    with pytest.raises(penstock.PassError, match=f"is a TopLevelTracedModule, .* {REFUSED}"):
+        penstock.annotate(torch.jit.trace(Inner(), X))
+
+
+@pytest.mark.parametrize("name", ["fake_export", "offload", "apply"])
+def test_a_scripted_part_of_a_module_is_refused_by_its_name(name: str, tmp_path: Path) -> None:
+    model = Outer()
+    save(model, tmp_path)
+    with pytest.raises(penstock.PassError, match=f"^inner is a RecursiveScriptModule, .* {REFUSED}"):
+        TAKES_A_MODULE[name](model, tmp_path)
+
+
+def test_a_scripted_part_can_be_initialised_later() -> None:
+    torch.manual_seed(3)
+    found = penstock.deferred_init(Outer).materialize("inner")
+    torch.manual_seed(3)
+    assert torch.equal(found.layer.weight, Outer().inner.layer.weight)
+
+
+def test_probes_go_into_graphs_only() -> None:
+    payload = penstock.annotate(torch.export.export(Inner(), X))
+    with pytest.raises(penstock.PassError, match="expected the graph of an exported program, got Inner"):
+        penstock.insert_probes(Inner(), payload)  # type: ignore[arg-type]
