@@ -85,9 +85,11 @@ class Deferred:
         return part
 
     def materialize_slice(self, fqn: str, rows: slice) -> torch.Tensor:
-        """Some rows of one parameter or buffer, in memory of their own; the module stays as it is.
+        """Returns some rows of one parameter or buffer, in memory of their own; the module stays as it is.
 
-        All of the parameter is in memory for a moment. Raises PassError for one that there is not.
+        Only these rows are made where the constructor fills, scales and converts the parameter as a whole
+        (`nn.init.uniform_`, `normal_`, `constant_` and what is built on them). Otherwise the whole parameter
+        is in memory for a moment. Raises PassError for a name that is no parameter or buffer.
         """
         owner, _, key = fqn.rpartition(".")
         try:
@@ -99,7 +101,9 @@ class Deferred:
             raise PassError(
                 f"{fqn!r} is a {type(tensor).__name__}, expected the name of a parameter or buffer{whole}"
             )
-        return self.values(tensor)[rows].clone()
+        start, stop, step = rows.indices(len(tensor) if tensor.dim() else 0)
+        run = self._recording.run_of_rows(tensor, start, max(start, stop)) if step > 0 else None
+        return (self.values(tensor)[rows] if run is None else run[::step]).clone()
 
     def values(self, tensor: torch.Tensor) -> torch.Tensor:
         """The values of a tensor of the module, which stays as it is."""

@@ -40,7 +40,20 @@ _SAMPLING = "_no_grad_trunc_normal_"
 """What `nn.init.trunc_normal_` calls, however a model has imported it."""
 
 _CHUNK = 1 << 22
-"""Numbers drawn at a time where only the generator's state afterwards matters; a multiple of 16."""
+"""Numbers drawn at a time where not all of them are kept; a multiple of 16."""
+
+_aten = torch.ops.aten
+_FILLS = (_aten.uniform_.default, _aten.normal_.default)
+_FACTORIES = (_aten.empty.memory_format, _aten.zeros.default, _aten.ones.default, _aten.full.default)
+_EXACT = (
+    _aten._to_copy.default,
+    _aten.detach.default,
+    _aten.fill_.Scalar,
+    _aten.mul.Tensor,
+    _aten.mul_.Tensor,
+    _aten.zero_.default,
+)
+"""Operators that give each element the same bits however many others are computed with it."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +173,46 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found = self._run(self._needed(spec.storage), spec)
         return found
 
+    def run_of_rows(self, tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor | None:
+        """Rows `start` to `stop` of a tensor, in memory of their own, without the memory of all the others.
+
+        None where the tensor is not made by filling, scaling and converting whole contiguous tensors alone.
+        """
+        if tensor.device != _META or not tensor.dim():
+            return None
+        spec = self._spec(tensor)
+        operations = self._needed(spec.storage)
+        if not all(_is_by_element(operation, spec) for operation in operations):
+            return None
+        width = math.prod(spec.shape[1:])
+        with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+            found = self._run_on(range(start * width, stop * width), operations)[spec.storage]
+        return found.view(stop - start, *spec.shape[1:])
+
+    def _run_on(self, elements: range, operations: Sequence[Operation]) -> dict[int, torch.Tensor]:
+        """Runs operations on elements, and no other, of the flat tensors that they make, by storage."""
+        made: dict[int, torch.Tensor] = {}
+        for operation in operations:
+            args, kwargs = pytree.tree_map(
+                lambda leaf: made[leaf.storage] if isinstance(leaf, Spec) else leaf,
+                (operation.args, dict(operation.kwargs)),
+            )
+            if operation.function in _FACTORIES:
+                args = ([len(elements)], *args[1:])
+            if operation.draws is None:
+                made.setdefault(operation.outputs[0].storage, operation.function(*args, **kwargs))
+                continue
+            position = 0
+            with self._draws.at(operation, self._operations):
+                for piece in _drawn(operation):
+                    low = max(elements.start, position)
+                    high = min(elements.stop, position + len(piece))
+                    if low < high:
+                        kept = args[0][low - elements.start : high - elements.start]
+                        kept.copy_(piece[low - position : high - position])
+                    position += len(piece)
+        return made
+
     def _needed(self, storage: int) -> list[Operation]:
         """The operations that a storage's values depend on, in order."""
         wanted, chosen = {storage}, []
@@ -270,30 +323,43 @@ class _Draws:
             torch.set_rng_state(self._known[first])
             for one in operations:
                 if one.draws is not None and first <= one.draws < operation.draws:
-                    _draw(one)
+                    for _ in _drawn(one):
+                        pass
                     self._known.setdefault(one.draws + 1, torch.get_rng_state())
             torch.set_rng_state(self._known[operation.draws])
             yield
             self._known.setdefault(operation.draws + 1, torch.get_rng_state())
 
 
-def _draw(operation: Operation) -> None:
-    """Draw what an operation draws, and forget it."""
-    target = operation.args[0] if operation.args else None
-    filling = operation.function in (torch.ops.aten.uniform_.default, torch.ops.aten.normal_.default)
-    if filling and isinstance(target, Spec) and _elements(target) > 2 * _CHUNK and _is_contiguous(target):
+def _drawn(operation: Operation) -> Iterator[torch.Tensor]:
+    """Draws what an operation draws: yields it flat and piece by piece, each valid until the next."""
+    target = operation.args[0] if operation.function in _FILLS else None
+    if isinstance(target, Spec) and _elements(target) > 2 * _CHUNK and _is_contiguous(target):
         # Both draw element by element, normal ones 16 at a time: so do pieces, of which the last is longest.
         count = _elements(target)
         scratch = torch.empty(_CHUNK + count % _CHUNK, dtype=target.dtype)
         for piece in [*[scratch[:_CHUNK]] * (count // _CHUNK - 1), scratch]:
             operation.function(piece, *operation.args[1:], **operation.kwargs)
+            yield piece
         return
 
     def scratch_like(leaf: Any) -> Any:
         return torch.zeros(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Spec) else leaf
 
     args, kwargs = pytree.tree_map(scratch_like, (operation.args, dict(operation.kwargs)))
-    operation.function(*args, **kwargs)
+    result = operation.function(*args, **kwargs)
+    yield result.flatten() if isinstance(result, torch.Tensor) else torch.empty(0)
+
+
+def _is_by_element(operation: Operation, whole: Spec) -> bool:
+    """Whether each element that an operation makes depends on the same element of its inputs alone.
+
+    All of its tensors then are contiguous, without an offset, and of the shape of `whole`.
+    """
+    leaves = [*pytree.tree_leaves((operation.args, dict(operation.kwargs))), *operation.outputs]
+    specs = [leaf for leaf in leaves if isinstance(leaf, Spec)]
+    known = operation.function in (*_FILLS, *_FACTORIES, *_EXACT)
+    return known and all((one.shape, one.offset) == (whole.shape, 0) and _is_contiguous(one) for one in specs)
 
 
 def _laid_out(value: torch.Tensor, spec: Spec) -> torch.Tensor:

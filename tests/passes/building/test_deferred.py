@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import penstock
 from penstock.passes.building import recording
@@ -99,6 +101,49 @@ def test_some_rows_of_one_parameter() -> None:
     rows = found.materialize_slice("blocks.2.weight", slice(5, 9))
     assert torch.equal(rows, expected.blocks[2].weight[5:9])
     assert found.module.blocks[2].weight.is_meta
+
+
+class Largest(TorchDispatchMode):
+    """Keeps the most elements of a storage that any operator returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
+                self.elements = max(self.elements, leaf.untyped_storage().nbytes() // leaf.itemsize)
+        return result
+
+
+def scaled() -> nn.Module:
+    """Two parameters of 900 rows and 8 columns: drawn in float32, scaled, and converted."""
+    module = nn.Module()
+    module.first = nn.Parameter(nn.init.normal_(torch.empty(900, 8), std=0.02))
+    module.second = nn.Parameter(nn.init.uniform_(torch.empty(900, 8)).mul_(3).to(torch.bfloat16))
+    module.third = nn.Parameter(torch.ones(900, 8) * 5)
+    return module
+
+
+@pytest.mark.parametrize("name", ["first", "second", "third"])
+@pytest.mark.parametrize("rows", [slice(5, 9), slice(0, 30), slice(-7, None), slice(20, 60, 3), slice(9, 5)])
+def test_rows_are_made_without_the_rest_of_their_parameter(monkeypatch, name, rows) -> None:
+    monkeypatch.setattr(recording, "_CHUNK", 256)
+    torch.manual_seed(1)
+    found = penstock.deferred_init(scaled)
+    with Largest() as largest:
+        got = found.materialize_slice(name, rows)
+    torch.manual_seed(1)
+    assert torch.equal(got, getattr(scaled(), name)[rows])
+    assert largest.elements <= 2 * 256  # of 7,200: the rows, or what is drawn at a time
+
+
+@pytest.mark.parametrize(
+    "name", ["embed.weight", "blocks.0.weight", "blocks.1.weight", "order", "low.weight"]
+)
+def test_rows_are_what_the_constructor_gives_however_it_makes_them(name) -> None:
+    found, expected = deferred(), eager().state_dict()[name]
+    assert torch.equal(found.materialize_slice(name, slice(3, 7)), expected[3:7])
 
 
 @pytest.mark.parametrize("draw", [nn.init.normal_, nn.init.uniform_])
