@@ -5,7 +5,7 @@ WORKERS ?= 2
 STAMP := $(VENV)/.installed
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: run test check bench soak gpu clean help
+.PHONY: run test check docs bench soak gpu clean help
 
 run: $(STAMP) ## make the environment, then run the demo
 	@$(VENV)/bin/penstock demo
@@ -17,6 +17,10 @@ test: $(STAMP) ## make the environment, then run every check and test (WORKERS=2
 
 check: $(STAMP) ## formatting, lint, types and hygiene
 	@scripts/check
+
+docs: $(STAMP) ## these pages and the reference of the Python interface, in build/docs
+	@$(VENV)/bin/python -m sphinx -W --keep-going -q -b html -c docs . build/docs
+	@echo "Open build/docs/index.html"
 
 bench: $(STAMP) ## measure against the disk, memory and the peers (SIZE=4GiB)
 	@$(VENV)/bin/python benchmarks/disk.py $(if $(SIZE),--size $(SIZE))

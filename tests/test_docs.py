@@ -1,15 +1,23 @@
-"""Runs what the documents tell a reader to type."""
+"""Runs what the documents tell a reader to type, builds them, and checks what they name."""
 
 from __future__ import annotations
 
 import os
+import pkgutil
 import re
 import subprocess
 import sys
+from functools import cached_property
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 
+import penstock
+import penstock.integrations
+from penstock.runtime.module import StreamedModule
+from penstock.runtime.program import Program
+from penstock.schedule.facts.model import Plan, Trace
 from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 
 ROOT = Path(__file__).parents[1]
@@ -25,6 +33,12 @@ def call(line):
         assert not end.code, line
 """
 """What runs a command of penstock where torch is imported already, which takes seconds."""
+
+PAGES = sorted(str(path.relative_to(ROOT)) for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
+FOLDERS = "passes|schedule|runtime|src|tests|benchmarks|scripts|examples|docs"
+MEMBERS = (FunctionType, staticmethod, property, cached_property)
+INTERNAL = {"lowered", "train", "requires_grad_", "load_state_dict"}
+"""What these classes have for penstock itself, and what a streamed module refuses."""
 
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -105,17 +119,58 @@ def test_the_readme_example_runs(tmp_path: Path) -> None:
     assert "is the least that can run it" in output
 
 
-def test_the_readme_names_files_that_exist() -> None:
-    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert rows
-    for row in rows:
-        first, *others = re.findall(r"`([^`]+)`", row)
-        folder = first.rpartition("/")[0]
-        for path in [first, *(f"{folder}/{name}" for name in others)]:
-            assert list(ROOT.glob(path)), path
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_name_files_and_modules_that_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
+    for path in re.findall(rf"(?<![\w/.-])(?:{FOLDERS})/[\w./*-]*\w", text):
+        assert "NAME" in path or path.startswith("src/penstock.egg") or list(ROOT.glob(path)), path
+    for name in re.findall(r"(?<![\w.-])penstock(?:\.[A-Za-z]\w*)+", text):
+        assert pkgutil.resolve_name(name) is not None
 
 
-def test_links_between_documents_lead_somewhere() -> None:
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
-        for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+@pytest.mark.parametrize("page", PAGES)
+def test_links_between_pages_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\((?!https:)([^)#]+?)(?:#[^)]*)?\)", (ROOT / page).read_text()):
+        assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
+
+
+def test_the_table_of_rooms_is_whole() -> None:
+    listed = set(re.findall(r"^\| `([\w/]+)/` \|", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE))
+    rooms = {
+        path.parent
+        for name in ("passes", "schedule", "runtime", "src")
+        for path in ROOT.glob(f"{name}/**/*.py")
+    }
+    inner = {"schedule/report/page", "src/penstock/integrations/calls", "src/penstock/integrations/emptied"}
+    links = {f"src/penstock/{name}" for name in ("passes", "schedule", "runtime")}
+    assert listed | inner == {str(room.relative_to(ROOT)) for room in rooms} - links
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `make docs` builds, into another folder; any warning fails it."""
+    command = re.search(r"-m (sphinx .*) build/docs$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert command
+    folder = tmp_path_factory.mktemp("docs")
+    run([sys.executable, "-m", *command[1].split(), str(folder)], ROOT)
+    return folder
+
+
+@pytest.mark.timeout(300)
+def test_the_reference_has_everything_public(built: Path) -> None:
+    pages = "".join(page.read_text() for page in (built / "docs/reference").glob("*.html"))
+    anchors = set(re.findall(r'id="([\w.]+)"', pages))
+    assert anchors >= {f"penstock.{name}" for name in penstock.__all__ if name != "__version__"}
+    assert anchors >= {f"penstock.integrations.{name}" for name in penstock.integrations.__all__}
+    for kind in (Program, StreamedModule, Plan, penstock.Payload, Trace):
+        members = {name: value for name, value in vars(kind).items() if name[0] != "_"}
+        own = {name for name, value in members.items() if isinstance(value, MEMBERS)}
+        assert {anchor.rpartition(".")[2] for anchor in anchors} >= own - INTERNAL, kind
+
+
+@pytest.mark.timeout(300)
+def test_the_pages_lead_to_one_another(built: Path) -> None:
+    first = (built / "README.html").read_text()
+    for page in PAGES:
+        assert f'href="{Path(page).with_suffix(".html")}"' in first or page == "README.md", page
+    assert "README.html" in (built / "index.html").read_text()
