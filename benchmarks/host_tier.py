@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.corpus import list_programs
 from penstock.schedule.facts.costs import with_times
 from penstock.schedule.facts.presets import PRESETS
+from penstock.schedule.facts.problem import Problem
 from penstock.schedule.planner import make_plan
 from penstock.schedule.space.layout import packed_arena
 from penstock.schedule.verify.proof import verify_plan
@@ -43,7 +44,7 @@ def main() -> None:
         arena = packed_arena(program.storages, [trace], kind="contiguous", granule=4096, alignment=4096)
         budget, held = int(program.nbytes * device), int(program.nbytes * host)
         began = time.perf_counter()
-        plan = make_plan(program.storages, [trace], arena, budget=budget, hardware=hardware, host_memory=held)
+        plan = make_plan(Problem(program.storages, (trace,), arena, hardware=hardware, host=held), budget)
         seconds = time.perf_counter() - began
         verify_plan(program.storages, (trace,), plan)
         staged = sum(plan.schedules[0].staged) / 1e9

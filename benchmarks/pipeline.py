@@ -36,6 +36,7 @@ from penstock.schedule.facts.costs import with_times
 from penstock.schedule.facts.errors import BudgetError, PlanError
 from penstock.schedule.facts.model import Hardware, Plan
 from penstock.schedule.facts.presets import find_hardware, host_beside
+from penstock.schedule.facts.problem import Problem
 from penstock.schedule.facts.sizes import format_size, parse_size
 from penstock.schedule.planner import make_plan
 from penstock.schedule.report import whatif
@@ -51,8 +52,8 @@ def plan_turn(model: Model, calls: int, cap: int, hardware: Hardware) -> Turn:
     trace = with_times(payload.traces[0], hardware)
     split = MemorySplit(cap, model.activations, CUDA_WORKSPACE)
     budget = min(split.budget(model.floor_bytes), model.weight_bytes)
-    names = payload.storage_names()
-    plan = make_plan(payload.storages, [trace], model.arena, budget=budget, hardware=hardware, names=names)
+    problem = Problem(payload.storages, (trace,), model.arena, hardware=hardware)
+    plan = make_plan(problem, budget, names=payload.storage_names())
     verify_plan(payload.storages, (trace,), plan)
     ns, copied = _run(plan, calls)
     whole_ns = hardware.copy_ns(model.weight_bytes)

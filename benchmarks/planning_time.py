@@ -22,6 +22,7 @@ from benchmarks.corpus import DECODERS, decoder_of
 from benchmarks.tracing import Program
 from penstock.schedule.facts.costs import with_times
 from penstock.schedule.facts.presets import PRESETS
+from penstock.schedule.facts.problem import Problem
 from penstock.schedule.planner import make_plan
 from penstock.schedule.space.layout import packed_arena
 
@@ -37,7 +38,7 @@ def seconds_to_plan(program: Program, kind: Any, share: float) -> float:
     arena = packed_arena(program.storages, [trace], kind=kind, granule=GRANULES[kind], alignment=4096)
     budget = int(program.nbytes * share)
     began = time.perf_counter()
-    make_plan(program.storages, [trace], arena, budget=budget, hardware=hardware)
+    make_plan(Problem(program.storages, (trace,), arena, hardware=hardware), budget)
     return time.perf_counter() - began
 
 

@@ -29,8 +29,9 @@ from benchmarks.corpus import list_programs
 from benchmarks.table import write_between
 from penstock.schedule.facts.costs import with_times
 from penstock.schedule.facts.presets import PRESETS, find_hardware
+from penstock.schedule.facts.problem import Problem
 from penstock.schedule.planner import floor, make_plan
-from penstock.schedule.report.baselines import Problem, compare
+from penstock.schedule.report.baselines import Setting, compare
 from penstock.schedule.space.layout import packed_arena
 from penstock.schedule.verify.proof import verify_plan
 
@@ -67,16 +68,17 @@ def run(case: Case) -> dict[str, Any]:
     granule = GRANULES[case.arena]
     kind: Any = case.arena
     arena = packed_arena(program.storages, [trace], kind=kind, granule=granule, alignment=4096)
-    lowest = floor(program.storages, [trace], arena).upper_bytes
+    problem = Problem(program.storages, (trace,), arena, hardware=hardware)
+    lowest = floor(problem).upper_bytes
     budget = lowest + int((program.nbytes - lowest) * case.share)
     began = time.perf_counter()
-    plan = make_plan(program.storages, [trace], arena, budget=budget, hardware=hardware)
+    plan = make_plan(problem, budget)
     seconds = time.perf_counter() - began
     if case.check:
         verify_plan(program.storages, (trace,), plan)
     schedule = plan.schedules[0]
     host = PRESETS[HOST] if case.hardware not in ("laptop", "server") else None
-    others = compare(Problem(program.storages, trace, budget, hardware), host)
+    others = compare(Setting(program.storages, trace, budget, hardware), host)
     return dataclasses.asdict(case) | {
         "storages": len(program.storages),
         "budget": budget,

@@ -13,6 +13,7 @@ from penstock.runtime.files.source import Source
 from penstock.runtime.system.memory import round_up, supports_move, supports_populate
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import Arena, Hardware, Range, Storage, Weight
+from penstock.schedule.facts.problem import Demand
 from penstock.schedule.facts.sizes import format_size
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.planner import Floor, floor
@@ -79,7 +80,8 @@ def _granule(weight_bytes: int) -> int:
 
 def floors(payload: Payload, arenas: Mapping[str, Arena], keep: frozenset[int]) -> dict[str, Floor]:
     """The floor of each arena, in the order of `arenas`."""
-    return {name: floor(payload.storages, payload.traces, arena, keep=keep) for name, arena in arenas.items()}
+    facts = payload.storages, payload.traces
+    return {name: floor(Demand(*facts, arena, keep)) for name, arena in arenas.items()}
 
 
 def preferred(floors: Mapping[str, Floor], budget: int) -> str:

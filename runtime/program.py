@@ -32,6 +32,7 @@ from penstock.schedule.facts.costs import with_times
 from penstock.schedule.facts.errors import BudgetError, PlanError, SourceError
 from penstock.schedule.facts.model import Arena, Hardware, Plan, Trace, Wrap
 from penstock.schedule.facts.presets import find_hardware
+from penstock.schedule.facts.problem import Problem
 from penstock.schedule.facts.sizes import parse_size
 from penstock.schedule.payload.codec import Payload, verify_payload
 from penstock.schedule.planner import Floor, make_plan
@@ -109,18 +110,16 @@ class Program:
         found = self._floors(device, arena, kept)
         chosen, hardware = self._choose(device, hardware, found, nbytes, arena)
         hardware.check()  # before times are modelled, which divides by its rates
-        decided = make_plan(
+        problem = Problem(
             payload.storages,
-            traces or [with_times(trace, hardware) for trace in payload.traces],
+            tuple(traces or (with_times(trace, hardware) for trace in payload.traces)),
             chosen,
-            budget=nbytes,
+            kept,
             hardware=hardware,
-            keep=kept,
             wrap=wrap,
-            names=payload.storage_names(),
-            host_memory=parse_host_memory(host_memory, self.weight_bytes),
-            effort=effort,
+            host=parse_host_memory(host_memory, self.weight_bytes),
         )
+        decided = make_plan(problem, nbytes, names=payload.storage_names(), effort=effort)
         verify_plan(payload.storages, payload.traces, decided)
         return decided
 

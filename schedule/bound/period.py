@@ -43,13 +43,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.schedule.bound.latency import add_latency
-from penstock.schedule.bound.relaxation import Phases, Problem, Tier
+from penstock.schedule.bound.relaxation import LinearProgram, Phases, Tier
 from penstock.schedule.bound.residency import Gap, gaps_of, needed_bytes
 from penstock.schedule.facts.model import Hardware, Trace, Wrap
+from penstock.schedule.facts.problem import Problem
+from penstock.schedule.space.pieces import Pieces
 from penstock.schedule.space.spans import Group
 
 MOST_STEPS = 4000
 """Longer traces are cut to this many steps whose constraints count; to drop some only lowers the bound."""
+
+SECONDS = 60.0
+"""The solver's time, at most."""
 
 if TYPE_CHECKING:
     import numpy
@@ -92,80 +97,71 @@ def usable_bytes(groups: Sequence[Group], granule: int, nbytes: int) -> int:
     return max(one + (nbytes - one) // granule * granule for one in sums if one <= nbytes)
 
 
-def relax(
-    groups: Sequence[Group],
-    trace: Trace,
-    tiers: Sequence[Tier],
-    wrap: Wrap,
-    *,
-    which: int = 0,
-    seconds: float = 60.0,
-) -> Relaxation | None:
-    """Solve the relaxation for trace number `which` of the groups' traces; None where the solver fails.
+def relax(problem: Problem, pieces: Pieces, tiers: Sequence[Tier], which: int = 0) -> Relaxation | None:
+    """Solve the relaxation for trace number `which` of the problem; None where the solver fails.
 
-    The first tier is the device's. `seconds` limits the solver's time.
+    The first tier is the device's.
     """
     import numpy
 
+    groups, trace = pieces.copied, problem.traces[which]
     gaps = gaps_of(groups, trace, which=which)
     if not gaps:
-        return Relaxation(trace.compute_ns, (), (), tuple(groups), 0.0)
+        return Relaxation(trace.compute_ns, (), (), groups, 0.0)
     sizes = numpy.array([groups[gap.group].nbytes for gap in gaps], dtype=float)
-    phases = _phases(gaps, trace, wrap)
+    phases = _phases(gaps, trace, problem.wrap)
     needed = numpy.array(needed_bytes(groups, len(trace.steps), which=which), dtype=float)
     shares = numpy.array([gap.group for gap in gaps])
     always = sum(group.nbytes for group in groups if group.kept)
-    problem = Problem(sizes, needed[phases.checkpoints], phases, tiers)
-    add_latency(problem, shares, always)
-    problem.close()
-    solved = _solve_in_granules(problem, tiers[0].granule, seconds)
+    program = LinearProgram(sizes, needed[phases.checkpoints], phases, tiers)
+    add_latency(program, shares, always)
+    program.close()
+    solved = _solve_in_granules(program, tiers[0].granule)
     if solved is None:
         return None
     dual, solution = solved
-    wait_ns = max(0.0, dual * problem.unit_ns * (1 - _MARGIN) - trace.compute_ns * _MARGIN)
-    kept = solution[problem.columns(0).kept] * problem.unit_bytes
-    shared = float(solution[problem.columns(0).largest[0]]) * problem.unit_bytes
-    return Relaxation(
-        trace.compute_ns + math.floor(wait_ns), tuple(kept.tolist()), gaps, tuple(groups), shared
-    )
+    wait_ns = max(0.0, dual * program.unit_ns * (1 - _MARGIN) - trace.compute_ns * _MARGIN)
+    kept = solution[program.columns(0).kept] * program.unit_bytes
+    shared = float(solution[program.columns(0).largest[0]]) * program.unit_bytes
+    return Relaxation(trace.compute_ns + math.floor(wait_ns), tuple(kept.tolist()), gaps, groups, shared)
 
 
-def _solve_in_granules(problem: Problem, granule: int, seconds: float) -> tuple[float, numpy.ndarray] | None:
+def _solve_in_granules(program: LinearProgram, granule: int) -> tuple[float, numpy.ndarray] | None:
     """The value of the dual, and the variables; None where the solver fails.
 
     The memory that is refilled is a number of granules: where that is small, and the solution's lies
     between two, the better of both sides counts.
     """
-    column, whole = problem.columns(0).largest[0], granule / problem.unit_bytes
-    solved = _solve(problem, seconds)
+    column, whole = program.columns(0).largest[0], granule / program.unit_bytes
+    solved = _solve(program)
     count = solved[1][column] / whole if solved else 0.0
     if count > _FEW_GRANULES or abs(count - round(count)) < _NEARLY_WHOLE:
         return solved
-    least, most = problem.bounds[column]
+    least, most = program.bounds[column]
     sides = []
     for bounds in ((least, math.floor(count) * whole), (math.ceil(count) * whole, most)):
-        problem.bounds[column] = bounds
-        sides.append(_solve(problem, seconds) if bounds[0] <= bounds[1] else (math.inf, problem.cost))
+        program.bounds[column] = bounds
+        sides.append(_solve(program) if bounds[0] <= bounds[1] else (math.inf, program.cost))
     found = [side for side in sides if side]
     return min(found, key=lambda side: side[0]) if len(found) == len(sides) else solved
 
 
-def _solve(problem: Problem, seconds: float) -> tuple[float, numpy.ndarray] | None:
+def _solve(program: LinearProgram) -> tuple[float, numpy.ndarray] | None:
     from scipy.optimize import linprog
 
     solution = linprog(
-        problem.cost,
-        A_ub=problem.upper,
-        b_ub=problem.upper_limits,
-        A_eq=problem.equal,
-        b_eq=problem.equal_values,
-        bounds=problem.bounds,
+        program.cost,
+        A_ub=program.upper,
+        b_ub=program.upper_limits,
+        A_eq=program.equal,
+        b_eq=program.equal_values,
+        bounds=program.bounds,
         method="highs",
-        options={"time_limit": seconds},
+        options={"time_limit": SECONDS},
     )
     if solution.status != 0:
         return None
-    dual = problem.dual_value(solution.ineqlin.marginals, solution.eqlin.marginals) - problem.tie
+    dual = program.dual_value(solution.ineqlin.marginals, solution.eqlin.marginals) - program.tie
     return dual, solution.x
 
 

@@ -126,7 +126,7 @@ class _Columns:
     largest: numpy.ndarray
 
 
-class Problem:
+class LinearProgram:
     """The linear program in units near 1, and the value of its dual."""
 
     def __init__(

@@ -49,21 +49,6 @@ class Streaming:
         return self.follow()
 
 
-@dataclass(frozen=True)
-class Decisions:
-    """All of a plan but its times; `streams` has the transfers and drops of each trace.
-
-    `boundaries` has what lies between two calls of each, empty where `boundary` holds for all.
-    """
-
-    arena_bytes: int
-    addresses: tuple[int, ...]
-    resident: tuple[Range, ...]
-    boundary: tuple[Range, ...]
-    streams: tuple[tuple[tuple[Transfer, ...], tuple[Drop, ...]], ...]
-    boundaries: tuple[tuple[Range, ...], ...] = ()
-
-
 class Loads:
     """Every copy that a trace could need, one row for each span and gap, in issue order.
 

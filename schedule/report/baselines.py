@@ -16,7 +16,7 @@ from penstock.schedule.facts.model import Hardware, Schedule, Storage, Trace, Tr
 
 
 @dataclass(frozen=True)
-class Problem:
+class Setting:
     """One trace, the storages it reads, `cap` bytes of memory for them, and the machine."""
 
     storages: Sequence[Storage]
@@ -33,59 +33,59 @@ class Problem:
         return sum(self.storages[s].nbytes for s in self.trace.steps[step].reads)
 
 
-def everything_resident(problem: Problem) -> int | None:
+def everything_resident(setting: Setting) -> int | None:
     """No streaming at all: the time to beat, where the weights fit."""
-    return problem.trace.compute_ns if problem.total <= problem.cap else None
+    return setting.trace.compute_ns if setting.total <= setting.cap else None
 
 
-def on_demand(problem: Problem) -> int | None:
+def on_demand(setting: Setting) -> int | None:
     """Every step's weights are copied when it is reached, and dropped behind it (accelerate's hooks)."""
-    return _period(problem, [(k, k - 1) for k in range(len(problem.trace.steps))])
+    return _period(setting, [(k, k - 1) for k in range(len(setting.trace.steps))])
 
 
-def one_block_ahead(problem: Problem) -> int | None:
+def one_block_ahead(setting: Setting) -> int | None:
     """While a block of steps runs the next is copied; nothing stays (diffusers' group offloading).
 
     Blocks are as large as half of the memory allows, or single steps where those are larger.
     """
-    block_of = list(_blocks(problem, problem.cap // 2))
+    block_of = list(_blocks(setting, setting.cap // 2))
     sizes: dict[int, int] = {}
     for k, block in enumerate(block_of):
-        sizes[block] = sizes.get(block, 0) + problem.read_bytes(k)
+        sizes[block] = sizes.get(block, 0) + setting.read_bytes(k)
     count, n = len(sizes), len(block_of)
-    if any(sizes[b] + sizes[(b + 1) % count] > problem.cap for b in sizes):
-        return on_demand(problem)
+    if any(sizes[b] + sizes[(b + 1) % count] > setting.cap for b in sizes):
+        return on_demand(setting)
     last = {block: k for k, block in enumerate(block_of)}
     starts = []
     for k, block in enumerate(block_of):
         before = block - 2  # the block that runs until this one may be copied
         starts.append((k, last[before] if before >= 0 else last[before % count] - n))
-    return _period(problem, starts)
+    return _period(setting, starts)
 
 
-def some_of_every_group(problem: Problem) -> int | None:
+def some_of_every_group(setting: Setting) -> int | None:
     """Of every group of n steps the last m stream, two at a time, and the others stay (vLLM's offloader).
 
     The least share m / n that fits, with n up to 16.
     """
-    n = len(problem.trace.steps)
+    n = len(setting.trace.steps)
     shares = sorted({(m / size, size, m) for size in range(1, 17) for m in range(1, size + 1)})
     for _, size, m in shares:
         streamed = [k for k in range(n) if k % size >= size - m]
         if not streamed:
             continue
-        largest = max(problem.read_bytes(k) for k in streamed)
-        reads = {s for k in range(n) if k % size < size - m for s in problem.trace.steps[k].reads}
-        stays = sum(problem.storages[s].nbytes for s in reads)
-        if stays + 2 * largest > problem.cap:
+        largest = max(setting.read_bytes(k) for k in streamed)
+        reads = {s for k in range(n) if k % size < size - m for s in setting.trace.steps[k].reads}
+        stays = sum(setting.storages[s].nbytes for s in reads)
+        if stays + 2 * largest > setting.cap:
             continue
         count = len(streamed)
         before = [streamed[j - 2] - n * (j < 2) if count > 1 else streamed[0] - n for j in range(count)]
-        return _period(problem, [(k, max(one, k - n)) for k, one in zip(streamed, before, strict=True)])
-    return on_demand(problem)
+        return _period(setting, [(k, max(one, k - n)) for k, one in zip(streamed, before, strict=True)])
+    return on_demand(setting)
 
 
-def least_recently_used(problem: Problem) -> int | None:
+def least_recently_used(setting: Setting) -> int | None:
     """What was read longest ago makes room for what is missing, which is copied when it is needed.
 
     On a cyclic scan nothing is ever found (Sleator and Tarjan, CACM 28(2), 1985).
@@ -93,29 +93,29 @@ def least_recently_used(problem: Problem) -> int | None:
     held: OrderedDict[int, int] = OrderedDict()
     period = 0
     for _ in range(3):  # the third pass is a steady one
-        period = problem.trace.compute_ns
-        for step in problem.trace.steps:
+        period = setting.trace.compute_ns
+        for step in setting.trace.steps:
             missing = [s for s in step.reads if s not in held]
             for s in step.reads:
-                held[s] = problem.storages[s].nbytes
+                held[s] = setting.storages[s].nbytes
                 held.move_to_end(s)
-            while sum(held.values()) > problem.cap and len(held) > len(step.reads):
+            while sum(held.values()) > setting.cap and len(held) > len(step.reads):
                 held.popitem(last=False)
-            if sum(held.values()) > problem.cap:
+            if sum(held.values()) > setting.cap:
                 return None
-            period += sum(problem.hardware.copy_ns(problem.storages[s].nbytes) for s in missing)
+            period += sum(setting.hardware.copy_ns(setting.storages[s].nbytes) for s in missing)
     return period
 
 
-def rest_on_host(problem: Problem, host: Hardware) -> int | None:
+def rest_on_host(setting: Setting, host: Hardware) -> int | None:
     """Steps whose weights do not fit are computed on the host, whose memory holds those (llama.cpp's layers).
 
     The last steps are the host's; what passes between the two costs one latency each way.
     """
-    left = problem.cap
-    period = problem.trace.tail_ns + problem.trace.gap_ns + 2 * problem.hardware.link_latency_ns
-    for k, step in enumerate(problem.trace.steps):
-        left -= problem.read_bytes(k)
+    left = setting.cap
+    period = setting.trace.tail_ns + setting.trace.gap_ns + 2 * setting.hardware.link_latency_ns
+    for k, step in enumerate(setting.trace.steps):
+        left -= setting.read_bytes(k)
         if left >= 0:
             period += step.lead_ns + step.read_ns
         else:
@@ -123,7 +123,7 @@ def rest_on_host(problem: Problem, host: Hardware) -> int | None:
     return period
 
 
-POLICIES: dict[str, Callable[[Problem], int | None]] = {
+POLICIES: dict[str, Callable[[Setting], int | None]] = {
     "everything resident": everything_resident,
     "on demand": on_demand,
     "one block ahead": one_block_ahead,
@@ -132,36 +132,36 @@ POLICIES: dict[str, Callable[[Problem], int | None]] = {
 }
 
 
-def compare(problem: Problem, host: Hardware | None = None) -> dict[str, int | None]:
+def compare(setting: Setting, host: Hardware | None = None) -> dict[str, int | None]:
     """The period of every policy, by name; with `host`, of leaving the rest to it too."""
-    found = {name: policy(problem) for name, policy in POLICIES.items()}
+    found = {name: policy(setting) for name, policy in POLICIES.items()}
     if host is not None:
-        found["rest on the host"] = rest_on_host(problem, host)
+        found["rest on the host"] = rest_on_host(setting, host)
     return found
 
 
-def _period(problem: Problem, starts: Sequence[tuple[int, int]]) -> int | None:
+def _period(setting: Setting, starts: Sequence[tuple[int, int]]) -> int | None:
     """The period of copying the reads of step k after step `after` has ended, for each (k, after).
 
     Every storage is a copy of its own. None where one step does not fit.
     """
-    if max(problem.read_bytes(k) for k, _ in starts) > problem.cap:
+    if max(setting.read_bytes(k) for k, _ in starts) > setting.cap:
         return None
     transfers = []
     reached = min(after for _, after in starts)
     for k, after in sorted(starts):
         reached = max(reached, after)
-        for s in problem.trace.steps[k].reads:
-            transfers.append(Transfer(0, problem.storages[s].nbytes, k, reached))
-    schedule = Schedule(problem.trace.graph, tuple(transfers), (), 0)
-    return steady_period_ns(problem.trace, schedule, problem.hardware, "overlap")
+        for s in setting.trace.steps[k].reads:
+            transfers.append(Transfer(0, setting.storages[s].nbytes, k, reached))
+    schedule = Schedule(setting.trace.graph, tuple(transfers), (), 0)
+    return steady_period_ns(setting.trace, schedule, setting.hardware, "overlap")
 
 
-def _blocks(problem: Problem, most: int) -> Iterator[int]:
+def _blocks(setting: Setting, most: int) -> Iterator[int]:
     """The number of the block of each step: consecutive steps of at most `most` bytes, or one step."""
     block, held = -1, 0
-    for k in range(len(problem.trace.steps)):
-        nbytes = problem.read_bytes(k)
+    for k in range(len(setting.trace.steps)):
+        nbytes = setting.read_bytes(k)
         if block < 0 or held + nbytes > most:
             block, held = block + 1, 0
         held += nbytes

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from penstock.schedule.facts.model import Hardware, Plan, Storage
 from penstock.schedule.facts.sizes import format_size
-from penstock.schedule.report.baselines import Problem, compare
+from penstock.schedule.report.baselines import Setting, compare
 
 SHARES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 """Budgets of a sweep, as shares of the way from the floor to everything."""
@@ -32,8 +32,8 @@ def other_policies(plan: Plan, storages: Sequence[Storage], host: Hardware | Non
     outside = sum(storages[s].nbytes for s in plan.outside if storages[s].kind != "streamable")
     found: dict[str, int] = {}
     for number, trace in enumerate(plan.traces):
-        problem = Problem(storages, trace, plan.budget - outside, plan.hardware)
-        periods = compare(problem, host) if trace.steps else {}
+        setting = Setting(storages, trace, plan.budget - outside, plan.hardware)
+        periods = compare(setting, host) if trace.steps else {}
         for name, ns in periods.items():
             if ns is not None and (number == 0 or name in found):
                 found[name] = found.get(name, 0) + ns

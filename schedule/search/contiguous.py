@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 from penstock.schedule.bound.period import Relaxation
 from penstock.schedule.clock.event_graph import steady_period_ns
-from penstock.schedule.clock.occupancy import decide
-from penstock.schedule.clock.transfers import Decisions
-from penstock.schedule.facts.model import Arena, Hardware, Schedule, Storage, Trace, Wrap
-from penstock.schedule.space.addresses import Block, Placement, blocks_of, first_use, tight
+from penstock.schedule.facts.model import Schedule
+from penstock.schedule.search.occupancy import Occupancy
+from penstock.schedule.search.task import Decisions, Task
+from penstock.schedule.space.addresses import Block, Placement, first_use, tight
 from penstock.schedule.space.oldest import place_oldest
 
 _SIZES = 8
@@ -71,74 +71,34 @@ class _Candidate:
     least_ns: int
 
 
-def search(
-    storages: Sequence[Storage],
-    traces: Sequence[Trace],
-    arena: Arena,
-    *,
-    cap: int,
-    hardware: Hardware,
-    keep: Collection[int],
-    wrap: Wrap,
-    relaxed: Sequence[Relaxation | None],
-    effort: float = 1.0,
-) -> Decisions:
-    """The best decisions found for `cap` bytes of arena, which are at least what is needed.
-
-    `effort` is the share of the usual search.
-    """
-    blocks = blocks_of(storages, traces, arena, keep)
-    found = search_blocks(
-        blocks, traces, arena, cap=cap, hardware=hardware, wrap=wrap, relaxed=relaxed, effort=effort
-    )
+def search(task: Task) -> Decisions:
+    """The best decisions found."""
+    found = search_blocks(task, task.pieces.blocks)
     assert found is not None  # the floor is that of a placement which is tried as well
     return found
 
 
-def search_blocks(
-    blocks: Sequence[Block],
-    traces: Sequence[Trace],
-    arena: Arena,
-    *,
-    cap: int,
-    hardware: Hardware,
-    wrap: Wrap,
-    relaxed: Sequence[Relaxation | None],
-    effort: float = 1.0,
-) -> Decisions | None:
-    """As `search`, of any blocks: in a paged arena addresses only say what takes whose room.
-
-    None where no placement of the blocks is found.
-    """
-    one = _Search(blocks, traces, arena, cap=cap, hardware=hardware, wrap=wrap)
-    one.effort = int(one.effort * effort)
-    return one.run(relaxed)
+def search_blocks(task: Task, blocks: Sequence[Block]) -> Decisions | None:
+    """As `search`, of any blocks; None where no placement of them is found."""
+    return _Search(task, blocks).run(task.relaxed)
 
 
 class _Search:
     """The placements that are tried, and the decisions of the best so far."""
 
-    def __init__(
-        self,
-        blocks: Sequence[Block],
-        traces: Sequence[Trace],
-        arena: Arena,
-        *,
-        cap: int,
-        hardware: Hardware,
-        wrap: Wrap,
-    ) -> None:
-        self.blocks, self.traces, self.arena = blocks, traces, arena
-        self.cap = cap // arena.granule * arena.granule
-        self.hardware, self.wrap = hardware, wrap
+    def __init__(self, task: Task, blocks: Sequence[Block]) -> None:
+        problem = task.problem
+        self.blocks, self.problem, self.traces, self.arena = blocks, problem, problem.traces, problem.arena
+        self.cap = task.cap // problem.arena.granule * problem.arena.granule
+        self.hardware, self.wrap = problem.hardware, problem.wrap
         self.period: float = math.inf
         self.copied = 0
         self.found: Decisions | None = None
         self.placement: Placement | None = None
         self.best: _Candidate | None = None
         self.tried: set[tuple[int, tuple[int, ...]]] = set()
-        self.effort = _EFFORT
-        self.compute_ns = sum(trace.compute_ns for trace in traces)
+        self.effort = int(_EFFORT * task.effort)
+        self.compute_ns = sum(trace.compute_ns for trace in self.traces)
 
     def run(self, relaxed: Sequence[Relaxation | None]) -> Decisions | None:
         """Tries rooms roughly, then more finely about the best, and how far blocks are copied in parts."""
@@ -275,8 +235,9 @@ class _Search:
         least = int(parts * self.hardware.link_latency_ns * self.hardware.link_bytes_per_s / 1e9)
         last = max((len(trace.steps) for trace in self.traces), default=1) - 1
         choices = (last,) if self.wrap == "overlap" else (last, 0)
+        occupancy = Occupancy(self.problem, self.blocks, placement)
         for early in choices:
-            decisions = decide(self.blocks, self.traces, self.arena, placement, early=early, least=least)
+            decisions = occupancy.decide(early, least)
             period = 0
             for trace, (transfers, drops) in zip(self.traces, decisions.streams, strict=True):
                 schedule = Schedule(trace.graph, transfers, drops, 0)

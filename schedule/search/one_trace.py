@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,8 +21,8 @@ from penstock.schedule.clock.event_graph import steady_period_ns
 from penstock.schedule.clock.joining import Joiner, in_sizes
 from penstock.schedule.clock.runs import Runs
 from penstock.schedule.clock.transfers import Join, Loads, Streaming
-from penstock.schedule.facts.model import Hardware, Schedule, Trace, Transfer, Wrap
-from penstock.schedule.space.spans import Group
+from penstock.schedule.facts.model import Schedule, Transfer
+from penstock.schedule.search.task import Task
 
 if TYPE_CHECKING:
     import numpy
@@ -69,17 +69,16 @@ class _Candidate:
 class OneTrace:
     """The candidates for one trace, and the best of those tried so far."""
 
-    def __init__(
-        self,
-        groups: Sequence[Group],
-        trace: Trace,
-        hardware: Hardware,
-        *,
-        wrap: Wrap,
-        cap: int,
-        breaks: Collection[int],
-    ) -> None:
-        self.groups, self.trace, self.hardware, self.wrap, self.cap = groups, trace, hardware, wrap, cap
+    def __init__(self, task: Task) -> None:
+        problem, groups, cap, breaks = task.problem, task.pieces.groups, task.cap, task.pieces.breaks
+        (trace,), hardware = problem.traces, problem.hardware
+        self.groups, self.trace, self.hardware, self.wrap, self.cap = (
+            groups,
+            trace,
+            hardware,
+            problem.wrap,
+            cap,
+        )
         self.gaps = gaps_between_reads(groups, trace, hardware)
         steps = len(trace.steps)
         self.residency = Residency(groups, self.gaps, needed_bytes(groups, steps))
@@ -89,7 +88,7 @@ class OneTrace:
         self.largest_span = max((s.nbytes for g in groups for s in g.spans), default=1)
         self.tried: set[bytes] = set()
         self.joined: set[bytes] = set()
-        self.effort = _EFFORT if len(self.loads.step) > _SMALL else _SMALL_EFFORT
+        self.effort = int((_EFFORT if len(self.loads.step) > _SMALL else _SMALL_EFFORT) * task.effort)
         self.ranked: list[_Candidate] = []
         # Residency may fill all but what keeps the link busy, or half of what can be spared.
         self.spare = cap - int(max(self.residency.needed, default=0))

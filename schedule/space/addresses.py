@@ -6,10 +6,11 @@ storage allocation (`packing.py`); placing them well, so that copies may start e
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.schedule.facts.model import Arena, Range, Storage, Trace
+from penstock.schedule.facts.model import Range
+from penstock.schedule.facts.problem import Demand
 from penstock.schedule.space.packing import pack
 from penstock.schedule.space.spans import Reads, reads_of
 
@@ -33,39 +34,15 @@ class Placement:
     nbytes: int
 
 
-def blocks_of(
-    storages: Sequence[Storage], traces: Sequence[Trace], arena: Arena, keep: Collection[int]
-) -> tuple[Block, ...]:
+def blocks_of(demand: Demand) -> tuple[Block, ...]:
     """A block for every storage that is read."""
-    blocks = []
-    for s, reads in reads_of(storages, traces, arena).items():
-        size = -(-storages[s].nbytes // arena.granule) * arena.granule
-        place = Range(arena.layout[s], arena.layout[s] + storages[s].nbytes)
-        blocks.append(Block(s, place, size, reads, s in keep))
+    arena, blocks = demand.arena, []
+    for s, reads in reads_of(demand).items():
+        nbytes = demand.storages[s].nbytes
+        size = -(-nbytes // arena.granule) * arena.granule
+        place = Range(arena.layout[s], arena.layout[s] + nbytes)
+        blocks.append(Block(s, place, size, reads, s in demand.keep))
     return tuple(blocks)
-
-
-def need(
-    storages: Sequence[Storage], traces: Sequence[Trace], arena: Arena, keep: Collection[int]
-) -> tuple[int, int, int, int | None]:
-    """Bytes of the arena that a plan needs: a lower and an upper bound, and who sets the lower.
-
-    The last two are the trace and the step (None without any). Below the most that one step reads
-    there is no plan; the upper bound is the smallest placement that is found.
-    """
-    blocks = blocks_of(storages, traces, arena, keep)
-    largest: tuple[int, int, int | None] = (0, 0, None)
-    for which, trace in enumerate(traces):
-        kept = sum(block.range.nbytes for block in blocks if block.kept)
-        read = [kept] * len(trace.steps)
-        for block in blocks:
-            for k in () if block.kept else block.reads[which]:
-                read[k] += block.range.nbytes
-        for k, nbytes in enumerate(read):
-            if largest[2] is None or nbytes > largest[0]:
-                largest = (nbytes, which, k)
-    tightest = tight(blocks)
-    return largest[0], max(largest[0], tightest.nbytes), largest[1], largest[2]
 
 
 def tight(blocks: Sequence[Block]) -> Placement:

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from penstock.schedule.facts.model import Arena, ArenaKind, Extent, Range, Storage, Trace, WeightFile
+from penstock.schedule.facts.problem import first_uses
 
 MAPPED_ALIGNMENT = 64
 """A storage that is used where its file has it lies at a multiple of this (see the note below).
@@ -16,12 +17,6 @@ MAPPED_ALIGNMENT = 64
 Kernels choose their code by the alignment of an address, so a less aligned one gives other last
 bits than the same weight in memory of its own.
 """
-
-
-def first_uses(storages: Sequence[Storage], traces: Sequence[Trace]) -> tuple[int, ...]:
-    """The streamable storages that hold bytes and are read, in the order of their first read."""
-    order = dict.fromkeys(s for trace in traces for step in trace.steps for s in step.reads)
-    return tuple(s for s in order if storages[s].kind == "streamable" and storages[s].nbytes > 0)
 
 
 def packed_arena(

@@ -12,7 +12,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from penstock.schedule.facts.model import Arena, Range, Storage, Trace
+from penstock.schedule.facts.model import Range
+from penstock.schedule.facts.problem import Demand
 
 Reads = tuple[tuple[int, ...], ...]
 """For every trace the steps, ascending, that read something."""
@@ -48,26 +49,24 @@ class Group:
         return self.bytes_of_first[-1]
 
 
-def reads_of(storages: Sequence[Storage], traces: Sequence[Trace], arena: Arena) -> dict[int, Reads]:
+def reads_of(demand: Demand) -> dict[int, Reads]:
     """The steps that read each storage of the arena, for those that hold bytes and are read at all."""
     steps: dict[int, tuple[list[int], ...]] = {}
-    for which, trace in enumerate(traces):
+    for which, trace in enumerate(demand.traces):
         for k, step in enumerate(trace.steps):
             for s in dict.fromkeys(step.reads):
-                if arena.layout[s] >= 0 and storages[s].nbytes > 0:
-                    steps.setdefault(s, tuple([] for _ in traces))[which].append(k)
+                if demand.arena.layout[s] >= 0 and demand.storages[s].nbytes > 0:
+                    steps.setdefault(s, tuple([] for _ in demand.traces))[which].append(k)
     return {s: tuple(tuple(one) for one in reads) for s, reads in sorted(steps.items())}
 
 
-def read_runs(
-    storages: Sequence[Storage], traces: Sequence[Trace], arena: Arena, *, keep: Collection[int] = ()
-) -> tuple[Run, ...]:
+def read_runs(demand: Demand, granule: int) -> tuple[Run, ...]:
     """The granules that any step reads, in layout order, in runs as long as their reads are the same.
 
     A granule that several storages touch is read whenever one of them is.
     """
-    reads = reads_of(storages, traces, arena)
-    granule = arena.granule
+    reads = reads_of(demand)
+    storages, arena = demand.storages, demand.arena
     edges: dict[int, list[tuple[int, bool]]] = {}
     for s in reads:
         start = arena.layout[s] // granule
@@ -81,8 +80,8 @@ def read_runs(
             (inside.add if enters else inside.discard)(s)
         if not inside:
             continue
-        union = tuple(_union(reads[s][which] for s in inside) for which in range(len(traces)))
-        kept = not inside.isdisjoint(keep)
+        union = tuple(_union(reads[s][which] for s in inside) for which in range(len(demand.traces)))
+        kept = not inside.isdisjoint(demand.keep)
         for piece in _cut(Range(first * granule, last * granule), arena.segments):
             runs.append(Run(piece, union, kept))
     return tuple(_joined(runs, arena.segments))

@@ -22,12 +22,13 @@ from penstock.schedule.facts.model import (
     Trace,
     Transfer,
 )
+from penstock.schedule.facts.problem import Problem
 from penstock.schedule.host import staged_bytes
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.space.layout import packed_arena
 from penstock.schedule.verify.proof import verify_plan
 from tests.schedule.clock.test_timeline import heaviest
-from tests.schedule.traces import Problem, problems
+from tests.schedule.traces import RandomProblem, problems
 
 MACHINE = Hardware("test", 1e12, 1e12, 1e9, 0, disk_bytes_per_s=0.5e9)
 """A byte takes 1 ns on the link and 2 ns from the disk."""
@@ -45,7 +46,7 @@ def scan(count: int, *, nbytes: int = 64, compute: int = 0) -> tuple[tuple[Stora
 def plan_of(count: int, budget: int, host: int | None, **options: int) -> Plan:
     storages, traces = scan(count, **options)
     arena = packed_arena(storages, traces, kind="paged", granule=16, alignment=64)
-    plan = make_plan(storages, traces, arena, budget=budget, hardware=MACHINE, host_memory=host)
+    plan = make_plan(Problem(storages, traces, arena, hardware=MACHINE, host=host), budget)
     verify_plan(storages, traces, plan)
     return plan
 
@@ -79,7 +80,7 @@ def test_what_is_read_twice_is_held_first() -> None:
     steps = tuple(Step(f"s{k}", (s,), 0, 0) for k, s in enumerate(order))
     traces = (Trace("forward", 0, "", steps, 0, 0, "modelled"),)
     arena = packed_arena(storages, traces, kind="paged", granule=64, alignment=64)
-    plan = make_plan(storages, traces, arena, budget=64, hardware=MACHINE, host_memory=3 * 64)
+    plan = make_plan(Problem(storages, traces, arena, hardware=MACHINE, host=3 * 64), 64)
     assert plan.host is not None
     assert Range(0, 128) in plan.host.resident
 
@@ -91,7 +92,7 @@ def test_memory_below_a_granule_and_a_disk_nobody_knows_are_refused() -> None:
     arena = packed_arena(storages, traces, kind="paged", granule=16, alignment=64)
     hardware = replace(MACHINE, disk_bytes_per_s=None)
     with pytest.raises(PlanError, match="rate of the disk"):
-        make_plan(storages, traces, arena, budget=64, hardware=hardware, host_memory=64)
+        make_plan(Problem(storages, traces, arena, hardware=hardware, host=64), 64)
 
 
 def spoiled(plan: Plan, **changes: object) -> Plan:
@@ -135,19 +136,12 @@ def test_a_ring_of_one_piece_reads_and_copies_in_turn() -> None:
 
 @settings(max_examples=60)
 @given(problems("paged"), st.integers(1, 6), st.integers(1, 5))
-def test_the_event_graph_with_a_disk_agrees_with_the_oracle(p: Problem, share: int, parts: int) -> None:
+def test_the_event_graph_with_a_disk_agrees_with_the_oracle(p: RandomProblem, share: int, parts: int) -> None:
     hardware = replace(p.hardware, disk_bytes_per_s=p.hardware.link_bytes_per_s / 2, disk_latency_ns=3)
-    lowest = floor(p.storages, p.traces, p.arena, keep=p.keep).upper_bytes
+    lowest = floor(p).upper_bytes
     total = sum(s.nbytes for s in p.storages)
-    plan = make_plan(
-        p.storages,
-        p.traces,
-        p.arena,
-        budget=lowest + (total - lowest) * parts // 6,
-        hardware=hardware,
-        keep=p.keep,
-        host_memory=max(p.arena.granule, total * share // 6),
-    )
+    problem = replace(p, hardware=hardware, host=max(p.arena.granule, total * share // 6))
+    plan = make_plan(problem, lowest + (total - lowest) * parts // 6)
     verify_plan(p.storages, p.traces, plan)
     assert isinstance(plan.host, HostTier)
     for schedule, trace in zip(plan.schedules, p.traces, strict=True):

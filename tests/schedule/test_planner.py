@@ -11,19 +11,14 @@ from hypothesis import strategies as st
 
 from penstock.schedule.clock.event_graph import steady_period_ns
 from penstock.schedule.facts.errors import BudgetError, PlanError
-from penstock.schedule.facts.model import Arena, Hardware, Plan, Range, Step, Storage, Trace
+from penstock.schedule.facts.model import Arena, Hardware, Range, Step, Storage, Trace
+from penstock.schedule.facts.problem import Demand, Problem, first_uses
 from penstock.schedule.planner import RUNGS, floor, make_plan
-from penstock.schedule.space.layout import first_uses, packed_arena
+from penstock.schedule.space.layout import packed_arena
 from penstock.schedule.verify.proof import verify_plan
-from tests.schedule.traces import Problem, equal_problem, machine, problems
+from tests.schedule.traces import RandomProblem, equal_problem, machine, problems
 
 UNIT = 4096
-
-
-def plan_of(p: Problem, budget: int) -> Plan:
-    return make_plan(
-        p.storages, p.traces, p.arena, budget=budget, hardware=p.hardware, keep=p.keep, wrap=p.wrap
-    )
 
 
 @pytest.mark.parametrize(
@@ -46,13 +41,13 @@ def test_equal_weights_stream_at_nearly_the_fluid_rate(
 ) -> None:
     """Period in copy times of one weight. With a share of (B - 1 - c) / (n - 1) resident in each
     the link never idles; these are within 2 % of that, or what one slot and compute allow."""
-    plan = plan_of(equal_problem(n, compute), int(weights * UNIT))
+    plan = make_plan(equal_problem(n, compute), int(weights * UNIT))
     assert plan.schedules[0].predicted_ns / 1000 <= period
 
 
 def test_everything_that_fits_lies_outside_the_arena() -> None:
     problem = equal_problem(4, 1)
-    plan = plan_of(problem, 4 * UNIT)
+    plan = make_plan(problem, 4 * UNIT)
     assert (plan.arena_bytes, plan.outside, plan.schedules[0].transfers) == (0, (0, 1, 2, 3), ())
     assert plan.schedules[0].predicted_ns == 4000
 
@@ -61,8 +56,8 @@ def test_a_program_without_weights_needs_no_budget() -> None:
     trace = Trace("forward", 0, "", (), 5, 6, "modelled")
     for storages in ((), (Storage(0, "streamable"),), (Storage(8, "mutable"),)):
         arena = packed_arena(storages, (trace,), kind="paged", granule=64, alignment=64)
-        lowest = floor(storages, (trace,), arena)
-        plan = make_plan(storages, (trace,), arena, budget=lowest.upper_bytes, hardware=machine(1e9))
+        lowest = floor(Demand(storages, (trace,), arena))
+        plan = make_plan(Problem(storages, (trace,), arena, hardware=machine(1e9)), lowest.upper_bytes)
         assert plan.schedules[0].predicted_ns == 11
 
 
@@ -72,22 +67,14 @@ def test_a_refusal_names_floor_step_and_weights() -> None:
     traces = (Trace("forward", 0, "", steps, 0, 0, "modelled"),)
     arena = packed_arena(storages, traces, kind="paged", granule=64, alignment=64)
     with pytest.raises(BudgetError, match="below the floor of 202: step 'head' needs a, b at once") as caught:
-        make_plan(storages, traces, arena, budget=100, hardware=machine(1e9), names=("a", "b", "cache"))
+        make_plan(Problem(storages, traces, arena, hardware=machine(1e9)), 100, names=("a", "b", "cache"))
     assert (caught.value.floor_bytes, caught.value.step, caught.value.weights) == (202, "head", ("a", "b"))
 
 
 def test_a_refusal_says_what_is_kept() -> None:
     p = equal_problem(4, 1)
     with pytest.raises(BudgetError, match="keeping w3 in memory takes 4096"):
-        make_plan(
-            p.storages,
-            p.traces,
-            p.arena,
-            budget=UNIT,
-            hardware=p.hardware,
-            keep={3},
-            names=("w0", "w1", "w2", "w3"),
-        )
+        make_plan(replace(p, keep=frozenset({3})), UNIT, names=("w0", "w1", "w2", "w3"))
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, math.inf, math.nan])
@@ -96,20 +83,20 @@ def test_a_rate_that_no_machine_has_is_refused(name: str, rate: float) -> None:
     p = equal_problem(4, 1)
     hardware = replace(p.hardware, **{name: rate})
     with pytest.raises(PlanError, match=rf"'toy': {name}: expected a rate above 0 and finite, got {rate}; "):
-        make_plan(p.storages, p.traces, p.arena, budget=2 * UNIT, hardware=hardware)
+        make_plan(replace(p, hardware=hardware), 2 * UNIT)
 
 
 def test_a_negative_latency_is_refused() -> None:
     p = equal_problem(4, 1)
     with pytest.raises(PlanError, match="link_latency_ns: expected 0 or more, got -1"):
-        make_plan(p.storages, p.traces, p.arena, budget=2 * UNIT, hardware=machine(1e9, latency_ns=-1))
+        make_plan(replace(p, hardware=machine(1e9, latency_ns=-1)), 2 * UNIT)
 
 
 def test_kept_storages_are_resident() -> None:
     p = equal_problem(6, 1)
     for kind in ("paged", "contiguous"):
         arena = packed_arena(p.storages, p.traces, kind=kind, granule=64, alignment=64)
-        plan = make_plan(p.storages, p.traces, arena, budget=3 * UNIT, hardware=p.hardware, keep={4})
+        plan = make_plan(Problem(p.storages, p.traces, arena, frozenset({4}), hardware=p.hardware), 3 * UNIT)
         start = arena.layout[4]
         assert any(r.start <= start and start + UNIT <= r.stop for r in plan.resident)
 
@@ -120,7 +107,7 @@ def test_tied_weights_are_kept_over_the_end_of_the_pass() -> None:
     steps = tuple(Step(f"s{k}", (s,), 0, 1000) for k, s in enumerate((0, 1, 2, 3, 4, 0)))
     traces = (Trace("forward", 0, "", steps, 0, 0, "modelled"),)
     arena = packed_arena(storages, traces, kind="paged", granule=64, alignment=64)
-    plan = make_plan(storages, traces, arena, budget=UNIT, hardware=machine(UNIT * 1e6))
+    plan = make_plan(Problem(storages, traces, arena, hardware=machine(UNIT * 1e6)), UNIT)
     assert plan.streamed_bytes == 5 * UNIT
     verify_plan(storages, traces, plan)
 
@@ -130,49 +117,49 @@ def test_a_method_without_weights_beside_one_with() -> None:
     traces = (*p.traces, Trace("empty", 1, "", (), 7, 0, "modelled"))
     for kind in ("paged", "contiguous"):
         arena = packed_arena(p.storages, traces, kind=kind, granule=64, alignment=64)
-        plan = make_plan(p.storages, traces, arena, budget=3 * UNIT, hardware=p.hardware)
+        plan = make_plan(Problem(p.storages, traces, arena, hardware=p.hardware), 3 * UNIT)
         verify_plan(p.storages, traces, plan)
         assert plan.boundary == plan.resident
         assert plan.schedules[1].predicted_ns == 7
 
 
-def check(p: Problem) -> None:
-    lowest = floor(p.storages, p.traces, p.arena, keep=p.keep)
+def check(p: RandomProblem) -> None:
+    lowest = floor(p)
     assert lowest.lower_bytes <= lowest.upper_bytes
     for budget in (lowest.upper_bytes, p.budget(lowest.upper_bytes)):
-        plan = plan_of(p, budget)
+        plan = make_plan(p, budget)
         verify_plan(p.storages, p.traces, plan)
         for schedule, trace in zip(plan.schedules, p.traces, strict=True):
             assert schedule.predicted_ns == steady_period_ns(trace, schedule, p.hardware, p.wrap)
     if lowest.upper_bytes:
         with pytest.raises(BudgetError):
-            plan_of(p, lowest.upper_bytes - 1)
+            make_plan(p, lowest.upper_bytes - 1)
 
 
 @given(problems())
 @settings(max_examples=75)
-def test_plans_are_safe_and_floors_exact(problem: Problem) -> None:
+def test_plans_are_safe_and_floors_exact(problem: RandomProblem) -> None:
     check(problem)
 
 
 @given(problems(methods=2))
 @settings(max_examples=60)
-def test_plans_of_several_methods_are_safe(problem: Problem) -> None:
+def test_plans_of_several_methods_are_safe(problem: RandomProblem) -> None:
     check(problem)
 
 
-def periods_on_the_ladder(p: Problem, *rungs: int) -> list[int]:
-    lowest = floor(p.storages, p.traces, p.arena, keep=p.keep).upper_bytes
+def periods_on_the_ladder(p: RandomProblem, *rungs: int) -> list[int]:
+    lowest = floor(p).upper_bytes
     read = first_uses(p.storages, p.traces)
     outside = sum(s.nbytes for s in p.storages if s.kind != "streamable")
     total = max(lowest, outside + sum(p.storages[s].nbytes for s in read))
     budgets = [lowest + (total - lowest) * rung // RUNGS for rung in rungs]
-    return [sum(s.predicted_ns for s in plan_of(p, budget).schedules) for budget in budgets]
+    return [sum(s.predicted_ns for s in make_plan(p, budget).schedules) for budget in budgets]
 
 
 @given(st.one_of(problems(), problems(methods=2)))
 @settings(max_examples=25)
-def test_a_larger_budget_is_not_predicted_slower(problem: Problem) -> None:
+def test_a_larger_budget_is_not_predicted_slower(problem: RandomProblem) -> None:
     periods = periods_on_the_ladder(problem, *range(0, RUNGS + 1, 2))
     assert periods == sorted(periods, reverse=True)
 
@@ -185,7 +172,7 @@ def test_a_larger_budget_keeps_the_plan_of_a_smaller_one() -> None:
     traces = (Trace("forward", 0, "", steps, 0, 0, "modelled"),)
     arena = packed_arena(storages, traces, kind="paged", granule=64, alignment=64)
     hardware = machine(1e9, latency_ns=2000)
-    problem = Problem(storages, traces, arena, hardware, frozenset(), "overlap", 0.0)
+    problem = RandomProblem(storages, traces, arena, hardware=hardware)
     assert periods_on_the_ladder(problem, 4, 5) == [15_256, 15_256]
 
 
@@ -204,7 +191,7 @@ def test_facts_that_cannot_be_are_refused(step: Step, nbytes: int, message: str)
     arena = Arena("paged", "anonymous", 64, (0, 64), (Range(0, 128),))
     trace = Trace("forward", 0, "", (step, Step("b", (1,), 0, 1)), 0, 0, "modelled")
     with pytest.raises(PlanError, match=message):
-        make_plan(storages, (trace,), arena, budget=64, hardware=Hardware("test", 1e12, 1e12, 1e9, 0))
+        make_plan(Problem(storages, (trace,), arena, hardware=Hardware("test", 1e12, 1e12, 1e9, 0)), 64)
 
 
 @pytest.mark.parametrize("latency_ns", [0, 100])
@@ -218,9 +205,9 @@ def test_a_segment_may_begin_inside_a_granule(latency_ns: int) -> None:
     layout = tuple(place + 24 for place in packed.layout)
     arena = replace(packed, layout=layout, segments=(Range(24, packed.segments[0].stop + 24),))
     hardware = Hardware("test", 1e12, 1e12, 1e9, latency_ns)
-    lowest, total = floor(storages, traces, arena).upper_bytes, sum(sizes)
+    lowest, total = floor(Demand(storages, traces, arena)).upper_bytes, sum(sizes)
     for budget in range(lowest, total, (total - lowest) // 12):
-        verify_plan(storages, traces, make_plan(storages, traces, arena, budget=budget, hardware=hardware))
+        verify_plan(storages, traces, make_plan(Problem(storages, traces, arena, hardware=hardware), budget))
 
 
 @pytest.mark.parametrize("weights", [10, 30, 38])
@@ -229,7 +216,7 @@ def test_a_plan_leaves_room_for_what_must_be_on_its_way(weights: int) -> None:
     n, in_flight = 40, 4 * UNIT
     p = equal_problem(n, 0.1)
     hardware = replace(p.hardware, link_in_flight_bytes=in_flight)
-    plan = plan_of(replace(p, hardware=hardware), weights * UNIT)
+    plan = make_plan(replace(p, hardware=hardware), weights * UNIT)
     (schedule,) = plan.schedules
 
     def on_their_way(step: int) -> int:

@@ -8,22 +8,17 @@ from typing import Any
 from hypothesis import strategies as st
 
 from penstock.schedule.facts.model import Arena, Extent, Hardware, Step, Storage, Trace, WeightFile, Wrap
-from penstock.schedule.space.layout import first_uses, mapped_arena, packed_arena
+from penstock.schedule.facts.problem import Problem, first_uses
+from penstock.schedule.space.layout import mapped_arena, packed_arena
 
 GRANULE = 64
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Everything that a plan is made from, but for the budget: `share` in 0..1 says how generous."""
+@dataclass(frozen=True, kw_only=True)
+class RandomProblem(Problem):
+    """A problem, and how generous its budget is, as a share in 0..1."""
 
-    storages: tuple[Storage, ...]
-    traces: tuple[Trace, ...]
-    arena: Arena
-    hardware: Hardware
-    keep: frozenset[int]
-    wrap: Wrap
-    share: float
+    share: float = 0.0
 
     def budget(self, floor_bytes: int) -> int:
         """A budget between the floor and all bytes that there are."""
@@ -31,13 +26,13 @@ class Problem:
         return floor_bytes + int(self.share * max(0, total - floor_bytes))
 
 
-def equal_problem(n: int, compute: float, *, unit: int = 64 * 64) -> Problem:
+def equal_problem(n: int, compute: float, *, unit: int = 64 * 64) -> RandomProblem:
     """n equal weights, each read once a pass; copying one takes 1 us, computing `compute` us."""
     storages = tuple(Storage(unit, "streamable") for _ in range(n))
     steps = tuple(Step(f"block.{k}", (k,), 0, round(compute * 1000)) for k in range(n))
     traces = (Trace("forward", 0, "", steps, 0, 0, "modelled"),)
     arena = packed_arena(storages, traces, kind="paged", granule=GRANULE, alignment=GRANULE)
-    return Problem(storages, traces, arena, machine(unit * 1e6), frozenset(), "overlap", 0.0)
+    return RandomProblem(storages, traces, arena, hardware=machine(unit * 1e6))
 
 
 def machine(link_bytes_per_s: float, *, latency_ns: int = 0) -> Hardware:
@@ -97,7 +92,7 @@ def in_files(
 
 
 @st.composite
-def problems(draw: Any, kind: str = "any", methods: int = 1) -> Problem:
+def problems(draw: Any, kind: str = "any", methods: int = 1) -> RandomProblem:
     """`kind` is "paged", "contiguous", or "any" of both; a paged arena may be mapped."""
     storages, traces = draw(storages_and_traces(methods))
     if kind == "any":
@@ -118,4 +113,6 @@ def problems(draw: Any, kind: str = "any", methods: int = 1) -> Problem:
     )
     wrap: Wrap = draw(st.sampled_from(["overlap", "overlap", "barrier"]))
     share = draw(st.floats(0, 1, allow_nan=False))
-    return Problem(storages, traces, arena, draw(hardwares()), frozenset(keep), wrap, share)
+    return RandomProblem(
+        storages, traces, arena, frozenset(keep), hardware=draw(hardwares()), wrap=wrap, share=share
+    )

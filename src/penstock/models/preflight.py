@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from penstock.schedule.facts.costs import with_times
 from penstock.schedule.facts.errors import BudgetError, PassError, SourceError
 from penstock.schedule.facts.model import Arena, Hardware, Plan
 from penstock.schedule.facts.presets import find_hardware, host_beside
+from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.facts.sizes import format_size, parse_size
 from penstock.schedule.host import host_bytes
 from penstock.schedule.payload.codec import Payload
@@ -55,7 +57,7 @@ class Model:
     @property
     def floor_bytes(self) -> int:
         """The least budget that works, on any hardware."""
-        return floor(self.payload.storages, self.payload.traces, self.arena).upper_bytes
+        return floor(Demand(self.payload.storages, self.payload.traces, self.arena)).upper_bytes
 
     @property
     def weight_bytes(self) -> int:
@@ -156,27 +158,16 @@ def open_source(
 def find(model: Model, hardware: str, budget: str | None, host_memory: str | None = None) -> Finding:
     """Plan a model for a preset; `budget` None is all that its memory leaves for weights."""
     machine = find_hardware(hardware)
-    storages, arena = model.payload.storages, model.arena
-    traces = [with_times(trace, machine) for trace in model.payload.traces]
+    storages = model.payload.storages
+    traces = tuple(with_times(trace, machine) for trace in model.payload.traces)
     total = machine.memory_nbytes or model.weight_bytes
     split = MemorySplit(total, model.activations, CUDA_WORKSPACE, model.cache_bytes)
     asked = split.weights if budget is None else parse_size(budget, total=model.weight_bytes)
     asked = max(0, min(asked, model.weight_bytes))
     least = model.floor_bytes
     held = parse_host_memory(host_memory, model.weight_bytes)
-    names = model.payload.storage_names()
-
-    def plan(nbytes: int) -> Plan:
-        return make_plan(
-            storages,
-            traces,
-            arena,
-            budget=nbytes,
-            hardware=machine,
-            names=names,
-            host_memory=held,
-        )
-
+    problem = Problem(storages, traces, model.arena, hardware=machine, host=held)
+    plan = partial(make_plan, problem, names=model.payload.storage_names())
     try:
         found = plan(asked)
     except BudgetError as error:

@@ -16,6 +16,7 @@ from penstock.runtime.device import streamer as device_streamer
 from penstock.runtime.sim.device import Policy, SimDevice
 from penstock.runtime.sim.streamer import SimStreamer
 from penstock.schedule.facts.model import Extent, Hardware, Plan, Step, Storage, Trace, Wrap
+from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.space.layout import packed_arena
 
@@ -90,9 +91,9 @@ def case(
     storages = (*storages[:-1], replace(storages[-1], kind="mutable"))  # stays, outside the arena
     traces = tuple(trace_of(graph, steps) for graph, steps in enumerate(reads))
     arena = packed_arena(storages, traces, kind="contiguous", granule=64, alignment=64)
-    least = floor(storages, traces, arena).upper_bytes
+    least = floor(Demand(storages, traces, arena)).upper_bytes
     budget = least + int(share * (sum(s.nbytes for s in storages) - least))
-    plan = make_plan(storages, traces, arena, budget=budget, hardware=HARDWARE, wrap=wrap, host_memory=host)
+    plan = make_plan(Problem(storages, traces, arena, hardware=HARDWARE, wrap=wrap, host=host), budget)
     return Case(name, storages, plan, tuple(passes))
 
 

@@ -17,9 +17,10 @@ from penstock.runtime.loading import LoadOptions
 from penstock.runtime.sim.device import SimDevice
 from penstock.schedule.facts.model import Extent
 from penstock.schedule.facts.presets import find_hardware
+from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.planner import floor, make_plan
 from tests.runtime.device.device_runs import Case, Run, cases
-from tests.schedule.traces import Problem, problems
+from tests.schedule.traces import RandomProblem, problems
 
 SEEDS = int(os.environ.get("PENSTOCK_SEEDS", "100"))
 """Random problems and orders: a hundred here, thousands in `make soak`."""
@@ -128,25 +129,18 @@ def test_more_passes_remember_no_more(case):
     assert remembered[0] == remembered[1]
 
 
-def case_of(p: Problem, host_share: float | None = None) -> Case:
+def case_of(p: RandomProblem, host_share: float | None = None) -> Case:
     starts = [sum(s.nbytes for s in p.storages[:k]) for k in range(len(p.storages))]
     storages = tuple(
         type(s)(s.nbytes, s.kind, (Extent(0, start, 0, s.nbytes),) if s.nbytes else ())
         for s, start in zip(p.storages, starts, strict=True)
     )
-    least = floor(storages, p.traces, p.arena, keep=p.keep).upper_bytes
+    least = floor(Demand(storages, p.traces, p.arena, p.keep)).upper_bytes
     hardware = replace(p.hardware, disk_bytes_per_s=p.hardware.link_bytes_per_s / 3, disk_latency_ns=70)
     total = sum(s.nbytes for s in storages)
-    plan = make_plan(
-        storages,
-        p.traces,
-        p.arena,
-        budget=p.budget(least),
-        hardware=hardware,
-        keep=p.keep,
-        wrap=p.wrap,
-        host_memory=None if host_share is None else 64 + int(host_share * total),
-    )
+    host = None if host_share is None else 64 + int(host_share * total)
+    problem = Problem(storages, p.traces, p.arena, p.keep, hardware=hardware, wrap=p.wrap, host=host)
+    plan = make_plan(problem, p.budget(least))
     graphs = [trace.graph for trace in p.traces]
     return Case(
         "random", storages, plan, tuple((graph, "in order") for graph in (*graphs, *graphs, graphs[0]))
@@ -156,7 +150,7 @@ def case_of(p: Problem, host_share: float | None = None) -> Case:
 @settings(max_examples=SEEDS, deadline=None)
 @seed(0)
 @given(problems("contiguous", methods=1))
-def test_random_plans_run_in_random_orders(p: Problem) -> None:
+def test_random_plans_run_in_random_orders(p: RandomProblem) -> None:
     one = case_of(p)
     if one.plan.arena_bytes:
         for number in range(3):
@@ -166,7 +160,7 @@ def test_random_plans_run_in_random_orders(p: Problem) -> None:
 @settings(max_examples=SEEDS // 2, deadline=None)
 @seed(1)
 @given(problems("contiguous", methods=2))
-def test_random_plans_of_two_methods_run_in_random_orders(p: Problem) -> None:
+def test_random_plans_of_two_methods_run_in_random_orders(p: RandomProblem) -> None:
     one = case_of(p)
     if one.plan.arena_bytes:
         Run(one, SimDevice(one.plan.hardware, policy="random", seed=1)).go()
@@ -175,7 +169,7 @@ def test_random_plans_of_two_methods_run_in_random_orders(p: Problem) -> None:
 @settings(max_examples=SEEDS, deadline=None)
 @seed(2)
 @given(problems("contiguous", methods=1), st.floats(0, 0.6))
-def test_random_plans_with_a_host_between_run_in_random_orders(p: Problem, share: float) -> None:
+def test_random_plans_with_a_host_between_run_in_random_orders(p: RandomProblem, share: float) -> None:
     """And steady passes take what is predicted, to the nanosecond."""
     one = case_of(p, share)
     if one.plan.arena_bytes:
@@ -190,7 +184,7 @@ def test_random_plans_with_a_host_between_run_in_random_orders(p: Problem, share
 @settings(max_examples=SEEDS // 4, deadline=None)
 @seed(3)
 @given(problems("contiguous", methods=2), st.floats(0, 0.6))
-def test_random_plans_of_two_methods_with_a_host_between(p: Problem, share: float) -> None:
+def test_random_plans_of_two_methods_with_a_host_between(p: RandomProblem, share: float) -> None:
     one = case_of(p, share)
     if one.plan.arena_bytes:
         Run(one, SimDevice(one.plan.hardware, policy="random", seed=1)).go()

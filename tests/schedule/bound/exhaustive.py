@@ -21,7 +21,7 @@ from fractions import Fraction
 
 import numpy
 
-from tests.schedule.traces import Problem
+from tests.schedule.traces import RandomProblem
 
 TICK_NS = 1000
 
@@ -80,7 +80,7 @@ class Tiny:
         return self.chunks.bit_count() * max(memory.chunk_ticks for memory in self.memories)
 
 
-def tiny_of(problem: Problem, memories: tuple[Memory, ...]) -> Tiny:
+def tiny_of(problem: RandomProblem, memories: tuple[Memory, ...]) -> Tiny:
     """The problem whose chunks are the arena's granules, and whose ticks are TICK_NS.
 
     Its budget and its hardware do not count, but the memories and their links.

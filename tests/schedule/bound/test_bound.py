@@ -18,34 +18,29 @@ from penstock.schedule.bound import period as bound
 from penstock.schedule.bound.period import Relaxation, relax, tier_of
 from penstock.schedule.bound.relaxation import Tier
 from penstock.schedule.facts.model import ArenaKind, Step, Storage, Trace, Wrap
-from penstock.schedule.planner import floor
+from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.space.layout import packed_arena
-from penstock.schedule.space.spans import Group, read_runs, span_groups
+from penstock.schedule.space.pieces import Pieces
 from tests.schedule.bound.exhaustive import TICK_NS, Memory, Tiny, least_ticks, tiny_of
-from tests.schedule.test_planner import plan_of
-from tests.schedule.traces import GRANULE, Problem, equal_problem, machine, problems
+from tests.schedule.traces import GRANULE, RandomProblem, equal_problem, machine, problems
 
 UNIT = 4096
 
 
-def groups_of(p: Problem) -> tuple[Group, ...]:
-    return span_groups(read_runs(p.storages, p.traces, p.arena, keep=p.keep), p.arena.granule)
-
-
-def lettered(reads: str, *, ns: int = 0, nbytes: int = GRANULE, kind: ArenaKind = "paged") -> Problem:
+def lettered(reads: str, *, ns: int = 0, nbytes: int = GRANULE, kind: ArenaKind = "paged") -> RandomProblem:
     """Steps that read one storage each, named by letters, without leads."""
     storages = (Storage(nbytes, "streamable"),) * len(set(reads))
     steps = tuple(Step(f"s{k}", (ord(one) - ord("a"),), 0, ns) for k, one in enumerate(reads))
     traces = (Trace("f", 0, "", steps, 0, 0, "modelled"),)
     arena = packed_arena(storages, traces, kind=kind, granule=GRANULE, alignment=GRANULE)
-    return Problem(storages, traces, arena, machine(1e9), frozenset(), "overlap", 0.0)
+    return RandomProblem(storages, traces, arena, hardware=machine(1e9))
 
 
 @dataclass(frozen=True)
 class Case:
     """A tiny problem, and its memories in chunks, which are granules."""
 
-    problem: Problem
+    problem: RandomProblem
     memories: tuple[Memory, ...]
 
     @cached_property
@@ -66,7 +61,7 @@ class Case:
             Tier(n * GRANULE, one.chunk_ticks * TICK_NS / GRANULE, one.latency_ticks * TICK_NS, GRANULE)
             for n, one in zip(chunks, self.memories, strict=True)
         ]
-        relaxed = relax(groups_of(self.problem), self.problem.traces[0], tiers, self.problem.wrap)
+        relaxed = relax(self.problem, Pieces(self.problem), tiers)
         assert relaxed is not None
         return relaxed
 
@@ -88,7 +83,7 @@ def random_case(
         # half a granule: neighbours may share one, which then is read with either
         arena = packed_arena(storages, (trace,), kind="paged", granule=GRANULE, alignment=GRANULE // 2)
         keep = frozenset(steps[0].reads[:1] if dice.random() < 0.1 else ())
-        problem = Problem(storages, (trace,), arena, machine(1e9), keep, wrap, 0.0)
+        problem = RandomProblem(storages, (trace,), arena, keep, hardware=machine(1e9), wrap=wrap)
         tiny = tiny_of(problem, ())
         total, least = tiny.chunks.bit_count(), max((i.needs | tiny.pinned).bit_count() for i in tiny.items)
         if least < total <= chunks:
@@ -148,8 +143,8 @@ def test_known_bounds(compute: float, lead: float, weights: float, period: int) 
     p = equal_problem(20, compute)
     lead_ns, ns = round(lead * compute * 1000), round(compute * 1000)
     steps = (replace(step, lead_ns=lead_ns, read_ns=ns - lead_ns) for step in p.traces[0].steps)
-    trace = replace(p.traces[0], steps=tuple(steps))
-    relaxed = relax(groups_of(p), trace, (tier_of(int(weights * UNIT), p.hardware),), "overlap")
+    p = replace(p, traces=(replace(p.traces[0], steps=tuple(steps)),))
+    relaxed = relax(p, Pieces(p), (tier_of(int(weights * UNIT), p.hardware),))
     assert relaxed is not None
     assert relaxed.bound_ns in (period * 1000 - 1, period * 1000)
 
@@ -160,10 +155,10 @@ def test_no_plan_beats_its_bound(kind: ArenaKind, examples: int) -> None:
 
     @settings(max_examples=examples)
     @given(st.one_of(problems(kind), problems(kind, methods=2)), st.sampled_from(["overlap", "barrier"]))
-    def check(p: Problem, wrap: Wrap) -> None:
-        lowest = floor(p.storages, p.traces, p.arena, keep=p.keep).upper_bytes
+    def check(p: RandomProblem, wrap: Wrap) -> None:
+        lowest = floor(p).upper_bytes
         for budget in (lowest, lowest + (p.budget(lowest) - lowest) // 4):
-            plan = plan_of(replace(p, wrap=wrap), budget)
+            plan = make_plan(replace(p, wrap=wrap), budget)
             lower = 0
             for schedule, trace in zip(plan.schedules, p.traces, strict=True):
                 assert schedule.lower_bound_ns is not None
@@ -181,7 +176,7 @@ def test_no_plan_beats_its_bound(kind: ArenaKind, examples: int) -> None:
 
 
 def test_a_contiguous_plan_copies_storages_and_not_granules() -> None:
-    schedule = plan_of(lettered("abc", nbytes=65, kind="contiguous"), 128).schedules[0]
+    schedule = make_plan(lettered("abc", nbytes=65, kind="contiguous"), 128).schedules[0]
     assert schedule.lower_bound_ns is not None
     assert schedule.lower_bound_ns <= schedule.predicted_ns == 195
 
@@ -194,7 +189,7 @@ def test_the_best_behaviour_lies_between_bound_and_plan() -> None:
         budget, storages = case.memories[0].chunks * GRANULE, case.problem.storages
         if case.problem.arena.segments[-1].stop % GRANULE or budget >= sum(s.nbytes for s in storages):
             continue
-        schedule = plan_of(case.problem, budget).schedules[0]
+        schedule = make_plan(case.problem, budget).schedules[0]
         assert schedule.lower_bound_ns is not None
         assert schedule.lower_bound_ns <= case.best_ns(passes=1)
         assert case.best_ns() <= schedule.predicted_ns
@@ -266,25 +261,26 @@ def test_what_is_reported_is_the_dual_value(monkeypatch: pytest.MonkeyPatch) -> 
     assert useful > 20
 
 
-def test_no_time_for_the_solver_gives_no_bound() -> None:
+def test_no_time_for_the_solver_gives_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     p = equal_problem(80, 0.1)
     tiers = (tier_of(9 * UNIT, p.hardware),)
-    assert relax(groups_of(p), p.traces[0], tiers, "overlap", seconds=0.0) is None
-    assert relax(groups_of(p), p.traces[0], tiers, "overlap") is not None
+    assert relax(p, Pieces(p), tiers) is not None
+    monkeypatch.setattr(bound, "SECONDS", 0.0)
+    assert relax(p, Pieces(p), tiers) is None
 
 
 @pytest.mark.parametrize(("nbytes", "latency_ns"), [(0, 0), (0, 9), (UNIT - 1, 0), (UNIT - 1, 9)])
 def test_too_little_memory_gives_no_bound(nbytes: int, latency_ns: int) -> None:
     p = equal_problem(4, 1)
     tiers = (tier_of(nbytes, replace(p.hardware, link_latency_ns=latency_ns)),)
-    assert relax(groups_of(p), p.traces[0], tiers, "overlap") is None
+    assert relax(p, Pieces(p), tiers) is None
 
 
 @pytest.mark.parametrize("kind", ["paged", "contiguous"])
 def test_a_plan_without_a_bound_says_so(kind: ArenaKind, monkeypatch: pytest.MonkeyPatch) -> None:
     failed = scipy.optimize.OptimizeResult(status=1, x=None, fun=None)
     monkeypatch.setattr(scipy.optimize, "linprog", lambda *args, **options: failed)
-    plan = plan_of(lettered("abcdefgh", kind=kind), 3 * GRANULE)
+    plan = make_plan(lettered("abcdefgh", kind=kind), 3 * GRANULE)
     assert (plan.schedules[0].lower_bound_ns, plan.lower_bound_seconds, plan.ratio) == (None, None, None)
     assert min(plan.predicted_seconds, plan.streamed_bytes) > 0
 
@@ -305,7 +301,7 @@ def test_a_plan_without_a_bound_says_so(kind: ArenaKind, monkeypatch: pytest.Mon
         (lettered("abc"), (Memory(1, 1), Memory(1, 5)), 15, 15),
     ],
 )
-def test_known_periods(problem: Problem, memories: tuple[Memory, ...], one: int, two: float) -> None:
+def test_known_periods(problem: RandomProblem, memories: tuple[Memory, ...], one: int, two: float) -> None:
     tiny = tiny_of(problem, memories)
     assert least_ticks(tiny, passes=1) == one
     assert min(one, least_ticks(tiny, passes=2)) == two == least_ticks(tiny)

@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 
 from penstock.schedule.bound.residency import Residency, gaps_between_reads, needed_bytes
 from penstock.schedule.facts.model import Range, Step, Storage, Trace
+from penstock.schedule.facts.problem import Demand
 from penstock.schedule.space.layout import packed_arena
-from penstock.schedule.space.spans import merged, read_runs, span_groups
-from tests.schedule.traces import Problem, equal_problem, machine, problems
+from penstock.schedule.space.pieces import Pieces
+from penstock.schedule.space.spans import merged
+from tests.schedule.traces import RandomProblem, equal_problem, machine, problems
 
 
 def trace_of(*reads: tuple[int, ...], read_ns: int = 10) -> Trace:
@@ -19,7 +21,7 @@ def trace_of(*reads: tuple[int, ...], read_ns: int = 10) -> Trace:
 
 def residency_of(storages: tuple[Storage, ...], trace: Trace) -> Residency:
     arena = packed_arena(storages, (trace,), kind="paged", granule=64, alignment=64)
-    groups = span_groups(read_runs(storages, (trace,), arena), arena.granule)
+    groups = Pieces(Demand(storages, (trace,), arena)).groups
     gaps = gaps_between_reads(groups, trace, machine(1e9))
     return Residency(groups, gaps, needed_bytes(groups, len(trace.steps)))
 
@@ -27,7 +29,7 @@ def residency_of(storages: tuple[Storage, ...], trace: Trace) -> Residency:
 def test_a_granule_that_two_storages_touch_is_read_with_either() -> None:
     storages = (Storage(96, "streamable"), Storage(96, "streamable"))
     arena = packed_arena(storages, (trace_of((0,), (1,)),), kind="paged", granule=64, alignment=32)
-    runs = read_runs(storages, (trace_of((0,), (1,)),), arena)
+    runs = Pieces(Demand(storages, (trace_of((0,), (1,)),), arena)).runs
     assert [(r.range, r.reads) for r in runs] == [
         (Range(0, 64), ((0,),)),
         (Range(64, 128), ((0, 1),)),
@@ -39,15 +41,15 @@ def test_neighbours_read_alike_are_one_run_unless_one_is_kept() -> None:
     storages = (Storage(64, "streamable"),) * 2
     trace = trace_of((0, 1), (0, 1))
     arena = packed_arena(storages, (trace,), kind="paged", granule=64, alignment=64)
-    assert [r.range for r in read_runs(storages, (trace,), arena)] == [Range(0, 128)]
-    assert [r.kept for r in read_runs(storages, (trace,), arena, keep={1})] == [False, True]
+    assert [r.range for r in Pieces(Demand(storages, (trace,), arena)).runs] == [Range(0, 128)]
+    assert [r.kept for r in Pieces(Demand(storages, (trace,), arena, frozenset({1}))).runs] == [False, True]
 
 
 def test_large_runs_are_cut_into_spans_of_whole_granules() -> None:
     storages = (Storage(64 * 100_000, "streamable"), Storage(10, "streamable"))
     trace = trace_of((0,), (1,))
     arena = packed_arena(storages, (trace,), kind="paged", granule=64, alignment=64)
-    large, small = span_groups(read_runs(storages, (trace,), arena), 64)
+    large, small = Pieces(Demand(storages, (trace,), arena)).groups
     assert len(large.spans) <= 30_001
     assert merged(large.spans) == (Range(0, 6_400_000),)
     assert small.spans == (Range(6_400_000, 6_400_010),)
@@ -75,8 +77,7 @@ def test_short_gaps_are_kept_before_long_ones() -> None:
 
 def test_equal_weights_get_equal_shares() -> None:
     problem = equal_problem(10, 0.5)
-    arena = problem.arena
-    groups = span_groups(read_runs(problem.storages, problem.traces, arena), arena.granule)
+    groups = Pieces(problem).groups
     trace = problem.traces[0]
     gaps = gaps_between_reads(groups, trace, problem.hardware)
     residency = Residency(groups, gaps, needed_bytes(groups, len(trace.steps)))
@@ -85,9 +86,11 @@ def test_equal_weights_get_equal_shares() -> None:
 
 
 @given(problems("paged"), st.floats(0, 1), st.booleans())
-def test_no_step_holds_more_than_the_level_or_what_it_needs(p: Problem, share: float, spread: bool) -> None:
+def test_no_step_holds_more_than_the_level_or_what_it_needs(
+    p: RandomProblem, share: float, spread: bool
+) -> None:
     trace = p.traces[0]
-    groups = span_groups(read_runs(p.storages, p.traces, p.arena, keep=p.keep), p.arena.granule)
+    groups = Pieces(p).groups
     gaps = gaps_between_reads(groups, trace, p.hardware)
     residency = Residency(groups, gaps, needed_bytes(groups, len(trace.steps)))
     level = int(share * sum(group.nbytes for group in groups))
@@ -97,9 +100,9 @@ def test_no_step_holds_more_than_the_level_or_what_it_needs(p: Problem, share: f
 
 
 @given(problems("paged"))
-def test_spans_cover_every_read_byte_once(problem: Problem) -> None:
+def test_spans_cover_every_read_byte_once(problem: RandomProblem) -> None:
     arena = problem.arena
-    groups = span_groups(read_runs(problem.storages, problem.traces, arena), arena.granule)
+    groups = Pieces(problem).groups
     spans = [span for group in groups for span in group.spans]
     covered = merged(spans)
     assert sum(span.nbytes for span in spans) == sum(r.nbytes for r in covered)

@@ -6,18 +6,16 @@ from hypothesis import given, settings
 
 from penstock.schedule.clock import simulation
 from penstock.schedule.planner import floor, make_plan
-from tests.schedule.traces import Problem, equal_problem, problems
+from tests.schedule.traces import RandomProblem, equal_problem, problems
 
 UNIT = 4096
 
 
 @given(problems())
 @settings(max_examples=150)
-def test_simulation_and_prediction_agree_to_the_nanosecond(p: Problem) -> None:
-    budget = p.budget(floor(p.storages, p.traces, p.arena, keep=p.keep).upper_bytes)
-    plan = make_plan(
-        p.storages, p.traces, p.arena, budget=budget, hardware=p.hardware, keep=p.keep, wrap=p.wrap
-    )
+def test_simulation_and_prediction_agree_to_the_nanosecond(p: RandomProblem) -> None:
+    budget = p.budget(floor(p).upper_bytes)
+    plan = make_plan(p, budget)
     for trace, schedule in zip(plan.traces, plan.schedules, strict=True):
         done = simulation.run(trace, schedule, plan.hardware, plan.wrap)
         assert done.period_ns == schedule.predicted_ns
@@ -25,7 +23,7 @@ def test_simulation_and_prediction_agree_to_the_nanosecond(p: Problem) -> None:
 
 def test_a_pass_is_its_compute_and_its_stalls() -> None:
     p = equal_problem(20, 0.1)
-    plan = make_plan(p.storages, p.traces, p.arena, budget=5 * UNIT, hardware=p.hardware)
+    plan = make_plan(p, 5 * UNIT)
     trace = plan.traces[0]
     done = simulation.run(trace, plan.schedules[0], plan.hardware, plan.wrap)
     assert done.period_ns == trace.compute_ns + sum(stall.ns for stall in done.stalls(trace))
@@ -35,7 +33,7 @@ def test_a_pass_is_its_compute_and_its_stalls() -> None:
 
 def test_nothing_waits_where_everything_fits() -> None:
     p = equal_problem(4, 1)
-    plan = make_plan(p.storages, p.traces, p.arena, budget=4 * UNIT, hardware=p.hardware)
+    plan = make_plan(p, 4 * UNIT)
     done = simulation.run(plan.traces[0], plan.schedules[0], plan.hardware, plan.wrap)
     assert done.stalls(plan.traces[0]) == ()
     assert done.period_ns == done.first_ns == 4000

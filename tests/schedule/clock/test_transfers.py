@@ -7,10 +7,11 @@ from hypothesis import given
 from penstock.schedule.bound.residency import gaps_between_reads
 from penstock.schedule.clock.transfers import Join, Loads, Streaming
 from penstock.schedule.facts.model import Drop, Hardware, Range, Step, Storage, Trace, Transfer
+from penstock.schedule.facts.problem import Demand
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.space.layout import packed_arena
-from penstock.schedule.space.spans import read_runs, span_groups
-from tests.schedule.traces import Problem, machine, problems
+from penstock.schedule.space.pieces import Pieces
+from tests.schedule.traces import RandomProblem, machine, problems
 
 HARDWARE: Hardware = machine(1e9)
 
@@ -20,7 +21,7 @@ def loads_of(sizes: tuple[int, ...], *reads: tuple[int, ...]) -> Loads:
     steps = tuple(Step(f"s{k}", one, 0, 10) for k, one in enumerate(reads))
     trace = Trace("forward", 0, "", steps, 0, 0, "modelled")
     arena = packed_arena(storages, (trace,), kind="paged", granule=64, alignment=64)
-    groups = span_groups(read_runs(storages, (trace,), arena), 64)
+    groups = Pieces(Demand(storages, (trace,), arena)).groups
     return Loads(groups, gaps_between_reads(groups, trace, HARDWARE), len(steps), breaks={0})
 
 
@@ -76,12 +77,10 @@ def test_what_is_kept_across_the_end_is_in_the_boundary_without_a_transfer() -> 
 
 
 @given(problems("paged"))
-def test_room_is_never_exceeded_and_the_line_is_in_order(p: Problem) -> None:
+def test_room_is_never_exceeded_and_the_line_is_in_order(p: RandomProblem) -> None:
     """Occupancy counted event by event over three passes, from when each transfer may start."""
-    budget = p.budget(floor(p.storages, p.traces, p.arena, keep=p.keep).upper_bytes)
-    plan = make_plan(
-        p.storages, p.traces, p.arena, budget=budget, hardware=p.hardware, keep=p.keep, wrap=p.wrap
-    )
+    budget = p.budget(floor(p).upper_bytes)
+    plan = make_plan(p, budget)
     schedule, n = plan.schedules[0], len(p.traces[0].steps)
     assert [t.step for t in schedule.transfers] == sorted(t.step for t in schedule.transfers)
     assert [t.after for t in schedule.transfers] == sorted(t.after for t in schedule.transfers)

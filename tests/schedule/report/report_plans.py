@@ -8,24 +8,19 @@ from benchmarks.corpus import list_programs
 from penstock.schedule.facts.costs import with_times
 from penstock.schedule.facts.model import ArenaKind, Plan
 from penstock.schedule.facts.presets import find_hardware
+from penstock.schedule.facts.problem import Problem
 from penstock.schedule.host import with_host
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.space.layout import packed_arena
-from tests.schedule.traces import Problem, equal_problem
+from tests.schedule.traces import equal_problem
 
 UNIT = 4096
-
-
-def plan_of(p: Problem, budget: int) -> Plan:
-    return make_plan(
-        p.storages, p.traces, p.arena, budget=budget, hardware=p.hardware, keep=p.keep, wrap=p.wrap
-    )
 
 
 def equal_plan(n: int = 8, *, kind: ArenaKind = "paged", units: float = 4, compute: float = 0.5) -> Plan:
     p = equal_problem(n, compute)
     arena = packed_arena(p.storages, p.traces, kind=kind, granule=64, alignment=64)
-    return plan_of(replace(p, arena=arena), int(units * UNIT))
+    return make_plan(replace(p, arena=arena), int(units * UNIT))
 
 
 def two_links(plan: Plan) -> Plan:
@@ -47,6 +42,7 @@ def corpus_plan(name: str, hardware: str, kind: ArenaKind, share: float) -> Plan
     trace = with_times(program.trace, machine_)
     granule = {"paged": 2 << 20, "contiguous": 4096}[kind]
     arena = packed_arena(program.storages, [trace], kind=kind, granule=granule, alignment=4096)
-    lowest = floor(program.storages, [trace], arena).upper_bytes
+    problem = Problem(program.storages, (trace,), arena, hardware=machine_)
+    lowest = floor(problem).upper_bytes
     budget = lowest + int((program.nbytes - lowest) * share)
-    return make_plan(program.storages, [trace], arena, budget=budget, hardware=machine_, names=program.names)
+    return make_plan(problem, budget, names=program.names)

@@ -6,26 +6,26 @@ import pytest
 from hypothesis import given, settings
 
 from penstock.schedule.facts.model import Hardware, Step, Storage, Trace, Work
+from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.report import baselines
-from penstock.schedule.report.baselines import Problem, compare
+from penstock.schedule.report.baselines import Setting, compare
 from penstock.schedule.space.layout import packed_arena
-from tests.schedule.traces import Problem as Facts
-from tests.schedule.traces import machine, problems
+from tests.schedule.traces import RandomProblem, machine, problems
 
 US = 1000
 UNIT = 1_000_000
 
 
-def problem(
+def setting(
     n: int, *, cap: float, compute_us: int = 0, reads: tuple[tuple[int, ...], ...] = (), latency_us: int = 0
-) -> Problem:
+) -> Setting:
     """Storages of a unit, copied in 1,000 us each, and read in order unless `reads` says otherwise."""
     storages = tuple(Storage(UNIT, "streamable") for _ in range(n))
     order = reads or tuple((k,) for k in range(n))
     steps = tuple(Step(f"s{k}", one, 0, compute_us * US) for k, one in enumerate(order))
     trace = Trace("forward", 0, "", steps, 0, 0, "modelled")
-    return Problem(storages, trace, int(cap * UNIT), machine(1e9, latency_ns=latency_us * US))
+    return Setting(storages, trace, int(cap * UNIT), machine(1e9, latency_ns=latency_us * US))
 
 
 def us(ns: int | None) -> float | None:
@@ -48,17 +48,17 @@ def us(ns: int | None) -> float | None:
     ],
 )
 def test_ten_equal_weights(policy, cap: float, compute_us: int, expected: float | None) -> None:
-    assert us(policy(problem(10, cap=cap, compute_us=compute_us))) == expected
+    assert us(policy(setting(10, cap=cap, compute_us=compute_us))) == expected
 
 
 def test_the_least_recently_used_policy_finds_what_returns_soon() -> None:
     """0 is read every other step: with two places it stays, and each of the others is copied."""
-    one = problem(4, cap=2, reads=((0, 1), (0, 2), (0, 3)))
+    one = setting(4, cap=2, reads=((0, 1), (0, 2), (0, 3)))
     assert us(baselines.least_recently_used(one)) == 3_000
 
 
 def test_every_copy_pays_its_latency() -> None:
-    assert us(baselines.on_demand(problem(4, cap=1, latency_us=50))) == 4 * 1050
+    assert us(baselines.on_demand(setting(4, cap=1, latency_us=50))) == 4 * 1050
 
 
 def test_the_rest_on_the_host_takes_the_hosts_time() -> None:
@@ -67,7 +67,7 @@ def test_the_rest_on_the_host_takes_the_hosts_time() -> None:
     steps = tuple(Step(f"s{k}", (k,), 0, 0, Work(), Work(0, UNIT)) for k in range(4))
     trace = Trace("forward", 0, "", steps, 0, 0, "modelled")
     host = Hardware("host", 1e12, 1e9, 1.0, 0)
-    one = Problem(storages, trace, 2 * UNIT, machine(1e9, latency_ns=50 * US))
+    one = Setting(storages, trace, 2 * UNIT, machine(1e9, latency_ns=50 * US))
     assert us(baselines.rest_on_host(one, host)) == 2 * 1000 + 2 * 50
     assert us(compare(one, host)["rest on the host"]) == 2_100
     assert "rest on the host" not in compare(one)
@@ -75,15 +75,15 @@ def test_the_rest_on_the_host_takes_the_hosts_time() -> None:
 
 @given(problems(kind="paged"))
 @settings(max_examples=80)
-def test_no_policy_beats_the_bound(p: Facts) -> None:
+def test_no_policy_beats_the_bound(p: RandomProblem) -> None:
     """They copy whole storages to the byte, so the relaxation with granules of a byte holds for them too."""
     arena = packed_arena(p.storages, p.traces, kind="paged", granule=1, alignment=1)
-    budget = p.budget(floor(p.storages, p.traces, arena).upper_bytes)
-    plan = make_plan(p.storages, p.traces, arena, budget=budget, hardware=p.hardware)
+    budget = p.budget(floor(Demand(p.storages, p.traces, arena)).upper_bytes)
+    plan = make_plan(Problem(p.storages, p.traces, arena, hardware=p.hardware), budget)
     outside = sum(s.nbytes for s in p.storages if s.kind != "streamable")
     if not p.traces[0].steps:
         return
-    found = compare(Problem(p.storages, p.traces[0], budget - outside, p.hardware))
+    found = compare(Setting(p.storages, p.traces[0], budget - outside, p.hardware))
     bound = plan.schedules[0].lower_bound_ns
     assert bound is not None
     assert all(ns is None or ns >= bound for ns in found.values())

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import ArenaKind, Plan, Step, Storage, Trace
+from penstock.schedule.facts.problem import Problem
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.report.drawing import save_report, save_timeline
 from penstock.schedule.report.page import page_data
@@ -30,8 +31,8 @@ from penstock.schedule.report.views import (
     views_of,
 )
 from penstock.schedule.space.layout import packed_arena
-from tests.schedule.report.report_plans import UNIT, corpus_plan, equal_plan, plan_of
-from tests.schedule.traces import Problem, machine, problems
+from tests.schedule.report.report_plans import UNIT, corpus_plan, equal_plan
+from tests.schedule.traces import RandomProblem, machine, problems
 
 # What is drawn.
 
@@ -39,10 +40,10 @@ from tests.schedule.traces import Problem, machine, problems
 @settings(max_examples=60)
 @given(problems(), st.data())
 def test_every_byte_that_a_step_reads_is_drawn_once_and_nothing_is_drawn_twice(
-    problem: Problem, data: st.DataObject
+    problem: RandomProblem, data: st.DataObject
 ) -> None:
-    lowest = floor(problem.storages, problem.traces, problem.arena, keep=problem.keep).upper_bytes
-    plan = plan_of(problem, max(1, problem.budget(lowest)))
+    lowest = floor(problem).upper_bytes
+    plan = make_plan(problem, max(1, problem.budget(lowest)))
     trace = plan.traces[0]
     views = views_of(plan, 0)
     copies = copies_of(plan, plan.schedules[0], views.passes)
@@ -101,7 +102,7 @@ def test_sizes_of_storages_are_found_without_the_catalog(kind: ArenaKind) -> Non
     steps = tuple(Step(f"s{k}", (k,), 0, 100) for k in range(4))
     traces = (Trace("forward", 0, "", steps, 0, 0, "modelled"),)
     arena = packed_arena(storages, traces, kind=kind, granule=64, alignment=64)
-    plan = make_plan(storages, traces, arena, budget=1100, hardware=machine(1e9))
+    plan = make_plan(Problem(storages, traces, arena, hardware=machine(1e9)), 1100)
     known = storage_ranges(plan)
     guessed = storage_ranges(replace(plan, sizes=()))
     assert [r.nbytes for r in known if r] == [100, 640, 64, 1000]
@@ -134,7 +135,7 @@ def test_the_table_explains_what_never_streams() -> None:
     steps = (Step("a", (0,), 0, 10), Step("b", (1,), 0, 10))
     traces = (Trace("forward", 0, "", steps, 0, 0, "modelled"),)
     arena = packed_arena(storages, traces, kind="paged", granule=64, alignment=64)
-    plan = make_plan(storages, traces, arena, budget=3 * UNIT, hardware=machine(1e9))
+    plan = make_plan(Problem(storages, traces, arena, hardware=machine(1e9)), 3 * UNIT)
     data = page_data(plan, "abcd", None)
     why = data["methods"][0]["rows"]["why"]
     assert why[0] == "read once a pass; all weights fit, so that nothing streams"

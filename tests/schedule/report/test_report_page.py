@@ -13,6 +13,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 from penstock.schedule.facts.model import ArenaKind, Plan
+from penstock.schedule.facts.problem import Problem
 from penstock.schedule.planner import make_plan
 from penstock.schedule.report.drawing import save_report
 from penstock.schedule.report.views import views_of
@@ -218,13 +219,13 @@ def odd_plans() -> Sequence[tuple[str, Plan]]:
     p = equal_problem(6, 0.5)
     traces = (p.traces[0], replace(p.traces[0], method="decode", graph=1, steps=p.traces[0].steps[::-1]))
     arena = packed_arena(p.storages, traces, kind="paged", granule=64, alignment=64)
-    two = make_plan(p.storages, traces, arena, budget=5 * UNIT, hardware=p.hardware)
+    two = make_plan(Problem(p.storages, traces, arena, hardware=p.hardware), 5 * UNIT)
     without = replace(
         equal_plan(), sizes=(), schedules=(replace(equal_plan().schedules[0], lower_bound_ns=None),)
     )
     empty = replace(p.traces[0], steps=())
     arena = packed_arena((), [empty], kind="paged", granule=64, alignment=64)
-    none = make_plan((), [empty], arena, budget=1, hardware=p.hardware)
+    none = make_plan(Problem((), (empty,), arena, hardware=p.hardware), 1)
     fits = equal_plan(units=8, kind="contiguous")
     return (
         ("two methods", two),

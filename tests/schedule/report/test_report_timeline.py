@@ -13,6 +13,7 @@ import pytest
 
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import ArenaKind, Step, Storage, Trace
+from penstock.schedule.facts.problem import Problem
 from penstock.schedule.planner import make_plan
 from penstock.schedule.report.drawing import save_report, save_timeline, terminal_timeline
 from penstock.schedule.report.page import page_data
@@ -85,7 +86,7 @@ def test_the_terminal_shows_what_is_busy() -> None:
     steps = (Step("a", (0,), 0, 1000), Step("b", (1,), 0, 1000))
     traces = (Trace("forward", 0, "", steps, 0, 0, "modelled"),)
     arena = packed_arena(storages, traces, kind="contiguous", granule=1000, alignment=1000)
-    plan = make_plan(storages, traces, arena, budget=1000, hardware=machine(1e9))
+    plan = make_plan(Problem(storages, traces, arena, hardware=machine(1e9)), 1000)
     full, none = "\u2588" * 8, " " * 8
     assert terminal_timeline(plan, 45).splitlines() == [
         f"compute {none}{full}{none}{full}  50%",
@@ -106,7 +107,7 @@ def test_several_methods_are_told_apart(tmp_path: Path) -> None:
     p = equal_problem(6, 0.5)
     traces = (p.traces[0], replace(p.traces[0], method="decode", graph=1, steps=p.traces[0].steps[::-1]))
     arena = packed_arena(p.storages, traces, kind="paged", granule=64, alignment=64)
-    plan = make_plan(p.storages, traces, arena, budget=5 * UNIT, hardware=p.hardware)
+    plan = make_plan(Problem(p.storages, traces, arena, hardware=p.hardware), 5 * UNIT)
     lines = terminal_timeline(plan, 60).splitlines()
     assert [line for line in lines if line.endswith(":")] == ["forward:", "decode:"]
     save_timeline(plan, tmp_path / "plan.json")
@@ -119,7 +120,7 @@ def test_several_methods_are_told_apart(tmp_path: Path) -> None:
 def test_a_program_without_steps_has_empty_pictures(tmp_path: Path) -> None:
     trace = Trace("forward", 0, "", (), 5, 5, "modelled")
     arena = packed_arena((), [trace], kind="paged", granule=64, alignment=64)
-    plan = make_plan((), [trace], arena, budget=1, hardware=machine(1e9))
+    plan = make_plan(Problem((), (trace,), arena, hardware=machine(1e9)), 1)
     assert terminal_timeline(plan) == ""
     save_report(plan, tmp_path / "plan.html")
     save_timeline(plan, tmp_path / "plan.json", passes=1)

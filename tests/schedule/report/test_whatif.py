@@ -8,6 +8,7 @@ from penstock.schedule.facts.costs import with_times
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import Hardware, Plan, Step, Storage, Trace, Work
 from penstock.schedule.facts.presets import PRESETS, find_hardware
+from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.report import whatif
 from penstock.schedule.space.layout import packed_arena
@@ -29,7 +30,7 @@ def trace_for(hardware: Hardware, *, flops: float) -> Trace:
 def plan_for(budget: int, *, flops: float = 0, hardware: Hardware = PRESETS["rtx4090"]) -> Plan:
     trace = trace_for(hardware, flops=flops)
     arena = packed_arena(STORAGES, [trace], kind="paged", granule=2 << 20, alignment=4096)
-    return make_plan(STORAGES, [trace], arena, budget=budget, hardware=hardware)
+    return make_plan(Problem(STORAGES, (trace,), arena, hardware=hardware), budget)
 
 
 def test_a_decoder_on_a_slow_link_is_limited_by_it() -> None:
@@ -75,7 +76,7 @@ def test_what_fits_needs_no_verdict() -> None:
 def test_a_sweep_goes_from_the_floor_to_everything_and_never_gets_slower() -> None:
     trace = trace_for(PRESETS["l4"], flops=1e11)
     arena = packed_arena(STORAGES, [trace], kind="paged", granule=2 << 20, alignment=4096)
-    lowest = floor(STORAGES, [trace], arena).upper_bytes
+    lowest = floor(Demand(STORAGES, (trace,), arena)).upper_bytes
     points = whatif.sweep(
         lambda budget: plan_for(budget, flops=1e11, hardware=PRESETS["l4"]),
         STORAGES,

@@ -7,53 +7,52 @@ import itertools
 import pytest
 from hypothesis import given
 
-from penstock.schedule.clock.occupancy import decide
-from penstock.schedule.facts.model import Arena, Drop, Range, Step, Storage, Trace, Transfer
+from penstock.schedule.facts.model import Drop, Range, Step, Storage, Trace, Transfer
+from penstock.schedule.facts.problem import Demand
 from penstock.schedule.planner import floor
+from penstock.schedule.search.occupancy import Occupancy
 from penstock.schedule.space.addresses import Placement, blocks_of, least_copied, tight
 from penstock.schedule.space.layout import packed_arena
 from penstock.schedule.space.oldest import place_oldest
-from tests.schedule.traces import Problem, problems
-
-Facts = tuple[tuple[Storage, ...], tuple[Trace, ...], Arena]
+from tests.schedule.traces import RandomProblem, problems
 
 
-def facts_of(sizes: tuple[int, ...], *reads: tuple[int, ...]) -> Facts:
+def facts_of(sizes: tuple[int, ...], *reads: tuple[int, ...]) -> Demand:
     storages = tuple(Storage(size, "streamable") for size in sizes)
     steps = tuple(Step(f"s{k}", one, 0, 10) for k, one in enumerate(reads))
     traces = (Trace("forward", 0, "", steps, 0, 0, "modelled"),)
     arena = packed_arena(storages, traces, kind="contiguous", granule=64, alignment=64)
-    return storages, traces, arena
+    return Demand(storages, traces, arena)
 
 
 def test_storages_of_one_step_lie_apart_and_others_share() -> None:
-    placement = tight(blocks_of(*facts_of((64, 128, 64), (0, 1), (2,)), ()))
+    placement = tight(blocks_of(facts_of((64, 128, 64), (0, 1), (2,))))
     assert placement.nbytes == 192
     assert placement.addresses[0] >= 128 or placement.addresses[1] >= 64
 
 
 def test_three_pairs_need_three_places() -> None:
     """Unit storages read as {A,B}, {B,C}, {A,C}: the floor is above the largest step."""
-    found = floor(*facts_of((64, 64, 64), (0, 1), (1, 2), (0, 2)))
+    found = floor(facts_of((64, 64, 64), (0, 1), (1, 2), (0, 2)))
     assert (found.lower_bytes, found.upper_bytes) == (128, 192)
 
 
 def test_each_storage_takes_the_place_that_was_read_longest_ago() -> None:
-    blocks = blocks_of(*facts_of((64,) * 5, (0,), (1,), (2,), (3,), (4,)), ())
+    blocks = blocks_of(facts_of((64,) * 5, (0,), (1,), (2,), (3,), (4,)))
     found = place_oldest(blocks, (), cap=192)
     assert found is not None
     assert found.addresses == (0, 64, 128, 0, 64)
 
 
 def test_a_large_storage_takes_the_place_of_the_oldest_small_ones() -> None:
-    blocks = blocks_of(*facts_of((64, 64, 64, 128), (0,), (1,), (2,), (3,)), ())
+    blocks = blocks_of(facts_of((64, 64, 64, 128), (0,), (1,), (2,), (3,)))
     found = place_oldest(blocks, (), cap=192)
     assert found is not None
     assert found.addresses == (0, 64, 128, 0)
 
 
 def test_resident_storages_are_apart() -> None:
-    blocks = blocks_of(*facts_of((64,) * 4, (0,), (1,), (2,), (3,)), ())
+    blocks = blocks_of(facts_of((64,) * 4, (0,), (1,), (2,), (3,)))
     found = place_oldest(blocks, {1}, cap=192)
     assert found is not None
     assert found.addresses == (64, 0, 128, 64)
@@ -61,31 +60,31 @@ def test_resident_storages_are_apart() -> None:
 
 def test_two_large_storages_stick_out_of_a_ring() -> None:
     """Of 256 bytes each, 128 are shared with the small ones, and the other 128 stay."""
-    blocks = blocks_of(*facts_of((256, 64, 64, 256), (0,), (1,), (2,), (3,)), ())
+    blocks = blocks_of(facts_of((256, 64, 64, 256), (0,), (1,), (2,), (3,)))
     found = place_oldest(blocks, (), cap=384, ring=128)
     assert found is not None
     assert (found.addresses[0], found.addresses[3]) in {(0, 128), (128, 0)}
     assert {found.addresses[1], found.addresses[2]} == {128, 192}
     facts = facts_of((256, 64, 64, 256), (0,), (1,), (2,), (3,))
-    one = decide(blocks, facts[1], facts[2], found, early=3)
+    one = Occupancy(facts, blocks, found).decide(3)
     assert sum(r.nbytes for r in one.resident) == 256
 
 
 @pytest.mark.parametrize(("cap", "ring"), [(320, 64), (64, None)])
 def test_what_does_not_fit_has_no_place(cap: int, ring: int | None) -> None:
-    blocks = blocks_of(*facts_of((256, 128, 64, 256), (0,), (1,), (2,), (3,)), ())
+    blocks = blocks_of(facts_of((256, 128, 64, 256), (0,), (1,), (2,), (3,)))
     assert place_oldest(blocks, (), cap=cap, ring=ring) is None
 
 
 def test_storages_of_one_step_find_no_place_where_only_one_fits() -> None:
-    blocks = blocks_of(*facts_of((64, 64), (0, 1)), ())
+    blocks = blocks_of(facts_of((64, 64), (0, 1)))
     assert place_oldest(blocks, (), cap=64) is None
 
 
 def test_neighbours_that_overlap_in_part_are_copied_in_part() -> None:
-    storages, traces, arena = facts_of((128,) * 2, (0,), (1,))
-    blocks = blocks_of(storages, traces, arena, ())
-    one = decide(blocks, traces, arena, Placement((0, 64), 192), early=1)
+    demand = facts_of((128,) * 2, (0,), (1,))
+    blocks = blocks_of(demand)
+    one = Occupancy(demand, blocks, Placement((0, 64), 192)).decide(1)
     assert one.resident == (Range(0, 64), Range(192, 256))
     assert one.streams[0][0] == (Transfer(64, 128, 0, -1), Transfer(128, 192, 1, 0))
     assert one.streams[0][1] == (Drop(64, 128, 0), Drop(128, 192, 1))
@@ -94,23 +93,23 @@ def test_neighbours_that_overlap_in_part_are_copied_in_part() -> None:
 
 def test_small_parts_of_a_storage_are_copied_with_their_neighbours() -> None:
     """The last storage lies over both others: its first part could start a step earlier than its second."""
-    storages, traces, arena = facts_of((64, 64, 128), (0,), (1,), (2,))
-    blocks = blocks_of(storages, traces, arena, ())
+    demand = facts_of((64, 64, 128), (0,), (1,), (2,))
+    blocks = blocks_of(demand)
     placement = Placement((0, 64, 0), 128)
     for least, expected in ((0, [(128, 192, 0), (192, 256, 1)]), (65, [(128, 256, 1)])):
-        one = decide(blocks, traces, arena, placement, early=2, least=least)
+        one = Occupancy(demand, blocks, placement).decide(2, least)
         assert [(t.start, t.stop, t.after) for t in one.streams[0][0] if t.step == 2] == expected
 
 
 def test_bytes_nobody_read_since_are_not_copied_again() -> None:
-    storages, traces, arena = facts_of((64, 64), (0,), (0,), (1,))
-    blocks = blocks_of(storages, traces, arena, ())
-    one = decide(blocks, traces, arena, Placement((0, 0), 64), early=2)
+    demand = facts_of((64, 64), (0,), (0,), (1,))
+    blocks = blocks_of(demand)
+    one = Occupancy(demand, blocks, Placement((0, 0), 64)).decide(2)
     assert [(t.start, t.step, t.after) for t in one.streams[0][0]] == [(0, 0, -1), (64, 2, 1)]
 
 
 def test_fixed_addresses_copy_what_is_shared_as_well() -> None:
-    blocks = blocks_of(*facts_of((64,) * 4 + (1024,), (0,), (1,), (2,), (3,), (4,)), ())
+    blocks = blocks_of(facts_of((64,) * 4 + (1024,), (0,), (1,), (2,), (3,), (4,)))
     # 100 bytes too few: small blocks of 64 take turns in 64 bytes, and 164 are copied.
     assert least_copied(blocks, 1280 - 100) == 164
     # 500 too few: the small ones are 256 in all, and 244 of the large one's are shared with them.
@@ -119,8 +118,8 @@ def test_fixed_addresses_copy_what_is_shared_as_well() -> None:
 
 
 @given(problems("contiguous"))
-def test_no_placement_copies_less(problem: Problem) -> None:
-    blocks = blocks_of(problem.storages, problem.traces, problem.arena, problem.keep)
+def test_no_placement_copies_less(problem: RandomProblem) -> None:
+    blocks = blocks_of(problem)
     kept = {b for b, block in enumerate(blocks) if block.kept}
     least = tight(blocks).nbytes
     total = sum(block.size for block in blocks)
@@ -129,14 +128,14 @@ def test_no_placement_copies_less(problem: Problem) -> None:
         placement = place_oldest(blocks, kept, cap=cap)
         if placement is not None and len(problem.traces) == 1:
             last = len(problem.traces[0].steps) - 1
-            one = decide(blocks, problem.traces, problem.arena, placement, early=last)
+            one = Occupancy(problem, blocks, placement).decide(last)
             copied = sum(t.stop - t.start for t in one.streams[0][0])
             assert copied >= least_copied(blocks, cap)
 
 
 @given(problems("contiguous"))
-def test_blocks_of_one_step_never_overlap(problem: Problem) -> None:
-    blocks = blocks_of(problem.storages, problem.traces, problem.arena, problem.keep)
+def test_blocks_of_one_step_never_overlap(problem: RandomProblem) -> None:
+    blocks = blocks_of(problem)
     kept = {b for b, block in enumerate(blocks) if block.kept}
     found = tight(blocks)
     for placement in (found, place_oldest(blocks, kept, cap=2 * found.nbytes)):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 
 from penstock.schedule.facts.model import Extent, Range, Step, Storage, Trace, WeightFile
-from penstock.schedule.space.layout import first_uses, mapped_arena, packed_arena
-from tests.schedule.traces import Problem, problems
+from penstock.schedule.facts.problem import first_uses
+from penstock.schedule.space.layout import mapped_arena, packed_arena
+from tests.schedule.traces import RandomProblem, problems
 
 
 def trace(*reads: tuple[int, ...]) -> Trace:
@@ -61,7 +62,7 @@ def test_nothing_is_mapped_where_one_storage_cannot_be() -> None:
 
 
 @given(problems())
-def test_layouts_hold_every_read_storage_in_one_segment(problem: Problem) -> None:
+def test_layouts_hold_every_read_storage_in_one_segment(problem: RandomProblem) -> None:
     for s in first_uses(problem.storages, problem.traces):
         place = Range(problem.arena.layout[s], problem.arena.layout[s] + problem.storages[s].nbytes)
         assert any(g.start <= place.start and place.stop <= g.stop for g in problem.arena.segments)

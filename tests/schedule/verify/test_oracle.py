@@ -16,7 +16,7 @@ from penstock.schedule.facts.model import Drop, Plan, Range, Transfer
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.verify.proof import verify_plan
 from tests import oracle
-from tests.schedule.traces import Problem, problems
+from tests.schedule.traces import RandomProblem, problems
 from tests.schedule.verify.random_plans import Case, random_case, spoil
 
 SEEDS = 1_500
@@ -104,7 +104,7 @@ def test_both_accept_what_the_planner_makes_and_agree_on_it_spoiled(kind: str) -
 
     @settings(max_examples=100, suppress_health_check=list(HealthCheck))
     @given(st.one_of(problems(kind), problems(kind, methods=2)), st.integers(0, 2**32))
-    def check(problem: Problem, seed: int) -> None:
+    def check(problem: RandomProblem, seed: int) -> None:
         plan = planned(problem)
         if plan is None:
             counts["below the floor"] += 1
@@ -123,19 +123,11 @@ def test_both_accept_what_the_planner_makes_and_agree_on_it_spoiled(kind: str) -
     assert counts["refused"] > 15
 
 
-def planned(problem: Problem) -> Plan | None:
-    lowest = floor(problem.storages, problem.traces, problem.arena, keep=problem.keep).upper_bytes
+def planned(problem: RandomProblem) -> Plan | None:
+    lowest = floor(problem).upper_bytes
     # half-way shares leave nothing to stream in most of the small problems
     budget = lowest + (problem.budget(lowest) - lowest) // 4
     try:
-        return make_plan(
-            problem.storages,
-            problem.traces,
-            problem.arena,
-            budget=budget,
-            hardware=problem.hardware,
-            keep=problem.keep,
-            wrap=problem.wrap,
-        )
+        return make_plan(problem, budget)
     except BudgetError:
         return None

@@ -12,8 +12,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from penstock.schedule.clock.joining import MERGED_BYTES
-from penstock.schedule.clock.transfers import Decisions
-from penstock.schedule.facts.model import Arena, Drop, Range, Trace, Transfer
+from penstock.schedule.facts.model import Drop, Range, Transfer
+from penstock.schedule.facts.problem import Demand
+from penstock.schedule.search.task import Decisions
 from penstock.schedule.space.addresses import Block, Placement
 from penstock.schedule.space.spans import merged
 
@@ -27,47 +28,55 @@ class _Moves:
     crossing: list[tuple[int, Range]] = field(default_factory=list)
 
 
-def decide(
-    blocks: Sequence[Block],
-    traces: Sequence[Trace],
-    arena: Arena,
-    placement: Placement,
-    *,
-    early: int,
-    least: int = 0,
-) -> Decisions:
-    """Everything that follows from the addresses.
+class Occupancy:
+    """What the addresses of a placement mean for every trace of a demand."""
 
-    Only transfers for steps up to `early` may start before the pass does. Parts of a block of less than
-    `least` bytes are copied together with a neighbour, once both may be.
-    """
-    pieces, cells = _cells(blocks, arena.granule, placement)
-    resident: list[Range] = []
-    moves = [_Moves() for _ in traces]
-    for cell, users in enumerate(cells):
-        if len(users) == 1:
-            resident.append(pieces[users[0]][cell])
-            continue
-        for which, trace in enumerate(traces):
-            reads = sorted((k, b) for b in users for k in blocks[b].reads[which])
-            ranges = {b: pieces[b][cell] for b in users}
-            _move(reads, ranges, len(trace.steps), moves[which])
-    addresses = [-1] * len(arena.layout) if arena.kind == "contiguous" else []
-    for b, block in enumerate(blocks if addresses else ()):
-        addresses[block.storage] = placement.addresses[b]
-    begins = frozenset(block.range.start for block in blocks)
-    lasting = merged(resident, begins)
-    streams, boundaries = [], []
-    for trace, moved in zip(traces, moves, strict=True):
-        transfers = _transfers(moved, len(trace.steps), early, begins, least)
-        drops = tuple(
-            Drop(r.start, r.stop, k) for k in sorted(moved.drops) for r in merged(moved.drops[k], begins)
-        )
-        in_flight = [(t.step, Range(t.start, t.stop)) for t in transfers if t.after < 0]
-        boundaries.append((*lasting, *(r for _, r in sorted(moved.crossing + in_flight))))
-        streams.append((transfers, drops))
-    shared = (boundaries[0], ()) if len(traces) == 1 else (lasting, tuple(boundaries))
-    return Decisions(placement.nbytes, tuple(addresses), lasting, shared[0], tuple(streams), shared[1])
+    def __init__(self, demand: Demand, blocks: Sequence[Block], placement: Placement) -> None:
+        self._demand, self._blocks, self._placement = demand, blocks, placement
+        self._begins = frozenset(block.range.start for block in blocks)
+        pieces, cells = _cells(blocks, demand.arena.granule, placement)
+        resident: list[Range] = []
+        self._moves = [_Moves() for _ in demand.traces]
+        for cell, users in enumerate(cells):
+            if len(users) == 1:
+                resident.append(pieces[users[0]][cell])
+                continue
+            for which, trace in enumerate(demand.traces):
+                reads = sorted((k, b) for b in users for k in blocks[b].reads[which])
+                ranges = {b: pieces[b][cell] for b in users}
+                _move(reads, ranges, len(trace.steps), self._moves[which])
+        self._resident = merged(resident, self._begins)
+
+    def decide(self, early: int, least: int = 0) -> Decisions:
+        """Everything that follows from the addresses.
+
+        Only transfers for steps up to `early` may start before the pass does. Parts of a block of less than
+        `least` bytes are copied together with a neighbour, once both may be.
+        """
+        begins, resident = self._begins, self._resident
+        streams, boundaries = [], []
+        for trace, moved in zip(self._demand.traces, self._moves, strict=True):
+            transfers = _transfers(moved, len(trace.steps), early, begins, least)
+            drops = tuple(
+                Drop(r.start, r.stop, k) for k in sorted(moved.drops) for r in merged(moved.drops[k], begins)
+            )
+            in_flight = [(t.step, Range(t.start, t.stop)) for t in transfers if t.after < 0]
+            boundaries.append((*resident, *(r for _, r in sorted(moved.crossing + in_flight))))
+            streams.append((transfers, drops))
+        addresses, nbytes = self._addresses(), self._placement.nbytes
+        if len(boundaries) == 1:
+            return Decisions(nbytes, addresses, resident, boundaries[0], tuple(streams))
+        return Decisions(nbytes, addresses, resident, resident, tuple(streams), tuple(boundaries))
+
+    def _addresses(self) -> tuple[int, ...]:
+        """That of every storage in a contiguous arena; a paged one has none to choose."""
+        arena = self._demand.arena
+        if arena.kind == "paged":
+            return ()
+        addresses = [-1] * len(arena.layout)
+        for block, address in zip(self._blocks, self._placement.addresses, strict=True):
+            addresses[block.storage] = address
+        return tuple(addresses)
 
 
 def _cells(
