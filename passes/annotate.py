@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import wraps
 
 import torch
 from torch.export import ExportedProgram
@@ -14,14 +15,19 @@ from penstock.passes.calls.inputs import describe_method
 from penstock.passes.calls.signature import check_signature
 from penstock.passes.graph.grad_regions import without_grad_regions
 from penstock.passes.graph.retarget import exported_device
+from penstock.passes.pipeline import Pipeline, declare
 from penstock.passes.trace import PRESET_CPU, observe
-from penstock.passes.weights.constants import with_own_constants
-from penstock.passes.weights.lifted import Weights, find_weights, storage_identity
-from penstock.passes.weights.lost_values import refuse_lost_values
+from penstock.passes.weights.lifted import (
+    Weights,
+    find_weights,
+    refuse_lost_values,
+    storage_identity,
+    with_own_constants,
+)
 from penstock.passes.weights.subclasses import parts_of, with_plain_parts
 from penstock.passes.weights.usage import Usage, find_usage
 from penstock.schedule.facts.errors import PassError
-from penstock.schedule.facts.model import Hardware, Kind, Method, Storage, Weight
+from penstock.schedule.facts.model import Hardware, Kind, Method, Storage, Trace, Weight
 from penstock.schedule.facts.parts import join_parts, read_together
 from penstock.schedule.payload.codec import Payload
 
@@ -51,8 +57,24 @@ def annotate(
     return annotate_with_values(exported, hardware=hardware).payload
 
 
-def _programs(exported: object) -> dict[str, ExportedProgram]:
-    """By method; PassError for what is no exported program, or no name."""
+def annotate_with_values(
+    exported: ExportedProgram | Mapping[str, ExportedProgram], *, hardware: Hardware = PRESET_CPU
+) -> Annotated:
+    """Does what `annotate` does, and keeps the tensors, for whoever writes them to files."""
+    found = Pipeline(PASSES)(Programs(_by_method(exported), hardware))
+    payload = Payload(
+        lowering="none",
+        torch=torch.__version__.split("+", maxsplit=1)[0],
+        storages=found.catalog.storages,
+        weights=found.catalog.weights,
+        methods=found.methods,
+        traces=found.traces,
+    )
+    return Annotated(payload, found.catalog.values, dict(found.programs))
+
+
+def _by_method(exported: object) -> dict[str, ExportedProgram]:
+    """Returns the programs by method; raises PassError for what is no exported program, or no name."""
     if isinstance(exported, ExportedProgram):
         return {"forward": exported}
     if not isinstance(exported, Mapping):
@@ -69,47 +91,107 @@ def _programs(exported: object) -> dict[str, ExportedProgram]:
             raise PassError(
                 f"method {name!r} is {type(program).__name__}, expected an exported program: export it first"
             )
+    if not exported:
+        raise PassError("there is no method to annotate: give an exported program, or {name: program}")
     return dict(exported)
 
 
-def annotate_with_values(
-    exported: ExportedProgram | Mapping[str, ExportedProgram], *, hardware: Hardware = PRESET_CPU
-) -> Annotated:
-    """Does what `annotate` does, and keeps the tensors, for whoever writes them to files."""
-    programs = _programs(exported)
-    for program in programs.values():
-        refuse_lost_values(program)
-    programs = {name: with_computed_buffers(program) for name, program in programs.items()}
-    programs = {name: with_plain_parts(program) for name, program in programs.items()}
-    programs = {name: without_grad_regions(program) for name, program in programs.items()}
-    programs = with_own_constants(programs)
-    if not programs:
-        raise PassError("there is no method to annotate: give an exported program, or {name: program}")
-    catalog = _Catalog()
-    methods: list[Method] = []
-    usages: list[tuple[Usage, dict[int, int]]] = []
-    for graph, (name, program) in enumerate(programs.items()):
-        check_signature(program)
-        methods.append(describe_method(program, name, graph))
-        found = find_weights(program)
-        usage = find_usage(program, found)
-        usages.append((usage, catalog.add(program, found, usage.kinds)))
-    catalog.check()
-    weights = join_parts(catalog.weights.values(), _parts(programs))
-    # Only now, because a method may write what another only reads.
-    traces = tuple(
-        observe(_in_catalog(usage, numbers, catalog), method=method, hardware=hardware)
-        for method, (usage, numbers) in zip(methods, usages, strict=True)
-    )
-    payload = Payload(
-        lowering="none",
-        torch=torch.__version__.split("+", maxsplit=1)[0],
-        storages=tuple(map(Storage, catalog.nbytes, catalog.kinds)),
-        weights=weights,
-        methods=tuple(methods),
-        traces=tuple(read_together(trace, weights) for trace in traces),
-    )
-    return Annotated(payload, tuple(catalog.values), programs)
+@dataclass(frozen=True)
+class Catalog:
+    """The weights and storages of all methods.
+
+    `values[s]` is a tensor whose untyped storage is storage s. `numbers` has by method the number here of
+    each storage that the method has.
+    """
+
+    weights: tuple[Weight, ...] = ()
+    storages: tuple[Storage, ...] = ()
+    values: tuple[torch.Tensor, ...] = ()
+    numbers: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Programs:
+    """Exported programs by method, and what the passes have found out about them so far."""
+
+    programs: Mapping[str, ExportedProgram]
+    hardware: Hardware
+    methods: tuple[Method, ...] = ()
+    weights: Mapping[str, Weights] = field(default_factory=dict)
+    usage: Mapping[str, Usage] = field(default_factory=dict)
+    catalog: Catalog = Catalog()
+    traces: tuple[Trace, ...] = ()
+
+
+def each(change: Callable[[ExportedProgram], ExportedProgram]) -> Callable[[Programs], Programs]:
+    """Returns the pass that applies a pass over one program to every method, with the same declarations."""
+
+    @wraps(change)
+    def change_each(found: Programs) -> Programs:
+        return replace(found, programs={name: change(one) for name, one in found.programs.items()})
+
+    return change_each
+
+
+@declare(requires=("plain parts",), ensures=("own constants",))
+def own_constants(found: Programs) -> Programs:
+    """Gives every method constants of its own, by name."""
+    return replace(found, programs=with_own_constants(found.programs))
+
+
+@declare(requires=("known signature",), ensures=("methods",))
+def number_methods(found: Programs) -> Programs:
+    """Numbers the methods in order, and says what each of them takes."""
+    named = enumerate(found.programs.items())
+    return replace(found, methods=tuple(describe_method(one, name, graph) for graph, (name, one) in named))
+
+
+@declare(requires=("own constants", "one grad mode"), ensures=("usage",))
+def follow_weights(found: Programs) -> Programs:
+    """Finds the weights of every method, and which nodes read or write them through any alias."""
+    weights = {name: find_weights(one) for name, one in found.programs.items()}
+    usage = {name: find_usage(one, weights[name]) for name, one in found.programs.items()}
+    return replace(found, weights=weights, usage=usage)
+
+
+@declare(requires=("usage",), ensures=("catalog",))
+def join_methods(found: Programs) -> Programs:
+    """Makes one catalog of the weights of all methods, and joins the parts of each weight."""
+    joined = _Joined()
+    numbers = {
+        name: joined.add(one, found.weights[name], found.usage[name].kinds)
+        for name, one in found.programs.items()
+    }
+    joined.check()
+    weights = join_parts(joined.weights.values(), _parts(found.programs))
+    storages = tuple(map(Storage, joined.nbytes, joined.kinds))
+    return replace(found, catalog=Catalog(weights, storages, tuple(joined.values), numbers))
+
+
+@declare(requires=("catalog", "methods"), ensures=("traces",))
+def observe_methods(found: Programs) -> Programs:
+    """Models the trace of every method, once it is known what any method writes."""
+    traces = []
+    for method in found.methods:
+        usage = _in_catalog(found.usage[method.name], found.catalog.numbers[method.name], found.catalog)
+        trace = observe(usage, method=method, hardware=found.hardware)
+        traces.append(read_together(trace, found.catalog.weights))
+    return replace(found, traces=tuple(traces))
+
+
+PASSES: tuple[Callable[[Programs], Programs], ...] = (
+    each(refuse_lost_values),
+    each(with_computed_buffers),
+    each(with_plain_parts),
+    each(without_grad_regions),
+    each(check_signature),
+    own_constants,
+    number_methods,
+    follow_weights,
+    join_methods,
+    observe_methods,
+)
+"""What `annotate` does."""
 
 
 def _parts(programs: Mapping[str, ExportedProgram]) -> dict[str, tuple[str, str]]:
@@ -130,7 +212,7 @@ def _parts(programs: Mapping[str, ExportedProgram]) -> dict[str, tuple[str, str]
     return known
 
 
-class _Catalog:
+class _Joined:
     """Weights and storages of all methods; grows while they are added."""
 
     def __init__(self) -> None:
@@ -139,9 +221,8 @@ class _Catalog:
         self.nbytes: list[int] = []
         self.kinds: list[Kind] = []
         self._numbers: dict[tuple[str, int], int] = {}
-        self._joined: dict[
-            int, str
-        ] = {}  # where one method has two storages, equal, of what is one elsewhere
+        # Where one method has two storages, equal, of what is one elsewhere.
+        self._joined: dict[int, str] = {}
 
     def check(self) -> None:
         """Raises PassError where a method would write two weights at once that it has apart."""
@@ -202,10 +283,10 @@ def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(torch.equal(raw[0], raw[1]))
 
 
-def _in_catalog(usage: Usage, numbers: Mapping[int, int], catalog: _Catalog) -> Usage:
+def _in_catalog(usage: Usage, numbers: Mapping[int, int], catalog: Catalog) -> Usage:
     """Returns the usage in the catalog's numbers; reads of storages without bytes are none."""
     reads = {
-        node: tuple(sorted({numbers[read] for read in read_here if catalog.nbytes[numbers[read]]}))
+        node: tuple(sorted({n for read in read_here if catalog.storages[n := numbers[read]].nbytes}))
         for node, read_here in usage.reads.items()
     }
-    return replace(usage, reads=reads, kinds=tuple(catalog.kinds))
+    return replace(usage, reads=reads, kinds=tuple(storage.kind for storage in catalog.storages))

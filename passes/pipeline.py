@@ -1,31 +1,61 @@
-"""Runs a tuple of passes over one value.
+"""Passes, and the pipeline that orders and runs them.
 
-A pass is a function: program in, program out, nothing changed in place. A pipeline is a literal
-tuple of them, and is itself a pass.
+A pass is a function: program in, program out, nothing changed in place. With `declare` it says which facts it
+requires of the program and which it ensures, and a pipeline runs it behind the passes that ensure what it
+requires. A pipeline is a literal tuple of passes, and is itself a pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import fx
 
 from penstock.schedule.facts.errors import PassError, PenstockError
 
 Program = TypeVar("Program")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def declare(
+    *, requires: tuple[str, ...] = (), ensures: tuple[str, ...] = ()
+) -> Callable[[_Function], _Function]:
+    """A decorator for a pass: the facts that it requires of its program, and those that hold of its result.
+
+    A fact is a name, such as "plain parts". What holds of a program holds after every other pass, too.
+    """
+
+    def mark(function: _Function) -> _Function:
+        vars(function).update(requires=requires, ensures=ensures)
+        return function
+
+    return mark
 
 
 @dataclass(frozen=True)
 class Pipeline(Generic[Program]):
-    """Applies `passes` from left to right, to a value of any type.
+    """Applies `passes` to a value of any type, each behind those that ensure what it requires.
 
-    Every pass returns a value of the type it was given. An error of the tree keeps its class, and
-    every error says which pass it came from and its position, counted from 1.
+    `requires` are facts that hold of the program from the start. Passes keep the order in which they are
+    given wherever their declarations allow it, and none moves across a pass that declares nothing. Raises
+    PassError where no pass or two passes ensure a fact, and where passes wait for each other.
+
+    Every pass returns a value of the type it was given. An error of the tree keeps its class, and every error
+    says which pass it came from and its position, counted from 1.
     """
 
     passes: tuple[Callable[[Program], Program], ...]
+    requires: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "passes", tuple(self.passes[k] for k in _order(self.passes, self.requires)))
+
+    @property
+    def ensures(self) -> tuple[str, ...]:
+        """The facts that the passes ensure together."""
+        return tuple(fact for run in self.passes for fact in _facts(run, "ensures"))
 
     def __call__(self, program: Program) -> Program:
         for position, run in enumerate(self.passes, start=1):
@@ -33,8 +63,7 @@ class Pipeline(Generic[Program]):
         return program
 
     def _apply(self, run: Callable[[Program], Program], program: Program, position: int) -> Program:
-        name = getattr(run, "__qualname__", None) or type(run).__name__
-        where = f"pass {position} of {len(self.passes)} ({name})"
+        where = f"pass {position} of {len(self.passes)} ({_name(run)})"
         try:
             result = run(program)
         except PenstockError as error:
@@ -51,3 +80,52 @@ class Pipeline(Generic[Program]):
                 "let it return the program it was given, changed or not"
             )
         return result
+
+
+def _facts(run: Callable[..., Any], which: str) -> tuple[str, ...]:
+    return getattr(run, which, ())
+
+
+def _name(run: Callable[..., Any]) -> str:
+    return getattr(run, "__qualname__", None) or type(run).__name__
+
+
+def _order(passes: tuple[Callable[..., Any], ...], given: tuple[str, ...]) -> list[int]:
+    """Returns the positions of the passes in the order in which they run."""
+    makers: dict[str, int] = {}
+    for k, run in enumerate(passes):
+        for fact in _facts(run, "ensures"):
+            if makers.setdefault(fact, k) != k:
+                first = _name(passes[makers[fact]])
+                raise PassError(f"passes {first} and {_name(run)} both ensure {fact!r}: leave one out")
+    edges = []
+    for k, run in enumerate(passes):
+        for fact in set(_facts(run, "requires")).difference(given):
+            if fact not in makers:
+                raise PassError(
+                    f"pass {_name(run)} requires {fact!r}, which no pass of the pipeline ensures: add one "
+                    f"that does, or Pipeline(..., requires=({fact!r},)) where it holds of the program already"
+                )
+            edges.append((makers[fact], k))
+    if all(first < second for first, second in edges):
+        return list(range(len(passes)))
+    return _sorted(passes, edges)
+
+
+def _sorted(passes: tuple[Callable[..., Any], ...], edges: list[tuple[int, int]]) -> list[int]:
+    import networkx
+
+    graph = networkx.DiGraph(edges)
+    graph.add_nodes_from(range(len(passes)))
+    for k, run in enumerate(passes):
+        if not _facts(run, "requires") and not _facts(run, "ensures"):
+            graph.add_edges_from((before, k) for before in range(k))
+            graph.add_edges_from((k, behind) for behind in range(k + 1, len(passes)))
+    try:
+        return list(networkx.lexicographical_topological_sort(graph))
+    except networkx.NetworkXUnfeasible:
+        circle = ", ".join(_name(passes[first]) for first, _ in networkx.find_cycle(graph))
+        raise PassError(
+            f"the passes {circle} wait for each other, the last for the first: let one of them require "
+            "less, or move a pass that declares nothing"
+        ) from None

@@ -22,6 +22,7 @@ from penstock.passes.building.deferred import hold_attributes, join, record
 from penstock.passes.building.guardless import Guardless, capable
 from penstock.passes.building.placement import AskedDevices, Placement, home_of, place
 from penstock.passes.building.refusals import check_inputs, refuse_scripted, remedy, sentence, where
+from penstock.passes.pipeline import declare
 from penstock.passes.weights.subclasses import each_part, has_parts
 from penstock.schedule.facts.errors import PassError
 
@@ -47,6 +48,7 @@ def fake_export(
     return Built.by(build, placement).export(example_inputs, dynamic_shapes)
 
 
+@declare(ensures=("computed buffers",))
 def with_computed_buffers(exported: ExportedProgram) -> ExportedProgram:
     """The program with the values of the buffers that its module computes, where fake_export kept them."""
     computed = exported.graph_module.meta.get(BUFFERS)

@@ -18,6 +18,7 @@ from penstock.passes.calls.checks import ConstantLeaf, Dimension, Leaf, NumberLe
 from penstock.passes.calls.inputs import guards_of, leaves_of, user_placeholders
 from penstock.passes.calls.stored_graph import decode_value, encode_value
 from penstock.passes.graph.retarget import exported_device
+from penstock.passes.pipeline import declare
 from penstock.schedule.facts.errors import PassError
 
 _WRITTEN_BACK = {OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION, OutputKind.USER_INPUT_MUTATION}
@@ -45,8 +46,12 @@ class CallSignature:
     constants: Mapping[int, Any]
 
 
-def check_signature(exported: ExportedProgram) -> None:
-    """Raises PassError for outputs that are more than results and mutations, or guards nobody can check."""
+@declare(requires=("one grad mode",), ensures=("known signature",))
+def check_signature(exported: ExportedProgram) -> ExportedProgram:
+    """Returns the program; raises PassError where a call of it could not be checked or written back.
+
+    That is for outputs that are neither results nor mutations, and for guards that no call can check.
+    """
     guards_of(exported)
     for spec in exported.graph_signature.output_specs:
         if spec.kind not in _UNDERSTOOD:
@@ -54,6 +59,7 @@ def check_signature(exported: ExportedProgram) -> None:
                 f"output {spec.arg.name!r} is a {spec.kind.name.lower()}, expected results and mutations: "
                 "export the model for inference"
             )
+    return exported
 
 
 def signature_of(exported: ExportedProgram) -> CallSignature:

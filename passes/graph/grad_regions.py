@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 from torch.fx.node import map_arg
 
 from penstock.passes.graph.nodes import copy_graph_module, placeholders_of, subgraphs_of
+from penstock.passes.pipeline import declare
 
 
 def inline_grad_regions(graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -31,6 +32,7 @@ def inline_grad_regions(graph_module: fx.GraphModule) -> fx.GraphModule:
     return inlined
 
 
+@declare(requires=("plain parts",), ensures=("one grad mode",))
 def without_grad_regions(exported: ExportedProgram) -> ExportedProgram:
     """Returns a copy of the program without regions of another grad mode, itself without any."""
     inlined = inline_grad_regions(exported.graph_module)

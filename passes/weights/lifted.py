@@ -7,7 +7,10 @@ strides: that holds for real, fake and meta tensors alike.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -15,8 +18,10 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
+from torch.utils import _pytree as pytree
 
 from penstock.passes.graph.nodes import dtype_name
+from penstock.passes.pipeline import declare
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.model import Part, Storage, Weight
 
@@ -26,6 +31,9 @@ _ROLES: dict[InputKind, Literal["parameter", "buffer", "constant"]] = {
     InputKind.CONSTANT_TENSOR: "constant",
 }
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+
+_PIECE = 1 << 20
+"""Bytes that are looked at in one go for one that is not zero."""
 
 
 @dataclass(frozen=True)
@@ -137,3 +145,83 @@ def _refuse_hidden_tensors(graph_module: fx.GraphModule) -> None:
             f"the graph holds the tensor {held[0][0]!r} as an attribute, expected all tensors to be inputs: "
             "register it as a buffer of the model and export again"
         )
+
+
+def with_own_constants(programs: Mapping[str, ExportedProgram]) -> dict[str, ExportedProgram]:
+    """Returns the programs by method, with the method's name before constants that several methods have.
+
+    Export numbers them anew in each program, so that equal names say nothing. Programs without such constants
+    are returned as they are.
+    """
+    counted = Counter(name for exported in programs.values() for name in _constants(exported))
+    repeated = {name for name, count in counted.items() if count > 1}
+    return {method: _renamed(exported, repeated, method) for method, exported in programs.items()}
+
+
+def _constants(exported: ExportedProgram) -> set[str]:
+    specs = exported.graph_signature.input_specs
+    return {str(spec.target) for spec in specs if spec.kind is InputKind.CONSTANT_TENSOR}
+
+
+def _renamed(exported: ExportedProgram, repeated: set[str], method: str) -> ExportedProgram:
+    names = {name: f"{method}.{name}" for name in _constants(exported) & repeated}
+    if not names:
+        return exported
+    renamed = copy.copy(exported)
+    signature = exported.graph_signature
+    renamed._graph_signature = replace(
+        signature,
+        input_specs=[
+            replace(spec, target=names.get(str(spec.target), spec.target))
+            if spec.kind is InputKind.CONSTANT_TENSOR
+            else spec
+            for spec in signature.input_specs
+        ],
+    )
+    renamed._constants = {names.get(name, name): value for name, value in exported.constants.items()}
+    return renamed
+
+
+@declare(ensures=("real values",))
+def refuse_lost_values(exported: ExportedProgram) -> ExportedProgram:
+    """Returns the program; raises PassError where `torch.export.save` made zeros of the fake weights of
+    fake_export.
+
+    All its weights then begin at the start of one storage of zeros. Parameters of different shapes never do;
+    where all have one shape, or there is one only, its example inputs are still fake.
+    """
+    values = {name: value for name, value in exported.state_dict.items() if _is_real(value)}
+    lost = next(_on_top_of_one_another(values), None)
+    if lost is None and values and _has_fake_inputs(exported) and all(map(_is_zero, values.values())):
+        lost = next(iter(values))
+    if lost is not None:
+        raise PassError(
+            f"the program's weights ({lost}, ...) have no values: fake_export made it, and torch.export.save "
+            "does not keep fake weights; compile it where fake_export made it, or export the real model"
+        )
+    return exported
+
+
+def _on_top_of_one_another(values: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """Parameters in zeros that begin where one of another shape begins; ties of one shape are none."""
+    first: dict[tuple[object, ...], torch.Tensor] = {}
+    for name, value in values.items():
+        if isinstance(value, torch.nn.Parameter):
+            other = first.setdefault((storage_identity(value), value.storage_offset()), value)
+            if other.shape != value.shape and _is_zero(value):
+                yield name
+
+
+def _is_real(value: object) -> bool:
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+    return plain and isinstance(value, torch.Tensor) and value.is_cpu and value.layout is torch.strided
+
+
+def _has_fake_inputs(exported: ExportedProgram) -> bool:
+    return any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(exported.example_inputs))
+
+
+def _is_zero(value: torch.Tensor) -> bool:
+    """Whether the whole storage is, read no further than to the first byte that is not."""
+    raw = torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage())
+    return not any(bool(raw[start : start + _PIECE].any()) for start in range(0, len(raw), _PIECE))

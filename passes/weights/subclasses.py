@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.passes.graph.nodes import copy_graph_module
 from penstock.passes.graph.propagation import fake_mode_of
+from penstock.passes.pipeline import declare
 from penstock.schedule.facts.errors import PassError
 
 PARTS = "penstock.parts"
@@ -63,6 +64,7 @@ def each_part(value: torch.Tensor, other: Callable[[torch.Tensor], torch.Tensor]
     return nn.Parameter(made, requires_grad=False) if isinstance(value, nn.Parameter) else made
 
 
+@declare(requires=("real values", "computed buffers"), ensures=("plain parts",))
 def with_plain_parts(exported: ExportedProgram) -> ExportedProgram:
     """Returns the program with each tensor subclass among its weights replaced by its parts.
 

@@ -21,7 +21,7 @@ from penstock.integrations.emptied.hollow import write_once
 from penstock.integrations.emptied.rebound import same_layout, with_other_file
 from penstock.passes.building.fake_export import Built
 from penstock.passes.lowering.eager import LoweredProgram
-from penstock.passes.weights.constants import with_own_constants
+from penstock.passes.weights.lifted import with_own_constants
 from penstock.runtime.checkpoint.binding import Names
 from penstock.runtime.device.loading import device_kind
 from penstock.runtime.module import StreamedModule
