@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.passes.activations import activation_bytes
 from penstock.passes.lowering import eager
@@ -36,7 +37,11 @@ from penstock.schedule.facts.problem import Problem
 from penstock.schedule.facts.sizes import parse_size
 from penstock.schedule.payload.codec import Payload, verify_payload
 from penstock.schedule.planner import Floor, make_plan
+from penstock.schedule.report.reads import read_graph
 from penstock.schedule.verify.proof import verify_plan
+
+if TYPE_CHECKING:
+    import networkx
 
 _LOAD_EFFORT = 0.25
 """The share of the planner's search that a load waits for."""
@@ -75,6 +80,10 @@ class Program:
     def floor(self, device: str = "cpu", arena: str | None = None) -> int:
         """The smallest budget in bytes for an arena of `arenas()`, or for the best of them."""
         return min(f.upper_bytes for f in self._floors(device, arena, frozenset()).values())
+
+    def read_graph(self) -> networkx.DiGraph:
+        """Returns which step reads which storage; `penstock.schedule.report.reads` has the attributes."""
+        return read_graph(self.payload)
 
     def arenas(self) -> tuple[str, ...]:
         """The kinds of arena that this system and these files allow, the preferred first."""

@@ -6,6 +6,7 @@ import os
 import threading
 from pathlib import Path
 
+import networkx as nx
 import pytest
 import torch
 
@@ -46,6 +47,17 @@ def test_the_floor_is_accepted_and_one_byte_less_is_not(stack):
     assert caught.value.floor_bytes == program.floor_bytes
     assert caught.value.step in {step.name for step in program.payload.traces[0].steps}
     assert set(caught.value.weights) <= {w.fqn for w in program.payload.weights}
+
+
+def test_the_graph_of_reads_is_that_of_the_trace(stack):
+    program = stack.open()
+    graph, (trace,) = program.read_graph(), program.payload.traces
+    for k, step in enumerate(trace.steps):
+        assert graph.nodes["step", 0, k]["name"] == step.name
+        read = {s for kind, s, *_ in graph.predecessors(("step", 0, k)) if kind == "storage"}
+        assert read == set(step.reads)
+    sizes = nx.get_node_attributes(graph.subgraph(n for n in graph if n[0] == "storage"), "bytes")
+    assert sum(sizes.values()) == program.weight_bytes
 
 
 def test_bytes_that_move_are_those_that_the_plan_streams(stack):
