@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.schedule.facts.catalog import Part
+from penstock.schedule.facts.model import Step
 from penstock.schedule.payload.codec import Payload
 
 if TYPE_CHECKING:
@@ -55,22 +56,23 @@ def read_graph(payload: Payload) -> networkx.DiGraph:
         )
     for trace in payload.traces:
         for k, step in enumerate(trace.steps):
-            graph.add_node(
-                ("step", trace.graph, k),
-                kind="step",
-                name=step.name,
-                method=trace.method,
-                index=k,
-                bytes=sum(payload.storages[s].nbytes for s in step.reads),
-                lead_ns=step.lead_ns,
-                lead_flops=step.lead_work.flops,
-                lead_bytes=step.lead_work.nbytes,
-                read_ns=step.read_ns,
-                read_flops=step.read_work.flops,
-                read_bytes=step.read_work.nbytes,
-            )
+            node = ("step", trace.graph, k)
+            nbytes = sum(payload.storages[s].nbytes for s in step.reads)
+            graph.add_node(node, kind="step", method=trace.method, index=k, bytes=nbytes, **_facts(step))
             if k:
-                graph.add_edge(("step", trace.graph, k - 1), ("step", trace.graph, k), why="order")
+                graph.add_edge(("step", trace.graph, k - 1), node, why="order")
             for s in step.reads:
-                graph.add_edge(("storage", s), ("step", trace.graph, k), why="reads")
+                graph.add_edge(("storage", s), node, why="reads")
     return graph
+
+
+def _facts(step: Step) -> dict[str, str | int]:
+    return {
+        "name": step.name,
+        "lead_ns": step.lead_ns,
+        "lead_flops": step.lead_work.flops,
+        "lead_bytes": step.lead_work.nbytes,
+        "read_ns": step.read_ns,
+        "read_flops": step.read_work.flops,
+        "read_bytes": step.read_work.nbytes,
+    }
