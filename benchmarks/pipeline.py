@@ -34,10 +34,11 @@ from penstock.runtime.memory_split import CUDA_WORKSPACE, MemorySplit
 from penstock.schedule.clock.event_graph import simulate
 from penstock.schedule.facts.costs import with_times
 from penstock.schedule.facts.errors import BudgetError, PlanError
-from penstock.schedule.facts.model import Hardware, Plan
+from penstock.schedule.facts.model import Hardware
 from penstock.schedule.facts.presets import find_hardware, host_beside
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.facts.sizes import format_size, parse_size
+from penstock.schedule.plan import Plan
 from penstock.schedule.planner import make_plan
 from penstock.schedule.report import whatif
 from penstock.schedule.verify.proof import verify_plan

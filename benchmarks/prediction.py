@@ -32,8 +32,9 @@ from benchmarks.cases import MODELS, load_weights, make_inputs, make_meta_module
 from benchmarks.machine import describe_machine, drop_cache
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
-from penstock.schedule.facts.model import Plan, Trace
+from penstock.schedule.facts.model import Trace
 from penstock.schedule.facts.sizes import format_size, parse_size
+from penstock.schedule.plan import Plan
 
 BUDGETS = ("12.5%", "25%", "50%", "75%")
 

@@ -21,7 +21,8 @@ from penstock.passes.graph.grad_regions import inline_grad_regions
 from penstock.passes.graph.nodes import copy_graph_module, placeholders_of
 from penstock.passes.graph.propagation import fake_inputs, propagate, storages_of
 from penstock.schedule.facts.errors import PassError, StreamError
-from penstock.schedule.facts.model import Plan, Step, Storage, Trace
+from penstock.schedule.facts.model import Step, Storage, Trace
+from penstock.schedule.plan import Plan
 
 if TYPE_CHECKING:
     from penstock.schedule.payload.codec import Payload

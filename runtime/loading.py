@@ -22,9 +22,10 @@ from penstock.runtime.stream.interface import Stats, StepStreamer
 from penstock.runtime.stream.streamer import Counters, Streamer
 from penstock.runtime.system.threads import ParkedTeam
 from penstock.schedule.facts.errors import StreamError
-from penstock.schedule.facts.model import Method, Part, Plan
+from penstock.schedule.facts.model import Method, Part
 from penstock.schedule.facts.sizes import format_size
 from penstock.schedule.payload.codec import Payload
+from penstock.schedule.plan import Plan
 
 
 @dataclass(frozen=True)

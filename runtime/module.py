@@ -21,8 +21,9 @@ from penstock.runtime.stream.interface import Stats, StepStreamer
 from penstock.runtime.stream.probe_calls import ProbeCalls, probe_calls
 from penstock.runtime.stream.stopwatch import Stopwatch
 from penstock.schedule.facts.errors import StreamError
-from penstock.schedule.facts.model import Plan, Trace
+from penstock.schedule.facts.model import Trace
 from penstock.schedule.payload.codec import ProbeOrder
+from penstock.schedule.plan import Plan
 
 
 class Bound(Protocol):

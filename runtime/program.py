@@ -31,11 +31,12 @@ from penstock.runtime.system.limits import usable_bytes
 from penstock.runtime.system.progress import Progress, count_bytes
 from penstock.schedule.facts.costs import with_times
 from penstock.schedule.facts.errors import BudgetError, PlanError, SourceError
-from penstock.schedule.facts.model import Arena, Hardware, Plan, Trace, Wrap
+from penstock.schedule.facts.model import Arena, Hardware, Trace, Wrap
 from penstock.schedule.facts.presets import find_hardware
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.facts.sizes import parse_size
 from penstock.schedule.payload.codec import Payload, verify_payload
+from penstock.schedule.plan import Plan
 from penstock.schedule.planner import Floor, make_plan
 from penstock.schedule.report.reads import read_graph
 from penstock.schedule.verify.proof import verify_plan

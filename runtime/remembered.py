@@ -17,8 +17,8 @@ from penstock.runtime.loading import reading_mode
 from penstock.runtime.system.atomic import replace_file
 from penstock.runtime.system.user_cache import user_cache
 from penstock.schedule.facts.errors import PenstockError
-from penstock.schedule.facts.model import Plan
 from penstock.schedule.payload.codec import Payload, plan_from_json
+from penstock.schedule.plan import Plan
 from penstock.schedule.verify.proof import verify_plan
 
 MOST = 64

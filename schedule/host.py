@@ -13,11 +13,14 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from penstock.schedule.clock.event_graph import steady_period_ns
 from penstock.schedule.facts.errors import BudgetError, PlanError
-from penstock.schedule.facts.model import HostTier, Plan, Range, Schedule, Transfer
+from penstock.schedule.facts.model import Decisions, HostTier, Range, Schedule, Transfer
 from penstock.schedule.space.spans import merged, subtract
+
+_P = TypeVar("_P", bound=Decisions)
 
 _RINGS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Staging memory that is tried, as parts of all that the host has."""
@@ -26,7 +29,7 @@ _TURNS = 4
 """Pieces that fit into the ring: one is read while others wait or are copied."""
 
 
-def with_host(plan: Plan, nbytes: int) -> Plan:
+def with_host(plan: _P, nbytes: int) -> _P:
     """The plan with `nbytes` of host memory for weights, in the fastest way found.
 
     Transfers are cut to fit into the ring. Raises PlanError where the disk's rate is not known,
@@ -52,20 +55,20 @@ def with_host(plan: Plan, nbytes: int) -> Plan:
     return min(found, key=lambda one: one.predicted_seconds)
 
 
-def copied_ranges(plan: Plan) -> tuple[Range, ...]:
+def copied_ranges(plan: Decisions) -> tuple[Range, ...]:
     """What is ever copied: in a steady pass, or by one that starts anew and finds only what always stays."""
     transfers = [r for schedule in plan.schedules for r in _ranges(schedule)]
     boundaries = [item for schedule in plan.schedules for item in plan.boundary_of(schedule)]
     return merged(transfers + subtract(boundaries, merged(plan.resident)))
 
 
-def host_bytes(plan: Plan) -> int:
+def host_bytes(plan: Decisions) -> int:
     """Memory of the host for what streams, its ring included."""
     held = copied_ranges(plan) if plan.host is None else plan.host.resident
     return sum(item.nbytes for item in held) + max((s.staging_bytes for s in plan.schedules), default=0)
 
 
-def _timed(plan: Plan) -> Plan:
+def _timed(plan: _P) -> _P:
     """The plan with its schedules' periods."""
     timed = []
     for schedule, trace in zip(plan.schedules, plan.traces, strict=True):
@@ -83,7 +86,7 @@ def staged_bytes(transfer: Transfer, resident: Sequence[Range]) -> int:
     return transfer.stop - transfer.start - held
 
 
-def _with_ring(plan: Plan, nbytes: int, ring: int) -> Plan:
+def _with_ring(plan: _P, nbytes: int, ring: int) -> _P:
     """The plan with transfers in pieces that fit into the ring, and what the host holds beside it."""
     granule = plan.arena.granule
     piece = max(granule, ring // _TURNS // granule * granule)

@@ -17,12 +17,13 @@ from penstock.schedule.bound.relaxation import Tier
 from penstock.schedule.bound.residency import needed_bytes
 from penstock.schedule.clock.event_graph import steady_period_ns
 from penstock.schedule.facts.errors import BudgetError, PlanError
-from penstock.schedule.facts.model import Plan, Schedule
+from penstock.schedule.facts.model import Schedule
 from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.facts.problems import facts_problems
 from penstock.schedule.host import with_host
+from penstock.schedule.plan import Plan
 from penstock.schedule.search import contiguous, paged
-from penstock.schedule.search.task import Decisions, Task
+from penstock.schedule.search.task import Draft, Task
 from penstock.schedule.space.addresses import least_copied, tight
 from penstock.schedule.space.pieces import Pieces
 from penstock.schedule.space.spans import Reads
@@ -113,12 +114,10 @@ def make_plan(
     return plan if problem.host is None else with_host(plan, problem.host)
 
 
-def _fastest(
-    problem: Problem, pieces: Pieces, cap: int, effort: float
-) -> tuple[Decisions, tuple[Schedule, ...]]:
+def _fastest(problem: Problem, pieces: Pieces, cap: int, effort: float) -> tuple[Draft, tuple[Schedule, ...]]:
     """The fastest decisions for `cap` bytes of arena and for the rungs below that can still be faster."""
     search = contiguous.search if problem.arena.kind == "contiguous" else paged.search
-    best: tuple[Decisions, tuple[Schedule, ...]] | None = None
+    best: tuple[Draft, tuple[Schedule, ...]] | None = None
     bounds: tuple[int | None, ...] = ()
     for rung in (cap, *_rungs_below(pieces, cap)):
         if best and _least_ns(problem, rung) >= _total_ns(best[1]):
@@ -173,7 +172,7 @@ def _least_ns(problem: Problem, cap: int) -> int:
     return total
 
 
-def _timed(problem: Problem, found: Decisions) -> tuple[Schedule, ...]:
+def _timed(problem: Problem, found: Draft) -> tuple[Schedule, ...]:
     """The schedules of some decisions with their steady periods."""
     schedules = []
     boundaries = found.boundaries or (None,) * len(problem.traces)
@@ -207,9 +206,9 @@ def _check_floor(pieces: Pieces, budget: int, names: Sequence[str] | None) -> No
     )
 
 
-def _nothing_streamed(problem: Problem) -> tuple[Decisions, tuple[Schedule, ...]]:
+def _nothing_streamed(problem: Problem) -> tuple[Draft, tuple[Schedule, ...]]:
     """No copies, and passes that take as long as their compute."""
     addresses = (-1,) * len(problem.storages) if problem.arena.kind == "contiguous" else ()
-    found = Decisions(0, addresses, (), (), tuple(((), ()) for _ in problem.traces))
+    found = Draft(0, addresses, (), (), tuple(((), ()) for _ in problem.traces))
     timed = zip(_timed(problem, found), problem.traces, strict=True)
     return found, tuple(replace(one, lower_bound_ns=trace.compute_ns) for one, trace in timed)

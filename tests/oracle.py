@@ -15,7 +15,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 
-from penstock.schedule.facts.model import Drop, Plan, Range, Schedule, Storage, Trace, Transfer
+from penstock.schedule.facts.model import Drop, Range, Schedule, Storage, Trace, Transfer
+from penstock.schedule.plan import Plan
 
 PASSES = 3
 Unit = tuple[int, int]

@@ -17,7 +17,8 @@ import penstock
 import penstock.integrations
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
-from penstock.schedule.facts.model import Plan, Trace
+from penstock.schedule.facts.model import Trace
+from penstock.schedule.plan import Plan
 from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 
 ROOT = Path(__file__).parents[1]

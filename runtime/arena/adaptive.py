@@ -28,7 +28,8 @@ from penstock.runtime.system.memory import (
 )
 from penstock.runtime.system.page_cache import may_ask_mincore
 from penstock.schedule.facts.errors import StreamError
-from penstock.schedule.facts.model import Plan, Storage
+from penstock.schedule.facts.model import Storage
+from penstock.schedule.plan import Plan
 
 if TYPE_CHECKING:
     from penstock.runtime.files.source import Source

@@ -13,7 +13,8 @@ from penstock.runtime.arena.base import BaseArena, PagedArena, Pages
 from penstock.runtime.system.fresh_memory import FreshMemory
 from penstock.runtime.system.memory import HUGE_PAGE, PAGE, Reservation
 from penstock.schedule.facts.errors import PlanError
-from penstock.schedule.facts.model import Plan, Storage
+from penstock.schedule.facts.model import Storage
+from penstock.schedule.plan import Plan
 
 if TYPE_CHECKING:
     from penstock.runtime.files.source import Source

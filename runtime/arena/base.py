@@ -23,7 +23,8 @@ from penstock.runtime.system.memory import (
     round_up,
 )
 from penstock.schedule.facts.errors import PlanError, StreamError
-from penstock.schedule.facts.model import Part, Plan, Storage
+from penstock.schedule.facts.model import Part, Storage
+from penstock.schedule.plan import Plan
 
 if TYPE_CHECKING:
     import torch

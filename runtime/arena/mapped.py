@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from penstock.runtime.arena.base import PagedArena, Pages
 from penstock.runtime.system.memory import MADV_POPULATE_READ, PAGE, Reservation, advise
 from penstock.schedule.facts.errors import PlanError, SourceError
-from penstock.schedule.facts.model import Plan, Storage
+from penstock.schedule.facts.model import Storage
+from penstock.schedule.plan import Plan
 
 if TYPE_CHECKING:
     from penstock.runtime.files.source import Source

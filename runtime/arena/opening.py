@@ -22,7 +22,8 @@ from penstock.runtime.arena.anonymous import AnonymousArena, ContiguousArena
 from penstock.runtime.arena.mapped import MappedArena
 from penstock.runtime.arena.pooled import PooledArena
 from penstock.runtime.system.memory import HUGE_PAGE, supports_move, supports_populate
-from penstock.schedule.facts.model import Arena, Part, Plan, Storage
+from penstock.schedule.facts.model import Arena, Part, Storage
+from penstock.schedule.plan import Plan
 
 if TYPE_CHECKING:
     import torch

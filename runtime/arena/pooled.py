@@ -13,7 +13,8 @@ from penstock.runtime.arena.base import BaseArena
 from penstock.runtime.system.fresh_memory import FreshMemory
 from penstock.runtime.system.memory import PAGE, PROT_NONE, move, protect
 from penstock.schedule.facts.errors import PlanError, StreamError
-from penstock.schedule.facts.model import Plan, Storage
+from penstock.schedule.facts.model import Storage
+from penstock.schedule.plan import Plan
 
 if TYPE_CHECKING:
     from penstock.runtime.files.source import Source

@@ -10,8 +10,9 @@ import torch
 
 from penstock.runtime.arena.anonymous import Piece, Pieces
 from penstock.runtime.device.protocol import Device, FileRead
-from penstock.schedule.facts.model import Plan, Range, Storage
+from penstock.schedule.facts.model import Range, Storage
 from penstock.schedule.host import copied_ranges
+from penstock.schedule.plan import Plan
 from penstock.schedule.space.spans import subtract
 
 

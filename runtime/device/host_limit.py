@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from penstock.schedule.facts.errors import BudgetError, StreamError
-from penstock.schedule.facts.model import Plan
 from penstock.schedule.facts.sizes import format_size, parse_size
 from penstock.schedule.host import host_bytes
+from penstock.schedule.plan import Plan
 
 LEAST_BYTES = 16 << 10
 """Two blocks of a disk, in two halves: resident weights pass through them."""

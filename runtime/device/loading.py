@@ -24,9 +24,10 @@ from penstock.runtime.sim.streamer import SimStreamer
 from penstock.runtime.stream.interface import Stats
 from penstock.runtime.stream.streamer import Counters
 from penstock.schedule.facts.errors import StreamError
-from penstock.schedule.facts.model import Hardware, Plan, Storage
+from penstock.schedule.facts.model import Hardware, Storage
 from penstock.schedule.facts.presets import find_hardware
 from penstock.schedule.payload.codec import Payload
+from penstock.schedule.plan import Plan
 
 
 def device_kind(name: str) -> str:

@@ -13,7 +13,8 @@ from penstock.runtime.device.protocol import Device, Move, aligned_bytes
 from penstock.runtime.device.resident import Load, load_resident
 from penstock.runtime.files.source import Source
 from penstock.runtime.stream.ranges import merge
-from penstock.schedule.facts.model import Part, Plan, Range, Storage
+from penstock.schedule.facts.model import Part, Range, Storage
+from penstock.schedule.plan import Plan
 
 _LOADING = 16 << 20
 """Bytes of host memory through which resident weights are loaded where the slab is smaller."""

@@ -27,7 +27,8 @@ from penstock.runtime.stream.queue import MethodTable, Piece, Queue, first_pass,
 from penstock.runtime.stream.ranges import cut
 from penstock.runtime.stream.streamer import Counters
 from penstock.schedule.facts.errors import PenstockError, StreamError
-from penstock.schedule.facts.model import Plan, Range, Storage
+from penstock.schedule.facts.model import Range, Storage
+from penstock.schedule.plan import Plan
 
 
 @dataclass(frozen=True)

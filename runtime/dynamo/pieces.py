@@ -28,8 +28,9 @@ from penstock.runtime.program import Program
 from penstock.runtime.stream.interface import Stats
 from penstock.runtime.stream.probe_calls import probe_calls
 from penstock.schedule.facts.errors import PassError, StreamError
-from penstock.schedule.facts.model import Method, Plan, Trace
+from penstock.schedule.facts.model import Method, Trace
 from penstock.schedule.payload.codec import Payload, ProbeOrder
+from penstock.schedule.plan import Plan
 
 
 class Session:

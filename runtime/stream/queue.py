@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from penstock.passes.probes import streaming_steps
 from penstock.runtime.stream.ranges import cut, merge, step_ranges
-from penstock.schedule.facts.model import Plan, Range, Schedule, Storage, Trace
+from penstock.schedule.facts.model import Range, Schedule, Storage, Trace
+from penstock.schedule.plan import Plan
 from penstock.schedule.space.spans import subtract
 
 PIECE = 2 << 20

@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
-from penstock.schedule.facts.model import Arena, Plan, Range, Storage
+from penstock.schedule.facts.model import Arena, Range, Storage
+from penstock.schedule.plan import Plan
 from penstock.schedule.space.spans import subtract
 
 

@@ -22,7 +22,8 @@ from penstock.runtime.stream.queue import MethodTable, Piece, first_pass, tabula
 from penstock.runtime.stream.ranges import merge
 from penstock.runtime.system.threads import ReaderThreads
 from penstock.schedule.facts.errors import StreamError
-from penstock.schedule.facts.model import Plan, Range, Storage
+from penstock.schedule.facts.model import Range, Storage
+from penstock.schedule.plan import Plan
 from penstock.schedule.space.spans import subtract
 
 _CHECK_EVERY_NS = 5_000_000

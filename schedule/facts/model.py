@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from os import PathLike
 from typing import ClassVar, Literal
 
 from penstock.schedule.facts.catalog import Extent as Extent
@@ -227,8 +226,11 @@ class HostTier:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Decisions:
     """Which bytes are on the device when, for every method of a program, within `budget` bytes.
+
+    These are the decisions alone. What is made, stored and run is a `Plan` (`schedule/plan.py`), which can
+    also write and draw itself.
 
     `outside` lists the storages held whole in ordinary memory (mutable and returned ones
     always, all of them when everything fits); their bytes and `arena_bytes` are within the budget.
@@ -284,21 +286,3 @@ class Plan:
         if bound is None:
             return None
         return self.predicted_seconds / bound if bound else 1.0
-
-    def save_report(self, path: str | PathLike[str]) -> None:
-        """Write the plan as one page of HTML that needs nothing else; PlanError where `path` exists."""
-        from penstock.schedule.report.drawing import save_report
-
-        save_report(self, path)
-
-    def save_timeline(self, path: str | PathLike[str]) -> None:
-        """Write the first passes as a trace that ui.perfetto.dev opens; PlanError where `path` exists."""
-        from penstock.schedule.report.drawing import save_timeline
-
-        save_timeline(self, path)
-
-    def to_json(self) -> str:
-        """The plan as JSON, as docs/payload.md specifies it."""
-        from penstock.schedule.payload.codec import plan_to_json
-
-        return plan_to_json(self)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
-from penstock.schedule.facts.model import Drop, Hardware, Plan, Range, Storage, Trace, Transfer
+from penstock.schedule.facts.model import Decisions, Drop, Hardware, Range, Storage, Trace, Transfer
 
 LARGEST_SIZE = 1 << 50
 """Bytes that no file, storage or arena exceeds: far above any model, far below overflow."""
@@ -63,7 +63,7 @@ def machine_problems(hardware: Hardware, path: str) -> Iterator[str]:
         yield f"{path}.{problem}"
 
 
-def plan_problems(plan: Plan, path: str, storages: int) -> Iterator[str]:
+def plan_problems(plan: Decisions, path: str, storages: int) -> Iterator[str]:
     """The shape of a plan; that it is safe is for `verify.py` to say."""
     yield from size_problems(plan.budget, f"{path}.budget")
     yield from size_problems(plan.arena_bytes, f"{path}.arena_bytes")
@@ -92,7 +92,7 @@ def plan_problems(plan: Plan, path: str, storages: int) -> Iterator[str]:
     yield from _ranges(plan, path)
 
 
-def _ranges(plan: Plan, path: str) -> Iterator[str]:
+def _ranges(plan: Decisions, path: str) -> Iterator[str]:
     ranges: list[tuple[str, Sequence[Range | Transfer | Drop]]] = [
         ("arena.segments", plan.arena.segments),
         ("resident", plan.resident),

@@ -1,4 +1,4 @@
-"""Sizes as users write them: `32MiB`, `8GB`, `50%`, or bytes."""
+"""Sizes as users write them (`32MiB`, `8GB`, `50%`, or bytes), and sizes and times as people read them."""
 
 from __future__ import annotations
 
@@ -51,3 +51,11 @@ def format_size(nbytes: int) -> str:
             return f"{nbytes} B" if unit == "B" else f"{value:.2f} {unit}"
         value /= 1024
     return f"{value:.2f} TiB"
+
+
+def format_time(ns: float) -> str:
+    """Nanoseconds for people: `1.53 ms`."""
+    for unit, size in (("s", 1e9), ("ms", 1e6), ("\u00b5s", 1e3)):
+        if ns >= size:
+            return f"{ns / size:.3g} {unit}"
+    return f"{ns:.0f} ns"

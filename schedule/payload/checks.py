@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from penstock.schedule.facts.errors import PayloadError
 from penstock.schedule.facts.model import (
+    Decisions,
     Method,
     Part,
-    Plan,
     Storage,
     WeightFile,
 )
@@ -74,7 +74,7 @@ def check_payload(payload: Payload, source: str) -> None:
             raise PayloadError(f"{source}: {problem}")
 
 
-def check_plan(plan: Plan, source: str) -> None:
+def check_plan(plan: Decisions, source: str) -> None:
     """Raise PayloadError where a plan that stands alone contradicts itself."""
     for problem in plan_problems(plan, "$", len(plan.arena.layout)):
         raise PayloadError(f"{source}: {problem}")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import secrets
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from os import PathLike
@@ -15,13 +13,14 @@ from typing import Any
 
 from penstock.schedule.clock.event_graph import PassTimes, simulate
 from penstock.schedule.facts.errors import PlanError
-from penstock.schedule.facts.model import Plan, Trace
+from penstock.schedule.facts.model import Decisions, Trace
+from penstock.schedule.facts.sizes import format_time
 from penstock.schedule.report.views import (
     View,
-    format_time,
+    copied_by,
     join_of,
+    names_of,
     stalls_of,
-    storage_ranges,
     views_of,
 )
 
@@ -37,7 +36,7 @@ _LEAST_WIDTH = 40
 
 
 def save_report(
-    plan: Plan,
+    plan: Decisions,
     path: str | PathLike[str],
     *,
     names: Sequence[str] | None = None,
@@ -54,11 +53,11 @@ def save_report(
     from penstock.schedule.report.page import render_page
 
     target = _new_file(path)
-    _write(target, [render_page(plan, _names(plan, names), sweep)])
+    _write(target, [render_page(plan, names_of(plan, names), sweep)])
 
 
 def save_timeline(
-    plan: Plan, path: str | PathLike[str], *, names: Sequence[str] | None = None, passes: int = 3
+    plan: Decisions, path: str | PathLike[str], *, names: Sequence[str] | None = None, passes: int = 3
 ) -> None:
     """Write the first passes, from a cold start on, as a trace that ui.perfetto.dev opens.
 
@@ -71,14 +70,14 @@ def save_timeline(
     """
     if passes < 1:
         raise PlanError(f"a timeline of {passes} passes shows nothing; ask for at least 1")
-    called = _names(plan, names)
+    called = names_of(plan, names)
     target = _new_file(path)
     events = (event for which in range(len(plan.traces)) for event in _events(plan, which, called, passes))
     lines = (f"{',' if number else ''}\n{json.dumps(event)}" for number, event in enumerate(events))
     _write(target, ['{"displayTimeUnit": "ms", "traceEvents": [', *lines, "\n]}\n"])
 
 
-def terminal_timeline(plan: Plan, width: int = 100) -> str:
+def terminal_timeline(plan: Decisions, width: int = 100) -> str:
     """One steady pass of each method in lines of at most `width` characters (40 at least).
 
     A column is a stretch of time, and how full it is says how much of that compute or link is busy.
@@ -97,7 +96,7 @@ def lane_name(link: int) -> str:
     return _LINKS.get(link, f"link {link}")
 
 
-def _terminal_lines(plan: Plan, which: int, width: int) -> list[str]:
+def _terminal_lines(plan: Decisions, which: int, width: int) -> list[str]:
     view = views_of(plan, which).steady
     trace, schedule = plan.traces[which], plan.schedules[which]
     links = sorted({t.link for t in schedule.transfers})
@@ -124,7 +123,7 @@ def _terminal_lines(plan: Plan, which: int, width: int) -> list[str]:
     return lines + ([f"{'':<{label}}compute waits {format_time(waits)} of it"] if waits else [])
 
 
-def _computing(plan: Plan, which: int, view: View) -> Iterator[tuple[int, int]]:
+def _computing(plan: Decisions, which: int, view: View) -> Iterator[tuple[int, int]]:
     """When compute is busy in the pass that is looked at; the gap between calls counts as busy."""
     trace, times = plan.traces[which], view.passes[view.focus]
     ended = times.call_start
@@ -148,7 +147,7 @@ def _cells(busy: Iterable[tuple[int, int]], view: View, columns: int) -> str:
     return "".join(_BLOCKS[eighth] for eighth in eighths) + f"{sum(shares) / columns:>5.0%}"
 
 
-def _events(plan: Plan, which: int, names: Sequence[str], passes: int) -> Iterator[Event]:
+def _events(plan: Decisions, which: int, names: Sequence[str], passes: int) -> Iterator[Event]:
     """The events of one method."""
     trace, schedule = plan.traces[which], plan.schedules[which]
     links = sorted({t.link for t in schedule.transfers} | {0})
@@ -156,7 +155,7 @@ def _events(plan: Plan, which: int, names: Sequence[str], passes: int) -> Iterat
     disk = (_DISK,) if any(schedule.staged) else ()
     for tid, name in enumerate((_COMPUTE, *map(lane_name, links), *disk), 1):
         yield _named("thread_name", name, which + 1, tid)
-    copied = list(_copied(plan, which, names))
+    copied = list(copied_by(plan, which, names))
     times = simulate(trace, schedule, plan.hardware, plan.wrap, passes + 1)
     for number in range(passes):
         place = {"pid": which + 1, "tid": 1}
@@ -170,25 +169,6 @@ def _events(plan: Plan, which: int, names: Sequence[str], passes: int) -> Iterat
         for args, (start, end) in zip(staged, now.stages, strict=True):
             event = _complete(_title(args["weights"]), "stage", start, end)
             yield event | {"pid": which + 1, "tid": 2 + len(links), "args": {"pass": number} | args}
-
-
-def _copied(plan: Plan, which: int, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """What every transfer brings, for which step, and the step whose end it waits for."""
-    places = sorted((place, names[s]) for s, place in enumerate(storage_ranges(plan)) if place)
-    stops = [place.stop for place, _ in places]
-    steps = plan.traces[which].steps
-    for t in plan.schedules[which].transfers:
-        touched = itertools.takewhile(
-            lambda one, stop=t.stop: one[0].start < stop,  # type: ignore[misc]
-            itertools.islice(places, bisect_right(stops, t.start), None),
-        )
-        yield {
-            "weights": [name for _, name in touched],
-            "bytes": t.stop - t.start,
-            "layout": [t.start, t.stop],
-            "for": steps[t.step].name,
-            "after": steps[t.after].name,
-        }
 
 
 def _title(weights: Sequence[str]) -> str:
@@ -220,14 +200,6 @@ def _complete(name: str, category: str, start: int, end: int) -> Event:
 
 def _named(what: str, name: str, pid: int, tid: int) -> Event:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
-
-
-def _names(plan: Plan, names: Sequence[str] | None) -> Sequence[str]:
-    count = len(plan.arena.layout)
-    chosen = names if names is not None else plan.names or [f"storage {s}" for s in range(count)]
-    if len(chosen) != count:
-        raise PlanError(f"expected a name for each of {count} storages, got {len(chosen)}")
-    return chosen
 
 
 def _new_file(path: str | PathLike[str]) -> Path:

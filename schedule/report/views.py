@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.schedule.clock.event_graph import PassTimes, simulate
-from penstock.schedule.facts.model import Plan, Range, Schedule, Trace
+from penstock.schedule.facts.errors import PlanError
+from penstock.schedule.facts.model import Decisions, Range, Schedule, Trace
 from penstock.schedule.space.spans import merged
 
 _MOST_PASSES = 64
@@ -76,7 +78,7 @@ class Views:
         return self.first.passes + self.steady.passes
 
 
-def views_of(plan: Plan, which: int) -> Views:
+def views_of(plan: Decisions, which: int) -> Views:
     """Simulates schedule number `which` until a pass takes what is predicted, or long enough."""
     trace, schedule = plan.traces[which], plan.schedules[which]
     events = len(trace.steps) + len(schedule.transfers) + 1
@@ -107,7 +109,7 @@ def join_of(trace: Trace, times: PassTimes, next_call: int) -> int:
     return next_call - ended - trace.tail_ns - trace.gap_ns
 
 
-def copies_of(plan: Plan, schedule: Schedule, passes: Sequence[PassTimes]) -> tuple[Copy, ...]:
+def copies_of(plan: Decisions, schedule: Schedule, passes: Sequence[PassTimes]) -> tuple[Copy, ...]:
     """The transfers in issue order, those joined that are one copy in all of `passes`."""
     breaks = set(plan.arena.layout) if plan.arena.kind == "contiguous" else set()
     breaks |= {segment.start for segment in plan.arena.segments}
@@ -127,7 +129,7 @@ def copies_of(plan: Plan, schedule: Schedule, passes: Sequence[PassTimes]) -> tu
     return tuple(found)
 
 
-def stays_of(plan: Plan, which: int, copies: Sequence[Copy]) -> tuple[Stay, ...]:
+def stays_of(plan: Decisions, which: int, copies: Sequence[Copy]) -> tuple[Stay, ...]:
     """Where every byte of every copy ends: cut where a storage begins or the drops differ."""
     steps, drops = len(plan.traces[which].steps), plan.schedules[which].drops
     starts = _starts(plan)
@@ -157,7 +159,35 @@ def stays_of(plan: Plan, which: int, copies: Sequence[Copy]) -> tuple[Stay, ...]
     return tuple(_joined(found))
 
 
-def resident_of(plan: Plan) -> tuple[tuple[int, Range], ...]:
+def names_of(plan: Decisions, names: Sequence[str] | None = None) -> Sequence[str]:
+    """A name for every storage: `names`, those of the plan, or numbers. PlanError for another count."""
+    count = len(plan.arena.layout)
+    chosen = names if names is not None else plan.names or [f"storage {s}" for s in range(count)]
+    if len(chosen) != count:
+        raise PlanError(f"expected a name for each of {count} storages, got {len(chosen)}")
+    return chosen
+
+
+def copied_by(plan: Decisions, which: int, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """What every transfer of method number `which` brings, for which step, and the step that it waits for."""
+    places = sorted((place, names[s]) for s, place in enumerate(storage_ranges(plan)) if place)
+    stops = [place.stop for place, _ in places]
+    steps = plan.traces[which].steps
+    for t in plan.schedules[which].transfers:
+        touched = itertools.takewhile(
+            lambda one, stop=t.stop: one[0].start < stop,  # type: ignore[misc]
+            itertools.islice(places, bisect_right(stops, t.start), None),
+        )
+        yield {
+            "weights": [name for _, name in touched],
+            "bytes": t.stop - t.start,
+            "layout": [t.start, t.stop],
+            "for": steps[t.step].name,
+            "after": steps[t.after].name,
+        }
+
+
+def resident_of(plan: Decisions) -> tuple[tuple[int, Range], ...]:
     """What never leaves, as (storage, range), cut where storages begin."""
     starts = _starts(plan)
     offsets = [offset for offset, _ in starts]
@@ -170,7 +200,7 @@ def resident_of(plan: Plan) -> tuple[tuple[int, Range], ...]:
     return tuple(found)
 
 
-def storage_ranges(plan: Plan) -> tuple[Range | None, ...]:
+def storage_ranges(plan: Decisions) -> tuple[Range | None, ...]:
     """The layout range of every storage; None for one that is never in the arena.
 
     A plan without `sizes` leaves room for doubt: a storage then ends where the next begins, or where
@@ -186,7 +216,7 @@ def storage_ranges(plan: Plan) -> tuple[Range | None, ...]:
     )
 
 
-def _guessed_ends(plan: Plan) -> list[int]:
+def _guessed_ends(plan: Decisions) -> list[int]:
     edges = sorted({offset for offset in plan.arena.layout if offset >= 0} | {_end(plan)})
     touched = list(plan.resident) + [Range(t.start, t.stop) for s in plan.schedules for t in s.transfers]
     used = merged(touched)
@@ -201,11 +231,11 @@ def _guessed_ends(plan: Plan) -> list[int]:
     return ends
 
 
-def _end(plan: Plan) -> int:
+def _end(plan: Decisions) -> int:
     return max((segment.stop for segment in plan.arena.segments), default=0)
 
 
-def _starts(plan: Plan) -> list[tuple[int, int]]:
+def _starts(plan: Decisions) -> list[tuple[int, int]]:
     """(layout offset, storage) of everything in the layout, ascending."""
     return sorted((offset, s) for s, offset in enumerate(plan.arena.layout) if offset >= 0)
 
@@ -234,11 +264,3 @@ def _joined(stays: Sequence[Stay]) -> list[Stay]:
         else:
             found.append(stay)
     return found
-
-
-def format_time(ns: float) -> str:
-    """Nanoseconds for people: `1.53 ms`."""
-    for unit, size in (("s", 1e9), ("ms", 1e6), ("\u00b5s", 1e3)):
-        if ns >= size:
-            return f"{ns / size:.3g} {unit}"
-    return f"{ns:.0f} ns"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.schedule.facts.model import Hardware, Plan, Storage
-from penstock.schedule.facts.sizes import format_size
+from penstock.schedule.facts.model import Decisions, Hardware, Storage
+from penstock.schedule.facts.sizes import format_size, format_time
 from penstock.schedule.report.baselines import Setting, compare
 
 SHARES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
@@ -27,7 +27,9 @@ class Point:
     policies: Mapping[str, int]
 
 
-def other_policies(plan: Plan, storages: Sequence[Storage], host: Hardware | None = None) -> dict[str, int]:
+def other_policies(
+    plan: Decisions, storages: Sequence[Storage], host: Hardware | None = None
+) -> dict[str, int]:
     """The period of each policy that fits into the plan's budget, summed over the plan's traces."""
     outside = sum(storages[s].nbytes for s in plan.outside if storages[s].kind != "streamable")
     found: dict[str, int] = {}
@@ -42,7 +44,7 @@ def other_policies(plan: Plan, storages: Sequence[Storage], host: Hardware | Non
     return found
 
 
-def point_of(plan: Plan, storages: Sequence[Storage], host: Hardware | None = None) -> Point:
+def point_of(plan: Decisions, storages: Sequence[Storage], host: Hardware | None = None) -> Point:
     """The point of one plan."""
     bounds = [schedule.lower_bound_ns for schedule in plan.schedules]
     known = [bound for bound in bounds if bound is not None]
@@ -55,7 +57,7 @@ def point_of(plan: Plan, storages: Sequence[Storage], host: Hardware | None = No
 
 
 def sweep(
-    make: Callable[[int], Plan],
+    make: Callable[[int], Decisions],
     storages: Sequence[Storage],
     *,
     lowest: int,
@@ -67,7 +69,7 @@ def sweep(
     return tuple(point_of(make(budget), storages, host) for budget in budgets)
 
 
-def limit_of(plan: Plan) -> str:
+def limit_of(plan: Decisions) -> str:
     """What sets the plan's time: `compute`, `link`, `disk`, or `memory` where none is busy all the time."""
     predicted = sum(schedule.predicted_ns for schedule in plan.schedules)
     compute = sum(trace.compute_ns for trace in plan.traces)
@@ -81,7 +83,7 @@ def limit_of(plan: Plan) -> str:
     return "link" if busiest == copying else "disk"
 
 
-def verdict(plan: Plan, policies: Mapping[str, int], more: Plan | None = None) -> tuple[str, ...]:
+def verdict(plan: Decisions, policies: Mapping[str, int], more: Decisions | None = None) -> tuple[str, ...]:
     """Sentences: whether streaming pays, what limits it, and what one more gigabyte buys.
 
     `more` is the plan for one gigabyte more, if that is less than everything.
@@ -92,55 +94,50 @@ def verdict(plan: Plan, policies: Mapping[str, int], more: Plan | None = None) -
     return tuple(sentences)
 
 
-def _limit_sentence(plan: Plan) -> str:
-    predicted, compute = plan.predicted_seconds, sum(trace.compute_ns for trace in plan.traces) / 1e9
+def _limit_sentence(plan: Decisions) -> str:
+    predicted = format_time(plan.predicted_seconds * 1e9)
+    compute = format_time(sum(trace.compute_ns for trace in plan.traces))
     if not plan.streamed_bytes:
         return "Everything fits: nothing streams."
     moved = format_size(plan.streamed_bytes)
     match limit_of(plan):
         case "compute":
-            return f"Compute limits it: copying {moved} a pass hides behind {_time(compute)} of compute."
+            return f"Compute limits it: copying {moved} a pass hides behind {compute} of compute."
         case "link":
             rate = plan.hardware.link_bytes_per_s / 1e9
             return (
-                f"The link limits it: {moved} a pass at {rate:.3g} GB/s take {_time(predicted)}, compute "
-                f"{_time(compute)}."
+                f"The link limits it: {moved} a pass at {rate:.3g} GB/s take {predicted}, compute {compute}."
             )
         case "disk":
             read = format_size(sum(nbytes for s in plan.schedules for nbytes in s.staged))
             held = format_size(plan.host.nbytes if plan.host else 0)
             return (
                 f"The disk limits it: of {moved} a pass, {read} are more than a host of {held} holds, and "
-                f"reading them takes {_time(predicted)}, compute {_time(compute)}."
+                f"reading them takes {predicted}, compute {compute}."
             )
     return (
         f"Memory limits it: within {format_size(plan.budget)} there is too little room to copy ahead, so "
-        f"link and compute ({_time(compute)}) wait for each other in {_time(predicted)}."
+        f"link and compute ({compute}) wait for each other in {predicted}."
     )
 
 
-def _best_other(plan: Plan, policies: Mapping[str, int]) -> list[str]:
+def _best_other(plan: Decisions, policies: Mapping[str, int]) -> list[str]:
     if not policies or not plan.streamed_bytes:
         return []
     name = min(policies, key=lambda policy: policies[policy])
     times = policies[name] / 1e9 / plan.predicted_seconds
     if times < 1 / _ALIKE:
-        taken = _time(policies[name] / 1e9)
+        taken = format_time(policies[name])
         return [f"Another way wins here: {name!r} would take {taken}, {1 / times:.2f} times as fast."]
     if times <= _ALIKE:
         return [f"Streaming is as good as any other way here: {name!r} takes the same time."]
     return [f"Streaming pays: the best other way, {name!r}, would take {times:.2f} times as long."]
 
 
-def _more_sentence(plan: Plan, more: Plan) -> str:
+def _more_sentence(plan: Decisions, more: Decisions) -> str:
     gained = plan.predicted_seconds - more.predicted_seconds
     if gained <= plan.predicted_seconds * 0.005:
         return "One more gigabyte buys next to nothing."
-    return f"One more gigabyte saves {_time(gained)} a pass ({gained / plan.predicted_seconds:.1%})."
-
-
-def _time(seconds: float) -> str:
-    for unit, factor in (("s", 1.0), ("ms", 1e3)):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
+    return (
+        f"One more gigabyte saves {format_time(gained * 1e9)} a pass ({gained / plan.predicted_seconds:.1%})."
+    )

@@ -17,7 +17,7 @@ from penstock.schedule.bound.period import Relaxation
 from penstock.schedule.clock.event_graph import steady_period_ns
 from penstock.schedule.facts.model import Schedule
 from penstock.schedule.search.occupancy import Occupancy
-from penstock.schedule.search.task import Decisions, Task
+from penstock.schedule.search.task import Draft, Task
 from penstock.schedule.space.addresses import Block, Placement, first_use, tight
 from penstock.schedule.space.oldest import place_oldest
 
@@ -71,14 +71,14 @@ class _Candidate:
     least_ns: int
 
 
-def search(task: Task) -> Decisions:
+def search(task: Task) -> Draft:
     """The best decisions found."""
     found = search_blocks(task, task.pieces.blocks)
     assert found is not None  # the floor is that of a placement which is tried as well
     return found
 
 
-def search_blocks(task: Task, blocks: Sequence[Block]) -> Decisions | None:
+def search_blocks(task: Task, blocks: Sequence[Block]) -> Draft | None:
     """As `search`, of any blocks; None where no placement of them is found."""
     return _Search(task, blocks).run(task.relaxed)
 
@@ -93,14 +93,14 @@ class _Search:
         self.hardware, self.wrap = problem.hardware, problem.wrap
         self.period: float = math.inf
         self.copied = 0
-        self.found: Decisions | None = None
+        self.found: Draft | None = None
         self.placement: Placement | None = None
         self.best: _Candidate | None = None
         self.tried: set[tuple[int, tuple[int, ...]]] = set()
         self.effort = int(_EFFORT * task.effort)
         self.compute_ns = sum(trace.compute_ns for trace in self.traces)
 
-    def run(self, relaxed: Sequence[Relaxation | None]) -> Decisions | None:
+    def run(self, relaxed: Sequence[Relaxation | None]) -> Draft | None:
         """Tries rooms roughly, then more finely about the best, and how far blocks are copied in parts."""
         enough = sum(one.bound_ns if one else 0 for one in relaxed) * _CLOSE
         shares = [[float(block.size) for block in self.blocks]]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from penstock.schedule.clock.joining import MERGED_BYTES
 from penstock.schedule.facts.model import Drop, Range, Transfer
 from penstock.schedule.facts.problem import Demand
-from penstock.schedule.search.task import Decisions
+from penstock.schedule.search.task import Draft
 from penstock.schedule.space.addresses import Block, Placement
 from penstock.schedule.space.spans import merged
 
@@ -47,7 +47,7 @@ class Occupancy:
                 _move(reads, ranges, len(trace.steps), self._moves[which])
         self._resident = merged(resident, self._begins)
 
-    def decide(self, early: int, least: int = 0) -> Decisions:
+    def decide(self, early: int, least: int = 0) -> Draft:
         """Everything that follows from the addresses.
 
         Only transfers for steps up to `early` may start before the pass does. Parts of a block of less than
@@ -65,8 +65,8 @@ class Occupancy:
             streams.append((transfers, drops))
         addresses, nbytes = self._addresses(), self._placement.nbytes
         if len(boundaries) == 1:
-            return Decisions(nbytes, addresses, resident, boundaries[0], tuple(streams))
-        return Decisions(nbytes, addresses, resident, resident, tuple(streams), tuple(boundaries))
+            return Draft(nbytes, addresses, resident, boundaries[0], tuple(streams))
+        return Draft(nbytes, addresses, resident, resident, tuple(streams), tuple(boundaries))
 
     def _addresses(self) -> tuple[int, ...]:
         """That of every storage in a contiguous arena; a paged one has none to choose."""

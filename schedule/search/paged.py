@@ -14,7 +14,7 @@ from penstock.schedule.facts.model import Arena, Drop, Range, Schedule, Transfer
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.search.contiguous import search_blocks
 from penstock.schedule.search.one_trace import OneTrace
-from penstock.schedule.search.task import Decisions, Task
+from penstock.schedule.search.task import Draft, Task
 from penstock.schedule.space.addresses import Block
 from penstock.schedule.space.pieces import Pieces
 from penstock.schedule.space.spans import merged
@@ -26,7 +26,7 @@ _SHARES = 64
 """Resident shares that are tried for several methods in one arena."""
 
 
-def search(task: Task) -> Decisions:
+def search(task: Task) -> Draft:
     """The best decisions found."""
     problem, pieces = task.problem, task.pieces
     if len(problem.traces) == 1:
@@ -44,7 +44,7 @@ def search(task: Task) -> Decisions:
     return other if other and _period_ns(problem, other) < period_ns else found
 
 
-def _decisions(pieces: Pieces, streams: Sequence[Streaming], stays: Sequence[bool]) -> Decisions:
+def _decisions(pieces: Pieces, streams: Sequence[Streaming], stays: Sequence[bool]) -> Draft:
     """What several methods stream, or one, beside the spans that never leave."""
     spans = (span for group in pieces.groups for span in group.spans)
     resident = merged(itertools.compress(spans, stays), pieces.breaks)
@@ -52,11 +52,11 @@ def _decisions(pieces: Pieces, streams: Sequence[Streaming], stays: Sequence[boo
     boundaries = tuple((*resident, *one.memory.boundary) for one in streams)
     moved = tuple((one.transfers, one.memory.drops) for one in streams)
     if len(streams) == 1:
-        return Decisions(peak, (), resident, boundaries[0], moved)
-    return Decisions(peak, (), resident, resident, moved, boundaries)
+        return Draft(peak, (), resident, boundaries[0], moved)
+    return Draft(peak, (), resident, resident, moved, boundaries)
 
 
-def _period_ns(problem: Problem, found: Decisions) -> int:
+def _period_ns(problem: Problem, found: Draft) -> int:
     return sum(
         steady_period_ns(trace, Schedule(trace.graph, *stream, 0), problem.hardware, problem.wrap)
         for trace, stream in zip(problem.traces, found.streams, strict=True)
@@ -109,7 +109,7 @@ def _share_for_all(
 _Piece = TypeVar("_Piece", Range, Transfer, Drop)
 
 
-def _search_runs(task: Task) -> Decisions | None:
+def _search_runs(task: Task) -> Draft | None:
     """What the search for a contiguous arena finds for the runs, as blocks of whole granules.
 
     In a paged arena its addresses are not used: they only decide which runs take turns in the same memory.
@@ -125,7 +125,7 @@ def _search_runs(task: Task) -> Decisions | None:
     return _clipped(found, arena) if found else None
 
 
-def _clipped(found: Decisions, arena: Arena) -> Decisions:
+def _clipped(found: Draft, arena: Arena) -> Draft:
     """The decisions without what lies before a segment, in the first granule that it reaches into."""
     begins = {s.start // arena.granule * arena.granule: s.start for s in arena.segments}
 

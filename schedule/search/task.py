@@ -26,7 +26,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Decisions:
+class Draft:
     """All of a plan but its times; `streams` has the transfers and drops of each trace.
 
     `boundaries` has what lies between two calls of each, empty where `boundary` holds for all.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from penstock.schedule.facts.errors import PlanError
-from penstock.schedule.facts.model import Plan, Range, Schedule, Transfer
+from penstock.schedule.facts.model import Decisions, Range, Schedule, Transfer
 
 
-def check_host(plan: Plan) -> None:
+def check_host(plan: Decisions) -> None:
     """Raise PlanError unless every transfer's bytes are held by the host or pass through its ring.
 
     What is held and the ring are within the host's memory, and no transfer needs more of the ring

@@ -12,7 +12,7 @@ from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
 from penstock.schedule.facts.errors import PlanError
-from penstock.schedule.facts.model import Drop, Plan, Range, Storage, Transfer
+from penstock.schedule.facts.model import Decisions, Drop, Range, Storage, Transfer
 
 ABSENT = -1
 LAYOUT = 0
@@ -32,7 +32,7 @@ class Place(NamedTuple):
 class Memory:
     """The cells of `plan`'s arena. Raises PlanError for what lies outside it or is misaligned."""
 
-    def __init__(self, storages: tuple[Storage, ...], plan: Plan) -> None:
+    def __init__(self, storages: tuple[Storage, ...], plan: Decisions) -> None:
         self.paged = plan.arena.kind == "paged"
         self._plan = plan
         self._storages = storages

@@ -7,13 +7,13 @@ The rules are those of docs/payload.md, "What a schedule means". This file check
 from __future__ import annotations
 
 from penstock.schedule.facts.errors import PlanError
-from penstock.schedule.facts.model import Plan, Schedule, Storage, Trace
+from penstock.schedule.facts.model import Decisions, Schedule, Storage, Trace
 from penstock.schedule.verify.host import check_host
 from penstock.schedule.verify.memory import ABSENT, Memory
 from penstock.schedule.verify.walk import Walk, dropped_or_written, lay
 
 
-def verify_plan(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: Plan) -> None:
+def verify_plan(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: Decisions) -> None:
     """Return when `plan` is safe for every method of the program, at any speed of any copy.
 
     Raises PlanError with one sentence: which graph, transfer or step, and which bytes. Takes time
@@ -30,12 +30,12 @@ def verify_plan(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: 
         Walk(memory, plan, schedule, trace).run()
 
 
-def _paired(plan: Plan) -> list[tuple[Schedule, Trace]]:
+def _paired(plan: Decisions) -> list[tuple[Schedule, Trace]]:
     traces = {t.graph: t for t in plan.traces}
     return [(s, traces[s.graph]) for s in plan.schedules]
 
 
-def _check_traces(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: Plan) -> None:
+def _check_traces(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: Decisions) -> None:
     if plan.wrap not in ("overlap", "barrier"):
         raise PlanError(f"expected wrap to be overlap or barrier, got {plan.wrap!r}")
     graphs = sorted(t.graph for t in traces)
@@ -69,7 +69,7 @@ def _check_trace(storages: tuple[Storage, ...], trace: Trace) -> None:
                 )
 
 
-def _check_budget(storages: tuple[Storage, ...], plan: Plan) -> None:
+def _check_budget(storages: tuple[Storage, ...], plan: Decisions) -> None:
     outside = set(plan.outside)
     if len(outside) < len(plan.outside) or not outside <= set(range(len(storages))):
         raise PlanError(
@@ -111,7 +111,7 @@ def _check_schedule(schedule: Schedule, trace: Trace) -> None:
             )
 
 
-def _check_resident(memory: Memory, plan: Plan) -> None:
+def _check_resident(memory: Memory, plan: Decisions) -> None:
     """Resident bytes are in the boundary, and nothing drops or overwrites them."""
     resident = lay(plan.resident, memory, "resident range")
     for pieces in map(plan.boundary_of, plan.schedules):

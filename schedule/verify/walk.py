@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from penstock.schedule.facts.errors import PlanError
-from penstock.schedule.facts.model import Drop, Plan, Schedule, Trace, Transfer
+from penstock.schedule.facts.model import Decisions, Drop, Schedule, Trace, Transfer
 from penstock.schedule.verify.memory import ABSENT, Memory, Piece, Place
 
 PASSES = 2
@@ -62,7 +62,7 @@ def gates(schedule: Schedule, steps: int) -> list[int]:
 class Walk:
     """The state of every cell while `schedule` runs; `run` raises PlanError at the first fault."""
 
-    def __init__(self, memory: Memory, plan: Plan, schedule: Schedule, trace: Trace) -> None:
+    def __init__(self, memory: Memory, plan: Decisions, schedule: Schedule, trace: Trace) -> None:
         self._memory, self._plan, self._schedule, self._trace = memory, plan, schedule, trace
         self._steps = len(trace.steps)
         self._pieces = plan.boundary_of(schedule)

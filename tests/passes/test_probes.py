@@ -12,7 +12,6 @@ from penstock.schedule.facts.model import (
     Arena,
     Drop,
     Hardware,
-    Plan,
     Range,
     Schedule,
     Step,
@@ -20,6 +19,7 @@ from penstock.schedule.facts.model import (
     Trace,
     Transfer,
 )
+from penstock.schedule.plan import Plan
 from tests.passes.pass_models import CASES
 from tests.passes.pass_runs import decompose, export, streaming
 

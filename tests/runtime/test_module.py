@@ -15,7 +15,7 @@ from torch.export import export
 
 import penstock
 from penstock.runtime.program import Program
-from penstock.schedule.facts.model import Plan
+from penstock.schedule.plan import Plan
 from tests.runtime.conftest import Compiled
 from tests.runtime.models import Counter
 

@@ -11,19 +11,10 @@ from hypothesis import strategies as st
 
 from penstock.schedule.clock.event_graph import build_graph, simulate, steady_period_ns
 from penstock.schedule.facts.errors import BudgetError, PlanError
-from penstock.schedule.facts.model import (
-    Hardware,
-    HostTier,
-    Plan,
-    Range,
-    Schedule,
-    Step,
-    Storage,
-    Trace,
-    Transfer,
-)
+from penstock.schedule.facts.model import Hardware, HostTier, Range, Schedule, Step, Storage, Trace, Transfer
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.host import staged_bytes
+from penstock.schedule.plan import Plan
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.space.layout import packed_arena
 from penstock.schedule.verify.proof import verify_plan

@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass
 from importlib import resources
 from typing import Any
 
-from penstock.schedule.facts.model import Plan, Schedule, Trace
+from penstock.schedule.facts.model import Decisions, Schedule, Trace
+from penstock.schedule.facts.sizes import format_time
 from penstock.schedule.report.views import (
     Copy,
     Stay,
     View,
     copies_of,
-    format_time,
     resident_of,
     stalls_of,
     stays_of,
@@ -44,7 +44,7 @@ _SCRIPTS = (
 )
 
 
-def render_page(plan: Plan, names: Sequence[str], sweep: Sequence[Mapping[str, Any]] | None) -> str:
+def render_page(plan: Decisions, names: Sequence[str], sweep: Sequence[Mapping[str, Any]] | None) -> str:
     """The whole page; `names` has one for every storage, `sweep` the points of the budget curve."""
     data = json.dumps(page_data(plan, names, sweep), separators=(",", ":"), allow_nan=False)
     parts = {
@@ -62,7 +62,9 @@ def render_page(plan: Plan, names: Sequence[str], sweep: Sequence[Mapping[str, A
     return "".join(pieces)
 
 
-def page_data(plan: Plan, names: Sequence[str], sweep: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
+def page_data(
+    plan: Decisions, names: Sequence[str], sweep: Sequence[Mapping[str, Any]] | None
+) -> dict[str, Any]:
     """What the page draws."""
     kept = resident_of(plan)
     facts = plan_facts(plan, sweep)
@@ -75,7 +77,7 @@ def page_data(plan: Plan, names: Sequence[str], sweep: Sequence[Mapping[str, Any
     }
 
 
-def plan_facts(plan: Plan, sweep: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
+def plan_facts(plan: Decisions, sweep: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
     """What is said of the plan as a whole."""
     bounds = [schedule.lower_bound_ns for schedule in plan.schedules]
     here = [point["policies"] for point in sweep or () if point["budget"] == plan.budget]
@@ -112,7 +114,7 @@ class _Drawn:
     steady: View
 
 
-def _weights(plan: Plan, names: Sequence[str], kept: Sequence[tuple[int, Any]]) -> dict[str, Any]:
+def _weights(plan: Decisions, names: Sequence[str], kept: Sequence[tuple[int, Any]]) -> dict[str, Any]:
     places = storage_ranges(plan)
     held = [0] * len(places)
     for s, piece in kept:
@@ -127,7 +129,7 @@ def _weights(plan: Plan, names: Sequence[str], kept: Sequence[tuple[int, Any]]) 
     }
 
 
-def _method(plan: Plan, which: int, kept: Sequence[tuple[int, Any]]) -> dict[str, Any]:
+def _method(plan: Decisions, which: int, kept: Sequence[tuple[int, Any]]) -> dict[str, Any]:
     trace, schedule = plan.traces[which], plan.schedules[which]
     views = views_of(plan, which)
     copies = copies_of(plan, schedule, views.passes)
@@ -172,7 +174,7 @@ def _method(plan: Plan, which: int, kept: Sequence[tuple[int, Any]]) -> dict[str
     }
 
 
-def _stages(plan: Plan, schedule: Schedule, copies: Sequence[Copy]) -> dict[str, list[int]]:
+def _stages(plan: Decisions, schedule: Schedule, copies: Sequence[Copy]) -> dict[str, list[int]]:
     """What the disk reads for the host: for each read the copy that it is part of, and its time."""
     staged = [i for i, nbytes in enumerate(schedule.staged) if nbytes]
     lasts = [c.last for c in copies]
@@ -182,7 +184,7 @@ def _stages(plan: Plan, schedule: Schedule, copies: Sequence[Copy]) -> dict[str,
     }
 
 
-def _ranges(plan: Plan, rows: Sequence[tuple[int, int, int]]) -> dict[str, list[int]]:
+def _ranges(plan: Decisions, rows: Sequence[tuple[int, int, int]]) -> dict[str, list[int]]:
     """Ranges of storages as columns; addresses are where the picture has them."""
     return {
         "weight": [s for s, _, _ in rows],
@@ -203,7 +205,7 @@ def _view(view: View, copies: Sequence[Copy]) -> dict[str, Any]:
     }
 
 
-def _rows(plan: Plan, drawn: _Drawn, kept: Sequence[tuple[int, Any]]) -> dict[str, Any]:
+def _rows(plan: Decisions, drawn: _Drawn, kept: Sequence[tuple[int, Any]]) -> dict[str, Any]:
     """What one method does with every weight: first step (-1 if it reads it nowhere), bytes, and why."""
     places = storage_ranges(plan)
     reads: list[list[int]] = [[] for _ in places]
@@ -281,7 +283,7 @@ def _overlap(place: Any, piece: Any) -> int:
     return max(0, min(place.stop, piece.stop) - max(place.start, piece.start)) if place else 0
 
 
-def _shift(plan: Plan, storage: int) -> int:
+def _shift(plan: Decisions, storage: int) -> int:
     """What to add to a layout offset of this storage for its address in the picture."""
     return plan.addresses[storage] - plan.arena.layout[storage] if plan.addresses else 0
 

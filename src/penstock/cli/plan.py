@@ -19,7 +19,7 @@ from penstock.schedule.facts.sizes import format_size
 if TYPE_CHECKING:
     from penstock.models.advice import Advice
     from penstock.runtime.program import Program
-    from penstock.schedule.facts.model import Plan
+    from penstock.schedule.plan import Plan
     from penstock.schedule.report.whatif import Point
 
 EXAMPLES = (

@@ -27,8 +27,8 @@ from penstock.runtime.device.loading import device_kind
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
 from penstock.schedule.facts.errors import BudgetError, PassError, StreamError
-from penstock.schedule.facts.model import Plan
 from penstock.schedule.facts.sizes import format_size
+from penstock.schedule.plan import Plan
 
 _MOST_METHODS = 48
 """Kinds of call of one module. A model with more exports for single sizes, which is no way to run it."""

@@ -9,8 +9,8 @@ from typing import Any
 from penstock.runtime.program import Program
 from penstock.schedule.clock import simulation
 from penstock.schedule.facts.errors import BudgetError
-from penstock.schedule.facts.model import Plan
 from penstock.schedule.facts.presets import host_beside
+from penstock.schedule.plan import Plan
 from penstock.schedule.report import whatif
 
 

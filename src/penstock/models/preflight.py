@@ -23,12 +23,13 @@ from penstock.runtime.device.host_limit import parse_host_memory
 from penstock.runtime.memory_split import CUDA_WORKSPACE, MemorySplit
 from penstock.schedule.facts.costs import with_times
 from penstock.schedule.facts.errors import BudgetError, PassError, SourceError
-from penstock.schedule.facts.model import Arena, Hardware, Plan
+from penstock.schedule.facts.model import Arena, Hardware
 from penstock.schedule.facts.presets import find_hardware, host_beside
 from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.facts.sizes import format_size, parse_size
 from penstock.schedule.host import host_bytes
 from penstock.schedule.payload.codec import Payload
+from penstock.schedule.plan import Plan
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.report import whatif
 from penstock.schedule.space.layout import packed_arena

@@ -14,7 +14,8 @@ from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
 from penstock.runtime.stream.interface import Stats
 from penstock.schedule.facts.errors import SourceError, StreamError
-from penstock.schedule.facts.model import Input, Method, Plan
+from penstock.schedule.facts.model import Input, Method
+from penstock.schedule.plan import Plan
 
 if TYPE_CHECKING:
     import torch

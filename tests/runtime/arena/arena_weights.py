@@ -12,7 +12,8 @@ import pytest
 from penstock.runtime.arena.opening import WeightArena, open_arena
 from penstock.runtime.files.source import Source
 from penstock.runtime.system.memory import HUGE_PAGE, PAGE
-from penstock.schedule.facts.model import Arena, Extent, Hardware, Part, Plan, Range, Storage, WeightFile
+from penstock.schedule.facts.model import Arena, Extent, Hardware, Part, Range, Storage, WeightFile
+from penstock.schedule.plan import Plan
 
 MIB = 1 << 20
 LARGE = 5 * HUGE_PAGE + 3 * PAGE

@@ -15,8 +15,9 @@ from penstock.runtime.device import memory as device_memory
 from penstock.runtime.device import streamer as device_streamer
 from penstock.runtime.sim.device import Policy, SimDevice
 from penstock.runtime.sim.streamer import SimStreamer
-from penstock.schedule.facts.model import Extent, Hardware, Plan, Step, Storage, Trace, Wrap
+from penstock.schedule.facts.model import Extent, Hardware, Step, Storage, Trace, Wrap
 from penstock.schedule.facts.problem import Demand, Problem
+from penstock.schedule.plan import Plan
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.space.layout import packed_arena
 

@@ -18,7 +18,8 @@ from penstock.runtime.device import streamer as device_streamer
 from penstock.runtime.sim.device import SimDevice
 from penstock.runtime.sim.races import RaceError
 from penstock.schedule.facts.errors import PenstockError, PlanError
-from penstock.schedule.facts.model import Drop, HostTier, Plan, Range, Schedule, Transfer
+from penstock.schedule.facts.model import Drop, HostTier, Range, Schedule, Transfer
+from penstock.schedule.plan import Plan
 from penstock.schedule.verify.proof import verify_plan
 from tests.runtime.device.device_runs import (
     HARDWARE,

@@ -7,7 +7,6 @@ from penstock.schedule.facts.model import (
     Arena,
     Drop,
     Hardware,
-    Plan,
     Range,
     Schedule,
     Step,
@@ -15,6 +14,7 @@ from penstock.schedule.facts.model import (
     Trace,
     Transfer,
 )
+from penstock.schedule.plan import Plan
 from tests.runtime.arena.honest_arena import HonestArena
 
 UNIT = 4

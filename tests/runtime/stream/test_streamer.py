@@ -9,14 +9,8 @@ import pytest
 
 from penstock.runtime.stream.streamer import Streamer
 from penstock.schedule.facts.errors import SourceError, StreamError
-from penstock.schedule.facts.model import (
-    Drop,
-    Plan,
-    Range,
-    Schedule,
-    Step,
-    Transfer,
-)
+from penstock.schedule.facts.model import Drop, Range, Schedule, Step, Transfer
+from penstock.schedule.plan import Plan
 from penstock.schedule.verify.proof import verify_plan
 from tests.runtime.arena.honest_arena import HonestArena
 from tests.runtime.stream.four_steps import STORAGES, UNIT, make_plan, run_pass

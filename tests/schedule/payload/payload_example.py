@@ -10,7 +10,6 @@ from penstock.schedule.facts.model import (
     Input,
     Method,
     Part,
-    Plan,
     Range,
     Schedule,
     Step,
@@ -23,6 +22,7 @@ from penstock.schedule.facts.model import (
     Work,
 )
 from penstock.schedule.payload.codec import Payload, ProbeOrder, ProgramFile
+from penstock.schedule.plan import Plan
 
 HARDWARE = Hardware("toy", 1e12, 2.5e10, 1.2e9, 20_000, note="an example")
 TRACE = Trace(

@@ -20,7 +20,7 @@ from penstock.schedule.facts import model
 from penstock.schedule.facts.errors import PayloadError, PlanError
 from penstock.schedule.facts.model import Method
 from penstock.schedule.payload.checks import ITEM_SIZES
-from penstock.schedule.payload.codec import Payload, ProgramFile, plan_from_json, plan_to_json, verify_payload
+from penstock.schedule.payload.codec import Payload, ProgramFile, plan_from_json, verify_payload
 from tests.schedule.payload.payload_example import BYTES, HARDWARE, PAYLOAD, PLAN, TRACE
 from tests.schedule.verify.random_plans import random_case
 
@@ -35,13 +35,14 @@ def test_golden_bytes() -> None:
     verify_payload(PAYLOAD)
 
 
+TITLES = {"Payload": "## The top level", "ProgramFile": "### Program", "Decisions": "### Plan"}
+
+
 def test_every_field_is_specified() -> None:
     page = (ROOT / "docs" / "payload.md").read_text()
     classes = [c for c in vars(model).values() if isinstance(c, type) and is_dataclass(c)]
     for cls in (*classes, Payload, ProgramFile):
-        title = {"Payload": "## The top level", "ProgramFile": "### Program"}.get(
-            cls.__name__, f"### {cls.__name__}"
-        )
+        title = TITLES.get(cls.__name__, f"### {cls.__name__}")
         section = page.split(f"\n{title}\n", 1)[1].split("\n## ")[0].split("\n### ")[0]
         named = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE)))
         assert set(named) == {f.name for f in fields(cls)}, cls.__name__
@@ -84,7 +85,7 @@ def test_round_trip(seed: int) -> None:
     data = payload.to_bytes()
     assert Payload.from_bytes(data) == payload
     assert Payload.from_bytes(data).to_bytes() == data
-    assert plan_from_json(plan_to_json(case.plan)) == case.plan
+    assert plan_from_json(case.plan.to_json()) == case.plan
 
 
 def test_whole_rates_are_written_as_they_are_read() -> None:

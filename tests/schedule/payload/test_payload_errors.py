@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.schedule.facts.errors import PayloadError
-from penstock.schedule.payload.codec import Payload, ProgramFile, plan_from_json, plan_to_json
+from penstock.schedule.payload.codec import Payload, ProgramFile, plan_from_json
 from tests.schedule.payload.payload_example import BYTES, PAYLOAD, PLAN
 
 # Text that is no payload.
@@ -139,7 +139,7 @@ def test_files_may_be_absolute_or_in_folders() -> None:
         Payload.from_bytes(changed("files.0.path", path))
 
 
-@pytest.mark.parametrize("data", ["{", "[]", "{}", plan_to_json(PLAN)[:-9], '{"budget": 1, "budget": 2}'])
+@pytest.mark.parametrize("data", ["{", "[]", "{}", PLAN.to_json()[:-9], '{"budget": 1, "budget": 2}'])
 def test_bad_plans(data: str) -> None:
     with pytest.raises(PayloadError, match=r"^plan\.json: "):
         plan_from_json(data)

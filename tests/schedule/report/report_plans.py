@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from benchmarks.corpus import list_programs
 from penstock.schedule.facts.costs import with_times
-from penstock.schedule.facts.model import ArenaKind, Plan
+from penstock.schedule.facts.model import ArenaKind
 from penstock.schedule.facts.presets import find_hardware
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.host import with_host
+from penstock.schedule.plan import Plan
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.space.layout import packed_arena
 from tests.schedule.traces import equal_problem

@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.schedule.facts.errors import PlanError
-from penstock.schedule.facts.model import ArenaKind, Plan, Step, Storage, Trace
+from penstock.schedule.facts.model import ArenaKind, Step, Storage, Trace
 from penstock.schedule.facts.problem import Problem
+from penstock.schedule.plan import Plan
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.report.drawing import save_report, save_timeline
 from penstock.schedule.report.page import page_data

@@ -12,8 +12,9 @@ from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from penstock.schedule.facts.model import ArenaKind, Plan
+from penstock.schedule.facts.model import ArenaKind
 from penstock.schedule.facts.problem import Problem
+from penstock.schedule.plan import Plan
 from penstock.schedule.planner import make_plan
 from penstock.schedule.report.drawing import save_report
 from penstock.schedule.report.views import views_of

@@ -6,9 +6,10 @@ import pytest
 
 from penstock.schedule.facts.costs import with_times
 from penstock.schedule.facts.errors import PlanError
-from penstock.schedule.facts.model import Hardware, Plan, Step, Storage, Trace, Work
+from penstock.schedule.facts.model import Hardware, Step, Storage, Trace, Work
 from penstock.schedule.facts.presets import PRESETS, find_hardware
 from penstock.schedule.facts.problem import Demand, Problem
+from penstock.schedule.plan import Plan
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.report import whatif
 from penstock.schedule.space.layout import packed_arena

@@ -11,7 +11,6 @@ from penstock.schedule.facts.model import (
     ArenaKind,
     Drop,
     Hardware,
-    Plan,
     Range,
     Schedule,
     Step,
@@ -19,6 +18,7 @@ from penstock.schedule.facts.model import (
     Trace,
     Transfer,
 )
+from penstock.schedule.plan import Plan
 
 GRANULE = 4
 HARDWARE = Hardware("toy", 1e9, 1e9, 1e9, 0)

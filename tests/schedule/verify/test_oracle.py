@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from test_verify import CONTIGUOUS, PAGED, STORAGES, TRACES, scheduled, transfers
 
 from penstock.schedule.facts.errors import BudgetError, PlanError
-from penstock.schedule.facts.model import Drop, Plan, Range, Transfer
+from penstock.schedule.facts.model import Drop, Range, Transfer
+from penstock.schedule.plan import Plan
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.verify.proof import verify_plan
 from tests import oracle

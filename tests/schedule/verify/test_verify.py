@@ -13,7 +13,6 @@ from penstock.schedule.facts.model import (
     Arena,
     Drop,
     Hardware,
-    Plan,
     Range,
     Schedule,
     Step,
@@ -21,6 +20,7 @@ from penstock.schedule.facts.model import (
     Trace,
     Transfer,
 )
+from penstock.schedule.plan import Plan
 from penstock.schedule.verify.proof import verify_plan
 
 GRANULE = 4

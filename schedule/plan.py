@@ -1,0 +1,39 @@
+"""The plan that users hold: the decisions of `facts/`, and what people ask of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from os import PathLike
+from typing import TYPE_CHECKING
+
+from penstock.schedule.facts.model import Decisions
+from penstock.schedule.payload.text import encode
+from penstock.schedule.report.drawing import save_report, save_timeline
+from penstock.schedule.report.graphs import event_graph
+
+if TYPE_CHECKING:
+    import networkx
+
+
+@dataclass(frozen=True)
+class Plan(Decisions):
+    """What `Program.plan` returns, a payload holds and a module runs."""
+
+    def to_json(self) -> str:
+        """The plan as JSON, as docs/payload.md specifies it."""
+        return encode(self).decode()
+
+    def save_report(self, path: str | PathLike[str]) -> None:
+        """Write the plan as one page of HTML that needs nothing else; PlanError where `path` exists."""
+        save_report(self, path)
+
+    def save_timeline(self, path: str | PathLike[str]) -> None:
+        """Write the first passes as a trace that ui.perfetto.dev opens; PlanError where `path` exists."""
+        save_timeline(self, path)
+
+    def event_graph(self, method: str | None = None) -> networkx.DiGraph:
+        """The events of a pass of one method and what each waits for (docs/planning.md has the attributes).
+
+        `method` may be left out where there is one only. Raises PlanError for a method that there is not.
+        """
+        return event_graph(self, method)

@@ -1,0 +1,123 @@
+"""The event graph of a plan for people, and any such graph as DOT or JSON.
+
+docs/planning.md has the attributes of nodes and edges.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from penstock.schedule.clock.event_graph import build_graph
+from penstock.schedule.facts.errors import PlanError
+from penstock.schedule.facts.model import Decisions
+from penstock.schedule.report.views import copied_by, names_of, views_of
+
+if TYPE_CHECKING:
+    import networkx
+
+_WHY = {
+    ("transfer", "step"): "covers",
+    ("stage", "transfer"): "covers",
+    ("step", "transfer"): "room",
+    ("transfer", "stage"): "room",
+}
+"""Why the second event waits for the first, by their kinds; all others are in order."""
+
+
+def event_graph(plan: Decisions, method: str | None = None) -> networkx.DiGraph:
+    """The events of a steady pass of one method, and what each waits for.
+
+    It is the graph by which the plan was timed: the largest ratio of `weight` to `height` over its cycles,
+    rounded up, is the period. `method` may be left out where there is one only.
+
+    Raises:
+        PlanError: the plan has no method of that name, or several and no name is given.
+    """
+    which = _number_of(plan, method)
+    trace, schedule = plan.traces[which], plan.schedules[which]
+    graph = build_graph(trace, schedule, plan.hardware, plan.wrap)
+    graph.graph |= {"method": trace.method, "shape": trace.shape, "period_ns": schedule.predicted_ns}
+    view = views_of(plan, which).steady
+    times, begin = view.passes[view.focus], view.begins[view.focus]
+    spans = {
+        "step": times.reads,
+        "transfer": times.transfers,
+        "stage": times.stages,
+        "call": ((begin, begin),),
+    }
+    described = {kind: _described(plan, which, kind) for kind in spans}
+    for (kind, number), facts in graph.nodes.items():
+        start, end = spans[kind][number]
+        facts.update(kind=kind, method=trace.method, start_ns=start - begin, end_ns=end - begin)
+        facts.update(described[kind][number])
+    for (source, _), (target, _), edge in graph.edges(data=True):
+        edge["why"] = _WHY.get((source, target), "order")
+    return graph
+
+
+def to_dot(graph: networkx.DiGraph) -> str:
+    """The graph in Graphviz' language; every attribute of a node or an edge is written as text."""
+    numbers = {node: number for number, node in enumerate(graph)}
+    lines = [
+        f"  n{numbers[node]} [{_attributes(_labelled(node, facts))}];" for node, facts in graph.nodes.items()
+    ]
+    for source, target, facts in graph.edges(data=True):
+        label = {"label": facts["why"]} if "why" in facts else {}
+        lines.append(f"  n{numbers[source]} -> n{numbers[target]} [{_attributes(label | facts)}];")
+    return "\n".join(["digraph penstock {", *lines, "}"]) + "\n"
+
+
+def to_json(graph: networkx.DiGraph) -> str:
+    """The graph as networkx' node-link JSON, which `networkx.node_link_graph` reads."""
+    import networkx
+
+    return json.dumps(networkx.node_link_data(graph, edges="edges"), indent=1) + "\n"
+
+
+def _number_of(plan: Decisions, method: str | None) -> int:
+    methods = [trace.method for trace in plan.traces]
+    if method is None and len(methods) == 1:
+        return 0
+    if method not in methods:
+        asked = "no method is named" if method is None else f"there is no method {method!r}"
+        raise PlanError(f"{asked}: the plan has {', '.join(methods) or 'none'}")
+    return methods.index(method)
+
+
+def _described(plan: Decisions, which: int, kind: str) -> list[dict[str, Any]]:
+    """Name, bytes and pass of every event of one kind, in order."""
+    trace, schedule = plan.traces[which], plan.schedules[which]
+    if kind == "call":
+        return [{"name": "call", "bytes": 0, "pass": 0}]
+    if kind == "step":
+        released = [0] * len(trace.steps)
+        for drop in schedule.drops:
+            released[drop.step] += drop.stop - drop.start
+        return [
+            {"name": step.name, "bytes": nbytes, "pass": 0}
+            for step, nbytes in zip(trace.steps, released, strict=True)
+        ]
+    copied = list(zip(schedule.transfers, copied_by(plan, which, names_of(plan)), strict=True))
+    moved = [
+        {"name": ", ".join(one["weights"]), "bytes": one["bytes"], "pass": -int(t.after < 0)}
+        for t, one in copied
+    ]
+    if kind == "transfer":
+        return moved
+    staged = zip(moved, schedule.staged, strict=False)
+    return [one | {"bytes": nbytes} for one, nbytes in staged if nbytes]
+
+
+def _labelled(node: Any, facts: dict[str, Any]) -> dict[str, Any]:
+    return {"label": str(facts.get("name") or node)} | facts
+
+
+def _attributes(facts: dict[str, Any]) -> str:
+    return ", ".join(f"{_quoted(name)}={_quoted(value)}" for name, value in facts.items())
+
+
+def _quoted(value: Any) -> str:
+    """A double-quoted string of DOT, in which backslashes and quotes are escaped and lines end as \\n."""
+    text = str(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{text}"'

@@ -1,0 +1,98 @@
+"""The event graph that users get: the planned period again, its attributes, and both ways to write it."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import networkx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.schedule.facts.errors import PlanError
+from penstock.schedule.planner import floor, make_plan
+from penstock.schedule.report.graphs import to_dot, to_json
+from tests.schedule.report.report_plans import equal_plan, plan_behind_a_disk
+from tests.schedule.traces import RandomProblem, problems
+
+
+def exceeds(graph: networkx.DiGraph, period_ns: int) -> bool:
+    """Whether some cycle has more weight than `period_ns` for each pass that it spans."""
+    worth = networkx.DiGraph()
+    for source, target, edge in graph.edges(data=True):
+        worth.add_edge(source, target, weight=period_ns * edge["height"] - edge["weight"])
+    return bool(networkx.negative_edge_cycle(worth))
+
+
+@given(st.one_of(problems(), problems(methods=2)))
+@settings(max_examples=60)
+def test_the_heaviest_cycle_is_the_planned_period(p: RandomProblem) -> None:
+    plan = make_plan(p, p.budget(floor(p).upper_bytes))
+    for trace, schedule in zip(plan.traces, plan.schedules, strict=True):
+        graph = plan.event_graph(trace.method)
+        assert graph.graph["period_ns"] == schedule.predicted_ns
+        assert not exceeds(graph, schedule.predicted_ns)
+        assert schedule.predicted_ns == 0 or exceeds(graph, schedule.predicted_ns - 1)
+
+
+def test_nodes_say_what_happens_and_edges_why() -> None:
+    plan = equal_plan(4, units=2, compute=2)
+    graph = plan.event_graph()
+    (schedule,) = plan.schedules
+    kinds = [facts["kind"] for _, facts in graph.nodes(data=True)]
+    assert kinds == ["step"] * 4 + ["transfer"] * len(schedule.transfers) + ["call"]
+    for number, transfer in enumerate(schedule.transfers):
+        copy, step = graph.nodes["transfer", number], graph.nodes["step", transfer.step]
+        assert (copy["bytes"], copy["method"]) == (transfer.stop - transfer.start, "forward")
+        assert copy["name"] == f"storage {transfer.step}"
+        assert copy["pass"] == (-1 if transfer.after < 0 else 0)
+        assert copy["end_ns"] - copy["start_ns"] == plan.hardware.copy_ns(copy["bytes"])
+        assert copy["end_ns"] <= step["start_ns"]
+        room = graph.edges[("step", transfer.after % 4), ("transfer", number)]
+        assert (room["why"], room["height"]) == ("room", -copy["pass"])
+    assert sum(graph.nodes["step", k]["bytes"] for k in range(4)) == plan.streamed_bytes
+    whys = {edge["why"] for _, _, edge in graph.edges(data=True)}
+    assert whys == {"order", "covers", "room"}
+    assert graph.edges[("step", 0), ("step", 1)] == {"weight": 2000, "height": 0, "why": "order"}
+
+
+def test_what_the_disk_reads_has_events_too() -> None:
+    plan = plan_behind_a_disk()
+    graph = plan.event_graph("forward")
+    staged = [facts["bytes"] for _, facts in graph.nodes(data=True) if facts["kind"] == "stage"]
+    assert staged == [nbytes for nbytes in plan.schedules[0].staged if nbytes]
+    assert not exceeds(graph, plan.schedules[0].predicted_ns)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"), [("decode", "no method 'decode'"), (None, "no method is named")]
+)
+def test_a_method_that_the_plan_does_not_have_is_refused(method: str | None, message: str) -> None:
+    plan = equal_plan()
+    two = replace(plan, traces=(*plan.traces, replace(plan.traces[0], method="prefill", graph=1)))
+    with pytest.raises(PlanError, match=f"{message}.*: the plan has forward, prefill"):
+        two.event_graph(method)
+
+
+def test_the_json_is_read_back_by_networkx() -> None:
+    graph = equal_plan().event_graph()
+    again = networkx.node_link_graph(json.loads(to_json(graph)), edges="edges")
+    assert networkx.utils.graphs_equal(again, graph)
+
+
+def test_dot_quotes_what_names_hold() -> None:
+    plan = replace(equal_plan(2, units=1), names=('a "b"\\', "c\nd"))
+    text = to_dot(plan.event_graph())
+    assert text.startswith("digraph penstock {\n")
+    assert text.endswith("}\n")
+    assert '"a \\"b\\"\\\\"' in text
+    assert '"c\\nd"' in text
+    line = re.compile(r'  n\d+( -> n\d+)? \[("(\\.|[^"\\\n])*"="(\\.|[^"\\\n])*"(, )?)+\];')
+    assert all(line.fullmatch(one) for one in text.splitlines()[1:-1])
+    assert text.count(" -> ") == plan.event_graph().number_of_edges()
+
+
+def test_a_graph_without_attributes_is_written_too() -> None:
+    assert to_dot(networkx.DiGraph([("a", "b")])).count('"label"="a"') == 1
