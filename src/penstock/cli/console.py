@@ -84,14 +84,6 @@ def width() -> int:
     return Console().width
 
 
-def duration(seconds: float) -> str:
-    """Seconds for people: `1.5 s`, `57.2 us`."""
-    for unit, factor in (("s", 1.0), ("ms", 1e3)):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
-
-
 def print_json(facts: Any) -> None:
     """Facts as indented JSON on stdout."""
     json.dump(facts, sys.stdout, indent=2)

@@ -12,7 +12,7 @@ from penstock.cli import console
 from penstock.cli.inputs import refuse_existing
 from penstock.cli.options import HostMemory, Json
 from penstock.schedule.facts.errors import PlanError
-from penstock.schedule.facts.sizes import format_size
+from penstock.schedule.facts.sizes import format_size, format_time
 
 if TYPE_CHECKING:
     from penstock.models.preflight import Finding, Model
@@ -111,8 +111,8 @@ def _row(finding: Finding) -> tuple[str, ...]:
     disk = sum(sum(schedule.staged) for schedule in plan.schedules)
     return (
         *start,
-        console.duration(plan.predicted_seconds),
-        console.duration(bound) if bound is not None else "",
+        format_time(plan.predicted_seconds * 1e9),
+        format_time(bound * 1e9) if bound is not None else "",
         format_size(plan.streamed_bytes),
         format_size(host_bytes(plan)),
         format_size(disk),
