@@ -94,10 +94,10 @@ def read_alone(folder: Path, *, new_memory: bool) -> float:
 
     import penstock
     from penstock.runtime.files.rates import READERS
-    from penstock.runtime.loading import open_source
+    from penstock.runtime.files.source import open_source
 
     program = penstock.open(folder / "model.penstock")
-    with open_source(program.payload, program.path) as source:
+    with open_source(program.payload.files, program.path) as source:
         pieces = [
             (number, at, min(PIECE, file.nbytes - at))
             for number, file in enumerate(source.files)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 import time
 from collections import Counter
@@ -19,10 +18,9 @@ import torch
 
 from penstock.runtime.files.rates import READERS, measure_read
 from penstock.runtime.files.source import Source
+from penstock.runtime.remembered import remember, user_cache
 from penstock.runtime.stream.queue import PIECE
-from penstock.runtime.system.atomic import replace_file
-from penstock.runtime.system.user_cache import user_cache
-from penstock.schedule.facts.errors import PenstockError, StreamError
+from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Hardware, Weight
 
 _MATRIX = 512
@@ -111,10 +109,7 @@ def _remembered(dtype: torch.dtype, measure: Callable[[], tuple[float, float]]) 
             known = {name: rates for name, rates in found.items() if _are_rates(rates)}
     if key not in known:
         known[key] = list(measure())
-        with suppress(OSError, PenstockError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with replace_file(path, force=True) as fd:
-                os.write(fd, json.dumps(known, indent=1).encode())
+        remember(path, json.dumps(known, indent=1).encode())
     return known[key][0], known[key][1]
 
 

@@ -1,123 +1,142 @@
-"""Builds a streamed module on a CPU: files, arena, tensors, streamer and program, in that order."""
+"""Loads a plan: files, memory, tensors and streamer, and with the lowered program a streamed module.
+
+On a CPU weights stream into an arena (runtime/arena); on other devices they are copied from a host
+(runtime/device). Both become one `LoadedWeights`.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from penstock.passes.lowering import compiled, eager
+from penstock.runtime.arena.base import tensor_in
 from penstock.runtime.arena.opening import WeightArena, open_arena
+from penstock.runtime.device.cuda import CudaDevice
+from penstock.runtime.device.memory import DeviceWeights
+from penstock.runtime.device.opening import device_kind, open_device
+from penstock.runtime.device.protocol import Device
+from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.runtime.files.rates import READERS
 from penstock.runtime.files.reading import HeldStorages
-from penstock.runtime.files.source import WARM_FRACTION, Mode, Source
-from penstock.runtime.memory_split import MemorySplit
-from penstock.runtime.module import BoundMethod, Resources, StreamedModule
-from penstock.runtime.stream.interface import Stats, StepStreamer
-from penstock.runtime.stream.streamer import Counters, Streamer
+from penstock.runtime.files.source import Source, open_source
+from penstock.runtime.memory_split import MemorySplit, Reserve, check_host
+from penstock.runtime.module import LoadedMethod, StreamedModule
+from penstock.runtime.sim.device import SimDevice
+from penstock.runtime.sim.streamer import SimStreamer
+from penstock.runtime.stream.interface import Usage
+from penstock.runtime.stream.passes import LoadedWeights, Resources
+from penstock.runtime.stream.streamer import Streamer
 from penstock.runtime.system.threads import ParkedTeam
-from penstock.schedule.facts.errors import StreamError
+from penstock.schedule.facts.errors import BudgetError, PlanError, StreamError
 from penstock.schedule.facts.model import Method, Part
-from penstock.schedule.facts.sizes import format_size
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan
+
+if TYPE_CHECKING:
+    from penstock.runtime.program import Program
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a plan is carried out; none of it changes what is computed.
+    """What `Program.load` is asked for: a budget, a plan or a cap on all memory, and how to run it."""
 
-    `split` is what was left beside weights, where a cap on all memory was given.
-    """
-
+    budget: int | str | None = None
+    plan: Plan | None = None
+    device_memory: int | str | None = None
+    device: str = "cpu"
+    reserve: Reserve = 0
+    context_length: int | None = None
+    host_memory: int | str | None = None
+    keep: Sequence[str] = ()
+    arena: str | None = None
+    page_lock: bool = True
     readers: int = READERS
     debug: bool = False
     poison: bool = False
-    page_lock: bool = True
-    split: MemorySplit | None = None
+
+    def check(self) -> None:
+        """Raise BudgetError, PlanError or StreamError for options that do not go together."""
+        if sum(given is not None for given in (self.budget, self.plan, self.device_memory)) != 1:
+            raise BudgetError(
+                "load needs a budget, a plan or device_memory, and one of them only: load(budget='50%'), "
+                "load(plan=plan) or load(device_memory='12GB')"
+            )
+        kind = device_kind(self.device)
+        if self.reserve and self.device_memory is None:
+            raise BudgetError(
+                "reserve= is taken from device_memory=: give that instead of a budget or a plan"
+            )
+        if kind == "cpu" and self.host_memory is not None:
+            raise BudgetError("a CPU has no host behind it: host_memory= is for cuda and sim")
+        if self.plan is not None and (self.keep or self.arena or self.host_memory is not None):
+            raise PlanError("keep=, arena= and host_memory= are decided by the plan: give them to plan()")
 
 
-def open_source(payload: Payload, folder: Path, repeated: int = 0) -> Source:
-    """The weight files, read through the page cache where it holds them and past it where not.
-
-    `repeated` bytes are read in every pass: later passes may read them through the cache.
-    """
-    return Source(payload.files, folder, mode=reading_mode(payload, folder), repeated=repeated)
-
-
-def reading_mode(payload: Payload, folder: Path) -> Mode:
-    """How weight files are best read now; their stamps are not compared."""
-    with Source(payload.files, folder, mode="buffered", check=False) as source:
-        return "direct" if source.cached_fraction() < WARM_FRACTION else "buffered"
-
-
-@dataclass(frozen=True)
-class StreamedWeights:
-    """The weights of a plan as tensors by FQN, and what moves them; `closers` free memory, then files.
-
-    What streams is waited for by the streamer; the rest is there once `wait` has returned.
-    """
-
-    tensors: dict[str, torch.Tensor]
-    streamer: Streamer | None
-    closers: tuple[Callable[[], None], ...]
-    read_stats: Callable[[int], Stats]
-    wait: Callable[[], None]
-    in_reader: Callable[[], bool]
-
-
-def load_on_cpu(
-    folder: Path,
-    payload: Payload,
+def load_module(
+    program: Program,
     plan: Plan,
     options: LoadOptions,
-    lowered: Callable[[], eager.LoweredProgram],
+    *,
+    split: MemorySplit | None = None,
+    device: Device | None = None,
 ) -> StreamedModule:
     """A streamed module for a verified plan; on an error everything opened so far is closed again.
 
-    `lowered` gives the program where it is an eager one; weights are read meanwhile.
+    `split` is what was left for weights of a cap on all memory. `device` is one that is open already; it is
+    closed with the module.
     """
-    weights = load_weights(folder, payload, plan, options)
+    payload = program.payload
+    if device is None and device_kind(options.device) != "cpu":
+        device = _open_device(program, plan, options)
+    if device is None:
+        weights = load_weights(program.path, payload, plan, options)
+    else:
+        weights = _load_on_device(program.path, payload, plan, device, poison=options.poison)
+        weights.out_of_memory = partial(
+            _outgrown,
+            device,
+            weights.usage,
+            lambda: split or program.split_memory(plan.budget, device=device.name),
+        )
     try:
-        if payload.lowering == "inductor":
-            methods, closers = bind_inductor(folder, payload, weights.tensors, weights.streamer)
-        else:
-            methods, closers = bind_eager(lowered(), weights.tensors, weights.streamer)
+        # Tensors made in inference mode could not be written outside it, nor those of a default device read.
+        with torch.inference_mode(False), torch.device("cpu"):
+            if payload.lowering == "inductor":
+                methods = _compiled_methods(program, weights)
+            else:
+                where = device.torch_device if device else torch.device("cpu")
+                methods = _eager_methods(program, weights, where)
     except BaseException:
-        Resources(weights.streamer, weights.closers, os.getpid(), in_reader=weights.in_reader).close()
+        weights.close()
         raise
-    resources = Resources(
-        weights.streamer,
-        (*closers, *weights.closers),
-        os.getpid(),
-        wait=weights.wait,
-        in_reader=weights.in_reader,
-    )
-    return StreamedModule(methods, plan, resources, weights.read_stats)
+    return StreamedModule(methods, weights)
 
 
-def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOptions) -> StreamedWeights:
-    """The weights of a verified plan, its streamer started; on an error everything is closed again."""
+def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOptions) -> LoadedWeights:
+    """The weights of a verified plan on a CPU, its readers started; on an error all is closed again."""
     if options.readers < 1:
         raise StreamError(f"expected one reader or more, got {options.readers}: somebody has to read weights")
-    # Weights made in inference mode could not be written outside it, nor those of a default device read.
     with ExitStack() as opened, torch.inference_mode(False), torch.device("cpu"):
         # What the page cache holds is mapped; a mapped arena reads only what it does not, past it.
-        maps = plan.arena_bytes > 0 and plan.arena.backing == "mapped"
-        moved = sum(t.stop - t.start for schedule in plan.schedules for t in schedule.transfers)
-        repeated = min(moved, sum(storage.nbytes for storage in payload.storages))
-        source = (
-            Source(payload.files, folder, mode="direct") if maps else open_source(payload, folder, repeated)
-        )
+        if plan.arena_bytes > 0 and plan.arena.backing == "mapped":
+            source = Source(payload.files, folder, mode="direct")
+        else:
+            moved = sum(t.stop - t.start for schedule in plan.schedules for t in schedule.transfers)
+            repeated = min(moved, sum(storage.nbytes for storage in payload.storages))
+            source = open_source(payload.files, folder, repeated=repeated)
         opened.callback(source.close)
         held = HeldStorages(payload.storages, plan.outside, source, options.readers)
         opened.callback(held.close)
-        arena, streamer, team = None, None, None
+        arena: WeightArena | None = None
+        streamer: Streamer | None = None
+        team: ParkedTeam | None = None
         if plan.arena_bytes:
             arena = open_arena(plan, payload.storages, source, debug=options.debug, poison=options.poison)
             opened.callback(arena.close)
@@ -126,106 +145,130 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
             opened.callback(streamer.close)
             team = ParkedTeam()
             opened.callback(team.close)
-        outside = held.buffers
-        tensors = {weight.fqn: _tensor(weight.parts[0], plan, outside, arena) for weight in payload.tensors}
-        parts = (team, held, arena, source)
-        closers = tuple(part.close for part in parts if part is not None)
-        meter = _Meter(plan, arena, streamer, options.readers, held.nbytes)
+        tensors = {w.fqn: _tensor(w.parts[0], plan, held.buffers, arena) for w in payload.tensors}
+        closers = tuple(part.close for part in (team, held, arena, source) if part is not None)
         opened.pop_all()
-    return StreamedWeights(tensors, streamer, closers, meter.read, held.wait, lambda: held.in_reader)
-
-
-def bind_eager(
-    lowered: eager.LoweredProgram,
-    tensors: dict[str, torch.Tensor],
-    streamer: StepStreamer | None,
-    device: torch.device | str = "cpu",
-) -> tuple[dict[str, BoundMethod], list[Callable[[], None]]]:
-    """The methods as graph modules with the probes that the plan asks for; nothing to close."""
-    payload = lowered.payload
-
-    def bind(method: Method) -> BoundMethod:
-        trace = payload.trace_for(method.graph)
-        probed = streamer.methods[method.graph].probed if streamer else ()
-        program = eager.instantiate(lowered, tensors, method, probed, device=device)
-        everywhere = partial(
-            eager.instantiate, lowered, tensors, method, range(len(trace.steps)), device=device
-        )
-        return BoundMethod(trace, probed, program, everywhere)
-
-    return {method.name: bind(method) for method in payload.methods}, []
-
-
-def bind_inductor(
-    folder: Path, payload: Payload, tensors: dict[str, torch.Tensor], streamer: StepStreamer | None
-) -> tuple[dict[str, BoundMethod], list[Callable[[], None]]]:
-    """The methods as compiled, and what destroys their runners, which must come before their memory goes."""
-    package = compiled.load(folder, payload)
-    orders = {order.graph: order for order in payload.probes}
-    methods: dict[str, BoundMethod] = {}
-    closers: list[Callable[[], None]] = []
-    for method in payload.methods:
-        program = compiled.CompiledMethod(package, tensors, method)
-        probed = streamer.methods[method.graph].probed if streamer else ()
-        methods[method.name] = BoundMethod(
-            payload.trace_for(method.graph), probed, program, partial(_itself, program), orders[method.graph]
-        )
-        closers.append(program.close)
-    return methods, closers
-
-
-def _itself(program: compiled.CompiledMethod) -> compiled.CompiledMethod:
-    """Compiled code calls every probe whatever the plan."""
-    return program
-
-
-@dataclass(frozen=True)
-class _Meter:
-    plan: Plan
-    arena: WeightArena | None
-    streamer: Streamer | None
-    readers: int
-    outside_bytes: int
-
-    def read(self, passes: int) -> Stats:
-        counters = Counters() if self.streamer is None else self.streamer.counters
-        return Stats(
-            passes=passes,
-            bytes_moved=counters.bytes_moved,
-            misses=counters.misses,
-            stall_seconds=counters.stall_ns / 1e9,
-            held_bytes=self.outside_bytes + (self.arena.held_bytes if self.arena else 0),
-            peak_bytes=self.outside_bytes + (self.arena.peak_bytes if self.arena else 0),
-            budget=self.plan.budget,
-            arena=describe_arena(self.plan),
-            readers=self.readers,
-            mapped_bytes=self.arena.held_bytes if self.arena and self._maps else 0,
-        )
-
-    @property
-    def _maps(self) -> bool:
-        return self.plan.arena.kind == "paged" and self.plan.arena.backing == "mapped"
-
-
-def describe_arena(plan: Plan) -> str:
-    """Where the weights of a plan live, in words."""
-    if not plan.arena_bytes:
-        return "ordinary memory: everything fits"
-    backing = f" {plan.arena.backing}" if plan.arena.kind == "paged" else ""
-    return f"a {plan.arena.kind}{backing} arena of {format_size(plan.arena_bytes)}; {plan.hardware.note}"
+    return LoadedWeights(
+        plan=plan,
+        tensors=tensors,
+        resources=Resources(streamer, closers, lambda: held.in_reader),
+        usage=partial(_arena_usage, plan, arena, held.nbytes, options.readers),
+        wait=held.wait,
+    )
 
 
 def _tensor(
-    part: Part, plan: Plan, outside: dict[int, torch.Tensor], arena: WeightArena | None
+    part: Part, plan: Plan, outside: Mapping[int, torch.Tensor], arena: WeightArena | None
 ) -> torch.Tensor:
     """The tensor that the program reads a part through, for as long as the module lives."""
-    s = part.storage
-    dtype = getattr(torch, part.dtype)
-    if s in outside and 0 not in part.shape:
-        flat = outside[s][part.offset :]
-        whole = flat[: flat.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-        return whole.as_strided(part.shape, part.stride)
-    if arena is not None and plan.arena.layout[s] >= 0:
+    if part.storage in outside and 0 not in part.shape:
+        return tensor_in(outside[part.storage], part)
+    if arena is not None and plan.arena.layout[part.storage] >= 0:
         return arena.view(part)
     # No step reads it: a placeholder of its shape, whose memory is never touched.
-    return torch.empty_strided(part.shape, part.stride, dtype=dtype)
+    return torch.empty_strided(part.shape, part.stride, dtype=getattr(torch, part.dtype))
+
+
+def _arena_usage(plan: Plan, arena: WeightArena | None, outside: int, readers: int) -> Usage:
+    """What a CPU holds: `outside` bytes beside the arena. A mapped arena is the page cache's own memory."""
+    held, peak = (arena.held_bytes, arena.peak_bytes) if arena else (0, 0)
+    maps = plan.arena.kind == "paged" and plan.arena.backing == "mapped"
+    return Usage(outside + held, outside + peak, readers, mapped_bytes=held if maps else 0)
+
+
+def _open_device(program: Program, plan: Plan, options: LoadOptions) -> Device:
+    check_host(plan)
+    device = open_device(options.device, plan, page_lock=options.page_lock)
+    if isinstance(device, SimDevice):
+        device.reserve(program.activation_bytes, "activations")
+    return device
+
+
+def _load_on_device(
+    folder: Path, payload: Payload, plan: Plan, device: Device, *, poison: bool
+) -> LoadedWeights:
+    """The weights of a verified plan on a device with streams; on an error all is closed again."""
+    if plan.arena.kind != "contiguous" and plan.arena_bytes:
+        raise StreamError(
+            f"a {plan.arena.kind} arena cannot be on {device.name}: plan for that device, or with "
+            "arena='contiguous'"
+        )
+    if payload.lowering == "inductor" and device.torch_device.type != "cpu":
+        raise StreamError(
+            f"the program was compiled for a CPU, not for {device.name}: compile it with lowering='eager'"
+        )
+    with ExitStack() as opened, torch.inference_mode(False), torch.device("cpu"):
+        source = open_source(payload.files, folder)
+        opened.callback(source.close)
+        opened.callback(device.close)
+        weights = DeviceWeights(plan, payload.storages, device, source)
+        streamer: DeviceStreamer | SimStreamer | None = None
+        if plan.arena_bytes:
+            simulated = isinstance(device, SimDevice)
+            streamer = DeviceStreamer(plan, payload.storages, device, weights, poison=poison or simulated)
+            opened.callback(streamer.close)
+            if isinstance(device, SimDevice):  # which is told what the kernels read
+                streamer = SimStreamer(streamer, device, weights, plan.traces)
+        tensors = {weight.fqn: weights.tensor(weight.parts[0]) for weight in payload.tensors}
+        closers = (device.close, weights.close, source.close)
+        opened.pop_all()
+    return LoadedWeights(
+        plan=plan,
+        tensors=tensors,
+        resources=Resources(streamer, closers, lambda: device.in_reader),
+        usage=partial(_device_usage, device, weights),
+    )
+
+
+def _device_usage(device: Device, weights: DeviceWeights) -> Usage:
+    return Usage(
+        weights.held_bytes,
+        weights.held_bytes,
+        pinned_bytes=weights.host.pinned_bytes,
+        simulated_seconds=device.now_ns / 1e9 if isinstance(device, SimDevice) else None,
+    )
+
+
+def _outgrown(device: Device, usage: Callable[[], Usage], split: Callable[[], MemorySplit]) -> str:
+    """Which part of the device's memory was too small."""
+    if not isinstance(device, CudaDevice):
+        return f"beside {split()}"
+    return split().outgrown(device.allocated - usage().held_bytes, device.held_by_others)
+
+
+def _eager_methods(program: Program, weights: LoadedWeights, device: torch.device) -> dict[str, LoadedMethod]:
+    """The methods as graph modules with the probes that the plan asks for."""
+    lowered, payload = program.lowered, program.payload
+
+    def load(method: Method) -> LoadedMethod:
+        trace = payload.trace_for(method.graph)
+        instantiate = partial(eager.instantiate, lowered, weights.tensors, method, device=device)
+        probed = weights.probed(method.graph)
+        everywhere = partial(instantiate, range(len(trace.steps)))
+        return LoadedMethod(trace, probed, instantiate(probed), everywhere)
+
+    return {method.name: load(method) for method in payload.methods}
+
+
+def _compiled_methods(program: Program, weights: LoadedWeights) -> dict[str, LoadedMethod]:
+    """The methods as compiled. Their runners are destroyed before the memory that they read."""
+    payload = program.payload
+    package = compiled.load(program.path, payload)
+    orders = {order.graph: order for order in payload.probes}
+    methods: dict[str, LoadedMethod] = {}
+    for method in payload.methods:
+        loaded = compiled.CompiledMethod(package, weights.tensors, method)
+        weights.resources.close_first(loaded.close)
+        # Compiled code calls every probe whatever the plan, so that it is its own everywhere.
+        methods[method.name] = LoadedMethod(
+            payload.trace_for(method.graph),
+            weights.probed(method.graph),
+            loaded,
+            partial(_itself, loaded),
+            orders[method.graph],
+        )
+    return methods
+
+
+def _itself(program: compiled.CompiledMethod) -> compiled.CompiledMethod:
+    return program

@@ -1,4 +1,4 @@
-"""Divides a cap on all memory of a device into what weights get and what must be left for the rest."""
+"""What weights may take: of a device beside everything else in it, and of the host behind that device."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from penstock.schedule.facts.errors import BudgetError
+from penstock.runtime.system.limits import usable_bytes
+from penstock.schedule.facts.errors import BudgetError, StreamError
 from penstock.schedule.facts.sizes import format_size, parse_size
+from penstock.schedule.host import host_bytes
+from penstock.schedule.plan import Plan
 
 Reserve: TypeAlias = int | str | Callable[[int], int]
 """What a caller keeps for itself: bytes, `2GB`, or bytes as a function of the context length."""
 
 CUDA_WORKSPACE = 128 << 20
 """Bytes left on a CUDA device for what libraries take: matrix products, the allocator's rounding."""
+
+LEAST_HOST_BYTES = 16 << 10
+"""Two blocks of a disk, in two halves: resident weights pass through them."""
 
 
 def reserved_bytes(reserve: Reserve, context_length: int | None) -> int:
@@ -68,3 +74,32 @@ class MemorySplit:
         taken = ", ".join(f"{format_size(nbytes)} {what}" for what, nbytes in parts.items() if nbytes)
         left = format_size(max(0, self.weights))
         return f"of {format_size(self.total)} device memory: {taken or 'nothing'}, {left} for weights"
+
+
+def parse_host_memory(host_memory: int | str | None, weight_bytes: int) -> int | None:
+    """The bytes that `host_memory` stands for; BudgetError for fewer than weights can pass through."""
+    if host_memory is None:
+        return None
+    nbytes = parse_size(host_memory, total=weight_bytes or 100, name="host_memory")
+    if nbytes < LEAST_HOST_BYTES:
+        raise BudgetError(
+            f"host_memory is {nbytes} bytes: weights pass through it when they are loaded, so give at "
+            f"least {LEAST_HOST_BYTES}",
+            floor_bytes=LEAST_HOST_BYTES,
+        )
+    return nbytes
+
+
+def fits_host(plan: Plan, limit: int | None) -> bool:
+    """Whether the host holds at most `limit` bytes of weights (None: any), or the plan has its own limit."""
+    return plan.host is not None or limit is None or host_bytes(plan) <= limit
+
+
+def check_host(plan: Plan) -> None:
+    """Raise StreamError for a plan without a host's limit that takes more of the host than may be taken."""
+    limit = usable_bytes()
+    if limit is not None and not fits_host(plan, limit):
+        raise StreamError(
+            f"the plan keeps {format_size(host_bytes(plan))} of weights in the host's memory, of which "
+            f"{format_size(limit)} may be taken: plan with host_memory={limit}, or more"
+        )

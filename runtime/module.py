@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -16,17 +13,17 @@ import torch
 from torch.utils import _pytree as pytree
 
 from penstock.passes.calls.convention import CallingConvention
-from penstock.passes.probes import STREAMER, CompiledCalls, Probes
-from penstock.runtime.stream.interface import Stats, StepStreamer
+from penstock.passes.probes import CompiledCalls
+from penstock.runtime.stream.interface import Stats
+from penstock.runtime.stream.passes import Gate, LoadedWeights
 from penstock.runtime.stream.probe_calls import ProbeCalls, probe_calls
 from penstock.runtime.stream.stopwatch import Stopwatch
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Trace
 from penstock.schedule.payload.codec import ProbeOrder
-from penstock.schedule.plan import Plan
 
 
-class Bound(Protocol):
+class MethodProgram(Protocol):
     """A method with its weights, in any lowering."""
 
     @property
@@ -38,8 +35,8 @@ class Bound(Protocol):
 
 
 @dataclass(frozen=True)
-class BoundMethod:
-    """A method of a loaded program: probed where its plan asks, or (`probe_all`) at every step.
+class LoadedMethod:
+    """A method of a loaded program: probed where its plan acts, or (`probe_all`) at every step.
 
     `order` says which of a compiled program's probe calls enclose which step; None where they are
     the steps' own.
@@ -47,41 +44,9 @@ class BoundMethod:
 
     trace: Trace
     probed: tuple[int, ...]
-    program: Bound
-    probe_all: Callable[[], Bound]
+    program: MethodProgram
+    probe_all: Callable[[], MethodProgram]
     order: ProbeOrder | None = None
-
-
-@dataclass
-class Resources:
-    """What must be given back in order: readers first, then the memory they write, then the files.
-
-    Every closer may be called again. `wait` returns once what does not stream is in memory, and `in_reader`
-    tells whether the caller is a thread that reads it. `out_of_memory` says which part of a device's memory
-    was too small.
-    """
-
-    streamer: StepStreamer | None
-    closers: tuple[Callable[[], None], ...]
-    owner: int
-    closed: bool = False
-    wait: Callable[[], None] = lambda: None
-    in_reader: Callable[[], bool] = lambda: False
-    out_of_memory: Callable[[], str] = lambda: "activations outgrew what was left beside weights"
-
-    def close(self) -> None:
-        """Give everything back, also after an interrupt; a forked child has no readers and may only close."""
-        self.closed = True
-        if os.getpid() == self.owner:
-            streamer = self.streamer
-            # Collected as garbage there: a reader cannot wait for itself.
-            if self.in_reader() or (streamer is not None and streamer.in_reader):
-                threading.Thread(target=self.close, name="penstock-close").start()
-                return
-            if streamer is not None:
-                streamer.close()
-        for close in self.closers:
-            close()
 
 
 class StreamedModule(torch.nn.Module):
@@ -94,27 +59,19 @@ class StreamedModule(torch.nn.Module):
     call starts over).
     """
 
-    def __init__(
-        self,
-        methods: Mapping[str, BoundMethod],
-        plan: Plan,
-        resources: Resources,
-        describe: Callable[[int], Stats],
-    ) -> None:
+    def __init__(self, methods: Mapping[str, LoadedMethod], weights: LoadedWeights) -> None:
         super().__init__()
         self.training = False
-        self.plan = plan
+        self.plan = weights.plan
         self._methods = dict(methods)
-        self._resources = resources
+        self._weights = weights
+        self._gate = Gate("a streamed module", "load the program")
         self._calls = {
-            name: probe_calls(method.order, method.probed, resources.streamer)
+            name: probe_calls(method.order, method.probed, weights.streamer)
             for name, method in methods.items()
             if method.order
         }
-        self._describe = describe
         self._passes = 0
-        self._running = threading.Lock()
-        self._finalizer = weakref.finalize(self, resources.close)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the only method, or the one named `forward`."""
@@ -132,20 +89,12 @@ class StreamedModule(torch.nn.Module):
     @property
     def stats(self) -> Stats:
         """Bytes moved, stalls, misses and peaks so far."""
-        return self._describe(self._passes)
+        return self._weights.stats(self._passes)
 
     def close(self) -> None:
         """Stop the readers and give all memory back. Idempotent; calls after it raise StreamError."""
-        if os.getpid() != self._resources.owner:
-            self._resources.close()  # the lock may be held by a thread that exists in the parent only
-            return
-        if not self._running.acquire(blocking=False):
-            raise StreamError("the module cannot be closed while a call runs in it: wait for that call")
-        try:
-            self._resources.close()
-        finally:
-            self._running.release()
-        self._finalizer.detach()
+        with self._gate.closing():
+            self._weights.close()
 
     def __enter__(self) -> StreamedModule:
         return self
@@ -168,17 +117,16 @@ class StreamedModule(torch.nn.Module):
         """`measure` of the method of that name; a plan for several takes a trace of each."""
         return self._measure(self._method(method), args, kwargs)
 
-    def _measure(self, method: BoundMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
-        with self._exclusive():
-            self._resources.wait()
+    def _measure(self, method: LoadedMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+        steps = len(method.trace.steps)
+        with self._call_gate():
+            self._weights.wait()
             timed = method.probe_all()
             leaves = _checked(timed, args, kwargs)
-            stopwatch = Stopwatch(self._resources.streamer, method.probed, len(method.trace.steps))
-            calls = (
-                ProbeCalls(method.order, range(len(method.trace.steps)), stopwatch) if method.order else None
-            )
-            probes, run = calls or stopwatch, _running(timed, leaves, calls)
-            self._stream(method.trace.graph, probes, lambda: stopwatch.time(run))
+            stopwatch = Stopwatch(self._weights.streamer, method.probed, steps)
+            calls = ProbeCalls(method.order, range(steps), stopwatch) if method.order else None
+            run = _running(timed, leaves, calls)
+            self._weights.run(method.trace.graph, calls or stopwatch, lambda: stopwatch.time(run))
             self._passes += 1
             return stopwatch.trace(method.trace)
 
@@ -186,7 +134,7 @@ class StreamedModule(torch.nn.Module):
         """Positional and keyword arguments of a method from its leaves in pytree order."""
         return self._method(method).program.convention.unflatten(leaves)
 
-    def _method(self, name: str) -> BoundMethod:
+    def _method(self, name: str) -> LoadedMethod:
         if name not in self._methods:
             raise StreamError(f"there is no method {name!r}: call one of {', '.join(self._methods)}")
         return self._methods[name]
@@ -200,50 +148,24 @@ class StreamedModule(torch.nn.Module):
 
     def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         method = self._method(name)
-        with self._exclusive():
+        with self._call_gate():
             calls = self._calls.get(name)
             run = _running(method.program, _checked(method.program, args, kwargs), calls)
-            probes = calls or self._resources.streamer
-            self._resources.wait()
+            self._weights.wait()
             try:
-                output = run() if probes is None else self._stream(method.trace.graph, probes, run)
+                output = self._weights.run(method.trace.graph, calls or self._weights.streamer, run)
             except torch.OutOfMemoryError as error:
                 raise StreamError(
-                    f"the device is out of memory in a pass: {self._resources.out_of_memory()}; lower the "
+                    f"the device is out of memory in a pass: {self._weights.out_of_memory()}; lower the "
                     "budget, or give device_memory= and a larger reserve="
                 ) from error
             self._passes += 1
             return output
 
-    def _stream(self, graph: int, probes: Probes, run: Callable[[], Any]) -> Any:
-        streamer = self._resources.streamer
-        token = STREAMER.set(probes)
-        try:
-            if streamer is not None:
-                streamer.begin(graph)
-            output = run()
-            if streamer is not None:
-                streamer.end(graph)
-        except BaseException:
-            if streamer is not None:
-                streamer.abort()
-            raise
-        finally:
-            STREAMER.reset(token)
-        return output
-
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        if self._resources.closed:
+    def _call_gate(self) -> AbstractContextManager[None]:
+        if self._weights.resources.closed:
             raise StreamError("the module is closed: load the program again")
-        if os.getpid() != self._resources.owner:
-            raise StreamError("a forked child cannot run a streamed module: load the program in the child")
-        if not self._running.acquire(blocking=False):
-            raise StreamError("another thread is running this module: load the program once per thread")
-        try:
-            yield
-        finally:
-            self._running.release()
+        return self._gate.call()
 
     # What an nn.Module can do and a streamed one cannot.
 
@@ -274,13 +196,13 @@ def _refuse(what: str, instead: str) -> NoReturn:
     raise StreamError(f"{what} is not possible on a streamed module: {instead}")
 
 
-def _running(program: Bound, leaves: list[Any], calls: CompiledCalls | None) -> Callable[[], Any]:
+def _running(program: MethodProgram, leaves: list[Any], calls: CompiledCalls | None) -> Callable[[], Any]:
     """The pass itself, where compiled with what its probe calls do not enclose."""
     run = partial(program.run, leaves)
     return run if calls is None else partial(calls.enclose, run)
 
 
-def _checked(program: Bound, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def _checked(program: MethodProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The call's leaves; what is wrong with them is said before anything streams."""
     _refuse_grad(args, kwargs)
     return program.convention.flatten(args, kwargs)

@@ -1,11 +1,11 @@
-"""Plans of earlier loads, in the user's cache folder: making one takes longer than reading it."""
+"""The user's cache folder: what penstock can make again, among it the plans that were made before."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,27 +13,47 @@ import torch
 
 from penstock._version import __version__
 from penstock.runtime.files.artifact_files import DIGEST
-from penstock.runtime.loading import reading_mode
+from penstock.runtime.files.source import reading_mode
 from penstock.runtime.system.atomic import replace_file
-from penstock.runtime.system.user_cache import user_cache
 from penstock.schedule.facts.errors import PenstockError
 from penstock.schedule.payload.codec import Payload, plan_from_json
 from penstock.schedule.plan import Plan
 from penstock.schedule.verify.proof import verify_plan
 
 MOST = 64
-"""Plans that are kept; the ones that were not used for the longest time go first."""
+"""Plans that are kept; the ones that were not used for the longest time are removed first."""
+
+
+def user_cache() -> Path:
+    """The folder for machine rates, plans, and the weights of applied models. It may not exist yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
+
+
+def remember(path: Path, data: bytes) -> None:
+    """Write a file in the user's cache; where that fails, nothing is lost but time."""
+    with suppress(OSError, PenstockError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replace_file(path, force=True) as fd:
+            os.write(fd, data)
 
 
 def remembered_plan(
-    folder: Path, payload: Payload, budget: int, asked: Sequence[object], make: Callable[[], Plan]
+    folder: Path, payload: Payload, budget: int, asked: object, make: Callable[[], Plan]
 ) -> Plan:
-    """The plan for `budget` bytes and what else was asked for: from before, or made now and kept.
+    """The plan for `budget` bytes and for what was `asked`: one made before, or made now and kept.
 
-    A plan is another where the artifact, the machine, the version or the state of the page cache is (which
-    decides how fast weights arrive). It is proven again. A folder that cannot be used is not missed.
+    A plan is made anew for another artifact, machine or version, and for another state of the page cache,
+    which decides how fast weights arrive. One from before is proven again. A program in memory only has
+    no artifact, and its plans are not kept.
     """
-    path = user_cache() / "plans" / f"{_key(folder, payload, (budget, *asked))}.json"
+    digest = _read(folder / DIGEST)
+    if digest is None:
+        return make()
+    mode = reading_mode(payload.files, folder)
+    machine = (platform.node(), platform.machine(), torch.get_num_threads())
+    facts = (digest, str(folder.resolve()), mode, machine, __version__, asked)
+    name = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+    path = user_cache() / "plans" / f"{name}.json"
     with suppress(OSError, PenstockError, RecursionError):
         plan = plan_from_json(path.read_bytes(), source=str(path))
         verify_plan(payload.storages, payload.traces, plan)
@@ -41,19 +61,17 @@ def remembered_plan(
             os.utime(path)
             return plan
     plan = make()
-    with suppress(OSError, PenstockError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replace_file(path, force=True) as fd:
-            os.write(fd, plan.to_json().encode())
+    remember(path, plan.to_json().encode())
+    with suppress(OSError):
         _forget_oldest(path.parent)
     return plan
 
 
-def _key(folder: Path, payload: Payload, asked: Sequence[object]) -> str:
-    mode = reading_mode(payload, folder)
-    machine = (platform.node(), platform.machine(), torch.get_num_threads())
-    facts = ((folder / DIGEST).read_bytes(), str(folder.resolve()), mode, machine, __version__, *asked)
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
 
 
 def _forget_oldest(folder: Path) -> None:

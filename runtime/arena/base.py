@@ -235,6 +235,14 @@ def tensor_at(address: int, part: Part) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype).as_strided(part.shape, part.stride)
 
 
+def tensor_in(flat: torch.Tensor, part: Part) -> torch.Tensor:
+    """The tensor of a part whose storage is `flat`, bytes in one dimension."""
+    dtype = _dtype(part.dtype)
+    flat = flat[part.offset :]
+    whole = flat[: flat.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+    return whole.as_strided(part.shape, part.stride)
+
+
 def _reach(part: Part) -> int:
     """Bytes from a part's first element to the end of its last."""
     if 0 in part.shape:

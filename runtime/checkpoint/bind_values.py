@@ -18,13 +18,14 @@ from penstock.passes.annotate import Annotated, annotate_with_values
 from penstock.passes.building.fake_export import computed_buffers, with_computed_buffers
 from penstock.passes.lowering.hollow import COPIED
 from penstock.passes.weights.subclasses import with_plain_parts
+from penstock.runtime.arena.base import tensor_in
 from penstock.runtime.checkpoint.binding import Bound, Rename, Rules, Span, tensor_names, without
 from penstock.runtime.checkpoint.binding import bind as find_values
 from penstock.runtime.checkpoint.opening import Checkpoint, open_checkpoint
 from penstock.runtime.checkpoint.part_names import check_parts, part_names
 from penstock.runtime.checkpoint.slices import Slices
 from penstock.schedule.facts.errors import SourceError
-from penstock.schedule.facts.model import Extent, Part, Storage, Weight
+from penstock.schedule.facts.model import Extent, Storage, Weight
 
 _NAMED = 5
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0
@@ -135,7 +136,7 @@ def _values(weights: Sequence[Weight], bound: Bound, checkpoint: Checkpoint) -> 
         if part.storage not in memory and part.storage in bound.spans:
             memory[part.storage] = _memory(storage, bound.spans[part.storage], checkpoint, maps)
         if part.storage in memory:
-            values[weight.fqn] = _view(memory[part.storage], part)
+            values[weight.fqn] = tensor_in(memory[part.storage], part)
     return values
 
 
@@ -167,16 +168,6 @@ def _mapped(extent: Extent, checkpoint: Checkpoint, maps: dict[int, mmap.mmap]) 
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(
         maps[extent.file], dtype=torch.uint8, count=extent.nbytes, offset=extent.file_offset
-    )
-
-
-def _view(memory: torch.Tensor, part: Part) -> torch.Tensor:
-    dtype = getattr(torch, part.dtype)
-    flat = memory[part.offset :]
-    return (
-        flat[: flat.numel() // dtype.itemsize * dtype.itemsize]
-        .view(dtype)
-        .as_strided(part.shape, part.stride)
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from penstock.runtime.arena.anonymous import Piece, Pieces
+from penstock.runtime.arena.base import tensor_in
 from penstock.runtime.device.host import HostWeights, Placed
 from penstock.runtime.device.protocol import Device, Move, aligned_bytes
 from penstock.runtime.device.resident import Load, load_resident
@@ -91,15 +92,13 @@ class DeviceWeights:
 
     def tensor(self, part: Part) -> torch.Tensor:
         """The tensor that the program reads a part through."""
-        dtype = getattr(torch, part.dtype)
         found = self.ranges_of(part.storage)
         if found is None or 0 in part.shape:
             # No step reads it: a placeholder of its shape, whose memory is never touched.
+            dtype = getattr(torch, part.dtype)
             return torch.empty_strided(part.shape, part.stride, dtype=dtype, device=self.arena.device)
         memory, start, stop = found
-        flat = memory[start + part.offset : stop]
-        whole = flat[: flat.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-        return whole.as_strided(part.shape, part.stride)
+        return tensor_in(memory[start:stop], part)
 
     def _staying(self) -> Iterator[Load]:
         for s, memory in self.outside.items():

@@ -22,10 +22,10 @@ from penstock.runtime.arena.anonymous import POISON
 from penstock.runtime.device.memory import DeviceWeights
 from penstock.runtime.device.protocol import Device, Event
 from penstock.runtime.device.staging import Slot, Staging
+from penstock.runtime.stream.interface import Counters
 from penstock.runtime.stream.position import Position
 from penstock.runtime.stream.queue import MethodTable, Piece, Queue, first_pass, tabulate
 from penstock.runtime.stream.ranges import cut
-from penstock.runtime.stream.streamer import Counters
 from penstock.schedule.facts.errors import PenstockError, StreamError
 from penstock.schedule.facts.model import Range, Storage
 from penstock.schedule.plan import Plan

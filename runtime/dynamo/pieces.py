@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,13 +16,13 @@ from penstock.passes.lowering.emitted import observe_python
 from penstock.passes.lowering.inductor import mark_small, observed
 from penstock.passes.lowering.options import own_passes, raise_own
 from penstock.passes.lowering.post_grad import ProbePass
-from penstock.passes.probes import STREAMER, CompiledCalls
+from penstock.passes.probes import CompiledCalls
 from penstock.passes.weights.lifted import Weights
+from penstock.runtime.choice import PlanRequest, decide
 from penstock.runtime.dynamo.offload import Home, Offloaded, home_of
-from penstock.runtime.loading import LoadOptions, StreamedWeights, load_weights
-from penstock.runtime.module import Resources
-from penstock.runtime.program import Program
+from penstock.runtime.loading import LoadOptions, load_weights
 from penstock.runtime.stream.interface import Stats
+from penstock.runtime.stream.passes import Gate, LoadedWeights
 from penstock.runtime.stream.probe_calls import probe_calls
 from penstock.schedule.facts.errors import PassError, StreamError
 from penstock.schedule.facts.model import Method, Trace
@@ -50,19 +47,15 @@ class Session:
         )
         self._numbers = {weight.fqn: i for i, weight in enumerate(record.weights)}
         self._passes = 0  # of any piece, since they were loaded
-        self._lock = threading.RLock()  # compiling may happen while nothing runs, and in one thread at a time
-        self._running = False
-        self._owner = os.getpid()
-        self._loaded: StreamedWeights | None = None
+        self._gate = Gate("an offloaded module", "load and compile the module")
+        self._loaded: LoadedWeights | None = None
         self._calls: dict[int, CompiledCalls] = {}
-        self._finalizer: weakref.finalize[..., Session] | None = None
         self.plan: Plan | None = None
 
     @property
     def stats(self) -> Stats | None:
         """What was streamed since the last piece was compiled; None before the first call after that."""
-        loaded = self._loaded
-        return loaded.read_stats(self._passes) if loaded else None
+        return self._loaded.stats(self._passes) if self._loaded else None
 
     def compile(
         self,
@@ -72,7 +65,7 @@ class Session:
         options: Mapping[str, Any],
     ) -> Callable[..., Any]:
         """Compile a piece and add it to the plan of all, which is made when one is called next."""
-        with self._lock:
+        with self._gate.changing():
             number = len(self._payload.methods)
             names = _placeholder_names(homes, self._payload)
             weights = Weights(self._payload.weights, self._payload.storages, self._numbers, ())
@@ -116,7 +109,7 @@ class Session:
                     f"a graph compiled for weight {fqn} is called with {now[i]}, which is tied to others "
                     "than it: compile the layers apart (torch.compile each of them)"
                 )
-        with self._lock:
+        with self._gate.changing():
             number = len(self._payload.methods)
             steps = tuple(
                 replace(step, reads=tuple(sorted({storages[s] for s in step.reads}))) for step in trace.steps
@@ -129,26 +122,14 @@ class Session:
 
     def run(self, number: int, run: Callable[..., Any], inputs: list[Any], fqns: Mapping[int, str]) -> Any:
         """Run a piece over the weights in the arena."""
-        if os.getpid() != self._owner:
-            raise StreamError("a forked child cannot run an offloaded module: offload it in the child")
-        if not self._lock.acquire(blocking=False):
-            raise StreamError("another thread is running this module: compile it once per thread")
-        try:
-            self._running = True
+        with self._gate.call():
             loaded = self._loaded or self._load()
             for i, fqn in fqns.items():
                 inputs[i] = loaded.tensors[fqn]
             calls = self._calls[number]
-            token = STREAMER.set(calls)
-            try:
-                output = self._stream(loaded, number, lambda: calls.enclose(lambda: run(*inputs)))
-                self._passes += 1
-                return output
-            finally:
-                STREAMER.reset(token)
-        finally:
-            self._running = False
-            self._lock.release()
+            output = loaded.run(number, calls, lambda: calls.enclose(lambda: run(*inputs)))
+            self._passes += 1
+            return output
 
     def home(self, value: Any) -> str:
         """The FQN of a weight that a piece is called with. Raises StreamError for another module's."""
@@ -160,19 +141,6 @@ class Session:
     def _storage(self, fqn: str) -> int:
         return self._payload.weights[self._numbers[fqn]].parts[0].storage
 
-    def _stream(self, loaded: StreamedWeights, number: int, run: Callable[[], Any]) -> Any:
-        streamer = loaded.streamer
-        if streamer is None:
-            return run()
-        try:
-            streamer.begin(number)
-            output = run()
-            streamer.end(number)
-        except BaseException:
-            streamer.abort()
-            raise
-        return output
-
     def _add(self, trace: Trace, order: ProbeOrder) -> None:
         self.close()
         payload = self._payload
@@ -183,31 +151,22 @@ class Session:
             probes=(*payload.probes, order),
         )
 
-    def _load(self) -> StreamedWeights:
-        program = Program(Path(), self._payload)
-        self.plan = program.plan(self.budget)
+    def _load(self) -> LoadedWeights:
+        self.plan = decide(Path(), self._payload, PlanRequest(self.budget))
         loaded = load_weights(Path(), self._payload, self.plan, LoadOptions())
-        resources = Resources(loaded.streamer, loaded.closers, os.getpid(), in_reader=loaded.in_reader)
-        self._finalizer = weakref.finalize(self, resources.close)
         loaded.wait()
         for order in self._payload.probes:
-            probed = loaded.streamer.methods[order.graph].probed if loaded.streamer else ()
+            probed = loaded.probed(order.graph)
             self._calls[order.graph] = probe_calls(order, probed, loaded.streamer)
         self._loaded, self._passes = loaded, 0
         return loaded
 
     def close(self) -> None:
         """Give everything back; the next call takes it again. StreamError while a call runs."""
-        if not self._lock.acquire(blocking=False):
-            raise StreamError("the module cannot be closed while another thread uses it: wait for that")
-        try:
-            if self._running:
-                raise StreamError("the module cannot be closed while a call runs in it: wait for that call")
-            if self._finalizer is not None:
-                self._finalizer()
-            self._loaded, self._finalizer = None, None
-        finally:
-            self._lock.release()
+        with self._gate.closing():
+            if self._loaded is not None:
+                self._loaded.close()
+            self._loaded = None
 
 
 class _Piece:

@@ -188,6 +188,17 @@ class Source:
                 self._idle.notify_all()
 
 
+def open_source(files: Sequence[WeightFile], folder: Path, *, repeated: int = 0) -> Source:
+    """The weight files, read through the page cache where it holds them now, and past it otherwise."""
+    return Source(files, folder, mode=reading_mode(files, folder), repeated=repeated)
+
+
+def reading_mode(files: Sequence[WeightFile], folder: Path) -> Mode:
+    """The way of reading that is faster now. The files' stamps are not compared."""
+    with Source(files, folder, mode="buffered", check=False) as source:
+        return "direct" if source.cached_fraction() < WARM_FRACTION else "buffered"
+
+
 def _in_order(
     opening: Callable[[WeightFile], DirectFile], files: Sequence[WeightFile]
 ) -> Iterator[DirectFile]:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from penstock.runtime.device.memory import DeviceWeights
 from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.runtime.sim.device import SimDevice
+from penstock.runtime.stream.interface import Counters
 from penstock.runtime.stream.queue import MethodTable
-from penstock.runtime.stream.streamer import Counters
 from penstock.schedule.facts.model import Step, Trace
 
 

@@ -7,7 +7,27 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.runtime.stream.queue import MethodTable
-from penstock.runtime.stream.streamer import Counters
+
+
+@dataclass
+class Counters:
+    """What a streamer did so far, in bytes, nanoseconds and counts."""
+
+    bytes_moved: int = 0
+    misses: int = 0
+    stall_ns: int = 0
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The memory that loaded weights take, in bytes, and the threads that read them; see `Stats`."""
+
+    held_bytes: int
+    peak_bytes: int
+    readers: int = 0
+    pinned_bytes: int = 0
+    mapped_bytes: int = 0
+    simulated_seconds: float | None = None
 
 
 @dataclass(frozen=True)

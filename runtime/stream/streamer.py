@@ -13,10 +13,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from penstock.runtime.arena.opening import WeightArena
 from penstock.runtime.files.rates import READERS
+from penstock.runtime.stream.interface import Counters
 from penstock.runtime.stream.position import Position
 from penstock.runtime.stream.queue import MethodTable, Piece, first_pass, tabulate
 from penstock.runtime.stream.ranges import merge
@@ -27,15 +27,6 @@ from penstock.schedule.plan import Plan
 from penstock.schedule.space.spans import subtract
 
 _CHECK_EVERY_NS = 5_000_000
-
-
-@dataclass
-class Counters:
-    """What a streamer did so far, in bytes, nanoseconds and counts."""
-
-    bytes_moved: int = 0
-    misses: int = 0
-    stall_ns: int = 0
 
 
 class Streamer:

@@ -286,7 +286,7 @@ def test_an_interrupt(
 
     place = {
         "compile": "penstock.runtime.artifact.write_artifact",
-        "plan": "penstock.runtime.program.make_plan",
+        "plan": "penstock.runtime.program.find_plan",
         "verify": "penstock.runtime.program.hash_storage",
         "run": "penstock.runtime.module.StreamedModule.call",
     }[command]

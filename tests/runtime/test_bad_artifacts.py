@@ -235,10 +235,13 @@ def test_grad_mode_with_an_input_that_requires_grad_is_refused(tmp_path):
 
 def test_a_second_thread_is_refused(stack):
     with stack.open().load("50%", arena="paged") as module, ThreadPoolExecutor(1) as pool:
-        assert module._running.acquire(blocking=False)
-        with pytest.raises(penstock.StreamError, match="another thread"):
-            pool.submit(module, stack.tokens).result()
-        module._running.release()
+        with module._gate.call():
+            with pytest.raises(penstock.StreamError, match="another thread"):
+                pool.submit(module, stack.tokens).result()
+            with pytest.raises(penstock.StreamError, match="while a call runs"):
+                module(stack.tokens)
+            with pytest.raises(penstock.StreamError, match="while a call runs"):
+                module.close()
         assert torch.equal(module(stack.tokens), stack.expected)
 
 

@@ -32,7 +32,7 @@ def test_a_close_that_was_interrupted_can_be_finished(
 ) -> None:
     module = stack.open().load("50%", arena="mapped")
     module(stack.tokens)
-    streamer = module._resources.streamer
+    streamer = module._weights.resources.streamer
     assert streamer is not None
 
     def interrupt() -> None:
@@ -52,7 +52,7 @@ def test_a_module_collected_on_one_of_its_readers_is_closed(stack: Compiled) -> 
     """The garbage collector runs on whatever thread allocates, readers included."""
     module = stack.open().load("50%", arena="mapped")
     module(stack.tokens)
-    resources = module._resources
+    resources = module._weights.resources
     assert resources.streamer is not None
     finished = threading.Event()
 
@@ -270,7 +270,7 @@ def test_an_interrupt_in_any_phase_leaves_a_module_that_works(
 ) -> None:
     program, plan = planned
     with program.load(plan=plan, poison=True) as module:
-        streamer = module._resources.streamer
+        streamer = module._weights.resources.streamer
         assert streamer is not None
         real, calls = getattr(streamer, where), []
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.runtime import program as programs
-from penstock.runtime import remembered
+from penstock.runtime import choice, remembered
 from penstock.schedule.planner import make_plan
 
 
@@ -23,7 +22,7 @@ def made(stack, monkeypatch, tmp_path):
         plans.append(make_plan(*args, **kwargs))
         return plans[-1]
 
-    monkeypatch.setattr(programs, "make_plan", count)
+    monkeypatch.setattr(choice, "make_plan", count)
     return plans
 
 
@@ -90,3 +89,27 @@ def test_the_oldest_plans_are_forgotten(stack, made, monkeypatch, tmp_path):
     for budget in ("40%", "50%", "60%"):
         load(stack, budget=budget)
     assert len(stored(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim", "sim:h200"])
+def test_a_budget_has_one_plan_whether_it_is_asked_for_or_loaded(stack, made, device):
+    plan = stack.open().plan("45%", device=device)
+    assert load(stack, "45%", device=device) == plan
+    assert stack.open().plan("45%", device=device) == plan
+    assert len(made) == 1
+
+
+def test_an_effort_of_its_own_has_a_plan_of_its_own(stack, made):
+    program = stack.open()
+    program.plan("45%")
+    program.plan("45%", effort=0.25)
+    assert len(made) == 2
+
+
+def test_given_hardware_and_times_are_planned_with_every_time(stack, made, tmp_path):
+    program = stack.open()
+    for _ in range(2):
+        program.plan("45%", hardware="h200")
+        program.plan("45%", traces=program.plan("45%", hardware="h200").traces)
+    assert len(made) == 6
+    assert not stored(tmp_path)

@@ -38,7 +38,7 @@ from penstock.integrations.libraries import (
 from penstock.integrations.streamed import Component, Where
 from penstock.integrations.uninterrupted import uninterrupted
 from penstock.passes.building.fake_export import Built
-from penstock.runtime.system.user_cache import user_cache
+from penstock.runtime.remembered import user_cache
 from penstock.schedule.facts.errors import BudgetError, PenstockError, StreamError
 from penstock.schedule.facts.sizes import format_size, parse_size
 

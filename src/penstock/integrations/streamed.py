@@ -23,7 +23,7 @@ from penstock.passes.building.fake_export import Built
 from penstock.passes.lowering.eager import LoweredProgram
 from penstock.passes.weights.lifted import with_own_constants
 from penstock.runtime.checkpoint.binding import Names
-from penstock.runtime.device.loading import device_kind
+from penstock.runtime.device.opening import device_kind
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
 from penstock.schedule.facts.errors import BudgetError, PassError, StreamError
@@ -200,7 +200,7 @@ class Component:
         self.unload()
         left = min(max(self._beside, int(beside * _ROOM)), cap - floor)
         budget = min(cap - left, program.weight_bytes)
-        plan = program.plan(budget, device=self._where.device, effort=0.25)
+        plan = program.plan(budget, device=self._where.device)
         self._plan, self._beside = plan, left
         return plan
 

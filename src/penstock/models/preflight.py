@@ -19,8 +19,7 @@ from penstock.passes.activations import activation_bytes
 from penstock.passes.annotate import annotate
 from penstock.passes.building.fake_export import Built
 from penstock.passes.building.refusals import check_inputs, sentence, where
-from penstock.runtime.device.host_limit import parse_host_memory
-from penstock.runtime.memory_split import CUDA_WORKSPACE, MemorySplit
+from penstock.runtime.memory_split import CUDA_WORKSPACE, MemorySplit, parse_host_memory
 from penstock.schedule.facts.costs import with_times
 from penstock.schedule.facts.errors import BudgetError, PassError, SourceError
 from penstock.schedule.facts.model import Arena, Hardware

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import resource
 import threading
 from typing import Any
@@ -15,13 +14,12 @@ import penstock
 from penstock.runtime.device import cuda
 from penstock.runtime.device.cpu import CpuDevice
 from penstock.runtime.device.cuda import CudaDevice
-from penstock.runtime.device.loading import load_on_device
 from penstock.runtime.device.memory import DeviceWeights
 from penstock.runtime.device.streamer import DeviceStreamer
-from penstock.runtime.loading import LoadOptions
+from penstock.runtime.loading import LoadOptions, load_module
 from penstock.runtime.memory_split import MemorySplit
-from penstock.runtime.module import Resources
 from penstock.runtime.sim.device import SimDevice
+from penstock.runtime.stream.passes import Resources
 from tests.runtime.device.device_runs import case, disk_cases
 
 
@@ -58,9 +56,7 @@ def test_a_device_that_fails_in_a_pass_is_closed_cleanly(stack, method, at):
     program = stack.open()
     plan = program.plan("50%", device="sim:t4")
     device = FailingSim(plan.hardware)
-    module = load_on_device(
-        program.path, program.payload, plan, device, LoadOptions(), lowered=lambda: program.lowered
-    )
+    module = load_module(program, plan, LoadOptions(), device=device)
     with torch.no_grad():
         assert torch.equal(module(stack.tokens), stack.expected)
         device.fail(method, at)
@@ -113,7 +109,7 @@ def test_a_module_collected_on_the_reader_of_another_is_closed_there(monkeypatch
     closed = threading.Event()
     monkeypatch.setattr(OneHelper, "started", 0)
     monkeypatch.setattr(threading, "Thread", OneHelper)
-    resources = Resources(streamer, (device.close, closed.set), os.getpid())
+    resources = Resources(streamer, (device.close, closed.set))
     reader = OneHelper(target=resources.close, name="penstock-reader-0")
     reader.start()
     reader.join(10)
@@ -129,7 +125,7 @@ def test_a_module_collected_on_its_own_disk_thread_is_closed_by_one_helper(monke
     closed = threading.Event()
     monkeypatch.setattr(OneHelper, "started", 0)
     monkeypatch.setattr(threading, "Thread", OneHelper)
-    resources = Resources(streamer, (device.close, closed.set), os.getpid())
+    resources = Resources(streamer, (device.close, closed.set))
     device._disks[0].wait(resources.close)
     assert closed.wait(10)
     assert OneHelper.started == 1

@@ -79,7 +79,7 @@ def test_a_module_that_a_reader_collects_as_garbage_is_closed(stack, monkeypatch
     plan = program.plan("100%", hardware="rtx4090")
     monkeypatch.setattr(Source, "read_into", collect)
     module = program.load(plan=plan, readers=1)
-    resources = module._resources
+    resources = module._weights.resources
     source = resources.closers[-1].__self__
     module.__dict__["itself"] = [module]
     gc.disable()
@@ -103,7 +103,7 @@ program = penstock.open(sys.argv[1])
 plan = program.plan("100%", hardware="rtx4090")
 Source.read_into = lambda *args: time.sleep(2)
 module = program.load(plan=plan, readers=1)
-print(time.time(), len(module._resources.wait.__self__._left), flush=True)
+print(time.time(), len(module._weights.wait.__self__._left), flush=True)
 """
 
 

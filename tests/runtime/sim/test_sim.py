@@ -12,8 +12,7 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 import penstock
-from penstock.runtime.device.loading import load_on_device
-from penstock.runtime.loading import LoadOptions
+from penstock.runtime.loading import LoadOptions, load_module
 from penstock.runtime.sim.device import SimDevice
 from penstock.schedule.facts.model import Extent
 from penstock.schedule.facts.presets import find_hardware
@@ -54,9 +53,7 @@ def test_a_pass_can_be_captured_and_another_as_well(stack, share):
     for wrap in ("barrier", "overlap"):
         plan = program.plan(budget, device="sim:rtx4090", wrap=wrap)
         device = SimDevice(plan.hardware)
-        module = load_on_device(
-            program.path, program.payload, plan, device, LoadOptions(), lowered=lambda: program.lowered
-        )
+        module = load_module(program, plan, LoadOptions(), device=device)
         crosses = any(t.after < 0 for t in plan.schedules[0].transfers)
         with torch.no_grad(), module:
             module(stack.tokens)

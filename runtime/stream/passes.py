@@ -1,0 +1,179 @@
+"""Loaded weights and passes over them: one at a time, in the process that loaded them, until they close."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from penstock.passes.probes import STREAMER, Probes
+from penstock.runtime.stream.interface import Counters, Stats, StepStreamer, Usage
+from penstock.schedule.facts.errors import StreamError
+from penstock.schedule.facts.sizes import format_size
+from penstock.schedule.plan import Plan
+
+
+@dataclass
+class Resources:
+    """What must be given back in order: the streamer first, then the memory that it writes, then the files.
+
+    Every closer may be called again. `in_reader` tells whether the caller is a thread that reads what does
+    not stream.
+    """
+
+    streamer: StepStreamer | None
+    closers: tuple[Callable[[], None], ...]
+    in_reader: Callable[[], bool] = lambda: False
+    closed: bool = False
+    owner: int = field(default_factory=os.getpid)
+
+    def close_first(self, close: Callable[[], None]) -> None:
+        """Have `close` called before all other closers, once the streamer is closed."""
+        self.closers = (close, *self.closers)
+
+    def close(self) -> None:
+        """Give everything back, also after an interrupt. A forked child has no readers and may only close."""
+        self.closed = True
+        if os.getpid() == self.owner:
+            streamer = self.streamer
+            # Collected as garbage on one of its own readers, which cannot wait for itself.
+            if self.in_reader() or (streamer is not None and streamer.in_reader):
+                threading.Thread(target=self.close, name="penstock-close").start()
+                return
+            if streamer is not None:
+                streamer.close()
+        for close in self.closers:
+            close()
+
+
+@dataclass(eq=False, kw_only=True)
+class LoadedWeights:
+    """The weights of a plan as tensors by FQN, and what streams them. Collected as garbage, they are closed.
+
+    What streams is waited for by the streamer; `wait` returns once the rest is in memory. `out_of_memory`
+    says which part of a device's memory was too small.
+    """
+
+    plan: Plan
+    tensors: dict[str, torch.Tensor]
+    resources: Resources
+    usage: Callable[[], Usage]
+    wait: Callable[[], None] = lambda: None
+    out_of_memory: Callable[[], str] = lambda: "activations outgrew what was left beside weights"
+
+    def __post_init__(self) -> None:
+        self._finalizer = weakref.finalize(self, self.resources.close)
+
+    @property
+    def streamer(self) -> StepStreamer | None:
+        """What streams; None where everything stays."""
+        return self.resources.streamer
+
+    def probed(self, graph: int) -> tuple[int, ...]:
+        """The steps of a method at which the plan acts."""
+        return self.streamer.methods[graph].probed if self.streamer else ()
+
+    def run(self, graph: int, probes: Probes | None, run: Callable[[], Any]) -> Any:
+        """What `run` returns: one pass of method `graph`, whose probes call `probes`."""
+        streamer = self.streamer
+        token = STREAMER.set(probes)
+        try:
+            if streamer is not None:
+                streamer.begin(graph)
+            output = run()
+            if streamer is not None:
+                streamer.end(graph)
+        except BaseException:
+            if streamer is not None:
+                streamer.abort()
+            raise
+        finally:
+            STREAMER.reset(token)
+        return output
+
+    def stats(self, passes: int) -> Stats:
+        """What was streamed in `passes` passes, and the memory that it takes."""
+        counters = self.streamer.counters if self.streamer else Counters()
+        return Stats(
+            passes=passes,
+            bytes_moved=counters.bytes_moved,
+            misses=counters.misses,
+            stall_seconds=counters.stall_ns / 1e9,
+            budget=self.plan.budget,
+            arena=_describe_arena(self.plan),
+            **asdict(self.usage()),
+        )
+
+    def close(self) -> None:
+        """Stop the readers and give all memory back. It may be called again."""
+        self.resources.close()
+        self._finalizer.detach()
+
+
+def _describe_arena(plan: Plan) -> str:
+    """Where the weights of a plan live, in words."""
+    if not plan.arena_bytes:
+        return "ordinary memory: everything fits"
+    backing = f" {plan.arena.backing}" if plan.arena.kind == "paged" else ""
+    return f"a {plan.arena.kind}{backing} arena of {format_size(plan.arena_bytes)}; {plan.hardware.note}"
+
+
+class Gate:
+    """Admits one call at a time, in the process that made it; what else is tried is refused with StreamError.
+
+    `what` is what calls run, and `again` what a caller has to do for another thread or process.
+    """
+
+    def __init__(self, what: str, again: str) -> None:
+        self._what, self._again = what, again
+        self._owner = os.getpid()
+        self._running = False
+        # Re-entrant, so that a call from within a call is refused, too, and does not wait for itself.
+        self._lock = threading.RLock()
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """While one call runs."""
+        if os.getpid() != self._owner:
+            raise StreamError(f"a forked child cannot run {self._what}: {self._again} in the child")
+        if not self._lock.acquire(blocking=False):
+            raise StreamError(f"another thread is running this module: {self._again} once per thread")
+        try:
+            self._refuse_running("called")
+            self._running = True
+            try:
+                yield
+            finally:
+                self._running = False
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """While the module is closed, which no call may be running in."""
+        if os.getpid() != self._owner:  # where the lock may be held by a thread of the parent only
+            yield
+            return
+        if not self._lock.acquire(blocking=False):
+            raise StreamError("the module cannot be closed while a call runs in it: wait for that call")
+        try:
+            self._refuse_running("closed")
+            yield
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """While what later calls run is changed, once the call of another thread has ended."""
+        with self._lock:
+            yield
+
+    def _refuse_running(self, done: str) -> None:
+        if self._running:
+            raise StreamError(f"the module cannot be {done} while a call runs in it: wait for that call")
