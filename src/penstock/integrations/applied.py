@@ -153,6 +153,7 @@ class Applied:
         files = {prefix: store(tensors, self._weights) for prefix, tensors in values.items()}
         components = zip(self.components.values(), modules, strict=True)
         with self.cap.lock:
+            self._refuse_lost()
             swaps = [one.swapping(files[prefix]) for one, prefix in components if prefix in files]
             for swap in swaps:
                 swap()
@@ -167,14 +168,16 @@ class Applied:
         """Close, and give every component its parameters and its own methods again.
 
         Raises StreamError for what `load` made, which was never in memory, and SourceError where the weights
-        cannot be read again: everything is still applied then.
+        cannot be read again: everything is still applied then. Where their files are gone, what is loaded
+        stays loaded, and runs on.
         """
         with self.cap.lock:
-            self.close()
             if self._weights is None:
                 raise StreamError(
                     "the model was never in memory: load it with its library where it should be"
                 )
+            self._refuse_lost()
+            self.close()
             fills = [hollow.filling(self.components[name].weights) for name, hollow in self._hollow.items()]
             with uninterrupted():
                 for fill in fills:
@@ -193,6 +196,10 @@ class Applied:
             self.components[name].own = functools.partial(method_of, module)
         for held in (self._replaced, self._trained, self._hollow, self._modules):
             held.clear()
+
+    def _refuse_lost(self) -> None:
+        for name in self._hollow:
+            self.components[name].refuse_lost()
 
     def _refuse_restored(self) -> None:
         if not self._hollow:

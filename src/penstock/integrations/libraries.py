@@ -23,16 +23,40 @@ _CALLED = ("encode", "decode", "post_process_latents")
 """Methods of components that pipelines of diffusers call, and which read parameters."""
 
 
+EXPORTING = threading.RLock()
+"""Held while a model is exported, lowered or compiled: for the whole process torch keeps that it traces, and
+libraries their caches, so that two threads at once would fail, or leave behind what the other one has set."""
+
+
 @contextmanager
 def as_when_called(decisions: Decisions) -> Iterator[None]:
     """Export what a call of the model runs, and not what its library would rather have exported.
 
     Libraries ask whether they are compiled, and transformers whether a padding mask is all ones, which
-    decides between kernels with other last bits: `decisions` answer. Other threads are not affected.
+    decides between kernels with other last bits. Inside, this thread is told that it is not compiled, and
+    `decisions` answer for its masks; masks of other threads are looked at as ever. torch's flags hold for
+    the whole process, though: another thread that compiles or exports code of its own meanwhile is told too
+    that it does not. Threads that export through penstock take turns (`EXPORTING`).
     """
-    thread = threading.get_ident()
+    with EXPORTING, _answered(decisions), _not_compiling():
+        yield
+
+
+@contextmanager
+def _not_compiling() -> Iterator[None]:
     flags: Any = torch.compiler
     before = flags._is_compiling_flag, flags._is_exporting_flag
+    flags._is_compiling_flag = flags._is_exporting_flag = False
+    try:
+        yield
+    finally:
+        flags._is_compiling_flag, flags._is_exporting_flag = before
+
+
+@contextmanager
+def _answered(decisions: Decisions) -> Iterator[None]:
+    """Let `decisions` answer what transformers asks of padding masks in this thread."""
+    thread = threading.get_ident()
     masks: Any = sys.modules.get(_MASKS)
     originals = {name: getattr(masks, name) for name in _DECISIONS} if masks else {}
 
@@ -44,13 +68,11 @@ def as_when_called(decisions: Decisions) -> Iterator[None]:
 
         return decide
 
-    flags._is_compiling_flag = flags._is_exporting_flag = False
     for name, original in originals.items():
         setattr(masks, name, decided(original))
     try:
         yield
     finally:
-        flags._is_compiling_flag, flags._is_exporting_flag = before
         for name, original in originals.items():
             setattr(masks, name, original)
 

@@ -19,6 +19,7 @@ from penstock.integrations.cap import Cap
 from penstock.integrations.emptied.content_key import content_key
 from penstock.integrations.emptied.hollow import write_once
 from penstock.integrations.emptied.rebound import same_layout, with_other_file
+from penstock.integrations.libraries import EXPORTING
 from penstock.passes.building.fake_export import Built
 from penstock.passes.lowering.eager import LoweredProgram
 from penstock.passes.weights.lifted import with_own_constants
@@ -26,7 +27,7 @@ from penstock.runtime.checkpoint.binding import Names
 from penstock.runtime.device.opening import device_kind
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
-from penstock.schedule.facts.errors import BudgetError, PassError, StreamError
+from penstock.schedule.facts.errors import BudgetError, PassError, SourceError, StreamError
 from penstock.schedule.facts.sizes import format_size
 from penstock.schedule.plan import Plan
 
@@ -145,9 +146,11 @@ class Component:
                 "it with fewer kinds of arguments or with sizes that repeat, or restore it, which forgets "
                 "them, and apply penstock again"
             )
+        self.refuse_lost()
         print(f"penstock: exporting {self.name}.{call.entry} for {call.text}", file=sys.stderr)
         try:
-            method = Method.of(f"call{len(self._methods)}", self._blank, call)
+            with EXPORTING:
+                method = Method.of(f"call{len(self._methods)}", self._blank, call)
         except PassError as error:
             raise PassError(f"{self.name}.{call.entry} of {call.text}: {error}") from error
         self.unload()
@@ -160,6 +163,16 @@ class Component:
         module, self._module = self._module, None
         if module is not None:
             module.close()
+
+    def refuse_lost(self) -> None:
+        """Raise SourceError where a file of the weights is gone, before anything is given up or computed."""
+        for file in self.weights:
+            if not file.is_file():
+                raise SourceError(
+                    f"{file} is gone, and it held the weights of {self.name}, which are not in memory: put "
+                    "the file back; where that cannot be, restore() is impossible too, so load the model "
+                    "again with its library, and apply penstock to that"
+                )
 
     def swapping(self, new: Path) -> Callable[[], None]:
         """What makes it read `new` in the place of the weight file that has its layout; nothing is exported.
@@ -181,6 +194,7 @@ class Component:
         self._cap.turn(self)
         plan = self._plan_for(beside)
         if self._module is None:
+            self.refuse_lost()
             self._module = self._compiled().load(plan=plan, device=self._where.device)
         return self._module
 
@@ -206,10 +220,12 @@ class Component:
 
     def _compiled(self) -> Program:
         if self._program is None:
-            self._program = self._earlier = self._compile()
+            with EXPORTING:
+                self._program = self._earlier = self._compile()
         return self._program
 
     def _compile(self) -> Program:
+        self.refuse_lost()
         programs = with_own_constants({method.name: method.exported for method in self._methods})
         settings = f"{self._where.lowering} {self._names}"
         path = self._where.folder / f"{content_key(programs, self.weights, settings)}.penstock"

@@ -219,11 +219,9 @@ class Hollow:
         memory, values = dict(self._shared), {}
         with ExitStack() as stack:
             try:
-                opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
+                opened = [stack.enter_context(safe_open(file := one, framework="pt")) for one in files]
             except Exception as error:
-                raise SourceError(
-                    f"the weights cannot be read again from {files[0].parent}: {error}"
-                ) from error
+                raise SourceError(f"the weights cannot be read again from {file}: {error}") from error
             where = {name: one for one in opened for name in one.keys()}  # noqa: SIM118
             if lost := sorted(self._absent.keys() - where.keys()):
                 raise SourceError(f"{files[0].parent} has no {lost[0]} any more: the model stays as it is")
