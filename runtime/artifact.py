@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import sys
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     import torch
     from torch.export import ExportedProgram
 
+_log = logging.getLogger(__name__)
+
 WEIGHTS = "weights.safetensors"
 
 Chunks = Callable[[], Iterator[Chunk]]
@@ -81,7 +83,7 @@ def compile(
     less than `resident_below` bytes (None: 64 KiB) then stay in memory and cost no probes. Such an artifact
     runs with the version of torch, and on the kind of processor, that compiled it.
     `force` replaces an artifact that exists. What `earlier` has hashed in place, in files that are still the
-    same, is not hashed again. Prints the bytes it is about to write.
+    same, is not hashed again. The bytes that are about to be written are logged.
 
     Raises PassError for a program that cannot be streamed, SourceError for weight files that are
     not the program's and for an output that cannot be written.
@@ -228,7 +230,7 @@ class _Writer:
             total = sum(storages[s].nbytes for s in packed)
             check_space(folder, total)
             entries = [self._entry(s) for s in packed]
-            print(f"penstock: writing {total:,} bytes of weights to {folder.parent}", file=sys.stderr)
+            _log.info("writing %s bytes of weights to %s", f"{total:,}", folder.parent)
             placed = pack(
                 folder / WEIGHTS, entries, progress=count_bytes(self._progress, "packing weights", total)
             )

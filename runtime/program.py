@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Sequence
 from functools import cached_property
 from os import PathLike
@@ -39,6 +39,8 @@ from penstock.schedule.verify.proof import verify_plan
 
 if TYPE_CHECKING:
     import networkx
+
+_log = logging.getLogger(__name__)
 
 
 def open(path: str | PathLike[str]) -> Program:
@@ -144,7 +146,7 @@ class Program:
 
         `debug` makes a read of a dropped granule of a paged arena fault; `poison` overwrites freed
         bytes of a contiguous one with NaN. `device_memory` caps all that the device holds instead: what is
-        left for weights is printed (`split_memory`). `host_memory` caps what the host of a device holds of
+        left for weights is logged (`split_memory`). `host_memory` caps what the host of a device holds of
         them, by default 80 % of what is available; the rest comes from the files again and again.
         `page_lock=False` makes do with ordinary memory where the system refuses to lock it. Close the
         module, or use it as a context manager.
@@ -173,7 +175,7 @@ class Program:
         return load_module(self, plan, options, split=split)
 
     def _split(self, options: LoadOptions) -> MemorySplit | None:
-        """What a cap on all memory leaves for weights, which is printed; None where there is no such cap."""
+        """What a cap on all memory leaves for weights, which is logged; None where there is no such cap."""
         if options.device_memory is None:
             return None
         split = self.split_memory(
@@ -182,7 +184,7 @@ class Program:
             context_length=options.context_length,
             device=options.device,
         )
-        print(f"penstock: {split}", file=sys.stderr)
+        _log.info("%s", split)
         return split
 
     def _plan_to_load(self, options: LoadOptions, split: MemorySplit | None) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
 
 import pytest
 from hypothesis import settings
@@ -22,6 +23,19 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory):
             base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # that of all workers
             patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(base / "inductor"))
         yield
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
+    """Returns what penstock has logged, from info on, since it was last asked."""
+    caplog.set_level("INFO", logger="penstock")
+
+    def take() -> str:
+        text = "\n".join(caplog.messages)
+        caplog.clear()
+        return text
+
+    return take
 
 
 def pytest_collection_finish() -> None:

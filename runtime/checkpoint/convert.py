@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -20,6 +20,8 @@ from penstock.runtime.system.atomic import check_output, write_artifact
 from penstock.runtime.system.progress import Progress, count_bytes
 from penstock.schedule.facts.errors import SourceError
 from penstock.schedule.facts.sizes import format_size, parse_size
+
+_log = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 _FILE = "model.safetensors"
@@ -65,7 +67,7 @@ def convert(
     total = sum(entry.nbytes for entry in entries)
     most = parse_size(shard_size, name="shard_size") if shard_size is not None else total
     _check_output(path, total, sharded=shard_size is not None, force=force)
-    print(f"penstock: writing {total:,} bytes of tensors to {path}", file=sys.stderr)
+    _log.info("writing %s bytes of tensors to %s", f"{total:,}", path)
     report = count_bytes(progress, "converting", total)
     if path.suffix == ".safetensors":
         pack(path, entries, dense=True, force=force, progress=report)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 
 from penstock.schedule.facts.errors import SourceError
+
+_log = logging.getLogger(__name__)
 
 _INDEX = ".safetensors.index.json"
 _SHARD = re.compile(r"(.*)-(\d+)-of-(\d+)(\.\w+)")
@@ -63,8 +65,10 @@ def note_total(index: Path, nbytes: Mapping[Path, int]) -> None:
     files = {(index.parent / name).resolve() for name in fields["weight_map"].values()}
     found = sum(nbytes[file] for file in files)
     if isinstance(expected, int) and expected != found:
-        print(
-            f"penstock: note: {index} gives total_size as {expected:,} bytes and its files hold {found:,}: "
-            "the index is wrong, as many are, or they are not of one checkpoint",
-            file=sys.stderr,
+        _log.warning(
+            "%s gives total_size as %s bytes and its files hold %s: the index is wrong, as many are, or they "
+            "are not of one checkpoint",
+            index,
+            f"{expected:,}",
+            f"{found:,}",
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
@@ -22,6 +22,8 @@ from penstock.runtime.files.stamp import file_chunks, stamp_file
 from penstock.schedule.facts.errors import PassError, SourceError, StreamError
 from penstock.schedule.facts.model import Part, Storage, Weight, WeightFile
 from penstock.schedule.facts.sizes import format_size
+
+_log = logging.getLogger(__name__)
 
 HOME = "penstock_home"
 """The attribute of an offloaded parameter that says whose it is, and which."""
@@ -71,7 +73,7 @@ def offload(
     values that the module has (parameters on the meta device have none, and take the files'). `rename`
     maps an FQN to a tensor's name. Buffers stay, and so do recurrent layers, which Dynamo leaves to
     Python. Run the module through `torch.compile(module, backend="penstock", options={"budget": ...})`.
-    Prints what was given back.
+    The bytes that were given back are logged.
 
     Raises SourceError for files that are not the module's, PassError for parameters that cannot leave
     memory. The module is then as it was.
@@ -88,7 +90,7 @@ def offload(
     nbytes = sum(p.untyped_storage().nbytes() for p in identities.values())
     record = Offloaded(weights, storages, stamps, nbytes)
     _replace(module, parameters, record)
-    print(f"penstock: {format_size(nbytes)} of parameters given back", file=sys.stderr)
+    _log.info("%s of parameters given back", format_size(nbytes))
     return record
 
 

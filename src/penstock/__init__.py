@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from penstock._logging import set_up
 from penstock._version import __version__
 
 if TYPE_CHECKING:
@@ -68,6 +69,9 @@ _HOMES = {
     "open": "penstock.runtime.program",
     "unpack_gguf": "penstock.models.packed_gguf",
 }
+
+
+set_up()
 
 
 def __getattr__(name: str) -> Any:

@@ -81,13 +81,13 @@ def test_tokens_and_logits_are_those_of_the_model_in_memory(streamed, options):
     assert stats.peak_bytes <= stats.budget < 190_000
 
 
-def test_static_caches_of_other_lengths_need_no_other_export(streamed, capfd):
+def test_static_caches_of_other_lengths_need_no_other_export(streamed, said):
     model, reference, _ = streamed
     options = {"do_sample": False, "cache_implementation": "static"}
-    capfd.readouterr()
+    said()
     got, want = (one.generate(IDS, max_new_tokens=9, **options) for one in (model, reference))
     assert torch.equal(got, want)
-    assert "exporting" not in capfd.readouterr().err
+    assert "exporting" not in said()
 
 
 def test_a_second_turn_goes_on_from_the_cache_of_the_first(streamed):

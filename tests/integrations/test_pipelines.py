@@ -23,14 +23,14 @@ def drawn(tmp_path_factory):
     return made, folder / "saved", models.picture(made)
 
 
-def test_a_pipeline_draws_the_same_picture_within_less_than_its_largest_component(drawn, tmp_path, capfd):
+def test_a_pipeline_draws_the_same_picture_within_less_than_its_largest_component(drawn, tmp_path, said):
     made, _, expected = drawn
     assert sum(p.nbytes for p in made.unet.parameters()) > CAP
     with apply(made, CAP, cache=tmp_path) as applied:
-        capfd.readouterr()
+        said()
         for _ in range(2):
             assert torch.equal(models.picture(made), expected)
-        assert "exporting" not in capfd.readouterr().err  # a tiny picture was drawn before
+        assert "exporting" not in said()  # a tiny picture was drawn before
         loaded = [name for name, one in applied.components.items() if one.stats is not None]
         assert loaded == ["vae"]  # the others hold nothing while it runs
         assert applied.components["vae"].stats.peak_bytes <= CAP

@@ -8,41 +8,37 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich import box
+from rich import box, progress
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.table import Table
+
+from penstock._logging import shown
+
+if TYPE_CHECKING:
+    from penstock.runtime.system.progress import Progress
 
 _ANY_WIDTH = 10_000
 
-Report = Callable[[str, int, int], None]
-"""Called with what is being done, the bytes done and the bytes in all."""
-
 
 @contextmanager
-def byte_progress() -> Iterator[Report]:
-    """A bar on stderr for each thing reported; nothing is drawn where stderr is no terminal."""
+def byte_progress() -> Iterator[Progress]:
+    """A bar on stderr for each thing reported, below what is logged; no bars where stderr is no terminal."""
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(binary_units=True),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
     )
-    tasks: dict[str, TaskID] = {}
+    tasks: dict[str, progress.TaskID] = {}
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with (
+        progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
+        shown(),
+    ):
 
         def report(what: str, done: int, total: int) -> None:
             if what not in tasks:

@@ -8,8 +8,6 @@ a model that another one has read, and what a capped run maps is charged to its 
 
 from __future__ import annotations
 
-import contextlib
-import io
 import tempfile
 from dataclasses import dataclass, replace
 from functools import partial
@@ -111,8 +109,7 @@ def prepare(console: Console, folder: Path, weight_bytes: int) -> Job:
     weights, artifact = folder / "decoder.safetensors", folder / "decoder.penstock"
     with show_progress(console, f"writing {format_size(weight_bytes)} of weights", weight_bytes) as report:
         write_weights(shape, weights, SEED, report)
-    quiet = contextlib.redirect_stderr(io.StringIO())  # what compile says on the way
-    with show_progress(console, "exporting and compiling the decoder"), quiet:
+    with show_progress(console, "exporting and compiling the decoder"):
         penstock.compile(export_decoder(shape, weights), artifact, weights=weights, pack=False)
     return Job(
         kind="plain",

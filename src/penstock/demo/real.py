@@ -7,8 +7,6 @@ so that the times compare on a machine whose speed swings.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import tempfile
 import time
 from collections.abc import Callable
@@ -173,14 +171,13 @@ def _compile(encoder: Encoder, artifact: Path) -> Any:
     import penstock
     from penstock.demo.encoder import PREFIX, export_encoder
 
-    with contextlib.redirect_stderr(io.StringIO()):  # what compile says on the way
-        return penstock.compile(
-            export_encoder(encoder),
-            artifact,
-            weights=encoder.weights,
-            rename=lambda fqn: fqn.removeprefix(PREFIX),
-            pack=False,
-        )
+    return penstock.compile(
+        export_encoder(encoder),
+        artifact,
+        weights=encoder.weights,
+        rename=lambda fqn: fqn.removeprefix(PREFIX),
+        pack=False,
+    )
 
 
 def _load(sentences: list[str]) -> Encoder:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import sys
+import logging
 from contextlib import ExitStack
 from dataclasses import replace
 from os import PathLike
@@ -41,6 +41,8 @@ from penstock.passes.building.fake_export import Built
 from penstock.runtime.remembered import user_cache
 from penstock.schedule.facts.errors import BudgetError, PenstockError, StreamError
 from penstock.schedule.facts.sizes import format_size, parse_size
+
+_log = logging.getLogger(__name__)
 
 _INSTEAD = "call the model itself, or restore it first (restore() of what apply returned)"
 
@@ -117,7 +119,7 @@ class Applied:
             self._rehearse(tiny_call(self.target))
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            print(f"penstock: a tiny call did not reach its end ({reason}){_LATER}", file=sys.stderr)
+            _log.warning("a tiny call did not reach its end (%s)%s", reason, _LATER)
         try:
             self._plan()
         except BudgetError as error:
@@ -257,7 +259,7 @@ def apply(
             blank, with_grad = blank_copy(module, where.target), _with_grad(module)
             component = Component(name, blank, files, where, applied.cap, with_grad=with_grad)
             applied.add(component, module, where.target)
-        print(f"penstock: {format_size(applied.freed_bytes)} of parameters given back", file=sys.stderr)
+        _log.info("%s of parameters given back", format_size(applied.freed_bytes))
         applied.prepare_tiny_call() if example is None else applied.prepare(example)
         on_error.pop_all()
     return applied

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,8 @@ from penstock.runtime.program import Program
 from penstock.schedule.facts.errors import BudgetError, PassError, SourceError, StreamError
 from penstock.schedule.facts.sizes import format_size
 from penstock.schedule.plan import Plan
+
+_log = logging.getLogger(__name__)
 
 _MOST_METHODS = 48
 """Kinds of call of one module. A model with more exports for single sizes, which is no way to run it."""
@@ -147,7 +149,7 @@ class Component:
                 "them, and apply penstock again"
             )
         self.refuse_lost()
-        print(f"penstock: exporting {self.name}.{call.entry} for {call.text}", file=sys.stderr)
+        _log.info("exporting %s.%s for %s", self.name, call.entry, call.text)
         try:
             with EXPORTING:
                 method = Method.of(f"call{len(self._methods)}", self._blank, call)

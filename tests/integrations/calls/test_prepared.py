@@ -37,11 +37,11 @@ def prepared(tmp_path_factory):
     applied.close()
 
 
-def test_a_model_that_generates_has_its_methods_before_it_is_called(prepared, capfd):
+def test_a_model_that_generates_has_its_methods_before_it_is_called(prepared, said):
     model, reference, _ = prepared
-    capfd.readouterr()
+    said()
     got = model.generate(IDS, max_new_tokens=4, do_sample=False)
-    assert "exporting" not in capfd.readouterr().err
+    assert "exporting" not in said()
     assert torch.equal(got, reference.generate(IDS, max_new_tokens=4, do_sample=False))
 
 
@@ -99,15 +99,15 @@ EXAMPLES = {
 
 
 @pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES)
-def test_an_example_of_any_form_is_exported_and_not_computed(example, tmp_path, capfd):
+def test_an_example_of_any_form_is_exported_and_not_computed(example, tmp_path, said):
     model = linear()
     expected = model(torch.ones(3, 8))
     with apply(model, "1MB", example=example, cache=tmp_path) as applied:
-        assert capfd.readouterr().err.count("exporting Sequential.forward for input [2, 8]") == 1
+        assert said().count("exporting Sequential.forward for input [2, 8]") == 1
         assert len(list((tmp_path / "programs").iterdir())) == 1
         assert applied.components["Sequential"].stats is None
         assert torch.equal(model(torch.ones(3, 8)), expected)
-        assert "exporting" not in capfd.readouterr().err
+        assert "exporting" not in said()
 
 
 def test_an_example_that_fails_leaves_the_model_as_it_was(tmp_path):
@@ -141,11 +141,10 @@ def test_models_that_do_not_generate_have_a_tiny_call(entry):
     tiny_call(model)(model)
 
 
-def test_a_tiny_call_that_fails_says_so_and_prepares_what_it_reached(tmp_path, capfd):
+def test_a_tiny_call_that_fails_says_so_and_prepares_what_it_reached(tmp_path, said):
     model = models.frozen(whisper().build())  # which looks for a time in what it said
     with apply(model, "2MB", cache=tmp_path):
-        said = capfd.readouterr().err
-        assert re.search(r"a tiny call did not reach its end \(IndexError.*\): .* first called, or", said)
+        assert re.search(r"a tiny call did not reach its end \(IndexError.*\): .* first called, or", said())
         assert len(list((tmp_path / "programs").iterdir())) == 1
 
 

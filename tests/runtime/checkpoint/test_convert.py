@@ -119,16 +119,16 @@ def test_what_cannot_be_is_refused_and_nothing_is_written(tmp_path: Path, option
         ("new.safetensors", {"only": "zzz*"}, r"no tensor of \S+model\.safetensors is called 'zzz\*'"),
     ],
 )
-def test_a_target_is_refused_before_anything_is_said(tmp_path, capsys, target, options, message) -> None:
+def test_a_target_is_refused_before_anything_is_said(tmp_path, said, target, options, message) -> None:
     save_file(tensors(), tmp_path / "model.safetensors")
     with pytest.raises(SourceError, match=message):
         convert([tmp_path / "model.safetensors"], tmp_path / target, **options)
-    assert capsys.readouterr().err == ""
+    assert said() == ""
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
 def test_a_full_disk_is_said_before_writing_without_the_advice_of_compile(
-    tmp_path, capsys, monkeypatch
+    tmp_path, said, monkeypatch
 ) -> None:
     save_file(tensors(), tmp_path / "model.safetensors")
     status = os.statvfs(tmp_path)
@@ -136,7 +136,7 @@ def test_a_full_disk_is_said_before_writing_without_the_advice_of_compile(
     monkeypatch.setattr(os, "statvfs", lambda path: full)
     with pytest.raises(SourceError, match=r"is full: .* free some or choose another output$"):
         convert(tmp_path / "model.safetensors", tmp_path / "new")
-    assert capsys.readouterr().err == ""
+    assert said() == ""
 
 
 def test_what_exists_is_kept_unless_asked_otherwise(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def saved(module: nn.Module, folder: object) -> str:
     return path
 
 
-def test_pieces_share_one_budget_and_compute_the_same(tmp_path, capsys):
+def test_pieces_share_one_budget_and_compute_the_same(tmp_path, said):
     torch.manual_seed(0)
     module = Branching().eval()
     inputs = [torch.randn(4, WIDTH), torch.randn(4, WIDTH), torch.randn(9, WIDTH), torch.randn(4, WIDTH)]
@@ -70,7 +70,7 @@ def test_pieces_share_one_budget_and_compute_the_same(tmp_path, capsys):
     before = sum(p.untyped_storage().nbytes() for p in module.parameters())
     record = penstock.offload(module, saved(module, tmp_path))
     assert record.nbytes == before
-    assert "given back" in capsys.readouterr().err
+    assert "given back" in said()
     assert all(p.untyped_storage().nbytes() == 0 for p in module.parameters())
     assert module.again.weight is module.up.weight
     streamed = torch.compile(module, backend="penstock", options=BUDGET)

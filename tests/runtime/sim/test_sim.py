@@ -187,7 +187,7 @@ def test_random_plans_of_two_methods_with_a_host_between(p: RandomProblem, share
         Run(one, SimDevice(one.plan.hardware, policy="random", seed=1)).go()
 
 
-def test_a_cap_on_all_memory_leaves_room_for_activations(stack, capsys):
+def test_a_cap_on_all_memory_leaves_room_for_activations(stack, said):
     program = stack.open()
     split = program.split_memory("20MiB", reserve="1MiB", device="sim:t4")
     assert split.activations == program.activation_bytes > 0
@@ -198,7 +198,7 @@ def test_a_cap_on_all_memory_leaves_room_for_activations(stack, capsys):
     ):
         assert torch.equal(module(stack.tokens), stack.expected)
         assert module.stats.held_bytes <= split.weights
-    assert "of 20.00 MiB device memory: " in capsys.readouterr().err
+    assert "of 20.00 MiB device memory: " in said()
 
 
 def test_a_reserve_may_depend_on_the_context(stack):

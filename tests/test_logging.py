@@ -1,0 +1,70 @@
+"""Who hears what the library logs: nobody unless PENSTOCK_LOG or the program asks; commands print it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
+
+LOGS = """
+import logging, penstock
+logging.getLogger("penstock.runtime.artifact").debug("small")
+logging.getLogger("penstock.runtime.artifact").info("large")
+logging.getLogger("penstock.integrations.applied").warning("odd")
+"""
+LARGE, ODD = "penstock.runtime.artifact: large", "penstock.integrations.applied: odd"
+
+
+def heard(level: str | None, code: str = LOGS) -> list[str]:
+    """The lines that a fresh interpreter writes to stderr; nothing may go to stdout."""
+    environment = {key: value for key, value in os.environ.items() if key != "PENSTOCK_LOG"}
+    environment |= {} if level is None else {"PENSTOCK_LOG": level}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == ""
+    return done.stderr.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("level", "lines"),
+    [
+        (None, []),
+        ("", []),
+        ("warning", [ODD]),
+        ("info", [LARGE, ODD]),
+        ("INFO", [LARGE, ODD]),
+        ("debug", ["penstock.runtime.artifact: small", LARGE, ODD]),
+        ("loud", ["penstock: PENSTOCK_LOG=loud is no level: give debug, info, warning", ODD]),
+    ],
+)
+def test_the_variable_chooses_what_is_printed(level: str | None, lines: list[str]) -> None:
+    assert heard(level) == lines
+
+
+def test_a_program_hears_it_by_its_own_handlers_as_well() -> None:
+    assert heard(None, "import logging\nlogging.basicConfig(level='INFO', format='%(message)s')" + LOGS) == [
+        "large",
+        "odd",
+    ]
+
+
+def test_a_command_prints_the_bytes_that_it_writes_and_leaves_the_log_as_it_was(
+    tmp_path: Path, penstock: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({"weight": torch.ones(300)}, tmp_path / "model.safetensors")
+    for number in (1, 2):
+        done = penstock("convert", tmp_path / "model.safetensors", "-o", tmp_path / f"{number}.safetensors")
+        assert done.status == 0
+        said = f"penstock: writing 1,200 bytes of tensors to {tmp_path}/{number}.safetensors"
+        assert done.err.splitlines() == [said]
+    monkeypatch.setenv("PENSTOCK_LOG", "info")  # whose handler would print it, had it been set at the start
+    done = penstock("convert", tmp_path / "model.safetensors", "-o", tmp_path / "3.safetensors")
+    assert (done.status, done.err) == (0, "")
