@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
@@ -25,17 +26,32 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory):
         yield
 
 
+class _Heard(logging.Handler):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
+def said() -> Iterator[Callable[[], str]]:
     """Returns what penstock has logged, from info on, since it was last asked."""
-    caplog.set_level("INFO", logger="penstock")
+    logger, heard = logging.getLogger("penstock"), _Heard()
+    level = logger.level
+    logger.addHandler(heard)
+    logger.setLevel(logging.INFO)
 
     def take() -> str:
-        text = "\n".join(caplog.messages)
-        caplog.clear()
-        return text
+        lines, heard.lines = heard.lines, []
+        return "\n".join(lines)
 
-    return take
+    yield take
+    logger.removeHandler(heard)
+    logger.setLevel(level)
 
 
 def pytest_collection_finish() -> None:
