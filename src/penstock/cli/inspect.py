@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from penstock.cli import console
+from penstock.cli.inputs import fail
 from penstock.cli.options import Artifact, Json
 from penstock.schedule.facts.sizes import format_size
 
 if TYPE_CHECKING:
     from penstock.runtime.program import Program
 
-EXAMPLES = ("penstock inspect model.penstock --json",)
+EXAMPLES = (
+    "penstock inspect model.penstock --json",
+    "penstock inspect model.penstock --graph dot",
+    "penstock inspect model.penstock --graph json --budget 25%",
+)
 
 _ROWS = 40
 
@@ -21,16 +29,57 @@ Table = tuple[str, Sequence[str], list[list[str]]]
 """A title, the names of columns, and rows."""
 
 
-def inspect(artifact: Artifact, json: Json = False) -> None:
-    """Show an artifact: methods, weights, steps and floors."""
+class GraphForm(StrEnum):
+    """How a graph is written."""
+
+    dot = "dot"
+    json = "json"
+
+
+def inspect(
+    artifact: Artifact,
+    *,
+    json: Json = False,
+    graph: Annotated[
+        GraphForm | None,
+        typer.Option(help="Print which step reads which weights instead, for Graphviz or as node-link JSON."),
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="With --graph: the events of a plan within 32MiB, 8GB or 50% instead.")
+    ] = None,
+    method: Annotated[
+        str | None, typer.Option(help="With --budget: of which method, where there are several.")
+    ] = None,
+) -> None:
+    """Show an artifact: methods, weights, steps and floors, or its graphs."""
     from penstock.runtime.program import open as open_program
 
+    if json and graph is not None:
+        fail("--graph prints a graph and --json facts: give one of them")
+    if graph is None and (budget or method):
+        fail("--budget and --method are for the graph of a plan: give --graph dot or --graph json too")
+    if method and not budget:
+        fail("--method is for the graph of a plan: give --budget too")
     program = open_program(artifact)
+    if graph is not None:
+        _print_graph(program, graph, budget, method)
+        return
     if json:
         console.print_json(_facts(program))
         return
     for title, columns, rows in artifact_tables(program):
         console.print_table(title, columns, rows)
+
+
+def _print_graph(program: Program, form: GraphForm, budget: str | None, method: str | None) -> None:
+    from penstock.schedule.report.graphs import to_dot, to_json
+
+    if budget is None:
+        graph = program.read_graph()
+    else:
+        with console.spinner("planning"):
+            graph = program.plan(budget).event_graph(method)
+    console.print_text((to_dot if form == GraphForm.dot else to_json)(graph).removesuffix("\n"))
 
 
 def _facts(program: Program) -> dict[str, Any]:
