@@ -89,6 +89,7 @@ OUTSIDE = {
     "Path": f"{PYTHON}pathlib.html#pathlib.Path",
     "PathLike": f"{PYTHON}os.html#os.PathLike",
     "Exception": f"{PYTHON}exceptions.html#Exception",
+    "DiGraph": "https://networkx.org/documentation/stable/reference/classes/digraph.html",
     "ExportedProgram": f"{TORCH}user_guide/torch_compiler/export/api_reference.html",
     "GraphModule": f"{TORCH}fx.html#torch.fx.GraphModule",
     "Module": f"{TORCH}generated/torch.nn.Module.html",
@@ -110,6 +111,7 @@ BUILT_IN = {
     "str",
     "tuple",
 }
+TYPE_VARIABLES = {"Value", "_Function"}
 
 
 class Written(str):
@@ -151,7 +153,7 @@ def find_reference(app: Sphinx, env: Any, node: Any, content: Any) -> nodes.Node
     if node.get("refdomain") != "py":
         return None
     name = node["reftarget"].rpartition(".")[2]
-    if name in BUILT_IN:
+    if name in BUILT_IN | TYPE_VARIABLES:
         return content
     if name in OUTSIDE:
         return nodes.reference("", "", content, internal=False, refuri=OUTSIDE[name])

@@ -2,23 +2,25 @@
 
     python examples/own_pipeline.py
 
-A partitioner annotates the program that it was handed, marks the reads of weights in its graph, lets its
-own passes run, and carries the facts as bytes in its own container. A streamer of its own then hears of
-every read.
+A partitioner annotates the program that it was handed, lets its own passes run, marks the reads of weights
+in the graph, and carries the facts as bytes in its own container. A streamer of its own then hears of every
+read. Passes say what they require and ensure; the pipeline orders them by that.
 """
 
 from __future__ import annotations
 
+import copy
 import operator
-from functools import partial
 
 import torch
 from torch import fx, nn
 
 import penstock
+from penstock.passes.pipeline import declare
 from penstock.passes.probes import STREAMER
 
 
+@declare(ensures=("no additions of zero",))
 def fold_additions_of_zero(graph_module: fx.GraphModule) -> fx.GraphModule:
     """A pass of the pipeline's own: program in, program out."""
     for node in list(graph_module.graph.nodes):
@@ -58,8 +60,13 @@ def main() -> None:
     for number, step in enumerate(payload.traces[0].steps):
         print(f"step {number}: {step.name} reads {[payload.storage_names()[s] for s in step.reads]}")
 
-    mark_reads = partial(penstock.insert_probes, payload=payload)
-    lowered = penstock.Pipeline((mark_reads, fold_additions_of_zero))(exported.graph_module)
+    @declare(requires=("no additions of zero",), ensures=("probes",))
+    def mark_reads(graph_module: fx.GraphModule) -> fx.GraphModule:
+        return penstock.insert_probes(graph_module, payload)
+
+    pipeline = penstock.Pipeline((mark_reads, fold_additions_of_zero))
+    print(f"passes run in the order {[one.__name__ for one in pipeline.passes]}")
+    lowered = pipeline(copy.deepcopy(exported.graph_module))
     carried = payload.to_bytes()
     assert penstock.Payload.from_bytes(carried) == payload
     print(f"{len(carried):,} bytes of facts travel with the program")

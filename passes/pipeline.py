@@ -15,7 +15,7 @@ from torch import fx
 
 from penstock.schedule.facts.errors import PassError, PenstockError
 
-Program = TypeVar("Program")
+Value = TypeVar("Value")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -35,7 +35,7 @@ def declare(
 
 
 @dataclass(frozen=True)
-class Pipeline(Generic[Program]):
+class Pipeline(Generic[Value]):
     """Applies `passes` to a value of any type, each behind those that ensure what it requires.
 
     `requires` are facts that hold of the program from the start. Passes keep the order in which they are
@@ -46,7 +46,7 @@ class Pipeline(Generic[Program]):
     says which pass it came from and its position, counted from 1.
     """
 
-    passes: tuple[Callable[[Program], Program], ...]
+    passes: tuple[Callable[[Value], Value], ...]
     requires: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -57,12 +57,12 @@ class Pipeline(Generic[Program]):
         """The facts that the passes ensure together."""
         return tuple(fact for run in self.passes for fact in _facts(run, "ensures"))
 
-    def __call__(self, program: Program) -> Program:
+    def __call__(self, program: Value) -> Value:
         for position, run in enumerate(self.passes, start=1):
             program = self._apply(run, program, position)
         return program
 
-    def _apply(self, run: Callable[[Program], Program], program: Program, position: int) -> Program:
+    def _apply(self, run: Callable[[Value], Value], program: Value, position: int) -> Value:
         where = f"pass {position} of {len(self.passes)} ({_name(run)})"
         try:
             result = run(program)

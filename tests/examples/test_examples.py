@@ -64,7 +64,9 @@ def test_a_model_is_planned_for_hardware_that_is_not_here(run, tmp_path: Path) -
 
 
 def test_a_pipeline_carries_the_passes(run) -> None:
-    assert "in the order [0, 1]" in run("own_pipeline.py")
+    printed = run("own_pipeline.py")
+    assert "['fold_additions_of_zero', 'mark_reads']" in printed
+    assert "in the order [0, 1]" in printed
 
 
 def test_every_example_is_short_and_says_how_to_run_it() -> None:
