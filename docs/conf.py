@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.ext.napoleon import GoogleDocstring
 
 from penstock import __version__
 
@@ -127,25 +129,32 @@ def write_signature(app: Sphinx, what: str, name: str, found: Any, *_: Any) -> t
     if what not in ("function", "method", "class"):
         return None
     signature = inspect.signature(found)
+    homes = [inspect.getmodule(one) for one in (inspect.getmro(found) if what == "class" else [found])]
+    aliases = {name: value for home in homes for name, value in vars(home).items()}
     shown = [
-        parameter for parameter in signature.parameters.values() if parameter.name not in ("self", "cls")
-    ]
-    home = inspect.getmodule(found)
-    shown = [
-        one.replace(annotation=_written(one.annotation, home), default=_short(one.default)) for one in shown
+        one.replace(annotation=_written(one.annotation, aliases), default=_short(one.default))
+        for one in signature.parameters.values()
+        if one.name not in ("self", "cls")
     ]
     returned = None if what == "class" else signature.return_annotation
     return str(signature.replace(parameters=shown, return_annotation=signature.empty)), returned
 
 
-def _written(annotation: str, home: Any) -> Written:
+def _written(annotation: str, aliases: Mapping[str, Any]) -> Written:
     """An annotation; a choice of literals, which are no documented names, in place of its alias."""
-    meant = getattr(home, annotation, None)
+    meant = aliases.get(annotation)
     return Written(f"Literal{list(get_args(meant))}" if get_origin(meant) is Literal else annotation)
 
 
 def _short(default: Any) -> Any:
     return Written("...") if default is not inspect.Parameter.empty and len(repr(default)) > 40 else default
+
+
+def format_sections(app: Sphinx, what: str, *given: Any) -> None:
+    """Reads sections such as "Raises:" where there may be some; elsewhere a colon is only a colon."""
+    lines = given[-1]
+    if what in ("class", "exception", "function", "method"):
+        lines[:] = str(GoogleDocstring(lines, what=what)).splitlines()
 
 
 def find_reference(app: Sphinx, env: Any, node: Any, content: Any) -> nodes.Node | None:
@@ -185,6 +194,7 @@ def write_index(app: Sphinx, error: Exception | None) -> None:
 
 def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-signature", write_signature)
+    app.connect("autodoc-process-docstring", format_sections)
     app.connect("missing-reference", find_reference)
     app.connect("source-read", add_contents)
     app.connect("build-finished", write_index)

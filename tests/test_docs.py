@@ -17,7 +17,7 @@ import penstock
 import penstock.integrations
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
-from penstock.schedule.facts.model import Trace
+from penstock.schedule.facts.model import Decisions, Trace
 from penstock.schedule.plan import Plan
 from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 
@@ -163,7 +163,7 @@ def test_the_reference_has_everything_public(built: Path) -> None:
     anchors = set(re.findall(r'id="([\w.]+)"', pages))
     assert anchors >= {f"penstock.{name}" for name in penstock.__all__ if name != "__version__"}
     assert anchors >= {f"penstock.integrations.{name}" for name in penstock.integrations.__all__}
-    for kind in (Program, StreamedModule, Plan, penstock.Payload, Trace):
+    for kind in (Program, StreamedModule, Plan, Decisions, penstock.Payload, penstock.Pipeline, Trace):
         members = {name: value for name, value in vars(kind).items() if name[0] != "_"}
         own = {name for name, value in members.items() if isinstance(value, MEMBERS)}
         assert {anchor.rpartition(".")[2] for anchor in anchors} >= own - INTERNAL, kind
