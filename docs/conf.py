@@ -123,7 +123,7 @@ class Written(str):
 
 
 def write_signature(app: Sphinx, what: str, name: str, found: Any, *_: Any) -> tuple[str, str | None] | None:
-    """The signature as the source has it, with aliases by name; none where a class has no fields of its own."""
+    """The signature as the source has it, with aliases by name; none for classes without own fields."""
     if what == "class" and not (dataclasses.is_dataclass(found) and vars(found).get("__annotations__")):
         return "", None
     if what not in ("function", "method", "class"):
