@@ -55,6 +55,7 @@ docs/diffusers
 docs/large-models
 docs/quantised
 docs/lowering
+docs/passes
 docs/devices
 docs/reference/index
 ```

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from torch import fx
@@ -83,10 +84,12 @@ class Pipeline(Generic[Value]):
 
 
 def _facts(run: Callable[..., Any], which: str) -> tuple[str, ...]:
-    return getattr(run, which, ())
+    facts: tuple[str, ...] = getattr(run.func if isinstance(run, partial) else run, which, ())
+    return facts
 
 
 def _name(run: Callable[..., Any]) -> str:
+    run = run.func if isinstance(run, partial) else run
     return getattr(run, "__qualname__", None) or type(run).__name__
 
 

@@ -82,6 +82,13 @@ def test_large_models_can_be_walked(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
+def test_passes_can_be_composed(tmp_path: Path) -> None:
+    output = walk("docs/passes.md", tmp_path)
+    assert "['acquire', 'linear', 'release', 'relu', 'acquire', 'linear', 'release']" in output
+    assert "up.weight is read by linear" in output
+
+
+@pytest.mark.timeout(300)
 def test_quantised_weights_can_be_walked(tmp_path: Path) -> None:
     output = walk("docs/quantised.md", tmp_path)
     assert "0.weight ['qdata', 'scale', 'zero_point']" in output

@@ -10,6 +10,7 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from penstock.passes.calls.convention import CallingConvention
 from penstock.passes.graph.nodes import dtype_name
 from penstock.passes.graph.retarget import move_graph, nested_modules
 from penstock.passes.lowering.archive import PROGRAM, open_programs, read_code, write_programs
-from penstock.passes.lowering.method_code import MethodCode, method_code
+from penstock.passes.lowering.method_code import MethodCode, MethodGraph, method_code
+from penstock.passes.pipeline import Pipeline, declare
 from penstock.passes.probes import Site, add_sites
 from penstock.schedule.facts.errors import PassError, StreamError
-from penstock.schedule.facts.model import Method, Trace, Weight
+from penstock.schedule.facts.model import Method, Weight
 from penstock.schedule.payload.codec import Payload
 
 
@@ -107,31 +109,38 @@ def instantiate(
     (weights that were exported for another device than the rest stay on that one). Raises PassError
     when program and payload do not belong together, StreamError for tensors that are not the weights.
     """
-    code, payload = lowered.methods[method.name], lowered.payload
-    target = torch.device(device)
-    graph, bodies = code.graph()
-    inner = [module for body in bodies.values() for module in nested_modules(body)]
-    move_graph(graph, inner, code.signature.device, target)
-    add_sites(graph, method.graph, _sites(code, graph, payload, payload.trace_for(method.graph), probed))
-    weights = {weight.fqn: weight for weight in payload.tensors}
+    code, target = lowered.methods[method.name], torch.device(device)
+    lower: Pipeline[MethodGraph] = Pipeline(
+        (
+            partial(on_device, source=code.signature.device, target=target),
+            partial(with_probes, lowered=lowered, method=method, probed=probed),
+        )
+    )
+    made = lower(code.graph())
+    weights = {weight.fqn: weight for weight in lowered.payload.tensors}
     bound = {fqn: checked_weight(weights, fqn, tensors) for _, fqn in code.weights}
     bound |= {fqn: bound[fqn].detach().requires_grad_() for fqn in bound.keys() & lowered.with_grad}
     lifted = tuple(bound[fqn] for _, fqn in code.weights)
     convention = CallingConvention(code.signature, target)
-    return EagerMethod(fx.GraphModule(bodies, graph), convention, tensors, lifted)
+    return EagerMethod(fx.GraphModule(made.bodies, made.graph), convention, tensors, lifted)
 
 
-def _sites(
-    code: MethodCode, graph: fx.Graph, payload: Payload, trace: Trace, probed: Iterable[int]
-) -> list[Site]:
-    """Names for each probed step the placeholders of the storages it reads."""
-    storages = {weight.fqn: {part.storage for part in weight.parts} for weight in payload.tensors}
-    placeholders: dict[int, list[str]] = {}
-    used = {node.name for node in graph.nodes if node.op == "placeholder" and node.users}
-    for name, fqn in code.weights:
-        for storage in storages.get(fqn, ()) if name in used else ():
-            placeholders.setdefault(storage, []).append(name)
-    names = {node.name for node in graph.nodes}
+@declare(ensures=("device",))
+def on_device(made: MethodGraph, source: torch.device, target: torch.device) -> MethodGraph:
+    """Returns the graph, which is nobody else's, with `target` in the place of the device `source`."""
+    inner = [module for body in made.bodies.values() for module in nested_modules(body)]
+    move_graph(made.graph, inner, source, target)
+    return made
+
+
+@declare(requires=("device",), ensures=("probes",))
+def with_probes(
+    made: MethodGraph, lowered: LoweredProgram, method: Method, probed: Iterable[int]
+) -> MethodGraph:
+    """Returns the graph, which is nobody else's, with probes around the steps `probed` of the method."""
+    trace = lowered.payload.trace_for(method.graph)
+    placeholders = _placeholders(made.graph, lowered.methods[method.name], lowered.payload)
+    names = {node.name for node in made.graph.nodes}
     sites = []
     for k in probed:
         step = trace.steps[k]
@@ -142,7 +151,19 @@ def _sites(
             )
         weights = tuple(name for read in step.reads for name in placeholders[read])
         sites.append(Site(step.name, k, weights))
-    return sites
+    add_sites(made.graph, method.graph, sites)
+    return made
+
+
+def _placeholders(graph: fx.Graph, code: MethodCode, payload: Payload) -> dict[int, list[str]]:
+    """Returns the placeholders of every storage that the graph uses."""
+    storages = {weight.fqn: {part.storage for part in weight.parts} for weight in payload.tensors}
+    used = {node.name for node in graph.nodes if node.op == "placeholder" and node.users}
+    placeholders: dict[int, list[str]] = {}
+    for name, fqn in code.weights:
+        for storage in storages.get(fqn, ()) if name in used else ():
+            placeholders.setdefault(storage, []).append(name)
+    return placeholders
 
 
 def checked_weight(

@@ -13,7 +13,7 @@ import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,12 @@ from penstock.passes.graph.retarget import exported_device
 from penstock.passes.lowering.archive import PROGRAM, write_programs
 from penstock.passes.lowering.emitted import Observation, observe_cpp
 from penstock.passes.lowering.hollow import example_arguments, has_values, without_values
-from penstock.passes.lowering.options import FIXED, check_options, own_passes, raise_own
-from penstock.passes.lowering.post_grad import PlacedProbes, ProbePass
+from penstock.passes.lowering.post_grad import GraphPass, PlacedProbes, ProbePass
+from penstock.passes.pipeline import Pipeline, declare
 from penstock.passes.trace import PRESET_CPU, sum_of
 from penstock.passes.weights.lifted import Weights
 from penstock.schedule.facts.costs import with_times
-from penstock.schedule.facts.errors import PassError
+from penstock.schedule.facts.errors import PassError, PenstockError
 from penstock.schedule.facts.model import Method, Step, Storage, Trace, Weight, Work
 from penstock.schedule.facts.parts import read_together
 from penstock.schedule.payload.codec import Payload, ProbeOrder
@@ -43,13 +43,58 @@ _INLINED = 8
 """Elements, at most, of a tensor that the compiler may copy into the code."""
 
 
+FIXED = {
+    "aot_inductor.package": True,
+    "aot_inductor.package_constants_in_so": False,
+}
+_DEFEATS_STREAMING = {
+    "aot_inductor.package_constants_in_so": "puts the weights into the shared object",
+    "aot_inductor.use_runtime_constant_folding": "computes with weights once, before the program runs",
+    "freezing": "folds weights into constants",
+}
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """The files that Inductor wrote for one method, and the probes that went into its graph."""
+
+    files: Sequence[Any]
+    placed: PlacedProbes
+
+    def read(self, ending: str) -> str:
+        """Returns the text of the file whose name ends so; an empty one if there is none."""
+        found = (file for file in self.files if isinstance(file, str) and file.endswith(ending))
+        return next((Path(file).read_text() for file in found), "")
+
+
 @dataclass(frozen=True)
 class Compiled:
-    """What became of the methods: files for the package by method, the payload's facts, and the machine."""
+    """Programs on their way through Inductor, and what the passes have made of them so far.
 
-    files: Mapping[str, Sequence[Any]]
+    `payload` has the facts of what was annotated, and in the end those of what was compiled. `emitted` is by
+    method. `bound` are the FQNs of the weights that the compiled code asks for when it is loaded.
+    """
+
     payload: Payload
-    machine: str
+    programs: Mapping[str, ExportedProgram]
+    options: Mapping[str, Any]
+    resident_below: int
+    emitted: Mapping[str, Emitted] = field(default_factory=dict)
+    bound: frozenset[str] = frozenset()
+
+    @property
+    def machine(self) -> str:
+        """The device and processor that the code was compiled for."""
+        keys = ("AOTI_DEVICE_KEY", "AOTI_PLATFORM", "AOTI_MACHINE", "AOTI_CPU_ISA", "AOTI_COMPUTE_CAPABILITY")
+        last = self.emitted[self.payload.methods[-1].name]
+        metadata: Mapping[str, str] = json.loads(last.read(".wrapper_metadata.json") or "{}")
+        return re.sub(r"\s+", " ", " ".join(metadata.get(key, "") for key in keys)).strip()
+
+    @property
+    def streamed(self) -> dict[str, int]:
+        """The storage of every tensor that streams, by FQN."""
+        storages = {weight.fqn: weight.parts[0].storage for weight in self.payload.tensors}
+        return {fqn: s for fqn, s in storages.items() if self.payload.storages[s].kind == "streamable"}
 
 
 def lower(
@@ -65,21 +110,40 @@ def lower(
     bytes get no probes and stay in memory. Raises PassError for options that defeat streaming, and for a
     program that Inductor cannot compile or whose code cannot be followed.
     """
-    options = dict(options or {})
-    check_options(options)
-    payload = replace(payload, storages=mark_small(payload.storages, resident_below))
-    files, traces, orders, bound = {}, [], [], set()
-    machine = ""
+    check_options(options or {})
+    return Pipeline(PASSES)(Compiled(payload, programs, dict(options or {}), resident_below))
+
+
+@declare(ensures=("small storages",))
+def tell_small(compiled: Compiled) -> Compiled:
+    """Marks the storages that are too small to be worth a probe."""
+    payload = compiled.payload
+    storages = mark_small(payload.storages, compiled.resident_below)
+    return replace(compiled, payload=replace(payload, storages=storages))
+
+
+@declare(requires=("small storages",), ensures=("code",))
+def compile_methods(compiled: Compiled) -> Compiled:
+    """Compiles every method, with probes around each read of what streams."""
+    emitted = {method.name: _compile(compiled, method) for method in compiled.payload.methods}
+    return replace(compiled, emitted=emitted)
+
+
+@declare(requires=("code",), ensures=("order of reads",))
+def observe_code(compiled: Compiled) -> Compiled:
+    """Reads the order in which every method reads its weights off the code that was emitted."""
+    payload, streamed = compiled.payload, compiled.streamed
+    traces, orders, bound = [], [], set(compiled.bound)
     for method in payload.methods:
-        one = _Compilation(payload, programs[method.name], method)
-        files[method.name], observation, placed = one.compile(options)
-        trace, order = observed(payload.trace_for(method.graph), observation, placed)
+        emitted = compiled.emitted[method.name]
+        source, nodes = emitted.read(".wrapper.cpp"), emitted.read(".wrapper.json")
+        observation = observe_cpp(source, nodes, streamed, method.graph)
+        trace, order = observed(payload.trace_for(method.graph), observation, emitted.placed)
         traces.append(read_together(trace, payload.weights))
         orders.append(order)
         bound |= set(observation.bound)
-        machine = one.machine
     payload = replace(payload, traces=tuple(traces), probes=tuple(orders))
-    return Compiled(files, _with_inlined(payload, bound, programs), machine)
+    return replace(compiled, payload=payload, bound=frozenset(bound))
 
 
 def mark_small(storages: Sequence[Storage], resident_below: int) -> tuple[Storage, ...]:
@@ -102,57 +166,41 @@ def save(compiled: Compiled, programs: Mapping[str, ExportedProgram], folder: Pa
         tempfile.TemporaryDirectory() as temporary,
     ):
         package = Path(temporary) / PACKAGE
-        package_aoti(str(package), {name: list(files) for name, files in compiled.files.items()})
+        package_aoti(str(package), {name: list(one.files) for name, one in compiled.emitted.items()})
         archive.write(package, PACKAGE)
         write_programs(archive, programs)
     return PROGRAM
 
 
-class _Compilation:
-    """One method on its way through Inductor."""
+def _compile(compiled: Compiled, method: Method) -> Emitted:
+    exported = compiled.programs[method.name]
+    device = exported_device(exported.graph_module)
+    if device.type != "cpu":
+        raise PassError(f"method {method.name!r} is for {device}: this version compiles for the CPU")
+    hollow, found = without_values(exported)
+    weights = _in_catalog(found, compiled.payload)
+    probes = ProbePass(method.graph, weights, _fqn_among(compiled.streamed), own_passes(compiled.options))
+    patches = {**compiled.options, **FIXED, "post_grad_custom_post_pass": probes}
+    files = _run_inductor(hollow, method.name, patches)
+    return Emitted(files, probes.placed or PlacedProbes((), Work()))
 
-    def __init__(self, payload: Payload, exported: ExportedProgram, method: Method) -> None:
-        self._payload, self._method = payload, method
-        device = exported_device(exported.graph_module)
-        if device.type != "cpu":
-            raise PassError(f"method {method.name!r} is for {device}: this version compiles for the CPU")
-        self._exported, self._weights = without_values(exported)
-        self.machine = ""
 
-    def compile(self, options: Mapping[str, Any]) -> tuple[Sequence[Any], Observation, PlacedProbes]:
-        """The files that Inductor wrote, what they read, and where the probes went."""
-        streamed = {
-            weight.fqn: weight.parts[0].storage
-            for weight in self._payload.tensors
-            if self._payload.storages[weight.parts[0].storage].kind == "streamable"
-        }
-        weights = _in_catalog(self._weights, self._payload)
-        probes = ProbePass(self._method.graph, weights, _fqn_among(streamed), own_passes(options))
-        patches = {**options, **FIXED, "post_grad_custom_post_pass": probes}
-        files = self._run_inductor(patches)
-        placed = probes.placed or PlacedProbes((), Work())
-        source = _read(files, ".wrapper.cpp")
-        observation = observe_cpp(source, _read(files, ".wrapper.json"), streamed, self._method.graph)
-        self.machine = _machine(json.loads(_read(files, ".wrapper_metadata.json") or "{}"))
-        return files, observation, placed
+def _run_inductor(hollow: ExportedProgram, method: str, patches: Mapping[str, Any]) -> Sequence[Any]:
+    from torch._inductor import aot_compile
 
-    def _run_inductor(self, patches: Mapping[str, Any]) -> Sequence[Any]:
-        from torch._inductor import aot_compile
-
-        args, kwargs = example_arguments(self._exported)
-        try:
-            with warnings.catch_warnings(), torch.no_grad():
-                warnings.simplefilter("ignore")  # torch's own, about itself
-                module = self._exported.module(check_guards=False)
-                files = aot_compile(module, args, kwargs, options=dict(patches))
-        except Exception as error:
-            raise_own(error)
-            raise PassError(
-                f"Inductor cannot compile method {self._method.name!r} ({type(error).__name__}: {error}): "
-                "torch._inductor.aoti_compile_and_package must accept the program"
-            ) from error
-        assert isinstance(files, list)
-        return files
+    args, kwargs = example_arguments(hollow)
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # torch's own, about itself
+            files = aot_compile(hollow.module(check_guards=False), args, kwargs, options=dict(patches))
+    except Exception as error:
+        raise_own(error)
+        raise PassError(
+            f"Inductor cannot compile method {method!r} ({type(error).__name__}: {error}): "
+            "torch._inductor.aoti_compile_and_package must accept the program"
+        ) from error
+    assert isinstance(files, list)
+    return files
 
 
 def observed(modelled: Trace, observation: Observation, placed: PlacedProbes) -> tuple[Trace, ProbeOrder]:
@@ -192,12 +240,14 @@ def observed(modelled: Trace, observation: Observation, placed: PlacedProbes) ->
     return trace, ProbeOrder(modelled.graph, opens, closes)
 
 
-def _with_inlined(payload: Payload, bound: set[str], programs: Mapping[str, ExportedProgram]) -> Payload:
-    """The payload in which storages that only the compiler has read are told apart.
+@declare(requires=("order of reads",), ensures=("inlined storages",))
+def tell_inlined(compiled: Compiled) -> Compiled:
+    """Marks the storages whose values the compiler copied into the code.
 
     Raises PassError for a tensor that was copied into the code and had no values, and for one that the
     compiler made up, which nothing could be bound to.
     """
+    payload, programs, bound = compiled.payload, compiled.programs, compiled.bound
     used = {
         str(spec.target)
         for program in programs.values()
@@ -221,7 +271,11 @@ def _with_inlined(payload: Payload, bound: set[str], programs: Mapping[str, Expo
         _check_values(weight, programs)
         if s not in entered and storages[s].kind != "mutable":
             storages[s] = replace(storages[s], kind="inlined")
-    return replace(payload, storages=tuple(storages))
+    return replace(compiled, payload=replace(payload, storages=tuple(storages)))
+
+
+PASSES: tuple[Callable[[Compiled], Compiled], ...] = (tell_small, compile_methods, observe_code, tell_inlined)
+"""What `lower` does."""
 
 
 def _check_values(weight: Weight, programs: Mapping[str, ExportedProgram]) -> None:
@@ -256,13 +310,46 @@ def _fqn_among(streamed: Mapping[str, int]) -> Callable[[fx.Node], str | None]:
     return fqn
 
 
-def _read(files: Sequence[Any], ending: str) -> str:
-    for file in files:
-        if isinstance(file, str) and file.endswith(ending):
-            return Path(file).read_text()
-    return ""
+def own_passes(options: Mapping[str, Any]) -> tuple[GraphPass, ...]:
+    """Returns what the user has Inductor run where the probes go in, from these options or torch's."""
+    from torch._inductor import config
+
+    given = options.get("post_grad_custom_post_pass", config.post_grad_custom_post_pass)
+    return tuple(given) if isinstance(given, list | tuple) else (given,) if given else ()
 
 
-def _machine(metadata: Mapping[str, str]) -> str:
-    keys = ("AOTI_DEVICE_KEY", "AOTI_PLATFORM", "AOTI_MACHINE", "AOTI_CPU_ISA", "AOTI_COMPUTE_CAPABILITY")
-    return re.sub(r"\s+", " ", " ".join(metadata.get(key, "") for key in keys)).strip()
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises PassError for options of Inductor's, or settings of torch's, that defeat streaming."""
+    from torch._inductor import config
+
+    for name in options:
+        if not hasattr(_nested(config, name), name.rpartition(".")[2]):
+            raise PassError(f"Inductor has no option {name!r}: see torch._inductor.list_options()")
+    for name, what in _DEFEATS_STREAMING.items():
+        default = False if name in FIXED else getattr(_nested(config, name), name.rpartition(".")[2], False)
+        if options.get(name, default):
+            raise PassError(f"the option {name!r} {what}, so that nothing is left to stream: turn it off")
+
+
+def _nested(config: Any, name: str) -> Any:
+    for part in name.split(".")[:-1]:
+        config = getattr(config, part, None)
+    return config
+
+
+def raise_own(error: BaseException) -> None:
+    """Raises the error of the tree that torch has wrapped into another, if there is one."""
+    for cause in _causes(error):
+        if isinstance(cause, PenstockError):
+            raise cause from None
+
+
+def _causes(error: BaseException) -> Sequence[BaseException]:
+    found: list[BaseException] = []
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and one not in found:
+            found.append(one)
+            waiting += [one.__cause__, one.__context__, getattr(one, "inner_exception", None)]
+    return found

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import fx
 from torch.export import ExportedProgram
@@ -24,14 +25,22 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class MethodCode:
-    """A method that can be bound to weights.
+class MethodGraph:
+    """A graph that no module owns yet, and the bodies of its control flow by the names it has for them."""
 
-    `graph()` makes a new graph, and the bodies of its control flow by name: both may be changed. `weights`
-    are the placeholders that come first in it, each with its FQN.
+    graph: fx.Graph
+    bodies: Bodies
+
+
+@dataclass(frozen=True)
+class MethodCode:
+    """A method that can be given weights.
+
+    `graph()` makes a new graph, which the caller may change. `weights` are the placeholders that come first
+    in it, each with its FQN.
     """
 
-    graph: Callable[[], tuple[fx.Graph, Bodies]]
+    graph: Callable[[], MethodGraph]
     signature: CallSignature
     weights: tuple[tuple[str, str], ...]
 
@@ -43,9 +52,14 @@ def method_code(exported: ExportedProgram) -> MethodCode:
     return MethodCode(partial(_copied, exported.graph_module), signature_of(exported), tuple(weights))
 
 
-def _copied(graph_module: fx.GraphModule) -> tuple[fx.Graph, Bodies]:
+def _copied(graph_module: fx.GraphModule) -> MethodGraph:
     children = [(n, child) for n, child in graph_module.named_children() if isinstance(child, fx.GraphModule)]
-    return copy.deepcopy(graph_module.graph), {name: copy_graph_module(child) for name, child in children}
+    bodies = {name: copy_graph_module(child) for name, child in children}
+    return MethodGraph(copy.deepcopy(graph_module.graph), bodies)
+
+
+def _decoded(stored: Mapping[str, Any]) -> MethodGraph:
+    return MethodGraph(*decode_graph(stored))
 
 
 def encode_method(exported: ExportedProgram) -> bytes | None:
@@ -74,4 +88,4 @@ def decode_method(data: bytes) -> MethodCode | None:
         return None
     check_operators(stored["graph"])
     weights = tuple((name, fqn) for name, fqn in stored["weights"])
-    return MethodCode(partial(decode_graph, stored["graph"]), decode_signature(stored["signature"]), weights)
+    return MethodCode(partial(_decoded, stored["graph"]), decode_signature(stored["signature"]), weights)

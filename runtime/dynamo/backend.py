@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch._guards import CompileContext
 
-from penstock.passes.lowering.options import check_options
+from penstock.passes.lowering.inductor import check_options
 from penstock.runtime.dynamo.offload import Home, Offloaded, home_of
 from penstock.runtime.dynamo.pieces import Session, run_inductor
 from penstock.schedule.facts.errors import BudgetError, PassError, StreamError

@@ -13,8 +13,7 @@ from torch import fx
 
 from penstock.passes.graph.nodes import placeholders_of
 from penstock.passes.lowering.emitted import observe_python
-from penstock.passes.lowering.inductor import mark_small, observed
-from penstock.passes.lowering.options import own_passes, raise_own
+from penstock.passes.lowering.inductor import mark_small, observed, own_passes, raise_own
 from penstock.passes.lowering.post_grad import ProbePass
 from penstock.passes.probes import CompiledCalls
 from penstock.passes.weights.lifted import Weights

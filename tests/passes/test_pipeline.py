@@ -1,6 +1,7 @@
 """A pipeline orders its passes by what they declare, runs them, and says which one failed."""
 
 import sys
+from functools import partial
 
 import pytest
 
@@ -86,6 +87,17 @@ PLAIN, OTHER = step("plain"), step("other")
 )
 def test_a_pass_runs_behind_those_that_ensure_what_it_requires(passes, expected):
     assert Pipeline(passes)([]) == expected
+
+
+def test_a_pass_with_some_arguments_given_declares_what_it_did_without():
+    @declare(requires=("data",))
+    def add(names, name):
+        return [*names, name]
+
+    pipeline = Pipeline((partial(add, name="more"), LOAD))
+    assert pipeline([]) == ["load", "more"]
+    with pytest.raises(PassError, match=r"pass 2 of 2 \(.*add\) failed: TypeError"):
+        Pipeline((LOAD, partial(add, other="more")))([])
 
 
 def test_what_holds_from_the_start_is_required_of_nobody():

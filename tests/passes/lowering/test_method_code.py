@@ -26,17 +26,17 @@ def rows(graph):
     return [(n.op, n.name, n.target, repr(n.args), repr(n.kwargs)) for n in graph.nodes]
 
 
-def all_rows(graph, bodies):
-    inner = [module for body in bodies.values() for module in nested_modules(body)]
-    return [rows(graph), *(rows(module.graph) for module in inner)]
+def all_rows(made):
+    inner = [module for body in made.bodies.values() for module in nested_modules(body)]
+    return [rows(made.graph), *(rows(module.graph) for module in inner)]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_method_comes_back_node_by_node(name):
     exported = annotate_with_values(export(CASES[name])[1]).programs["forward"]
     expected, got = method_code(exported), decode_method(encode_method(exported))
-    assert all_rows(*got.graph())[0] == rows(exported.graph)
-    assert all_rows(*got.graph()) == all_rows(*expected.graph())
+    assert all_rows(got.graph())[0] == rows(exported.graph)
+    assert all_rows(got.graph()) == all_rows(expected.graph())
     assert got.weights == expected.weights
     assert got.signature == expected.signature
 
@@ -126,7 +126,10 @@ def test_json_of_another_version_is_not_read(tmp_path):
         archive.writestr("forward.pt2", program)
         archive.writestr("forward.json", json.dumps({**stored, "version": 2, "graph": "of the future"}))
     code = eager.load(tmp_path, payload).methods["forward"]
-    assert [node.target for node in code.graph()[0].nodes][-2:] == [torch.ops.aten.linear.default, "output"]
+    assert [node.target for node in code.graph().graph.nodes][-2:] == [
+        torch.ops.aten.linear.default,
+        "output",
+    ]
 
 
 def test_what_is_no_stored_graph_is_refused():
