@@ -126,7 +126,8 @@ def test_json_of_another_version_is_not_read(tmp_path):
         archive.writestr("forward.pt2", program)
         archive.writestr("forward.json", json.dumps({**stored, "version": 2, "graph": "of the future"}))
     code = eager.load(tmp_path, payload).methods["forward"]
-    assert [node.target for node in code.graph().graph.nodes][-2:] == [
+    targets = [node.target for node in code.graph().graph.nodes]
+    assert targets[-2:] == [
         torch.ops.aten.linear.default,
         "output",
     ]
