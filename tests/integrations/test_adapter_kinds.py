@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from penstock.integrations import apply, streamed
-from penstock.integrations.emptied.rebound import with_other_file
+from penstock.integrations.cached import with_other_file
 from penstock.schedule.facts.errors import PassError, SourceError, StreamError
 from tests.integrations import models
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from penstock.integrations import apply
-from penstock.integrations.calls.decisions import Decisions
+from penstock.integrations.calls.assumptions import Assumptions
 from penstock.integrations.libraries import as_when_called
 from tests.integrations import models
 
@@ -23,12 +23,12 @@ def test_two_threads_that_export_leave_the_flags_as_they_were(monkeypatch):
     entered, leave = threading.Event(), threading.Event()
 
     def other():
-        with as_when_called(Decisions((), True)):
+        with as_when_called(Assumptions((), True)):
             entered.set()
             assert leave.wait(60)
 
     thread = threading.Thread(target=other)
-    with as_when_called(Decisions((), True)):
+    with as_when_called(Assumptions((), True)):
         assert flags() == (False, False)
         thread.start()
         assert not entered.wait(0.3)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
-from contextlib import ExitStack
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -15,10 +18,10 @@ import torch
 from torch import nn
 
 from penstock.integrations.adapters import Adapter, by_adapter, by_prefix, named_adapter, other_values
+from penstock.integrations.cached import store, stored_tensors
 from penstock.integrations.calls.kinds import method_of
 from penstock.integrations.calls.tiny_calls import Example, make_call, tiny_call
-from penstock.integrations.cap import Cap
-from penstock.integrations.emptied.hollow import Hollow, blank_copy, store, stored_tensors
+from penstock.integrations.emptied.hollow import Hollow, blank_copy
 from penstock.integrations.emptied.watch import Watch
 from penstock.integrations.folders import (
     Stored,
@@ -35,8 +38,7 @@ from penstock.integrations.libraries import (
     refuse_wrapped,
     without_hooks,
 )
-from penstock.integrations.streamed import Component, Where
-from penstock.integrations.uninterrupted import uninterrupted
+from penstock.integrations.streamed import Cap, Component, Where
 from penstock.passes.building.fake_export import Built
 from penstock.runtime.remembered import user_cache
 from penstock.schedule.facts.errors import BudgetError, PenstockError, StreamError
@@ -219,6 +221,22 @@ class Applied:
             if error is None:
                 raise
             error.add_note(f"penstock is still applied, as it could not restore the model: {failure}")
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """What is done inside is done whole: Ctrl-C, which the main thread alone gets, counts at the end."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pending: list[tuple[Any, ...]] = []
+    before = signal.signal(signal.SIGINT, lambda *given: pending.append(given))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
+        if pending and callable(before):
+            before(*pending[0])
 
 
 def apply(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 import torch
 from torch import nn
 
-from penstock.integrations.calls.decisions import AskedMask, Decisions
+from penstock.integrations.calls.assumptions import AskedMask, Assumptions
 from penstock.passes.building.refusals import refuse_scripted
 from penstock.schedule.facts.errors import PassError
 
@@ -29,7 +29,7 @@ libraries their caches, so that two threads at once would fail, or leave behind 
 
 
 @contextmanager
-def as_when_called(decisions: Decisions) -> Iterator[None]:
+def as_when_called(decisions: Assumptions) -> Iterator[None]:
     """Export what a call of the model runs, and not what its library would rather have exported.
 
     Libraries ask whether they are compiled, and transformers whether a padding mask is all ones, which
@@ -54,7 +54,7 @@ def _not_compiling() -> Iterator[None]:
 
 
 @contextmanager
-def _answered(decisions: Decisions) -> Iterator[None]:
+def _answered(decisions: Assumptions) -> Iterator[None]:
     """Let `decisions` answer what transformers asks of padding masks in this thread."""
     thread = threading.get_ident()
     masks: Any = sys.modules.get(_MASKS)
@@ -89,11 +89,6 @@ def without_hooks(module: nn.Module) -> Iterator[None]:
     finally:
         for name in names:
             vars(module)[name].update(held[name])
-
-
-def are_full(masks: Sequence[torch.Tensor]) -> bool:
-    """Whether padding masks (two dimensions, ones and zeros) hide nothing."""
-    return all(bool(mask.all()) for mask in masks)
 
 
 def refuse_wrapped(module: nn.Module, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,9 @@ import torch
 from torch.export import ExportedProgram
 
 import penstock
+from penstock.integrations.cached import content_key, same_layout, with_other_file, write_once
+from penstock.integrations.calls.exported import ExportedCall
 from penstock.integrations.calls.kinds import Call, method_of, named, refuse_grad
-from penstock.integrations.calls.methods import Method
-from penstock.integrations.cap import Cap
-from penstock.integrations.emptied.content_key import content_key
-from penstock.integrations.emptied.hollow import write_once
-from penstock.integrations.emptied.rebound import same_layout, with_other_file
 from penstock.integrations.libraries import EXPORTING
 from penstock.passes.building.fake_export import Built
 from penstock.passes.lowering.eager import LoweredProgram
@@ -68,6 +66,27 @@ class Where:
         return torch.device("cuda", torch.device(self.device).index or 0)
 
 
+class Cap:
+    """What all components may hold together, in bytes. One holds memory at a time; the last one keeps it.
+
+    Who has `lock` has the memory: one call runs at a time, whichever thread makes it. While `rehearsing`,
+    which is set with it, calls return zeros and read no weights.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.lock = threading.RLock()
+        self.rehearsing = False
+        self._holder: Component | None = None
+
+    def turn(self, component: Component) -> None:
+        """Take the memory from whoever has it, for `component`."""
+        if self._holder not in (None, component):
+            assert self._holder is not None
+            self._holder.unload()
+        self._holder = component
+
+
 class Component:
     """A module that is streamed whenever it is called, after `check` has passed.
 
@@ -94,7 +113,7 @@ class Component:
         self.own: Callable[[str], Any] | None = None  # the module's methods, once it is restored
         self.weights = list(weights)
         self._blank, self._where, self._cap = blank, where, cap
-        self._methods: list[Method] = []
+        self._methods: list[ExportedCall] = []
         self._program: Program | None = None
         self._earlier: Program | None = None
         self._plan: Plan | None = None
@@ -137,7 +156,7 @@ class Component:
             if self._methods:
                 self._plan_for(beside)
 
-    def _method_for(self, call: Call) -> Method:
+    def _method_for(self, call: Call) -> ExportedCall:
         """The method that serves a call, exported now where there is none."""
         for method in self._methods:
             if method.accepts(call):
@@ -152,7 +171,7 @@ class Component:
         _log.info("exporting %s.%s for %s", self.name, call.entry, call.text)
         try:
             with EXPORTING:
-                method = Method.of(f"call{len(self._methods)}", self._blank, call)
+                method = ExportedCall.of(f"call{len(self._methods)}", self._blank, call)
         except PassError as error:
             raise PassError(f"{self.name}.{call.entry} of {call.text}: {error}") from error
         self.unload()

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-from penstock.integrations import apply
+from penstock.integrations import apply, cached
 from penstock.integrations.emptied import hollow
 from penstock.passes.weights.subclasses import plain_tensors
 from penstock.schedule.facts.errors import PassError, SourceError, StreamError
@@ -59,7 +59,7 @@ def test_a_quantised_parameter_is_the_same_object_all_the_time(tmp_path):
 def test_one_object_is_one_on_another_device_and_the_same_again_after_it(tmp_path):
     model = quantised()
     weight, bias, output = model[0].weight, model[0].bias, model(X)
-    file = hollow.store(hollow.stored_tensors(model), tmp_path)
+    file = cached.store(cached.stored_tensors(model), tmp_path)
     given = hollow.Hollow(model, "restore it", META)
     assert {value.device for value in model.parameters()} == {META}
     assert model[0].weight is model[1].weight
@@ -200,7 +200,7 @@ def test_an_apply_that_fails_while_memory_is_given_back_leaves_it(tmp_path, monk
 
     model = quantised()
     weight, expected = model[0].weight, model(X)
-    monkeypatch.setattr(hollow, "_refuse", fail)
+    monkeypatch.setattr(hollow, "_refuse_uses", fail)
     with pytest.raises(MemoryError):
         apply(model, "1MB", cache=tmp_path)
     assert model[1].weight is weight
@@ -263,7 +263,7 @@ def test_what_is_said_of_grad_while_it_is_away_is_so_afterwards(tmp_path):
     model = layers()
     model[0].weight.requires_grad_(True)
     model[0].bias.requires_grad_(False)
-    file = hollow.store(hollow.stored_tensors(model), tmp_path)
+    file = cached.store(cached.stored_tensors(model), tmp_path)
     given = hollow.Hollow(model, "restore it", torch.device("cpu"))
     assert model[0].weight.requires_grad
     model[0].weight.requires_grad_(False)

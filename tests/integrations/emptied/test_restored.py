@@ -1,9 +1,8 @@
-"""What a model was before apply, it is again after restore; and two that write the same at once."""
+"""What a model was before apply, it is again after restore."""
 
 from __future__ import annotations
 
 import signal
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from torch import nn
 
 from penstock.integrations import apply
-from penstock.integrations.emptied.hollow import store
 from penstock.schedule.facts.errors import SourceError
 from tests.integrations import models
 
@@ -39,18 +37,6 @@ def test_ties_training_and_grad_are_as_they_were(tmp_path):
     assert all(value.requires_grad for value in model.parameters())
     assert model.first.weight.data_ptr() == model.second.weight.data_ptr()
     assert [one.training for one in (model, model.first, model.second)] == [True, True, False]
-
-
-def test_weights_that_several_write_at_once_are_written_once(tmp_path):
-    tensors, found = {"weight": torch.ones(300, 300)}, []
-    threads = [threading.Thread(target=lambda: found.append(store(tensors, tmp_path))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4
-    assert len(set(found)) == 1
-    assert found[0].is_file()
 
 
 def test_a_damaged_file_in_the_cache_is_refused_before_anything_is_given_back(tmp_path):

@@ -22,7 +22,7 @@ STATE_MODULES = ("transformers.cache_utils", "diffusers.models.autoencoders.vae"
 
 
 @dataclass(frozen=True)
-class Slot:
+class TensorLeaf:
     """A tensor: number `index` of those that were collected."""
 
     index: int
@@ -91,7 +91,7 @@ class Collector:
         self.states: list[object] = list(states)
         self._inputs = {id(tensor): index for index, tensor in enumerate(tensors)}
         self._known = {id(state): index for index, state in enumerate(states)}
-        self._slots: dict[int, Slot] = {}
+        self._leaves: dict[int, TensorLeaf] = {}
 
     def take(self, value: Any) -> Tree:
         """The tree of a value; PassError for what is neither a tensor nor a plain constant."""
@@ -113,18 +113,18 @@ class Collector:
 
     def _in_state(self, leaf: Any) -> Any:
         if isinstance(leaf, _Number):
-            return self._slot(torch.empty((leaf.value, 0)), Count)
+            return self._add(torch.empty((leaf.value, 0)), Count)
         return self._leaf(leaf)
 
     def _leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.SymInt):
-            return self._slot(torch.empty((leaf, 0)), Count)
+            return self._add(torch.empty((leaf, 0)), Count)
         if isinstance(leaf, torch.Tensor):
             if id(leaf) in self._inputs:
                 return Given(self._inputs[id(leaf)])
-            if id(leaf) not in self._slots:  # one tensor given twice is one: a module may ask
-                self._slots[id(leaf)] = self._slot(leaf, Slot)
-            return self._slots[id(leaf)]
+            if id(leaf) not in self._leaves:  # one tensor given twice is one: a module may ask
+                self._leaves[id(leaf)] = self._add(leaf, TensorLeaf)
+            return self._leaves[id(leaf)]
         if is_state(leaf):
             return self._state(leaf)
         if leaf is None or isinstance(leaf, (*_PLAIN, torch.Generator)):
@@ -141,7 +141,7 @@ class Collector:
         self.states.append(leaf)
         return self.state(leaf)
 
-    def _slot(self, tensor: torch.Tensor, kind: Any) -> Any:
+    def _add(self, tensor: torch.Tensor, kind: Any) -> Any:
         self.tensors.append(tensor)
         return kind(len(self.tensors) - 1)
 
@@ -199,7 +199,7 @@ class Builder:
         vars(target).update(held | beside)
 
     def _value(self, leaf: Any) -> Any:
-        if isinstance(leaf, Slot):
+        if isinstance(leaf, TensorLeaf):
             return self._tensors[leaf.index]
         if isinstance(leaf, Count):
             return self._tensors[leaf.index].shape[0]

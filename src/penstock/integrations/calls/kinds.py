@@ -12,8 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from penstock.integrations.calls.arguments import Collector, State, Tree
-from penstock.integrations.calls.decisions import Decisions
-from penstock.integrations.libraries import are_full
+from penstock.integrations.calls.assumptions import Assumptions
 from penstock.schedule.facts.errors import StreamError
 
 
@@ -23,7 +22,7 @@ class Result:
 
     output: Tree
     states: tuple[State, ...]
-    decisions: Decisions
+    decisions: Assumptions
     remembered: list[str]
 
 
@@ -48,7 +47,7 @@ class Call:
         tree = collector.take(dict(arguments))
         _refuse_autocast(collector.tensors)
         masks = [v for k, v in arguments.items() if k.endswith("attention_mask") and _is_padding(v)]
-        full = are_full(masks)
+        full = all(bool(mask.all()) for mask in masks)
         texts = [f"{name} {_text(value)}" for name, value in arguments.items() if value is not None]
         text = ", ".join(texts if full else [*texts, "padded"])
         return cls(entry, tree, tuple(collector.tensors), tuple(collector.states), full, text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -48,7 +49,7 @@ class AbsentTensor(torch.Tensor):
             asked, name = name, getattr(func.__self__, "__name__", "")
             name = "" if asked == "__set__" and name not in _SETTABLE else name
         if name not in _FACTS:
-            _refuse(args, kwargs)
+            _refuse_values(args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -56,7 +57,7 @@ class AbsentTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> NoReturn:
-        _refuse(args, kwargs)
+        _refuse_values(args, kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]
         kind = "parameter" if isinstance(self, nn.Parameter) else "tensor"
@@ -110,7 +111,32 @@ def _exchange(one: torch.Tensor, other: torch.Tensor) -> None:
     one.__class__, other.__class__ = other.__class__, one.__class__
 
 
-def _refuse(args: Any, kwargs: Any) -> NoReturn:
+def _refuse_values(args: Any, kwargs: Any) -> NoReturn:
     """Raise StreamError, which names the tensor where the arguments show it."""
     said = [vars(one)[_SAYS] for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, AbsentTensor)]
     raise StreamError(said[0] if said else "a parameter is not in memory: restore the model first")
+
+
+@dataclass(frozen=True)
+class Emptied:
+    """A tensor without memory: its device, the storage it lay in and its bytes, and what gives it values."""
+
+    value: torch.Tensor
+    device: torch.device
+    storage: int
+    nbytes: int
+    inference: bool
+    give: Callable[[torch.Tensor], None]
+
+    @classmethod
+    def made_of(cls, value: torch.Tensor, name: str, sentence: str, empty: torch.UntypedStorage) -> Emptied:
+        storage, device, inference = value.untyped_storage(), value.device, value.is_inference()
+        give = make_absent(value, name, sentence, empty)
+        return cls(value, device, storage._cdata, storage.nbytes(), inference, give)
+
+    def filled(self, memory: torch.UntypedStorage, stored: torch.Tensor) -> torch.Tensor:
+        """A tensor like it with these values, where it lay in its storage."""
+        with torch.inference_mode(self.inference):
+            empty = torch.empty(0, dtype=self.value.dtype, device=self.device)
+            offset, stride = self.value.storage_offset(), self.value.stride()
+            return empty.set_(memory, offset, self.value.shape, stride).copy_(stored)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,117 +12,15 @@ from safetensors import safe_open
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from penstock.integrations.adapters import refuse_transposed
-from penstock.integrations.emptied.absent import AbsentTensor, make_absent
+from penstock.integrations.emptied.absent import AbsentTensor, Emptied, make_absent
 from penstock.passes.building.fake_export import Built
-from penstock.passes.graph.nodes import dtype_name
 from penstock.passes.weights.subclasses import each_part, plain_tensors
-from penstock.runtime.files.pack import PackEntry, pack, storage_bytes, tensor_chunks
-from penstock.runtime.system.atomic import write_artifact
 from penstock.schedule.facts.errors import PassError, SourceError, StreamError
 
-WEIGHTS = "weights.safetensors"
 
-_ATTEMPTS = 5
-"""Times that a folder is begun where another process writes the same one."""
-
-
-def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """What a checkpoint of the module holds, by FQN, tied tensors once. PassError for what has no values."""
-    lost = {
-        f"{name}.{key}" if name else key
-        for name, child in module.named_modules()
-        for key in child._non_persistent_buffers_set
-    }
-    found = _plain(module.named_parameters())
-    found |= _plain((name, value) for name, value in module.named_buffers() if name not in lost)
-    for name, value in found.items():
-        if isinstance(value, AbsentTensor):
-            raise PassError(
-                "penstock is applied to this module, or to a part of it, already: restore() that first"
-            )
-        if type(value) not in (torch.Tensor, nn.Parameter):
-            raise PassError(
-                f"weight {name} is a {type(value).__name__}, which does not say what tensors it is made of: "
-                "quantise with torchao, or load the model without quantisation (docs/quantised.md)"
-            )
-        if value.device.type == "meta" or value.untyped_storage().nbytes() < value.nbytes:
-            raise PassError(
-                f"weight {name} has no values: load the model first, or give its folder to "
-                "penstock.integrations.load"
-            )
-        if not value.is_contiguous():
-            refuse_transposed(name, value, found)
-            raise PassError(f"weight {name} has strides {list(value.stride())}: make it contiguous first")
-    return found
-
-
-def _plain(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def plain_parts(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The tensors that hold the bytes: a quantised one's parts are `FQN.PART`."""
     return {name: one for fqn, value in named for name, one in plain_tensors(fqn, value).items()}
-
-
-def store(tensors: Mapping[str, torch.Tensor], cache: Path) -> Path:
-    """The file in `cache` that holds these tensors: one that is there from before, or written now.
-
-    Its folder is named by the sha256 of names, dtypes, shapes and bytes.
-    """
-    digest = hashlib.sha256()
-    for name, value in tensors.items():
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        for chunk in tensor_chunks(_bytes_of(value)):
-            digest.update(chunk)
-    folder = cache / digest.hexdigest()[:32]
-
-    def build(made: Path) -> None:
-        pack(made / WEIGHTS, [_entry(name, value) for name, value in tensors.items()])
-
-    def write() -> None:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        write_artifact(folder, force=False, build=build)
-
-    if folder.exists():
-        _refuse_damaged(folder / WEIGHTS, tensors)
-    write_once(folder, write)
-    return folder / WEIGHTS
-
-
-def _refuse_damaged(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise SourceError where a file from before does not hold these tensors any more."""
-    try:
-        with safe_open(file, framework="pt") as opened:
-            whole = opened.keys() and all(
-                torch.equal(_bytes_of(opened.get_tensor(name)), _bytes_of(value).cpu())
-                for name, value in tensors.items()
-            )
-    except Exception:
-        whole = False
-    if tensors and not whole:
-        raise SourceError(f"{file} is damaged: delete its folder, and it is written again")
-
-
-def write_once(folder: Path, write: Callable[[], object]) -> None:
-    """Write what is not there. Another process may be at it, and be first: what it wrote is the same."""
-    for attempt in range(_ATTEMPTS):
-        if folder.exists():
-            return
-        try:
-            write()
-        except SourceError:
-            if attempt == _ATTEMPTS - 1 and not folder.exists():
-                raise
-
-
-def _entry(name: str, value: torch.Tensor) -> PackEntry:
-    flat = _bytes_of(value)
-    return PackEntry(
-        name, dtype_name(value.dtype), tuple(value.shape), value.nbytes, lambda: tensor_chunks(flat)
-    )
-
-
-def _bytes_of(value: torch.Tensor) -> torch.Tensor:
-    start = int(value.storage_offset()) * value.itemsize
-    return storage_bytes(value.detach())[start : start + value.nbytes]
 
 
 def blank_copy(module: nn.Module, device: torch.device) -> Built:
@@ -139,31 +35,6 @@ def blank_copy(module: nn.Module, device: torch.device) -> Built:
         ) from error
 
 
-@dataclass(frozen=True)
-class _Absent:
-    """A tensor without memory: its device, the storage it lay in and its bytes, and what gives it values."""
-
-    value: torch.Tensor
-    device: torch.device
-    storage: int
-    nbytes: int
-    inference: bool
-    give: Callable[[torch.Tensor], None]
-
-    @classmethod
-    def made_of(cls, value: torch.Tensor, name: str, sentence: str, empty: torch.UntypedStorage) -> _Absent:
-        storage, device, inference = value.untyped_storage(), value.device, value.is_inference()
-        give = make_absent(value, name, sentence, empty)
-        return cls(value, device, storage._cdata, storage.nbytes(), inference, give)
-
-    def filled(self, memory: torch.UntypedStorage, stored: torch.Tensor) -> torch.Tensor:
-        """A tensor like it with these values, where it lay in its storage."""
-        with torch.inference_mode(self.inference):
-            empty = torch.empty(0, dtype=self.value.dtype, device=self.device)
-            offset, stride = self.value.storage_offset(), self.value.stride()
-            return empty.set_(memory, offset, self.value.shape, stride).copy_(stored)
-
-
 class Hollow:
     """A module whose parameters have shapes, a device and no memory; `nbytes` of it were given back.
 
@@ -171,11 +42,11 @@ class Hollow:
     """
 
     def __init__(self, module: nn.Module, sentence: str, device: torch.device) -> None:
-        plain = _plain(module.named_parameters())
+        plain = plain_parts(module.named_parameters())
         parameters = {id(value) for value in plain.values()}
-        buffers = [one for one in _plain(module.named_buffers()).values() if id(one) not in parameters]
+        buffers = [one for one in plain_parts(module.named_buffers()).values() if id(one) not in parameters]
         self._shared = {one.untyped_storage()._cdata: one.untyped_storage() for one in buffers}
-        self._absent: dict[str, _Absent] = {}
+        self._absent: dict[str, Emptied] = {}
         self._undo = ExitStack()
         empty: dict[int, torch.UntypedStorage] = {}
         with ExitStack() as on_error:
@@ -186,12 +57,12 @@ class Hollow:
                 data = value.data
                 if (storage := data.untyped_storage()._cdata) not in empty:
                     empty[storage] = torch.empty(0, device=device).untyped_storage()
-                self._absent[name] = one = _Absent.made_of(value, name, sentence, empty[storage])
+                self._absent[name] = one = Emptied.made_of(value, name, sentence, empty[storage])
                 on_error.callback(one.give, data)
             self._put_on(device, module, sentence)
             for path, one in module.named_modules():
                 if one._parameters or (one is module and plain):
-                    _refuse(one, path, sentence, self._undo)
+                    _refuse_uses(one, path, sentence, self._undo)
             on_error.pop_all()
 
     @property
@@ -263,7 +134,7 @@ def _absent_copy(parameter: nn.Parameter, name: str, sentence: str, device: torc
     return other
 
 
-def _refuse(module: nn.Module, path: str, sentence: str, undo: ExitStack) -> None:
+def _refuse_uses(module: nn.Module, path: str, sentence: str, undo: ExitStack) -> None:
     """Make uses of a module that would touch its parameters say why they cannot, until `undo` is closed."""
     kind = type(module).__name__
     who = f"{path} ({kind})" if path else f"the {kind}"
@@ -290,7 +161,7 @@ def _unless_done(module: nn.Module, refused: Callable[[], NoReturn]) -> Callable
     """A module's `_apply`, which is refused where it would change a dtype or a device."""
 
     def apply(function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        held = _plain([*module.named_parameters(), *module.named_buffers()]).values()
+        held = plain_parts([*module.named_parameters(), *module.named_buffers()]).values()
         return module if all(_is_kept(one, function) for one in held) else refused()
 
     return apply

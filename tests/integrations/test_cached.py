@@ -1,7 +1,8 @@
-"""A compiled program that reads another weight file, of the same layout, in the place of one."""
+"""Weight files that several write at once, and a program that reads another file of the same layout."""
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import torch
@@ -9,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import penstock
-from penstock.integrations.emptied.rebound import same_layout, with_other_file
+from penstock.integrations.cached import same_layout, store, with_other_file
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
@@ -35,3 +36,15 @@ def test_the_values_are_those_of_the_other_file_and_are_verified(tmp_path):
     inlined = tuple(replace(storage, kind="inlined") for storage in program.payload.storages)
     program.payload = replace(program.payload, storages=inlined)
     assert with_other_file(program, first, second) is None
+
+
+def test_weights_that_several_write_at_once_are_written_once(tmp_path):
+    tensors, found = {"weight": torch.ones(300, 300)}, []
+    threads = [threading.Thread(target=lambda: found.append(store(tensors, tmp_path))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert len(set(found)) == 1
+    assert found[0].is_file()

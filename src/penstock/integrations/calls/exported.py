@@ -11,10 +11,9 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 
 from penstock.integrations.calls.arguments import Builder, Collector
-from penstock.integrations.calls.decisions import Decisions, truth_of
+from penstock.integrations.calls.assumptions import Assumptions, truth_of
+from penstock.integrations.calls.isolation import empty_caches, watch_memory
 from penstock.integrations.calls.kinds import Call, Result, method_of
-from penstock.integrations.calls.library_caches import empty_caches
-from penstock.integrations.calls.memory import watch_memory
 from penstock.integrations.libraries import as_when_called
 from penstock.passes.activations import Activations
 from penstock.passes.building.fake_export import Built
@@ -29,7 +28,7 @@ _MOST_ANSWERS = 24
 
 
 @dataclass(frozen=True)
-class Method:
+class ExportedCall:
     """What serves one kind of call."""
 
     name: str
@@ -42,7 +41,7 @@ class Method:
     """What the values of a call's tensors decide; None where that needs weights."""
 
     @classmethod
-    def of(cls, name: str, model: Built, call: Call) -> Method:
+    def of(cls, name: str, model: Built, call: Call) -> ExportedCall:
         """Export a model for a call; again where the call decides otherwise than was assumed.
 
         Raises PassError for what cannot be exported.
@@ -56,7 +55,7 @@ class Method:
         raise PassError("what its masks hide changes with every answer: call it without masks")
 
     @classmethod
-    def _assuming(cls, known: Sequence[bool], name: str, model: Built, call: Call) -> Method:
+    def _assuming(cls, known: Sequence[bool], name: str, model: Built, call: Call) -> ExportedCall:
         results: list[Result] = []
         flat = _Flat(model.module, call, known, results.append).eval()
         sizes = [{d: Dim.AUTO for d, n in enumerate(t.shape) if n > 1} for t in call.tensors]
@@ -142,7 +141,7 @@ class _Flat(nn.Module):
     def forward(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         builder = Builder(tensors)
         arguments = builder.give(self._call.tree)
-        decisions = Decisions(self._known, self._call.full_masks)
+        decisions = Assumptions(self._known, self._call.full_masks)
         with as_when_called(decisions), watch_memory(self.model) as remembered:
             output = method_of(self.model, self._call.entry)(**arguments)
         collector = Collector(tensors, builder.states)

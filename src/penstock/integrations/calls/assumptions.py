@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 from penstock.passes.calls.inputs import user_placeholders
 
 
-class Decisions:
+class Assumptions:
     """Answers to the questions of one export, by turn: those that are known, then always `otherwise`."""
 
     def __init__(self, known: Sequence[bool], otherwise: bool) -> None:
@@ -37,7 +37,7 @@ class Decisions:
 class AskedMask:
     """A padding mask that is asked only what the libraries ask; `decisions` answer."""
 
-    def __init__(self, mask: torch.Tensor, decisions: Decisions) -> None:
+    def __init__(self, mask: torch.Tensor, decisions: Assumptions) -> None:
         self._mask, self._decisions = mask, decisions
         self.shape, self.device = mask.shape, mask.device
 

@@ -1,0 +1,172 @@
+"""Weight files and artifacts in the cache, named by their content: equal content is written once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.export import ExportedProgram
+
+from penstock._version import __version__
+from penstock.integrations.adapters import refuse_transposed
+from penstock.integrations.emptied.absent import AbsentTensor
+from penstock.integrations.emptied.hollow import plain_parts
+from penstock.passes.building.fake_export import with_computed_buffers
+from penstock.passes.graph.nodes import dtype_name
+from penstock.runtime.files.pack import PackEntry, pack, storage_bytes, tensor_chunks
+from penstock.runtime.files.safetensors_file import read_header
+from penstock.runtime.files.stamp import hash_storage, stamp_file
+from penstock.runtime.program import Program
+from penstock.runtime.system.atomic import write_artifact
+from penstock.schedule.facts.errors import PassError, SourceError
+
+WEIGHTS = "weights.safetensors"
+
+_ATTEMPTS = 5
+"""Times that a folder is begun where another process writes the same one."""
+
+
+def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What a checkpoint of the module holds, by FQN, tied tensors once. PassError for what has no values."""
+    lost = {
+        f"{name}.{key}" if name else key
+        for name, child in module.named_modules()
+        for key in child._non_persistent_buffers_set
+    }
+    found = plain_parts(module.named_parameters())
+    found |= plain_parts((name, value) for name, value in module.named_buffers() if name not in lost)
+    for name, value in found.items():
+        if isinstance(value, AbsentTensor):
+            raise PassError(
+                "penstock is applied to this module, or to a part of it, already: restore() that first"
+            )
+        if type(value) not in (torch.Tensor, nn.Parameter):
+            raise PassError(
+                f"weight {name} is a {type(value).__name__}, which does not say what tensors it is made of: "
+                "quantise with torchao, or load the model without quantisation (docs/quantised.md)"
+            )
+        if value.device.type == "meta" or value.untyped_storage().nbytes() < value.nbytes:
+            raise PassError(
+                f"weight {name} has no values: load the model first, or give its folder to "
+                "penstock.integrations.load"
+            )
+        if not value.is_contiguous():
+            refuse_transposed(name, value, found)
+            raise PassError(f"weight {name} has strides {list(value.stride())}: make it contiguous first")
+    return found
+
+
+def store(tensors: Mapping[str, torch.Tensor], cache: Path) -> Path:
+    """The file in `cache` that holds these tensors: one that is there from before, or written now.
+
+    Its folder is named by the sha256 of names, dtypes, shapes and bytes.
+    """
+    digest = hashlib.sha256()
+    for name, value in tensors.items():
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        for chunk in tensor_chunks(_bytes_of(value)):
+            digest.update(chunk)
+    folder = cache / digest.hexdigest()[:32]
+
+    def build(made: Path) -> None:
+        pack(made / WEIGHTS, [_entry(name, value) for name, value in tensors.items()])
+
+    def write() -> None:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        write_artifact(folder, force=False, build=build)
+
+    if folder.exists():
+        _refuse_damaged(folder / WEIGHTS, tensors)
+    write_once(folder, write)
+    return folder / WEIGHTS
+
+
+def _refuse_damaged(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise SourceError where a file from before does not hold these tensors any more."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            whole = opened.keys() and all(
+                torch.equal(_bytes_of(opened.get_tensor(name)), _bytes_of(value).cpu())
+                for name, value in tensors.items()
+            )
+    except Exception:
+        whole = False
+    if tensors and not whole:
+        raise SourceError(f"{file} is damaged: delete its folder, and it is written again")
+
+
+def write_once(folder: Path, write: Callable[[], object]) -> None:
+    """Write what is not there. Another process may be at it, and be first: what it wrote is the same."""
+    for attempt in range(_ATTEMPTS):
+        if folder.exists():
+            return
+        try:
+            write()
+        except SourceError:
+            if attempt == _ATTEMPTS - 1 and not folder.exists():
+                raise
+
+
+def _entry(name: str, value: torch.Tensor) -> PackEntry:
+    flat = _bytes_of(value)
+    return PackEntry(
+        name, dtype_name(value.dtype), tuple(value.shape), value.nbytes, lambda: tensor_chunks(flat)
+    )
+
+
+def _bytes_of(value: torch.Tensor) -> torch.Tensor:
+    start = int(value.storage_offset()) * value.itemsize
+    return storage_bytes(value.detach())[start : start + value.nbytes]
+
+
+def content_key(programs: Mapping[str, ExportedProgram], weights: Sequence[Path], lowering: str) -> str:
+    """A name for what programs compute, over which files as they are now, with which versions."""
+    states = [path.stat() for path in weights]
+    stamps = [(state.st_size, state.st_mtime_ns, state.st_ino) for state in states]  # used in place
+    versions = f"{lowering} {torch.__version__} {__version__}"
+    digest = hashlib.sha256(f"{versions} {weights} {stamps}".encode())
+    for name, exported in programs.items():
+        text = exported.graph_module.print_readable(
+            print_output=False, include_stride=True, include_device=True
+        )
+        facts = (name, text, exported.graph_signature, exported.range_constraints, exported._guards_code)
+        digest.update(repr(facts).encode())
+        for key, value in with_computed_buffers(exported).constants.items():
+            digest.update(key.encode())
+            digest.update(_content(value) if isinstance(value, torch.Tensor) else repr(value).encode())
+    return digest.hexdigest()[:32]
+
+
+def _content(value: torch.Tensor) -> bytes:
+    return bytes(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def same_layout(first: Path, second: Path) -> bool:
+    """Whether two files hold tensors of the same names, dtypes and shapes in the same places."""
+    return read_header(first).raw == read_header(second).raw
+
+
+def with_other_file(program: Program, old: Path, new: Path) -> Program | None:
+    """The program that reads `new` where it read `old`, of the same layout: its plans stay what they are.
+
+    None where the compiler has copied a weight of that file into its code.
+    """
+    payload = program.payload
+    number = [file.path for file in payload.files].index(str(old.absolute()))
+    files = list(payload.files)
+    files[number] = stamp_file(new, recorded_path=str(new.absolute()))
+    storages = list(payload.storages)
+    for s, storage in enumerate(payload.storages):
+        if any(extent.file == number for extent in storage.extents):
+            if storage.kind == "inlined":
+                return None
+            storages[s] = replace(storage, sha256=hash_storage(storage, files, program.path))
+    changed = Program(program.path, replace(payload, files=tuple(files), storages=tuple(storages)))
+    if payload.lowering == "eager":
+        changed.lowered = replace(program.lowered, payload=changed.payload)
+    return changed
