@@ -22,6 +22,7 @@ import torch
 
 from penstock.runtime.arena.anonymous import POISON
 from penstock.runtime.device.protocol import FileRead, Move, aligned_bytes
+from penstock.runtime.device.resident import BLOCK
 from penstock.runtime.files.rates import READERS
 from penstock.runtime.files.source import Source
 from penstock.runtime.sim.races import RaceDetector
@@ -75,7 +76,9 @@ class SimDevice:
         self._held[purpose] = self._held.get(purpose, 0) + nbytes
 
     def allocate_host(self, nbytes: int, *, once: bool = False) -> torch.Tensor:
-        memory = self._named(aligned_bytes(nbytes), "staging memory" if once else "host memory")
+        # Whole blocks of a disk, as on a real device: how weights are loaded depends on where memory begins.
+        memory = aligned_bytes(nbytes, BLOCK if nbytes else 64)
+        memory = self._named(memory, "staging memory" if once else "host memory")
         if once:
             self._read_once.add(memory.data_ptr())
         return memory

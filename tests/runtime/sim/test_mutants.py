@@ -1,20 +1,20 @@
-"""Each wait, record, release and bound of the streamer is taken out or moved, and each transfer of plans.
+"""Faults are put between the parts of the runtime, and each is found; so is every change of a plan.
 
-A mutant of the streamer has to be caught by the vector clocks, the poison, or a check of its own. One of
-a plan has to be refused by the verifier, or be right: what the device catches, the verifier refuses.
+A fault (faults.py) has to be found by the vector clocks, by bytes that differ from the files', by a count, or
+by an error of penstock's own; any other exception is a failure of the test. A change of a plan has to be
+refused by the verifier, or run right: what the device finds, the verifier refuses.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 
-from penstock.runtime.device import host as host_weights
-from penstock.runtime.device import memory as device_memory
-from penstock.runtime.device import resident, staging
-from penstock.runtime.device import streamer as device_streamer
+from penstock.runtime.sim.device import HOST as THE_HOST
 from penstock.runtime.sim.device import SimDevice
 from penstock.runtime.sim.races import RaceError
 from penstock.schedule.facts.errors import PenstockError, PlanError
@@ -25,6 +25,8 @@ from tests.runtime.device.device_runs import (
     HARDWARE,
     POLICIES,
     Case,
+    CountError,
+    Parts,
     Run,
     SlowPassError,
     WrongBytesError,
@@ -32,51 +34,81 @@ from tests.runtime.device.device_runs import (
     run_everywhere,
     small_disk_cases,
 )
-from tests.runtime.sim.mutants import HOST, MEMORY, RESIDENT, STAGING, STREAMER, WAIT, mutant
+from tests.runtime.device.faulty_device import Call, FaultyDevice, Site
+from tests.runtime.sim.faults import FAULTS, HARMLESS, IN_CALLS, OfDevice
 
-CAUGHT = (WrongBytesError, SlowPassError, PenstockError, KeyError, IndexError, AttributeError)
-"""RaceError and bounds are PenstockErrors; a lookup that fails is an event that was never recorded."""
+FOUND = (WrongBytesError, CountError, SlowPassError, PenstockError)
+"""RaceError and what is out of bounds are PenstockErrors."""
 
-
-def test_nothing_is_caught_where_nothing_is_changed() -> None:
-    run_everywhere(streamers=mutant(device_streamer, WAIT, WAIT))
-
-
-@pytest.mark.parametrize("name", STREAMER)
-def test_mutants_of_the_streamer_are_caught(name: str) -> None:
-    with pytest.raises(CAUGHT):
-        run_everywhere(streamers=mutant(device_streamer, *STREAMER[name]))
+BY: dict[type[Exception], str] = {
+    RaceError: "race",
+    WrongBytesError: "bits",
+    CountError: "count",
+    SlowPassError: "time",
+}
 
 
-@pytest.mark.parametrize("name", MEMORY)
-def test_mutants_of_the_memory_are_caught(name: str) -> None:
-    with pytest.raises(CAUGHT):
-        run_everywhere(memories=mutant(device_memory, *MEMORY[name]))
+def test_a_run_without_a_fault_takes_what_it_should() -> None:
+    run_everywhere(Parts())
 
 
-@pytest.mark.parametrize("name", STAGING)
-def test_mutants_of_the_staging_are_caught(name: str) -> None:
-    changed = mutant(device_streamer, WAIT, WAIT)
-    changed.__dict__["Staging"] = mutant(staging, *STAGING[name]).Staging
-    with pytest.raises(CAUGHT):
-        run_everywhere(streamers=changed)
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_found(name: str) -> None:
+    fault = FAULTS[name]
+    fault.fired = 0
+    with pytest.raises(FOUND) as found:
+        run_everywhere(fault)
+    assert fault.fired
+    assert BY.get(found.type, "error") == fault.by, found.value
 
 
-@pytest.mark.parametrize("name", HOST)
-def test_mutants_of_the_host_are_caught(name: str) -> None:
-    changed = mutant(device_memory, "host.held(item)", "host.held(item)")
-    changed.__dict__["HostWeights"] = mutant(host_weights, *HOST[name]).HostWeights
-    with pytest.raises(CAUGHT):
-        run_everywhere(memories=changed)
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_the_streamer_does_not_rely_on_changes_nothing(name: str) -> None:
+    HARMLESS[name].fired = 0
+    run_everywhere(HARMLESS[name], POLICIES[:1])
+    assert HARMLESS[name].fired
 
 
-@pytest.mark.parametrize("name", RESIDENT)
-def test_mutants_of_loading_are_caught(name: str) -> None:
-    changed = mutant(device_memory, "host.held(item)", "host.held(item)")
-    loading = mutant(resident, *RESIDENT[name])
-    changed.__dict__.update(Load=loading.Load, load_resident=loading.load_resident)
-    with pytest.raises(CAUGHT):
-        run_everywhere(memories=changed)
+def test_faults_are_counted_by_what_finds_them() -> None:
+    assert Counter(fault.by for fault in FAULTS.values()) == {
+        "race": 54,
+        "bits": 31,
+        "error": 12,
+        "count": 1,
+    }
+
+
+@pytest.mark.parametrize("case", [cases()[5], cases()[8]], ids=lambda case: case.name)
+def test_every_single_wait_is_needed(case: Case) -> None:
+    """Each is left out alone: unless its stream was behind the event already, that is a race.
+
+    Only the first copies of all wait for kernels that have read nothing yet.
+    """
+    found, unneeded, number = 0, 0, 0
+    while (outcome := without_wait(case, number)) != "none":
+        found += outcome == "race"
+        unneeded += outcome == "unneeded"
+        number += 1
+    assert found > number // 2
+    assert unneeded == 2
+
+
+def without_wait(case: Case, number: int) -> str:
+    """What becomes of a run without its n-th wait: `race`, `redundant`, `unneeded`, or `none` without one."""
+    redundant: list[bool] = []
+
+    def leave_out(device: FaultyDevice, call: Call) -> None:
+        detector, known = case_device.detector, call.event.event.known
+        clocks = [detector.clock_of(THE_HOST), detector.clock_of(call.stream.name)]
+        redundant.append(all(max(c.get(one, 0) for c in clocks) >= known[one] for one in known))
+
+    case_device = SimDevice(HARDWARE)
+    fault = OfDevice("race", Site("wait", during=IN_CALLS, number=number), leave_out)
+    try:
+        Run(case, case_device, fault).go()
+    except RaceError:
+        return "race"
+    return ("redundant" if redundant[0] else "unneeded") if redundant else "none"
 
 
 def mutants_of(plan: Plan) -> Iterator[Plan]:
@@ -143,35 +175,39 @@ def _of_transfer(t: Transfer, steps: int) -> Iterator[tuple[Transfer, ...]]:
     yield (replace(t, stop=t.stop + 64),)
 
 
-def caught_by_device(case: Case) -> bool:
+def found_by_device(case: Case) -> bool:
+    """Whether the device finds something wrong, as a fault is found; a crash is nothing found."""
     try:
         for policy, seed in POLICIES:
             Run(case, SimDevice(HARDWARE, policy=policy, seed=seed)).go()
-    except (*CAUGHT, ZeroDivisionError, ValueError, AssertionError):
+    except FOUND:
         return True
     return False
 
 
 @pytest.mark.parametrize("case", [*cases()[:6], *small_disk_cases()], ids=lambda case: case.name)
-def test_mutants_of_plans_are_refused_or_right(case: Case) -> None:
-    """The verifier and the device share nothing: neither may let through what the other catches."""
-    total = refused = caught = 0
+def test_changes_of_plans_are_refused_or_right(case: Case) -> None:
+    """The verifier and the device share nothing: neither may let through what the other finds."""
+    total = refused = found = 0
     for plan in mutants_of(case.plan):
         total += 1
         try:
             verify_plan(case.storages, plan.traces, plan)
         except PlanError:
             refused += 1
-            caught += caught_by_device(replace(case, plan=plan))
+            with suppress(
+                KeyError, IndexError, ValueError, ZeroDivisionError
+            ):  # the plan is refused, after all
+                found += found_by_device(replace(case, plan=plan))
         else:
-            assert not caught_by_device(replace(case, plan=plan)), f"the verifier lets through {plan}"
+            assert not found_by_device(replace(case, plan=plan)), f"the verifier lets through {plan}"
     assert refused > total // 2
-    assert caught > 0
+    assert found > 0
 
 
 def test_a_race_is_reported_by_transfer_step_and_bytes() -> None:
-    with pytest.raises(RaceError) as caught:
-        run_everywhere(streamers=mutant(device_streamer, *STREAMER["kernels do not wait"]))
+    with pytest.raises(RaceError) as found:
+        run_everywhere(FAULTS["kernels do not wait for copies"])
     for part in (
         "bytes 0 to",
         "of the arena on sim",
@@ -179,4 +215,4 @@ def test_a_race_is_reported_by_transfer_step_and_bytes() -> None:
         "step 'step.",
         "stream 'copies'",
     ):
-        assert part in str(caught.value)
+        assert part in str(found.value)

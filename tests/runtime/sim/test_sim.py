@@ -173,7 +173,7 @@ def test_random_plans_with_a_host_between_run_in_random_orders(p: RandomProblem,
         hardware, schedule = one.plan.hardware, one.plan.schedules[0]
         for number in range(2):
             run = Run(replace(one, passes=one.passes * 3), SimDevice(hardware, policy="random", seed=number))
-            times = run.go()
+            times = run.go().times
             assert run.weights.host.pinned_bytes <= one.plan.host.nbytes
             assert sum(times[-4:]) <= 4 * schedule.predicted_ns + 4
 
