@@ -102,6 +102,13 @@ def test_what_is_said_of_a_library_can_be_walked(library: str, tmp_path: Path) -
     assert "bytes" in output
 
 
+def test_the_example_of_planning_prints_what_the_page_says(tmp_path: Path) -> None:
+    text = (ROOT / "docs/planning.md").read_text()
+    (expected,) = re.findall(r"^It prints:\n\n```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (example,) = [code for language, code in blocks("docs/planning.md") if language == "python"]
+    assert run([sys.executable, "-W", "error", "-c", example], tmp_path) == expected
+
+
 def test_the_commands_that_answer_questions_exist(penstock: Command) -> None:
     rows = re.findall(r"`penstock ([a-z]+) ([^`]*)`", (ROOT / "docs/questions.md").read_text())
     assert {name for name, _ in rows} >= {"plan", "preflight", "simulate", "run", "doctor"}
