@@ -32,10 +32,9 @@ from benchmarks.table import write_between
 from penstock.models.preflight import Model
 from penstock.runtime.memory_split import CUDA_WORKSPACE, MemorySplit
 from penstock.schedule.clock.event_graph import simulate
-from penstock.schedule.facts.costs import with_times
 from penstock.schedule.facts.errors import BudgetError, PlanError
+from penstock.schedule.facts.hardware import find_hardware, host_beside, with_times
 from penstock.schedule.facts.model import Hardware
-from penstock.schedule.facts.presets import find_hardware, host_beside
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.facts.sizes import format_size, parse_size
 from penstock.schedule.plan import Plan

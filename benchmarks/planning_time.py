@@ -20,8 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.corpus import DECODERS, decoder_of
 from benchmarks.tracing import Program
-from penstock.schedule.facts.costs import with_times
-from penstock.schedule.facts.presets import PRESETS
+from penstock.schedule.facts.hardware import PRESETS, with_times
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.planner import make_plan
 from penstock.schedule.space.layout import packed_arena

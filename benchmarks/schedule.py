@@ -27,8 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.corpus import list_programs
 from benchmarks.table import write_between
-from penstock.schedule.facts.costs import with_times
-from penstock.schedule.facts.presets import PRESETS, find_hardware
+from penstock.schedule.facts.hardware import PRESETS, find_hardware, with_times
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.report.baselines import Setting, compare

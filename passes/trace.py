@@ -17,8 +17,8 @@ from torch._ops import HigherOrderOperator
 from penstock.passes.graph.nodes import placeholders_of, size_hint, subgraphs_of, tensors_of
 from penstock.passes.graph.propagation import FLOPS, fake_inputs, propagate
 from penstock.passes.weights.usage import Usage, is_view
-from penstock.schedule.facts.costs import with_times
 from penstock.schedule.facts.errors import PassError
+from penstock.schedule.facts.hardware import with_times
 from penstock.schedule.facts.model import Hardware, Method, Step, Trace, Work
 
 aten = torch.ops.aten

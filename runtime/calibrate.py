@@ -27,7 +27,7 @@ _MATRIX = 512
 _BUFFER = 32 << 20
 _ROUNDS = 3
 _LATENCY_NS = 50_000  # waking a reader and telling the caller, mostly the interpreter's
-_COPY_LATENCY_NS = 5_000  # as the presets have it (schedule/facts/presets.py)
+_COPY_LATENCY_NS = 5_000  # as the presets have it (schedule/facts/hardware.py)
 _IN_FLIGHT = 2 * READERS * PIECE  # what every reader copies, and what it copies next
 
 

@@ -20,10 +20,9 @@ from penstock.runtime.memory_split import fits_host
 from penstock.runtime.remembered import remembered_plan
 from penstock.runtime.system.limits import usable_bytes
 from penstock.runtime.system.memory import round_up, supports_move, supports_populate
-from penstock.schedule.facts.costs import with_times
 from penstock.schedule.facts.errors import PlanError
+from penstock.schedule.facts.hardware import find_hardware, with_times
 from penstock.schedule.facts.model import Arena, Hardware, Range, Storage, Trace, Wrap
-from penstock.schedule.facts.presets import find_hardware
 from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.facts.sizes import format_size
 from penstock.schedule.payload.codec import Payload

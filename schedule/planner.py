@@ -19,7 +19,7 @@ from penstock.schedule.clock.event_graph import steady_period_ns
 from penstock.schedule.facts.errors import BudgetError, PlanError
 from penstock.schedule.facts.model import Schedule
 from penstock.schedule.facts.problem import Demand, Problem
-from penstock.schedule.facts.problems import facts_problems
+from penstock.schedule.facts.validity import facts_faults
 from penstock.schedule.host import with_host
 from penstock.schedule.plan import Plan
 from penstock.schedule.search import contiguous, paged
@@ -85,7 +85,7 @@ def make_plan(
             time, size or read of the facts cannot be.
     """
     problem.hardware.check()
-    for fault in facts_problems(problem.storages, problem.traces):
+    for fault in facts_faults(problem.storages, problem.traces):
         raise PlanError(f"nothing can be planned: {fault}")
     outside = problem.outside
     cap = budget - problem.outside_bytes

@@ -31,8 +31,8 @@ from penstock.passes.lowering.post_grad import GraphPass, PlacedProbes, ProbePas
 from penstock.passes.pipeline import Pipeline, declare
 from penstock.passes.trace import PRESET_CPU, sum_of
 from penstock.passes.weights.lifted import Weights
-from penstock.schedule.facts.costs import with_times
 from penstock.schedule.facts.errors import PassError, PenstockError
+from penstock.schedule.facts.hardware import with_times
 from penstock.schedule.facts.model import Method, Step, Storage, Trace, Weight, Work
 from penstock.schedule.facts.parts import read_together
 from penstock.schedule.payload.codec import Payload, ProbeOrder

@@ -6,8 +6,8 @@ from penstock.runtime.device.cuda import CudaDevice
 from penstock.runtime.device.protocol import Device
 from penstock.runtime.sim.device import SimDevice
 from penstock.schedule.facts.errors import StreamError
+from penstock.schedule.facts.hardware import find_hardware
 from penstock.schedule.facts.model import Hardware
-from penstock.schedule.facts.presets import find_hardware
 from penstock.schedule.plan import Plan
 
 

@@ -26,7 +26,7 @@ Any plan, of any number of passes, gives a solution: take the mean over its pass
 split at will, take no order and arrive in parts here, so the solution can be better than every plan.
 
 Latency adds a pause for each copy, which takes time of the link in some phase. How many there are at least
-(`latency.py`, `pauses.py`) only holds for what repeats every pass, as a schedule does: over several passes
+(`latency.py`) only holds for what repeats every pass, as a schedule does: over several passes
 nothing has to stay for good, and larger copies can take turns.
 
 What is reported is a dual objective, computed here from the solver's multipliers with every variable

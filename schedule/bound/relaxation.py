@@ -1,4 +1,4 @@
-"""The linear program of `bound.py`: its variables, its constraints, and the value of its dual."""
+"""The linear program of `period.py`: its variables, its constraints, and the value of its dual."""
 
 from __future__ import annotations
 

@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 Edge = tuple[int, int, int, int]
 """Source, target, weight in ns, height in passes."""
 
+_SETTLING = 24
+"""Passes before the steady ones: transients end when the link has caught up, usually in two."""
+
+_WINDOW = 12
+"""Passes over which the steady period is taken: a multiple of 1, 2, 3, 4 and 6, after which it repeats."""
+
 
 @dataclass(frozen=True)
 class PassTimes:
@@ -122,6 +128,36 @@ def simulate(
         result.append(PassTimes(now[call], reads, *spans))
         before = now
     return tuple(result)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The first and a steady pass of a schedule, and how long they take.
+
+    `first_ns` is the first pass, from a cold start to the next call; `period_ns` one more pass in the steady
+    state, rounded up.
+    """
+
+    first: PassTimes
+    steady: PassTimes
+    first_ns: int
+    period_ns: int
+
+
+def settle(trace: Trace, schedule: Schedule, hardware: Hardware, wrap: Wrap) -> Simulation:
+    """Simulate passes until they are steady."""
+    passes = simulate(trace, schedule, hardware, wrap, _SETTLING + _WINDOW + 1)
+    period = -(-(passes[-1].call_start - passes[-1 - _WINDOW].call_start) // _WINDOW)
+    return Simulation(passes[0], passes[-2], passes[1].call_start - passes[0].call_start, period)
+
+
+def stalls_of(trace: Trace, times: PassTimes) -> list[int]:
+    """Nanoseconds that each step of a pass waits for what it reads."""
+    ended, found = times.call_start, []
+    for step, (start, end) in zip(trace.steps, times.reads, strict=True):
+        found.append(start - ended - step.lead_ns)
+        ended = end
+    return found
 
 
 def _edges(trace: Trace, schedule: Schedule, hardware: Hardware, wrap: Wrap) -> Iterator[Edge]:

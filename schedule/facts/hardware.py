@@ -1,66 +1,125 @@
-"""The machine that a plan assumes."""
+"""How long work takes on a machine, and machines that one does not have, from public figures.
+
+Rates of products and memory are the vendors' peaks (dense bfloat16 or float16, accumulated in float32).
+What kernels reach is less, so modelled compute is at its shortest and streaming is never flattered.
+Links are what copies from pinned memory were reported to reach, in one direction.
+
+- t4: NVIDIA T4 data sheet: 65 TFLOPS, 320 GB/s, 16 GB, PCIe 3.0 x16 (15.8 GB/s of which 12 are reached).
+- l4: NVIDIA L4 data sheet: 242 TFLOPS with sparsity, 300 GB/s, 24 GB, PCIe 4.0 x16.
+- rtx4090: NVIDIA Ada architecture paper, appendix A: 165.2 TFLOPS, 1008 GB/s, 24 GB, PCIe 4.0 x16.
+- rtx5090: NVIDIA RTX Blackwell architecture paper, appendix A: 209.5 TFLOPS, 1792 GB/s, 32 GB, PCIe 5.0 x16.
+- a100: NVIDIA A100 data sheet, 80 GB SXM: 312 TFLOPS, 2039 GB/s, PCIe 4.0 x16.
+- h100: NVIDIA H100 data sheet, SXM: 989 TFLOPS, 3350 GB/s, 80 GB, PCIe 5.0 x16.
+- h200: NVIDIA H200 data sheet, SXM: 989 TFLOPS, 4800 GB/s, 141 GB, PCIe 5.0 x16.
+- gh200: NVIDIA GH200 data sheet, 96 GB HBM3: 989 TFLOPS, 4000 GB/s; NVLink-C2C is 450 GB/s in one
+  direction, of which public threads report 342.
+- mi300x: AMD Instinct MI300X data sheet: 1307 TFLOPS, 5300 GB/s, 192 GB, PCIe 5.0 x16.
+- PCIe: 25 GB/s of the 31.5 of a 4.0 x16 slot and 55 of the 63 of a 5.0 x16 slot are what public
+  threads report from pinned memory. 5 us is the usual order of what one copy costs beside its bytes
+  when the next ones are queued behind it.
+- laptop: eight cores with AVX2 at 3.5 GHz (0.9 TFLOPS in float32), DDR5-5600 in two channels (90 GB/s), an
+  NVMe disk behind PCIe 4.0 x4 that reads 7 GB/s. server: 64 cores with AVX-512 bfloat16 at 2.5 GHz,
+  DDR5-4800 in twelve channels (461 GB/s), an NVMe disk behind PCIe 5.0 x4 that reads 14 GB/s. A read costs
+  20 us beside its bytes when others are in flight, and the disks need 8 MiB in flight.
+
+Every `disk` is an NVMe disk of that time beside the device: 7 GB/s.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import ClassVar
+import difflib
+from dataclasses import replace
 
 from penstock.schedule.facts.errors import PlanError
+from penstock.schedule.facts.model import Hardware, Trace, Work
 
-STRICT: dict[str, object] = {"extra": "forbid", "strict": True}
-"""How pydantic treats the classes of a payload at the file boundary; inert elsewhere."""
+_GB = 10**9
+_DISK = 7.0 * _GB
+_DISK_LATENCY_NS = 20_000
+_COPY_LATENCY_NS = 5_000
+_IN_FLIGHT = 8 << 20
 
 
-@dataclass(frozen=True)
-class Hardware:
-    """The machine a plan assumes. Rates are per second, latency is per transfer.
+def _device(name: str, tflops: float, memory_gb_per_s: float, link_gb_per_s: float, gb: int) -> Hardware:
+    return Hardware(
+        name=name,
+        flops_per_s=tflops * 1e12,
+        memory_bytes_per_s=memory_gb_per_s * _GB,
+        link_bytes_per_s=link_gb_per_s * _GB,
+        link_latency_ns=_COPY_LATENCY_NS,
+        memory_nbytes=gb * _GB,
+        disk_bytes_per_s=_DISK,
+        disk_latency_ns=_DISK_LATENCY_NS,
+        note="a preset, from public figures",
+    )
 
-    `link_bytes_per_s` is the rate at which weights reach the arena, and `link_in_flight_bytes` what
-    must be on its way at once for the link to reach it: plans leave room for that much beside what is
-    resident. `memory_nbytes` is all memory of the device. The disk is the one behind the host, where
-    weights have another tier to come from; None where that is not known. `note` says where the
-    figures come from.
+
+def _host(name: str, tflops: float, memory_gb_per_s: float, disk_gb_per_s: float, gb: int) -> Hardware:
+    """A CPU, which weights reach from the disk."""
+    return Hardware(
+        name=name,
+        flops_per_s=tflops * 1e12,
+        memory_bytes_per_s=memory_gb_per_s * _GB,
+        link_bytes_per_s=disk_gb_per_s * _GB,
+        link_latency_ns=_DISK_LATENCY_NS,
+        link_in_flight_bytes=_IN_FLIGHT,
+        memory_nbytes=gb * _GB,
+        note="a preset, from public figures",
+    )
+
+
+PRESETS: dict[str, Hardware] = {
+    hardware.name: hardware
+    for hardware in (
+        _device("t4", 65, 320, 12, 16),
+        _device("l4", 121, 300, 25, 24),
+        _device("rtx4090", 165.2, 1008, 25, 24),
+        _device("rtx5090", 209.5, 1792, 55, 32),
+        _device("a100", 312, 2039, 25, 80),
+        _device("h100", 989.4, 3350, 55, 80),
+        _device("h200", 989.4, 4800, 55, 141),
+        _device("gh200", 989.4, 4000, 342, 96),
+        _device("mi300x", 1307.4, 5300, 55, 192),
+        _host("laptop", 0.9, 90, 7, 32),
+        _host("server", 10, 461, 14, 768),
+    )
+}
+
+
+def find_hardware(name: str) -> Hardware:
+    """The preset of that name; PlanError suggests the nearest where there is none."""
+    if name in PRESETS:
+        return PRESETS[name]
+    near = difflib.get_close_matches(name.lower(), PRESETS, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    names = ", ".join(PRESETS)
+    raise PlanError(
+        f"there is no hardware {name!r}: {hint}give 'auto', which measures this machine, or one of {names}"
+    )
+
+
+def host_beside(hardware: Hardware) -> Hardware | None:
+    """The host that could compute what does not fit on a device; None for a CPU, which has no other host."""
+    return None if hardware.disk_bytes_per_s is None else PRESETS["server"]
+
+
+def roofline_ns(work: Work, hardware: Hardware) -> int:
+    """Nanoseconds of some work: the longer of computing and of moving its bytes.
+
+    (Williams, Waterman and Patterson, Roofline, Communications of the ACM 52(4), 2009.)
     """
+    seconds = max(work.flops / hardware.flops_per_s, work.nbytes / hardware.memory_bytes_per_s)
+    return round(seconds * 1e9)
 
-    __pydantic_config__: ClassVar = STRICT
-    name: str
-    flops_per_s: float
-    memory_bytes_per_s: float
-    link_bytes_per_s: float
-    link_latency_ns: int
-    link_in_flight_bytes: int = 0
-    memory_nbytes: int | None = None
-    disk_bytes_per_s: float | None = None
-    disk_latency_ns: int = 0
-    note: str = ""
 
-    def problems(self) -> Iterator[str]:
-        """One sentence for each figure that no machine has: field, what is expected, what is there."""
-        for name in ("link_latency_ns", "link_in_flight_bytes", "memory_nbytes", "disk_latency_ns"):
-            if (getattr(self, name) or 0) < 0:
-                yield f"{name}: expected 0 or more, got {getattr(self, name)}"
-        for name in ("flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "disk_bytes_per_s"):
-            rate = getattr(self, name)
-            if rate is None and name == "disk_bytes_per_s":
-                continue
-            if not (rate > 0 and math.isfinite(rate)):
-                yield f"{name}: expected a rate above 0 and finite, got {rate}"
-
-    def check(self) -> None:
-        """Raise PlanError with the first of `problems`."""
-        for problem in self.problems():
-            raise PlanError(
-                f"nothing can be planned for the hardware {self.name!r}: {problem}; "
-                "give its figures, or measure it (hardware='auto')"
-            )
-
-    def copy_ns(self, nbytes: int) -> int:
-        """Nanoseconds that one transfer of `nbytes` takes, rounded up."""
-        return self.link_latency_ns + -int(-nbytes * 1e9 // self.link_bytes_per_s)
-
-    def disk_ns(self, nbytes: int) -> int:
-        """Nanoseconds that the disk behind the host takes to read `nbytes`, rounded up; it must be known."""
-        assert self.disk_bytes_per_s is not None
-        return self.disk_latency_ns + -int(-nbytes * 1e9 // self.disk_bytes_per_s)
+def with_times(trace: Trace, hardware: Hardware) -> Trace:
+    """The trace with times modelled from its work for `hardware`; the gap is kept."""
+    steps = tuple(
+        replace(
+            step,
+            lead_ns=roofline_ns(step.lead_work, hardware),
+            read_ns=roofline_ns(step.read_work, hardware),
+        )
+        for step in trace.steps
+    )
+    return replace(trace, steps=steps, tail_ns=roofline_ns(trace.tail_work, hardware), times="modelled")

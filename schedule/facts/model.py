@@ -8,24 +8,102 @@ integer nanoseconds.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
 
-from penstock.schedule.facts.catalog import Extent as Extent
-from penstock.schedule.facts.catalog import Kind as Kind
-from penstock.schedule.facts.catalog import Part as Part
-from penstock.schedule.facts.catalog import Storage as Storage
-from penstock.schedule.facts.catalog import Weight as Weight
-from penstock.schedule.facts.catalog import WeightFile as WeightFile
-from penstock.schedule.facts.hardware import STRICT as _STRICT
-from penstock.schedule.facts.hardware import Hardware as Hardware
+from penstock.schedule.facts.errors import PlanError
 
+Kind = Literal["streamable", "mutable", "returned", "inlined", "small"]
 ArenaKind = Literal["contiguous", "paged"]
 Backing = Literal["mapped", "anonymous"]
 Wrap = Literal["overlap", "barrier"]
 Timing = Literal["modelled", "measured"]
 Direction = Literal["in"]
+
+STRICT: dict[str, object] = {"extra": "forbid", "strict": True}
+"""How pydantic treats the classes of a payload at the file boundary; inert elsewhere."""
+
+
+# Facts: the weights, and where their bytes lie.
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """A safetensors file and the stamp by which it is recognised.
+
+    `path` is relative to the artifact's folder for a packed file, absolute for a checkpoint
+    used in place. `header_sha256` covers the length prefix and the header, `sampled_sha256`
+    the blocks that `runtime/files/source.py` samples.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    path: str
+    nbytes: int
+    mtime_ns: int
+    inode: int
+    header_sha256: str
+    sampled_sha256: str
+
+
+@dataclass(frozen=True)
+class Extent:
+    """`nbytes` of a storage, from `storage_offset` on, that lie at `file_offset` of file `file`."""
+
+    __pydantic_config__: ClassVar = STRICT
+    file: int
+    file_offset: int
+    storage_offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The bytes behind one or more parts; its index in the catalog is its identity.
+
+    `kind` says whether it may be streamed: only `streamable` may. `extents` is empty until the
+    bytes lie in a file, and sorted by `storage_offset`; it covers all bytes that a part reads.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    nbytes: int
+    kind: Kind
+    extents: tuple[Extent, ...] = ()
+    sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """One strided tensor of a weight, inside one storage.
+
+    `name` is empty for a plain tensor. `dtype` is torch's name without the prefix
+    (`bfloat16`), `stride` counts elements, `offset` counts bytes from the storage's start.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    storage: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter, buffer or constant that export lifted to an input.
+
+    Tied weights, and weights that are views of one another, are separate weights whose parts
+    name the same storage. `device` is the device the program was exported for.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    fqn: str
+    role: Literal["parameter", "buffer", "constant"]
+    device: str
+    parts: tuple[Part, ...]
 
 
 # Facts: the order of reads, and what it costs.
@@ -35,7 +113,7 @@ Direction = Literal["in"]
 class Work:
     """Floating-point operations, and bytes read and written, weights included."""
 
-    __pydantic_config__: ClassVar = _STRICT
+    __pydantic_config__: ClassVar = STRICT
     flops: int = 0
     nbytes: int = 0
 
@@ -48,7 +126,7 @@ class Step:
     compute that does. `reads` holds ascending storage indices.
     """
 
-    __pydantic_config__: ClassVar = _STRICT
+    __pydantic_config__: ClassVar = STRICT
     name: str
     reads: tuple[int, ...]
     lead_ns: int
@@ -66,7 +144,7 @@ class Trace:
     step, `gap_ns` the time between two calls.
     """
 
-    __pydantic_config__: ClassVar = _STRICT
+    __pydantic_config__: ClassVar = STRICT
     method: str
     graph: int
     shape: str
@@ -90,7 +168,7 @@ class Input:
     value that export has made constant.
     """
 
-    __pydantic_config__: ClassVar = _STRICT
+    __pydantic_config__: ClassVar = STRICT
     name: str
     dtype: str
     shape: tuple[int | str, ...] = ()
@@ -102,7 +180,7 @@ class Input:
 class Symbol:
     """A dynamic size: its name, range (inclusive; `upper` None where unbounded), exported value."""
 
-    __pydantic_config__: ClassVar = _STRICT
+    __pydantic_config__: ClassVar = STRICT
     name: str
     lower: int
     upper: int | None
@@ -113,11 +191,67 @@ class Symbol:
 class Method:
     """What a method takes: its leaves in pytree order, and the symbols in their shapes."""
 
-    __pydantic_config__: ClassVar = _STRICT
+    __pydantic_config__: ClassVar = STRICT
     name: str
     graph: int
     inputs: tuple[Input, ...]
     symbols: tuple[Symbol, ...] = ()
+
+
+# Facts: the machine.
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The machine a plan assumes. Rates are per second, latency is per transfer.
+
+    `link_bytes_per_s` is the rate at which weights reach the arena, and `link_in_flight_bytes` what
+    must be on its way at once for the link to reach it: plans leave room for that much beside what is
+    resident. `memory_nbytes` is all memory of the device. The disk is the one behind the host, where
+    weights have another tier to come from; None where that is not known. `note` says where the
+    figures come from.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    name: str
+    flops_per_s: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    link_latency_ns: int
+    link_in_flight_bytes: int = 0
+    memory_nbytes: int | None = None
+    disk_bytes_per_s: float | None = None
+    disk_latency_ns: int = 0
+    note: str = ""
+
+    def faults(self) -> Iterator[str]:
+        """One sentence for each figure that no machine has: field, what is expected, what is there."""
+        for name in ("link_latency_ns", "link_in_flight_bytes", "memory_nbytes", "disk_latency_ns"):
+            if (getattr(self, name) or 0) < 0:
+                yield f"{name}: expected 0 or more, got {getattr(self, name)}"
+        for name in ("flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "disk_bytes_per_s"):
+            rate = getattr(self, name)
+            if rate is None and name == "disk_bytes_per_s":
+                continue
+            if not (rate > 0 and math.isfinite(rate)):
+                yield f"{name}: expected a rate above 0 and finite, got {rate}"
+
+    def check(self) -> None:
+        """Raise PlanError with the first of `faults`."""
+        for fault in self.faults():
+            raise PlanError(
+                f"nothing can be planned for the hardware {self.name!r}: {fault}; "
+                "give its figures, or measure it (hardware='auto')"
+            )
+
+    def copy_ns(self, nbytes: int) -> int:
+        """Nanoseconds that one transfer of `nbytes` takes, rounded up."""
+        return self.link_latency_ns + -int(-nbytes * 1e9 // self.link_bytes_per_s)
+
+    def disk_ns(self, nbytes: int) -> int:
+        """Nanoseconds that the disk behind the host takes to read `nbytes`, rounded up; it must be known."""
+        assert self.disk_bytes_per_s is not None
+        return self.disk_latency_ns + -int(-nbytes * 1e9 // self.disk_bytes_per_s)
 
 
 # Decisions.
@@ -127,7 +261,7 @@ class Method:
 class Range:
     """Bytes `start` to `stop` of a layout."""
 
-    __pydantic_config__: ClassVar = _STRICT
+    __pydantic_config__: ClassVar = STRICT
     start: int
     stop: int
 
@@ -149,7 +283,7 @@ class Arena:
     memory while it is on the device. In a `contiguous` one a plan gives addresses.
     """
 
-    __pydantic_config__: ClassVar = _STRICT
+    __pydantic_config__: ClassVar = STRICT
     kind: ArenaKind
     backing: Backing
     granule: int
@@ -166,7 +300,7 @@ class Transfer:
     pass), and never less than `step - n`: a dependency reaches back one pass at most.
     """
 
-    __pydantic_config__: ClassVar = _STRICT
+    __pydantic_config__: ClassVar = STRICT
     start: int
     stop: int
     step: int
@@ -179,7 +313,7 @@ class Transfer:
 class Drop:
     """The layout range `start:stop` leaves the device when step `step` ends."""
 
-    __pydantic_config__: ClassVar = _STRICT
+    __pydantic_config__: ClassVar = STRICT
     start: int
     stop: int
     step: int
@@ -191,7 +325,7 @@ class Schedule:
 
     A range that no transfer brings and no drop takes is resident. The transfers with a negative
     `after` are on their way, or done, when a call begins. `lower_bound_ns` is what no plan can beat
-    (`bound.py`), None where the solver did not find it in time.
+    (`bound/period.py`), None where the solver did not find it in time.
 
     `staged[i]` are the bytes of transfer i that the host does not hold: the disk brings them into a
     ring of `staging_bytes` first, in issue order, once transfers before have left room for them.
@@ -202,7 +336,7 @@ class Schedule:
     the resident ranges alone. None where it is the plan's.
     """
 
-    __pydantic_config__: ClassVar = _STRICT
+    __pydantic_config__: ClassVar = STRICT
     graph: int
     transfers: tuple[Transfer, ...]
     drops: tuple[Drop, ...]
@@ -220,7 +354,7 @@ class HostTier:
     The staging ring of the schedules is part of these bytes.
     """
 
-    __pydantic_config__: ClassVar = _STRICT
+    __pydantic_config__: ClassVar = STRICT
     nbytes: int
     resident: tuple[Range, ...]
 
@@ -243,7 +377,7 @@ class Decisions:
     does not hold everything, None where the source of transfers needs no plan.
     """
 
-    __pydantic_config__: ClassVar = _STRICT
+    __pydantic_config__: ClassVar = STRICT
     budget: int
     arena: Arena
     arena_bytes: int

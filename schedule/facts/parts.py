@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from penstock.schedule.facts.catalog import Part, Weight
-from penstock.schedule.facts.model import Trace
+from penstock.schedule.facts.model import Part, Trace, Weight
 
 
 def tensor_of(weight: Weight, part: Part) -> str:

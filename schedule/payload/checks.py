@@ -19,14 +19,14 @@ from penstock.schedule.facts.model import (
     Storage,
     WeightFile,
 )
-from penstock.schedule.facts.problems import (
-    machine_problems,
-    negative_problems,
-    plan_problems,
-    range_problems,
-    repeat_problems,
-    size_problems,
-    trace_problems,
+from penstock.schedule.facts.validity import (
+    machine_faults,
+    negative_faults,
+    plan_faults,
+    range_faults,
+    repeat_faults,
+    size_faults,
+    trace_faults,
 )
 
 if TYPE_CHECKING:
@@ -70,14 +70,14 @@ def check_payload(payload: Payload, source: str) -> None:
         _hardware,
         _plans,
     ):
-        for problem in check(payload):
-            raise PayloadError(f"{source}: {problem}")
+        for fault in check(payload):
+            raise PayloadError(f"{source}: {fault}")
 
 
 def check_plan(plan: Decisions, source: str) -> None:
     """Raise PayloadError where a plan that stands alone contradicts itself."""
-    for problem in plan_problems(plan, "$", len(plan.arena.layout)):
-        raise PayloadError(f"{source}: {problem}")
+    for fault in plan_faults(plan, "$", len(plan.arena.layout)):
+        raise PayloadError(f"{source}: {fault}")
 
 
 def _sha256(value: str | None, path: str) -> Iterator[str]:
@@ -107,7 +107,7 @@ def _program(payload: Payload) -> Iterator[str]:
 
 def _probes(payload: Payload) -> Iterator[str]:
     """A call encloses at most one step from each side, and every step is enclosed by two calls or ends."""
-    yield from repeat_problems((p.graph for p in payload.probes), "$.probes", "a graph")
+    yield from repeat_faults((p.graph for p in payload.probes), "$.probes", "a graph")
     steps = {trace.graph: len(trace.steps) for trace in payload.traces}
     for i, order in enumerate(payload.probes):
         path = f"$.probes[{i}]"
@@ -124,12 +124,12 @@ def _probes(payload: Payload) -> Iterator[str]:
 
 
 def _files(payload: Payload) -> Iterator[str]:
-    yield from repeat_problems((f.path for f in payload.files), "$.files", "a path")
+    yield from repeat_faults((f.path for f in payload.files), "$.files", "a path")
     for i, file in enumerate(payload.files):
         path = f"$.files[{i}]"
         yield from _path(file.path, f"{path}.path", absolute=True)
-        yield from size_problems(file.nbytes, f"{path}.nbytes")
-        yield from negative_problems(path, inode=file.inode)
+        yield from size_faults(file.nbytes, f"{path}.nbytes")
+        yield from negative_faults(path, inode=file.inode)
         yield from _sha256(file.header_sha256, f"{path}.header_sha256")
         yield from _sha256(file.sampled_sha256, f"{path}.sampled_sha256")
 
@@ -137,7 +137,7 @@ def _files(payload: Payload) -> Iterator[str]:
 def _storages(payload: Payload) -> Iterator[str]:
     for i, storage in enumerate(payload.storages):
         path = f"$.storages[{i}]"
-        yield from size_problems(storage.nbytes, f"{path}.nbytes")
+        yield from size_faults(storage.nbytes, f"{path}.nbytes")
         yield from _sha256(storage.sha256, f"{path}.sha256")
         yield from _extents(storage, payload.files, path)
 
@@ -150,21 +150,21 @@ def _extents(storage: Storage, files: tuple[WeightFile, ...], path: str) -> Iter
             yield f"{here}.file: expected the index of one of {len(files)} files, got {extent.file}"
             return
         most = files[extent.file].nbytes - extent.nbytes
-        yield from size_problems(extent.nbytes, f"{here}.nbytes", 1)
-        yield from range_problems(extent.file_offset, 0, most, f"{here}.file_offset")
-        yield from range_problems(
+        yield from size_faults(extent.nbytes, f"{here}.nbytes", 1)
+        yield from range_faults(extent.file_offset, 0, most, f"{here}.file_offset")
+        yield from range_faults(
             extent.storage_offset, reached, storage.nbytes - extent.nbytes, f"{here}.storage_offset"
         )
         reached = extent.storage_offset + extent.nbytes
 
 
 def _weights(payload: Payload) -> Iterator[str]:
-    yield from repeat_problems((w.fqn for w in payload.weights), "$.weights", "an FQN")
+    yield from repeat_faults((w.fqn for w in payload.weights), "$.weights", "an FQN")
     for i, weight in enumerate(payload.weights):
         path = f"$.weights[{i}]"
         if not weight.parts:
             yield f"{path}.parts: expected one part or more of {weight.fqn!r}, got none"
-        yield from repeat_problems((p.name for p in weight.parts), f"{path}.parts", "a name")
+        yield from repeat_faults((p.name for p in weight.parts), f"{path}.parts", "a name")
         for j, part in enumerate(weight.parts):
             yield from _part(part, payload.storages, f"{path}.parts[{j}]")
 
@@ -176,7 +176,7 @@ def _part(part: Part, storages: tuple[Storage, ...], path: str) -> Iterator[str]
         yield f"{path}.stride: expected {len(part.shape)} strides, one a size, got {len(part.stride)}"
     for name, values in (("shape", part.shape), ("stride", part.stride)):
         for i, value in enumerate(values):
-            yield from size_problems(value, f"{path}.{name}[{i}]")
+            yield from size_faults(value, f"{path}.{name}[{i}]")
     if not 0 <= part.storage < len(storages):
         yield f"{path}.storage: expected the index of one of {len(storages)} storages, got {part.storage}"
     item = ITEM_SIZES[part.dtype]
@@ -206,26 +206,26 @@ def _coverage(payload: Payload) -> Iterator[str]:
 
 
 def _methods(payload: Payload) -> Iterator[str]:
-    yield from repeat_problems((m.name for m in payload.methods), "$.methods", "a name")
-    yield from repeat_problems((m.graph for m in payload.methods), "$.methods", "a graph number")
+    yield from repeat_faults((m.name for m in payload.methods), "$.methods", "a name")
+    yield from repeat_faults((m.graph for m in payload.methods), "$.methods", "a graph number")
     for i, method in enumerate(payload.methods):
         yield from _method(method, f"$.methods[{i}]")
 
 
 def _method(method: Method, path: str) -> Iterator[str]:
-    yield from negative_problems(path, graph=method.graph)
-    yield from repeat_problems((s.name for s in method.symbols), f"{path}.symbols", "a name")
+    yield from negative_faults(path, graph=method.graph)
+    yield from repeat_faults((s.name for s in method.symbols), f"{path}.symbols", "a name")
     for i, symbol in enumerate(method.symbols):
         here = f"{path}.symbols[{i}]"
-        yield from negative_problems(here, lower=symbol.lower)
+        yield from negative_faults(here, lower=symbol.lower)
         most = _MOST if symbol.upper is None else symbol.upper
-        yield from range_problems(symbol.example, symbol.lower, most, f"{here}.example")
+        yield from range_faults(symbol.example, symbol.lower, most, f"{here}.example")
     names = {s.name for s in method.symbols}
     for i, leaf in enumerate(method.inputs):
         for j, size in enumerate(leaf.shape):
             here = f"{path}.inputs[{i}].shape[{j}]"
             if isinstance(size, int):
-                yield from size_problems(size, here)
+                yield from size_faults(size, here)
             elif size not in names:
                 yield f"{here}: expected a size or one of the symbols {sorted(names)}, got {size!r}"
 
@@ -234,14 +234,14 @@ _MOST = (1 << 64) - 1
 
 
 def _traces(payload: Payload) -> Iterator[str]:
-    yield from repeat_problems((t.graph for t in payload.traces), "$.traces", "a graph number")
+    yield from repeat_faults((t.graph for t in payload.traces), "$.traces", "a graph number")
     traced = {(t.method, t.graph) for t in payload.traces}
     named = {(m.name, m.graph) for m in payload.methods}
     for method, graph in sorted(named ^ traced):
         has, lacks = ("method", "trace") if (method, graph) in named else ("trace", "method")
         yield f"$.{lacks}s: expected one of {method!r}, graph {graph}, which is in $.{has}s, got none"
     for i, trace in enumerate(payload.traces):
-        yield from trace_problems(trace, f"$.traces[{i}]", len(payload.storages))
+        yield from trace_faults(trace, f"$.traces[{i}]", len(payload.storages))
         for j, step in enumerate(trace.steps):
             for s in step.reads:
                 if payload.storages[s].kind != "streamable":
@@ -253,11 +253,11 @@ def _traces(payload: Payload) -> Iterator[str]:
 
 def _hardware(payload: Payload) -> Iterator[str]:
     if payload.hardware is not None:
-        yield from machine_problems(payload.hardware, "$.hardware")
+        yield from machine_faults(payload.hardware, "$.hardware")
 
 
 def _plans(payload: Payload) -> Iterator[str]:
     for i, plan in enumerate(payload.plans):
-        yield from plan_problems(plan, f"$.plans[{i}]", len(payload.storages))
+        yield from plan_faults(plan, f"$.plans[{i}]", len(payload.storages))
         if plan.sizes not in ((), tuple(storage.nbytes for storage in payload.storages)):
             yield f"$.plans[{i}].sizes: expected those of the payload's storages"

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from penstock.schedule.facts.errors import PayloadError, PlanError
-from penstock.schedule.facts.hardware import STRICT
-from penstock.schedule.facts.model import Hardware, Method, Storage, Trace, Weight, WeightFile
+from penstock.schedule.facts.model import STRICT, Hardware, Method, Storage, Trace, Weight, WeightFile
 from penstock.schedule.facts.parts import plain_weights, tensor_of
 from penstock.schedule.payload.checks import check_payload, check_plan
 from penstock.schedule.payload.text import decode, encode, parse, short

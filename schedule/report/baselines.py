@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.schedule.clock.event_graph import steady_period_ns
-from penstock.schedule.facts.costs import roofline_ns
+from penstock.schedule.facts.hardware import roofline_ns
 from penstock.schedule.facts.model import Hardware, Schedule, Storage, Trace, Transfer
 
 

@@ -11,7 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from penstock.schedule.clock.event_graph import PassTimes, simulate
+from penstock.schedule.clock.event_graph import PassTimes, simulate, stalls_of
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import Decisions, Trace
 from penstock.schedule.facts.sizes import format_time
@@ -20,7 +20,6 @@ from penstock.schedule.report.views import (
     copied_by,
     join_of,
     names_of,
-    stalls_of,
     views_of,
 )
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.schedule.facts.catalog import Part
-from penstock.schedule.facts.model import Step
+from penstock.schedule.facts.model import Part, Step
 from penstock.schedule.payload.codec import Payload
 
 if TYPE_CHECKING:

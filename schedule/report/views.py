@@ -94,15 +94,6 @@ def views_of(plan: Decisions, which: int) -> Views:
     return Views(first, View(passes[-4:-1], 1, passes[-1].call_start))
 
 
-def stalls_of(trace: Trace, times: PassTimes) -> list[int]:
-    """Nanoseconds that each step of a pass waits for what it reads."""
-    ended, found = times.call_start, []
-    for step, (start, end) in zip(trace.steps, times.reads, strict=True):
-        found.append(start - ended - step.lead_ns)
-        ended = end
-    return found
-
-
 def join_of(trace: Trace, times: PassTimes, next_call: int) -> int:
     """Nanoseconds that the end of a call waits for copies under way (`wrap` is `barrier`)."""
     ended = times.reads[-1][1] if times.reads else times.call_start

@@ -18,8 +18,8 @@ from penstock.schedule.clock.event_graph import steady_period_ns
 from penstock.schedule.facts.model import Schedule
 from penstock.schedule.search.occupancy import Occupancy
 from penstock.schedule.search.task import Draft, Task
-from penstock.schedule.space.addresses import Block, Placement, first_use, tight
-from penstock.schedule.space.oldest import place_oldest
+from penstock.schedule.space.addresses import Placement, first_use, place_oldest, tight
+from penstock.schedule.space.pieces import Block
 
 _SIZES = 8
 """Largest sizes of what streams that are tried: small blocks take little memory on their way."""

@@ -15,7 +15,8 @@ from penstock.schedule.clock.joining import MERGED_BYTES
 from penstock.schedule.facts.model import Drop, Range, Transfer
 from penstock.schedule.facts.problem import Demand
 from penstock.schedule.search.task import Draft
-from penstock.schedule.space.addresses import Block, Placement
+from penstock.schedule.space.addresses import Placement
+from penstock.schedule.space.pieces import Block
 from penstock.schedule.space.spans import merged
 
 

@@ -19,9 +19,9 @@ from penstock.schedule.bound.period import Relaxation
 from penstock.schedule.bound.residency import Residency, gaps_between_reads, needed_bytes, rounded
 from penstock.schedule.clock.event_graph import steady_period_ns
 from penstock.schedule.clock.joining import Joiner, in_sizes
-from penstock.schedule.clock.runs import Runs
 from penstock.schedule.clock.transfers import Join, Loads, Streaming
 from penstock.schedule.facts.model import Schedule, Transfer
+from penstock.schedule.search.runs import Runs
 from penstock.schedule.search.task import Task
 
 if TYPE_CHECKING:

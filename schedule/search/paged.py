@@ -15,8 +15,7 @@ from penstock.schedule.facts.problem import Problem
 from penstock.schedule.search.contiguous import search_blocks
 from penstock.schedule.search.one_trace import OneTrace
 from penstock.schedule.search.task import Draft, Task
-from penstock.schedule.space.addresses import Block
-from penstock.schedule.space.pieces import Pieces
+from penstock.schedule.space.pieces import Block, Pieces
 from penstock.schedule.space.spans import merged
 
 _NEAR = 1.01

@@ -6,9 +6,20 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
+from penstock.schedule.facts.model import Range
 from penstock.schedule.facts.problem import Demand
-from penstock.schedule.space.addresses import Block, blocks_of
-from penstock.schedule.space.spans import Group, Run, read_runs, span_groups
+from penstock.schedule.space.spans import Group, Reads, Run, read_runs, reads_of, span_groups
+
+
+@dataclass(frozen=True)
+class Block:
+    """A storage as it is placed: `size` is that of its layout range, in whole granules."""
+
+    storage: int
+    range: Range
+    size: int
+    reads: Reads
+    kept: bool
 
 
 @dataclass(frozen=True)
@@ -43,3 +54,14 @@ class Pieces:
     def breaks(self) -> Collection[int]:
         """Layout offsets that no copy reaches over: the beginnings of segments."""
         return frozenset(segment.start for segment in self.demand.arena.segments)
+
+
+def blocks_of(demand: Demand) -> tuple[Block, ...]:
+    """A block for every storage that is read."""
+    arena, blocks = demand.arena, []
+    for s, reads in reads_of(demand).items():
+        nbytes = demand.storages[s].nbytes
+        size = -(-nbytes // arena.granule) * arena.granule
+        place = Range(arena.layout[s], arena.layout[s] + nbytes)
+        blocks.append(Block(s, place, size, reads, s in demand.keep))
+    return tuple(blocks)

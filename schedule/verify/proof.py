@@ -1,14 +1,15 @@
 """The proof that a plan is safe, from storages, traces and plan alone; no code of the planner.
 
 The rules are those of docs/payload.md, "What a schedule means". This file checks what stands still
-(facts, indices, budget), `verify_memory.py` where ranges lie, `verify_walk.py` what moves.
+(facts, indices, budget, what the host holds), `memory.py` where ranges lie, `walk.py` what moves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from penstock.schedule.facts.errors import PlanError
-from penstock.schedule.facts.model import Decisions, Schedule, Storage, Trace
-from penstock.schedule.verify.host import check_host
+from penstock.schedule.facts.model import Decisions, Range, Schedule, Storage, Trace, Transfer
 from penstock.schedule.verify.memory import ABSENT, Memory
 from penstock.schedule.verify.walk import Walk, dropped_or_written, lay
 
@@ -23,7 +24,7 @@ def verify_plan(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: 
     _check_budget(storages, plan)
     for schedule, trace in _paired(plan):
         _check_schedule(schedule, trace)
-    check_host(plan)
+    _check_host(plan)
     memory = Memory(storages, plan)
     _check_resident(memory, plan)
     for schedule, trace in _paired(plan):
@@ -132,3 +133,79 @@ def _check_resident(memory: Memory, plan: Decisions) -> None:
             _, lo, hi = memory.place(item)
             if resident[lo:hi].count(ABSENT) < hi - lo:
                 raise PlanError(f"graph {schedule.graph}: {name} takes bytes that are resident")
+
+
+def _check_host(plan: Decisions) -> None:
+    """Every transfer's bytes are held by the host or pass through its ring, and both fit into its memory."""
+    rings = {schedule.staging_bytes for schedule in plan.schedules} - {0}
+    if plan.host is None:
+        if rings or any(schedule.staged for schedule in plan.schedules):
+            raise PlanError("transfers are staged through a host of which the plan says nothing; plan again")
+        return
+    _check_held(plan.host.resident, plan.arena.segments)
+    held = sum(r.stop - r.start for r in plan.host.resident)
+    if held + max(rings, default=0) > plan.host.nbytes or len(rings) > 1:
+        raise PlanError(
+            f"the host holds {held} bytes and rings of {sorted(rings)}, expected one ring and "
+            f"{plan.host.nbytes} bytes in all; plan again"
+        )
+    for schedule in plan.schedules:
+        for item in plan.boundary_of(schedule):
+            if not rings and _lacks(item, plan.host.resident, plan.resident):
+                raise PlanError(
+                    f"bytes {item.start}:{item.stop} of the boundary of graph {schedule.graph} are neither "
+                    "on the device nor with the host, which has no ring; plan again"
+                )
+        for fault in _staging_faults(schedule, plan.host.resident):
+            raise PlanError(f"schedule of graph {schedule.graph}: {fault}; plan again")
+
+
+def _check_held(held: Sequence[Range], segments: Sequence[Range]) -> None:
+    end = 0
+    for one in held:
+        inside = any(s.start <= one.start and one.stop <= s.stop for s in segments)
+        if not (end <= one.start < one.stop) or not inside:
+            raise PlanError(
+                f"the host holds bytes {one.start}:{one.stop}, expected ranges of the layout's segments, "
+                "ascending and disjoint; plan again"
+            )
+        end = one.stop
+
+
+def _staging_faults(schedule: Schedule, held: Sequence[Range]) -> Iterator[str]:
+    staged = schedule.staged or (0,) * len(schedule.transfers)
+    if len(staged) != len(schedule.transfers):
+        yield f"expected {len(schedule.transfers)} counts of staged bytes, got {len(staged)}"
+        return
+    for transfer, nbytes in zip(schedule.transfers, staged, strict=True):
+        missing = _missing(transfer, held)
+        if nbytes != missing:
+            yield (
+                f"the host lacks {missing} of the bytes {transfer.start}:{transfer.stop}, "
+                f"and {nbytes} are staged"
+            )
+        if nbytes > schedule.staging_bytes:
+            yield f"{nbytes} bytes are staged at once in a ring of {schedule.staging_bytes}"
+
+
+def _lacks(item: Range, held: Sequence[Range], resident: Sequence[Range]) -> bool:
+    """Whether a byte of a range is in none of the others."""
+    position = item.start
+    for one in sorted((*held, *resident)):
+        if one.start > position:
+            break
+        position = max(position, one.stop)
+    return position < item.stop
+
+
+def _missing(transfer: Transfer, held: Sequence[Range]) -> int:
+    """Bytes of a transfer that the host does not hold, walking along what it does."""
+    position, missing = transfer.start, 0
+    for one in held:
+        if one.stop <= position:
+            continue
+        if one.start >= transfer.stop:
+            break
+        missing += max(0, one.start - position)
+        position = min(one.stop, transfer.stop)
+    return missing + max(0, transfer.stop - position)

@@ -5,8 +5,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from penstock.passes.annotate import annotate
 from penstock.passes.trace import with_measured
-from penstock.schedule.facts.costs import with_times
 from penstock.schedule.facts.errors import PassError
+from penstock.schedule.facts.hardware import with_times
 from penstock.schedule.facts.model import Hardware, Work
 from tests.passes.pass_models import CASES
 from tests.passes.pass_runs import export

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from importlib import resources
 from typing import Any
 
+from penstock.schedule.clock.event_graph import stalls_of
 from penstock.schedule.facts.model import Decisions, Schedule, Trace
 from penstock.schedule.facts.sizes import format_time
 from penstock.schedule.report.views import (
@@ -23,7 +24,6 @@ from penstock.schedule.report.views import (
     View,
     copies_of,
     resident_of,
-    stalls_of,
     stays_of,
     storage_ranges,
     views_of,

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.runtime.program import Program
-from penstock.schedule.clock import simulation
+from penstock.schedule.clock.event_graph import settle, stalls_of
 from penstock.schedule.facts.errors import BudgetError
-from penstock.schedule.facts.presets import host_beside
+from penstock.schedule.facts.hardware import host_beside
 from penstock.schedule.plan import Plan
 from penstock.schedule.report import whatif
 
@@ -61,8 +61,8 @@ def simulated(plan: Plan) -> list[dict[str, Any]]:
     for trace, schedule in zip(plan.traces, plan.schedules, strict=True):
         if not trace.steps:
             continue
-        done = simulation.run(trace, schedule, plan.hardware, plan.wrap)
-        stalls = done.stalls(trace)
+        done = settle(trace, schedule, plan.hardware, plan.wrap)
+        stalls = stalls_of(trace, done.steady)
         facts.append(
             {
                 "method": trace.method,
@@ -70,9 +70,11 @@ def simulated(plan: Plan) -> list[dict[str, Any]]:
                 "period_ns": done.period_ns,
                 "predicted_ns": schedule.predicted_ns,
                 "compute_ns": trace.compute_ns,
-                "first_stall_ns": sum(stall.ns for stall in done.stalls(trace, steady=False)),
-                "stall_ns": sum(stall.ns for stall in stalls),
-                "stalls": [{"step": trace.steps[s.step].name, "ns": s.ns} for s in stalls],
+                "first_stall_ns": sum(stalls_of(trace, done.first)),
+                "stall_ns": sum(stalls),
+                "stalls": [
+                    {"step": step.name, "ns": ns} for step, ns in zip(trace.steps, stalls, strict=True) if ns
+                ],
             }
         )
     return facts

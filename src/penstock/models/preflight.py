@@ -20,10 +20,9 @@ from penstock.passes.annotate import annotate
 from penstock.passes.building.fake_export import Built
 from penstock.passes.building.refusals import check_inputs, sentence, where
 from penstock.runtime.memory_split import CUDA_WORKSPACE, MemorySplit, parse_host_memory
-from penstock.schedule.facts.costs import with_times
 from penstock.schedule.facts.errors import BudgetError, PassError, SourceError
+from penstock.schedule.facts.hardware import find_hardware, host_beside, with_times
 from penstock.schedule.facts.model import Arena, Hardware
-from penstock.schedule.facts.presets import find_hardware, host_beside
 from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.facts.sizes import format_size, parse_size
 from penstock.schedule.host import host_bytes

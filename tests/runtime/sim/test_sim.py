@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import penstock
 from penstock.runtime.loading import LoadOptions, load_module
 from penstock.runtime.sim.device import SimDevice
+from penstock.schedule.facts.hardware import find_hardware
 from penstock.schedule.facts.model import Extent
-from penstock.schedule.facts.presets import find_hardware
 from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.planner import floor, make_plan
 from tests.runtime.device.device_runs import Case, Run, cases

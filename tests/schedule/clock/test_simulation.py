@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 
-from penstock.schedule.clock import simulation
+from penstock.schedule.clock.event_graph import settle, stalls_of
 from penstock.schedule.planner import floor, make_plan
 from tests.schedule.traces import RandomProblem, equal_problem, problems
 
@@ -17,7 +17,7 @@ def test_simulation_and_prediction_agree_to_the_nanosecond(p: RandomProblem) -> 
     budget = p.budget(floor(p).upper_bytes)
     plan = make_plan(p, budget)
     for trace, schedule in zip(plan.traces, plan.schedules, strict=True):
-        done = simulation.run(trace, schedule, plan.hardware, plan.wrap)
+        done = settle(trace, schedule, plan.hardware, plan.wrap)
         assert done.period_ns == schedule.predicted_ns
 
 
@@ -25,15 +25,15 @@ def test_a_pass_is_its_compute_and_its_stalls() -> None:
     p = equal_problem(20, 0.1)
     plan = make_plan(p, 5 * UNIT)
     trace = plan.traces[0]
-    done = simulation.run(trace, plan.schedules[0], plan.hardware, plan.wrap)
-    assert done.period_ns == trace.compute_ns + sum(stall.ns for stall in done.stalls(trace))
-    assert done.first_ns == trace.compute_ns + sum(stall.ns for stall in done.stalls(trace, steady=False))
-    assert [stall.step for stall in done.stalls(trace)] == sorted({s.step for s in done.stalls(trace)})
+    done = settle(trace, plan.schedules[0], plan.hardware, plan.wrap)
+    assert done.period_ns == trace.compute_ns + sum(stalls_of(trace, done.steady))
+    assert done.first_ns == trace.compute_ns + sum(stalls_of(trace, done.first))
+    assert min(stalls_of(trace, done.steady)) == 0
 
 
 def test_nothing_waits_where_everything_fits() -> None:
     p = equal_problem(4, 1)
     plan = make_plan(p, 4 * UNIT)
-    done = simulation.run(plan.traces[0], plan.schedules[0], plan.hardware, plan.wrap)
-    assert done.stalls(plan.traces[0]) == ()
+    done = settle(plan.traces[0], plan.schedules[0], plan.hardware, plan.wrap)
+    assert stalls_of(plan.traces[0], done.steady) == [0] * 4
     assert done.period_ns == done.first_ns == 4000

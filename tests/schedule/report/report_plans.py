@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from benchmarks.corpus import list_programs
-from penstock.schedule.facts.costs import with_times
+from penstock.schedule.facts.hardware import find_hardware, with_times
 from penstock.schedule.facts.model import ArenaKind
-from penstock.schedule.facts.presets import find_hardware
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.host import with_host
 from penstock.schedule.plan import Plan

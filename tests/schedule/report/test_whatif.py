@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.schedule.facts.costs import with_times
 from penstock.schedule.facts.errors import PlanError
+from penstock.schedule.facts.hardware import PRESETS, find_hardware, with_times
 from penstock.schedule.facts.model import Hardware, Step, Storage, Trace, Work
-from penstock.schedule.facts.presets import PRESETS, find_hardware
 from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.plan import Plan
 from penstock.schedule.planner import floor, make_plan

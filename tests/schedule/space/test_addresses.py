@@ -11,9 +11,9 @@ from penstock.schedule.facts.model import Drop, Range, Step, Storage, Trace, Tra
 from penstock.schedule.facts.problem import Demand
 from penstock.schedule.planner import floor
 from penstock.schedule.search.occupancy import Occupancy
-from penstock.schedule.space.addresses import Placement, blocks_of, least_copied, tight
+from penstock.schedule.space.addresses import Placement, least_copied, place_oldest, tight
 from penstock.schedule.space.layout import packed_arena
-from penstock.schedule.space.oldest import place_oldest
+from penstock.schedule.space.pieces import blocks_of
 from tests.schedule.traces import RandomProblem, problems
 
 

@@ -10,16 +10,16 @@ LARGEST_SIZE = 1 << 50
 """Bytes that no file, storage or arena exceeds: far above any model, far below overflow."""
 
 
-def range_problems(value: int, least: int, most: int, path: str) -> Iterator[str]:
+def range_faults(value: int, least: int, most: int, path: str) -> Iterator[str]:
     if not least <= value <= most:
         yield f"{path}: expected {least} to {most}, got {value}"
 
 
-def size_problems(value: int, path: str, least: int = 0) -> Iterator[str]:
-    return range_problems(value, least, LARGEST_SIZE, path)
+def size_faults(value: int, path: str, least: int = 0) -> Iterator[str]:
+    return range_faults(value, least, LARGEST_SIZE, path)
 
 
-def negative_problems(path: str, **values: float) -> Iterator[str]:
+def negative_faults(path: str, **values: float) -> Iterator[str]:
     for name, value in values.items():
         if not isinstance(value, int):
             yield f"{path}.{name}: expected a whole number, got {value!r}"
@@ -27,7 +27,7 @@ def negative_problems(path: str, **values: float) -> Iterator[str]:
             yield f"{path}.{name}: expected 0 or more, got {value}"
 
 
-def repeat_problems(values: Iterable[Hashable], path: str, what: str) -> Iterator[str]:
+def repeat_faults(values: Iterable[Hashable], path: str, what: str) -> Iterator[str]:
     seen = set()
     for i, value in enumerate(values):
         if value in seen:
@@ -35,40 +35,40 @@ def repeat_problems(values: Iterable[Hashable], path: str, what: str) -> Iterato
         seen.add(value)
 
 
-def trace_problems(trace: Trace, path: str, storages: int) -> Iterator[str]:
+def trace_faults(trace: Trace, path: str, storages: int) -> Iterator[str]:
     work = trace.tail_work
-    yield from negative_problems(path, graph=trace.graph, tail_ns=trace.tail_ns, gap_ns=trace.gap_ns)
-    yield from negative_problems(f"{path}.tail_work", flops=work.flops, nbytes=work.nbytes)
+    yield from negative_faults(path, graph=trace.graph, tail_ns=trace.tail_ns, gap_ns=trace.gap_ns)
+    yield from negative_faults(f"{path}.tail_work", flops=work.flops, nbytes=work.nbytes)
     for i, step in enumerate(trace.steps):
         here = f"{path}.steps[{i}]"
-        yield from negative_problems(here, lead_ns=step.lead_ns, read_ns=step.read_ns)
+        yield from negative_faults(here, lead_ns=step.lead_ns, read_ns=step.read_ns)
         for name, spent in (("lead_work", step.lead_work), ("read_work", step.read_work)):
-            yield from negative_problems(f"{here}.{name}", flops=spent.flops, nbytes=spent.nbytes)
+            yield from negative_faults(f"{here}.{name}", flops=spent.flops, nbytes=spent.nbytes)
         if not step.reads or list(step.reads) != sorted(set(step.reads)):
             yield f"{here}.reads: expected one storage or more, ascending, got {list(step.reads)[:8]}"
         elif step.reads[0] < 0 or step.reads[-1] >= storages:
             yield f"{here}.reads: expected indices of {storages} storages, got {list(step.reads)[:8]}"
 
 
-def facts_problems(storages: Sequence[Storage], traces: Sequence[Trace]) -> Iterator[str]:
+def facts_faults(storages: Sequence[Storage], traces: Sequence[Trace]) -> Iterator[str]:
     """What is wrong with sizes, times and reads that are to be planned."""
     for i, storage in enumerate(storages):
-        yield from negative_problems(f"storages[{i}]", nbytes=storage.nbytes)
+        yield from negative_faults(f"storages[{i}]", nbytes=storage.nbytes)
     for i, trace in enumerate(traces):
-        yield from trace_problems(trace, f"traces[{i}]", len(storages))
+        yield from trace_faults(trace, f"traces[{i}]", len(storages))
 
 
-def machine_problems(hardware: Hardware, path: str) -> Iterator[str]:
-    for problem in hardware.problems():
-        yield f"{path}.{problem}"
+def machine_faults(hardware: Hardware, path: str) -> Iterator[str]:
+    for fault in hardware.faults():
+        yield f"{path}.{fault}"
 
 
-def plan_problems(plan: Decisions, path: str, storages: int) -> Iterator[str]:
-    """The shape of a plan; that it is safe is for `verify.py` to say."""
-    yield from size_problems(plan.budget, f"{path}.budget")
-    yield from size_problems(plan.arena_bytes, f"{path}.arena_bytes")
-    yield from size_problems(plan.arena.granule, f"{path}.arena.granule", 1)
-    yield from machine_problems(plan.hardware, f"{path}.hardware")
+def plan_faults(plan: Decisions, path: str, storages: int) -> Iterator[str]:
+    """The shape of a plan; that it is safe is for `verify/` to say."""
+    yield from size_faults(plan.budget, f"{path}.budget")
+    yield from size_faults(plan.arena_bytes, f"{path}.arena_bytes")
+    yield from size_faults(plan.arena.granule, f"{path}.arena.granule", 1)
+    yield from machine_faults(plan.hardware, f"{path}.hardware")
     addresses = storages if plan.arena.kind == "contiguous" else 0
     for name, values, expected in (
         ("arena.layout", plan.arena.layout, storages),
@@ -77,18 +77,18 @@ def plan_problems(plan: Decisions, path: str, storages: int) -> Iterator[str]:
         if len(values) != expected:
             yield f"{path}.{name}: expected {expected} offsets, got {len(values)}"
         for i, value in enumerate(values):
-            yield from size_problems(value, f"{path}.{name}[{i}]", -1)
+            yield from size_faults(value, f"{path}.{name}[{i}]", -1)
     for name, known in (("names", plan.names), ("sizes", plan.sizes)):
         if len(known) not in (0, storages):
             yield f"{path}.{name}: expected one for each of {storages} storages or none, got {len(known)}"
     for i, nbytes in enumerate(plan.sizes):
-        yield from size_problems(nbytes, f"{path}.sizes[{i}]")
+        yield from size_faults(nbytes, f"{path}.sizes[{i}]")
     for i, s in enumerate(plan.outside):
-        yield from range_problems(s, 0, storages - 1, f"{path}.outside[{i}]")
+        yield from range_faults(s, 0, storages - 1, f"{path}.outside[{i}]")
     for i, trace in enumerate(plan.traces):
-        yield from trace_problems(trace, f"{path}.traces[{i}]", storages)
-    yield from repeat_problems((t.graph for t in plan.traces), f"{path}.traces", "a graph number")
-    yield from repeat_problems((s.graph for s in plan.schedules), f"{path}.schedules", "a graph number")
+        yield from trace_faults(trace, f"{path}.traces[{i}]", storages)
+    yield from repeat_faults((t.graph for t in plan.traces), f"{path}.traces", "a graph number")
+    yield from repeat_faults((s.graph for s in plan.schedules), f"{path}.schedules", "a graph number")
     yield from _ranges(plan, path)
 
 
@@ -100,23 +100,23 @@ def _ranges(plan: Decisions, path: str) -> Iterator[str]:
     ]
     for i, schedule in enumerate(plan.schedules):
         here = f"{path}.schedules[{i}]"
-        yield from negative_problems(here, predicted_ns=schedule.predicted_ns)
-        yield from size_problems(schedule.staging_bytes, f"{here}.staging_bytes")
+        yield from negative_faults(here, predicted_ns=schedule.predicted_ns)
+        yield from size_faults(schedule.staging_bytes, f"{here}.staging_bytes")
         for j, nbytes in enumerate(schedule.staged):
-            yield from size_problems(nbytes, f"{here}.staged[{j}]")
+            yield from size_faults(nbytes, f"{here}.staged[{j}]")
         bound = schedule.lower_bound_ns or 0
-        yield from range_problems(bound, 0, schedule.predicted_ns, f"{path}.schedules[{i}].lower_bound_ns")
+        yield from range_faults(bound, 0, schedule.predicted_ns, f"{path}.schedules[{i}].lower_bound_ns")
         ranges += [
             (f"schedules[{i}].transfers", schedule.transfers),
             (f"schedules[{i}].drops", schedule.drops),
             (f"schedules[{i}].boundary", schedule.boundary or ()),
         ]
     if plan.host is not None:
-        yield from size_problems(plan.host.nbytes, f"{path}.host.nbytes")
+        yield from size_faults(plan.host.nbytes, f"{path}.host.nbytes")
         ranges.append(("host.resident", plan.host.resident))
         if plan.hardware.disk_bytes_per_s is None:
             yield f"{path}.hardware.disk_bytes_per_s: expected the rate of the disk behind the host"
     for name, items in ranges:
         for i, item in enumerate(items):
-            yield from size_problems(item.start, f"{path}.{name}[{i}].start")
-            yield from range_problems(item.stop, item.start + 1, LARGEST_SIZE, f"{path}.{name}[{i}].stop")
+            yield from size_faults(item.start, f"{path}.{name}[{i}].start")
+            yield from range_faults(item.stop, item.start + 1, LARGEST_SIZE, f"{path}.{name}[{i}].stop")
