@@ -31,12 +31,9 @@ read left out; and one copy before it may pause within it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import numpy
 
 from penstock.schedule.bound.relaxation import LinearProgram
-
-if TYPE_CHECKING:
-    import numpy
 
 _DUST = 1e-9
 """Of sums that should be equal, floating point leaves a difference of this share at most."""
@@ -52,8 +49,6 @@ _LARGE = 8
 
 def add_latency(program: LinearProgram, groups: numpy.ndarray, always: int) -> None:
     """Adds the pauses; `groups` has the group of each gap, `always` the bytes that never leave."""
-    import numpy
-
     _, first, group = numpy.unique(groups, return_index=True, return_inverse=True)
     sizes = program.sizes[first]
     gaps = numpy.bincount(group)
@@ -81,8 +76,6 @@ def add_latency(program: LinearProgram, groups: numpy.ndarray, always: int) -> N
 
 def _add_copies(program: LinearProgram, tier: int, room: float) -> None:
     """The pauses sum up to a latency for each copy, none of which is larger than the memory."""
-    import numpy
-
     its, upper, m = program.columns(tier), program.at_most, program.phases.count
     latency = program.tiers[tier].latency_ns / program.unit_ns
     rows = upper.add(numpy.zeros(2))
@@ -97,8 +90,6 @@ def _add_copies(program: LinearProgram, tier: int, room: float) -> None:
 
 def _add_fewest(program: LinearProgram, tier: int, room: float, excess: float) -> None:
     """At least (D + z) / z copies, a convex function of z, by its tangents."""
-    import numpy
-
     its, upper = program.columns(tier), program.at_most
     latency = program.tiers[tier].latency_ns / program.unit_ns
     at = numpy.geomspace(room * _SMALLEST_COPY, room, _TANGENTS)
@@ -114,8 +105,6 @@ def _add_pairs(program: LinearProgram, group: numpy.ndarray, room: float, excess
 
     `group` has the group of each gap. Its bytes count at the longest of its reads.
     """
-    import numpy
-
     its, upper, phases, shape = program.columns(0), program.at_most, program.phases, program.tiers[0]
     read = phases.read_ns / program.unit_ns
     ends = phases.last % phases.count
@@ -145,8 +134,6 @@ def _add_pairs(program: LinearProgram, group: numpy.ndarray, room: float, excess
 
 def _add_single(program: LinearProgram, tier: int, groups: numpy.ndarray) -> None:
     """A copy brings bytes of one group, and of those no more than is known."""
-    import numpy
-
     its, upper, shape = program.columns(tier), program.at_most, program.tiers[tier]
     known = shape.most_at_once or {}
     most = numpy.array([known[g] for g in groups.tolist()]) / program.unit_bytes
@@ -162,8 +149,6 @@ class _PauseCurve:
     """The right-hand side of the inequality above as a function of z, for given reads."""
 
     def __init__(self, excess: float, latency: float, nbytes: numpy.ndarray, read: numpy.ndarray) -> None:
-        import numpy
-
         self.large = nbytes > _LARGE * nbytes.mean()
         nbytes = numpy.where(self.large, 0.0, nbytes)
         nbytes, read = nbytes[nbytes > 0], read[nbytes > 0]
@@ -182,8 +167,6 @@ class _PauseCurve:
         Below `smallest` they keep below what the curve can fall to there. The copies that begin within
         `apart` reads do not count.
         """
-        import numpy
-
         octaves = max(1.0, float(numpy.log2(largest / smallest)))
         grid = numpy.geomspace(smallest, largest, int(octaves * _POINTS_AN_OCTAVE) + 2)
         lost = (4 * apart + int(self.large.sum())) * self._latency
@@ -198,8 +181,6 @@ class _PauseCurve:
 
     def _least_between(self, low: numpy.ndarray, high: numpy.ndarray) -> numpy.ndarray:
         """No more than the curve anywhere between `low` and `high`."""
-        import numpy
-
         gaining = numpy.searchsorted(-self._density, -low / self._latency)
         bytes_dropped = numpy.minimum(self._nbytes[gaining], self._excess + high)
         idle = numpy.interp(bytes_dropped, self._nbytes, self._read)

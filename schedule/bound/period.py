@@ -40,7 +40,8 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import numpy
 
 from penstock.schedule.bound.latency import add_latency
 from penstock.schedule.bound.relaxation import LinearProgram, Phases, Tier
@@ -56,8 +57,6 @@ MOST_STEPS = 4000
 SECONDS = 60.0
 """The solver's time, at most."""
 
-if TYPE_CHECKING:
-    import numpy
 
 _CUT = 8
 """Spans that are no whole granules, at most, of which all sums are looked at."""
@@ -102,8 +101,6 @@ def relax(problem: Problem, pieces: Pieces, tiers: Sequence[Tier], which: int = 
 
     The first tier is the device's.
     """
-    import numpy
-
     groups, trace = pieces.copied, problem.traces[which]
     gaps = gaps_of(groups, trace, which=which)
     if not gaps:
@@ -166,8 +163,6 @@ def _solve(program: LinearProgram) -> tuple[float, numpy.ndarray] | None:
 
 
 def _phases(gaps: Sequence[Gap], trace: Trace, wrap: Wrap) -> Phases:
-    import numpy
-
     n = len(trace.steps)
     checkpoints = numpy.unique(numpy.linspace(0, n - 1, min(n, MOST_STEPS)).round().astype(int))
     twice = numpy.concatenate((checkpoints, checkpoints + n))

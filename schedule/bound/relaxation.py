@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy
+
 if TYPE_CHECKING:
-    import numpy
     import scipy.sparse
 
 APART = 4
@@ -61,8 +62,6 @@ class Phases:
 
     def covered(self, sizes: numpy.ndarray) -> numpy.ndarray:
         """Bytes of all gaps that are open over each checkpoint."""
-        import numpy
-
         change = numpy.zeros(2 * self.count + 1)
         numpy.add.at(change, self.first, sizes)
         numpy.add.at(change, self.last, -sizes)
@@ -82,8 +81,6 @@ class _Rows:
 
     def add(self, limits: numpy.ndarray) -> numpy.ndarray:
         """New rows with these right-hand sides."""
-        import numpy
-
         rows = numpy.arange(self.count, self.count + len(limits))
         self.count += len(limits)
         self._limits.append(limits)
@@ -91,17 +88,12 @@ class _Rows:
 
     def put(self, rows: numpy.ndarray, columns: numpy.ndarray, value: float | numpy.ndarray) -> None:
         """Add `value`, or one value each, at each (row, column)."""
-        import numpy
-
         self._entries.append((rows, columns, numpy.broadcast_to(value, len(columns)).astype(float)))
 
     def limits(self) -> numpy.ndarray:
-        import numpy
-
         return numpy.concatenate(self._limits)
 
     def matrix(self) -> scipy.sparse.csr_matrix:
-        import numpy
         import scipy.sparse
 
         rows, columns, values = (numpy.concatenate(part) for part in zip(*self._entries, strict=True))
@@ -132,8 +124,6 @@ class LinearProgram:
     def __init__(
         self, sizes: numpy.ndarray, needed: numpy.ndarray, phases: Phases, tiers: Sequence[Tier]
     ) -> None:
-        import numpy
-
         self.unit_bytes = float(sizes.mean())
         self.unit_ns = self.unit_bytes * max(tier.ns_per_byte for tier in tiers)
         self.needed = needed
@@ -162,8 +152,6 @@ class LinearProgram:
         self.bounds = self._bounds()
 
     def columns(self, tier: int) -> _Columns:
-        import numpy
-
         g, m = len(self.sizes), self.phases.count
         edges = itertools.accumulate(
             (g, g, m, m, m, m, m, m, m, 1, APART, 1), initial=tier * self._tier_columns
@@ -172,8 +160,6 @@ class LinearProgram:
 
     def dual_value(self, inequalities: numpy.ndarray, equalities: numpy.ndarray) -> float:
         """The least of the Lagrangian within the variables' bounds, for these multipliers."""
-        import numpy
-
         multipliers = numpy.minimum(inequalities, 0.0)
         reduced = self.cost - self.upper.T @ multipliers - self.equal.T @ equalities
         low, high = self.bounds.T
@@ -186,8 +172,6 @@ class LinearProgram:
 
     def _add_flow(self, tier: int) -> None:
         """What is kept over each checkpoint, and what has arrived early."""
-        import numpy
-
         its, equal, phases, m = self.columns(tier), self.equals, self.phases, self.phases.count
         begins, ends = phases.first % m, phases.last % m
 
@@ -208,8 +192,6 @@ class LinearProgram:
 
     def _add_limits(self, tier: int) -> None:
         """What memory and link allow."""
-        import numpy
-
         its, upper, phases = self.columns(tier), self.at_most, self.phases
         rows = upper.add(numpy.zeros(phases.count))
         upper.put(rows, its.read, 1.0)
@@ -237,8 +219,6 @@ class LinearProgram:
 
     def _bounds(self) -> numpy.ndarray:
         """Bounds of all variables that leave an optimum: no step waits longer than for all copies."""
-        import numpy
-
         total = float(self.sizes.sum())
         bounds = numpy.zeros((self.at_most.columns, 2))
         bounds[:, 1] = total

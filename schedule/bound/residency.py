@@ -13,13 +13,11 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+
+import numpy
 
 from penstock.schedule.facts.model import Hardware, Trace
 from penstock.schedule.space.spans import Group
-
-if TYPE_CHECKING:
-    import numpy
 
 _BISECTIONS = 10
 _CLASS_RATIO = 1.5
@@ -114,8 +112,6 @@ class Residency:
     """The memory of one pass of a trace, and how many leading spans to keep over each gap."""
 
     def __init__(self, groups: Sequence[Group], gaps: Sequence[Gap], needed: Sequence[int]) -> None:
-        import numpy
-
         self.groups = groups
         self.gaps = gaps
         self.needed = numpy.array(needed, dtype=numpy.int64)
@@ -128,8 +124,6 @@ class Residency:
         A step that needs more than `level` by itself holds just that. With `spread`, what is
         copied goes where compute hides it before it goes anywhere else; without, shares are equal.
         """
-        import numpy
-
         limit = numpy.maximum(self.needed, level)
         held = self.needed.copy()
         counts = [0] * len(self.gaps)
@@ -148,8 +142,6 @@ class Residency:
 
     def held_bytes(self, kept: Sequence[float]) -> numpy.ndarray:
         """As `held`, of bytes kept over each gap."""
-        import numpy
-
         total: numpy.ndarray = self.needed + self._over(numpy.arange(len(self.gaps)), numpy.array(kept))
         return total
 
@@ -158,8 +150,6 @@ class Residency:
 
         Where a step holds too much, gaps give up first that have more than their `kept` bytes.
         """
-        import numpy
-
         counts = list(counts)
         held, steps = self.held(counts), len(self.needed)
         most = numpy.maximum(self.needed, limit)
@@ -231,8 +221,6 @@ class Residency:
 
     def _profile(self, gaps: Sequence[int], counts: Sequence[int]) -> numpy.ndarray:
         """Bytes held at each step only because these gaps keep that many spans."""
-        import numpy
-
         which = numpy.fromiter(gaps, dtype=numpy.int64, count=len(gaps))
         nbytes = numpy.array(
             [
@@ -244,8 +232,6 @@ class Residency:
         return self._over(which, nbytes)
 
     def _over(self, which: numpy.ndarray, nbytes: numpy.ndarray) -> numpy.ndarray:
-        import numpy
-
         steps = len(self.needed)
         change = numpy.zeros(2 * steps + 1, dtype=nbytes.dtype)
         numpy.add.at(change, self._opens[which] + 1, nbytes)

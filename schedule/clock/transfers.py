@@ -11,15 +11,13 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+
+import numpy
 
 from penstock.schedule.bound.residency import Gap
 from penstock.schedule.clock.joining import MERGED_BYTES
 from penstock.schedule.facts.model import Drop, Range, Transfer
 from penstock.schedule.space.spans import Group, merged
-
-if TYPE_CHECKING:
-    import numpy
 
 Join = Callable[[Sequence[Transfer]], Iterable[Transfer]]
 """Puts neighbours among the transfers of a pass together."""
@@ -59,8 +57,6 @@ class Loads:
     def __init__(
         self, groups: Sequence[Group], gaps: Sequence[Gap], steps: int, *, breaks: Collection[int]
     ) -> None:
-        import numpy
-
         rows = [
             (
                 gap.closes % steps,
@@ -88,15 +84,11 @@ class Loads:
 
     def after_first(self, counts: Sequence[int]) -> numpy.ndarray:
         """The rows of all spans but the leading `counts[g]` of each gap g."""
-        import numpy
-
         rows: numpy.ndarray = self.number >= numpy.array(counts, dtype=numpy.int64)[self.gap]
         return rows
 
     def never_in(self, rows: numpy.ndarray) -> numpy.ndarray:
         """For each span whether none of these rows copies it."""
-        import numpy
-
         never = numpy.ones(len(self.spans), dtype=bool)
         never[self.span[rows]] = False
         return never
@@ -110,8 +102,6 @@ class Loads:
         start before the pass does. The memory that each step needs by itself must be within `cap`. `join`
         puts neighbours together.
         """
-        import numpy
-
         nbytes, dropped = self.nbytes[rows], self.dropped[rows]
         crossing = ~rows & (self.dropped < 0) & ~resident[self.span]
         base = int(self.span_bytes[resident].sum() + self.nbytes[crossing].sum())
@@ -165,8 +155,6 @@ class Loads:
 
     def _peak(self, base: int, freed: numpy.ndarray, transfers: Sequence[Transfer]) -> int:
         """The most bytes that any step finds on the device or on their way to it."""
-        import numpy
-
         after = numpy.array([t.after for t in transfers], dtype=numpy.int64)
         copied = numpy.array([t.stop - t.start for t in transfers], dtype=numpy.int64)
         copied = numpy.concatenate(([0], copied.cumsum()))

@@ -13,7 +13,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+
+import numpy
 
 from penstock.schedule.bound.period import Relaxation
 from penstock.schedule.bound.residency import Residency, gaps_between_reads, needed_bytes, rounded
@@ -23,9 +24,6 @@ from penstock.schedule.clock.transfers import Join, Loads, Streaming
 from penstock.schedule.facts.model import Schedule, Transfer
 from penstock.schedule.search.runs import Runs
 from penstock.schedule.search.task import Task
-
-if TYPE_CHECKING:
-    import numpy
 
 _COARSE, _FINE = 0.9, 0.99
 """Ratios between the bytes that two neighbouring levels leave to be copied."""

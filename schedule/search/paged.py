@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+import numpy
+
 from penstock.schedule.bound.residency import Residency, gaps_between_reads, needed_bytes
 from penstock.schedule.clock.event_graph import steady_period_ns
 from penstock.schedule.clock.transfers import Loads, Streaming
@@ -74,8 +76,6 @@ def _share_for_all(
         steps = len(trace.steps)
         residency = Residency(groups, gaps, needed_bytes(groups, steps, which=which))
         plans.append((trace, residency, Loads(groups, gaps, steps, breaks=pieces.breaks)))
-    import numpy
-
     for share in range(_SHARES, -1, -1):
         fixed = tuple(len(g.spans) if g.kept else len(g.spans) * share // _SHARES for g in groups)
         streams, period = [], 0

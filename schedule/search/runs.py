@@ -5,13 +5,11 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+
+import numpy
 
 from penstock.schedule.bound.residency import Residency
 from penstock.schedule.clock.transfers import Loads
-
-if TYPE_CHECKING:
-    import numpy
 
 _ATTEMPTS = 5
 """How often more is copied where the first choice does not fit."""
@@ -21,8 +19,6 @@ class Runs:
     """Choices of rows for one trace in `cap` bytes, of which the relaxation keeps `kept` over each gap."""
 
     def __init__(self, loads: Loads, residency: Residency, kept: Sequence[float], cap: int) -> None:
-        import numpy
-
         self._loads, self._residency, self._cap = loads, residency, cap
         inside = numpy.array([gap.inside for gap in loads.gaps])
         nbytes = numpy.bincount(loads.gap, weights=loads.nbytes, minlength=len(inside))
@@ -48,8 +44,6 @@ class Runs:
 
     def neighbours(self, rows: numpy.ndarray) -> Iterator[numpy.ndarray]:
         """Choices that differ in one end of one run, or in two ends of any, and fit."""
-        import numpy
-
         order = numpy.nonzero(self._may)[0]
         chosen = rows[order]
         edges = numpy.nonzero(chosen != numpy.roll(chosen, 1))[0]
@@ -64,8 +58,6 @@ class Runs:
 
     def _spread(self, copied: int, run: int, ahead: float) -> numpy.ndarray:
         """About `copied` bytes, in runs that begin and end where half a run is owed or given in advance."""
-        import numpy
-
         weights = (self._wanted(copied) * self._loads.nbytes).tolist()
         rows = numpy.zeros(len(weights), dtype=bool)
         owed, running = ahead * run, False
@@ -95,8 +87,6 @@ class Runs:
 
     def _short(self, rows: numpy.ndarray) -> int:
         """Bytes by which some step holds too much."""
-        import numpy
-
         loads = self._loads
         kept = numpy.bincount(loads.gap[~rows], weights=loads.nbytes[~rows], minlength=len(loads.gaps))
         return int(self._residency.held_bytes(kept.tolist()).max()) - self._cap

@@ -12,14 +12,12 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import numpy
 
 from penstock.schedule.facts.model import Range
 from penstock.schedule.space.packing import pack
 from penstock.schedule.space.pieces import Block
-
-if TYPE_CHECKING:
-    import numpy
 
 
 @dataclass(frozen=True)
@@ -97,8 +95,6 @@ class _Room:
         Of equal places the one with the fewest youngest bytes wins. None where all have bytes of
         position `now`, or of what must stay apart.
         """
-        import numpy
-
         edges, ages = numpy.array(self.edges), numpy.array(self.ages)
         more = [within.start, within.stop - size, *(r.stop for r in apart), *(r.start - size for r in apart)]
         starts = numpy.unique(numpy.concatenate((edges[:-1], edges[1:] - size, numpy.array(more))))
@@ -128,8 +124,6 @@ class _Room:
 
 def _largest(values: numpy.ndarray, first: numpy.ndarray, last: numpy.ndarray) -> numpy.ndarray:
     """The largest of each run of values, `last` with it, from maxima over runs of every power of two."""
-    import numpy
-
     powers = [values]
     while 2 ** len(powers) <= len(values):
         half = 2 ** (len(powers) - 1)
