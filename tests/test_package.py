@@ -74,8 +74,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("src", *LINKS):
         ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignore)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source / name)
+    for path in (ROOT / "pyproject.toml", ROOT / "MANIFEST.in", ROOT / "LICENSE", *ROOT.glob("*.md")):
+        shutil.copy(path, source / path.name)
     target = tmp_path_factory.mktemp("built")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(target), str(source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -124,7 +124,9 @@ def test_the_sdist_has_files_where_the_checkout_has_links(built: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         assert not [member.name for member in archive if member.issym() or member.islnk()]
-        assert any(member.name.endswith("src/penstock/schedule/model.py") for member in archive)
+        names = {member.name.partition("/")[2] for member in archive}
+        assert {"README.md", "CHANGELOG.md", "ARCHITECTURE.md", "CONTRIBUTING.md"} <= names
+        assert "src/penstock/schedule/facts/model.py" in names
 
 
 def read_pins() -> dict[str, str]:
