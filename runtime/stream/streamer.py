@@ -265,6 +265,10 @@ class Streamer:
         began = time.perf_counter_ns()
         with self._work:
             while not done() and self._error is None and not self._closed:
+                if not self._in_flight and not self._startable():
+                    raise StreamError(
+                        "what is waited for needs a transfer that waits for a later step: plan it again"
+                    )
                 self._arrived.wait()
         self.counters.stall_ns += time.perf_counter_ns() - began
         if self._error is not None:

@@ -123,6 +123,29 @@ def test_close_ends_the_readers_even_while_a_transfer_runs(arena):
     assert not [t for t in threading.enumerate() if t.name.startswith("penstock-reader")]
 
 
+def test_a_transfer_that_waits_for_its_own_step_is_an_error_and_no_endless_wait(arena):
+    plan = make_plan()
+    (schedule,) = plan.schedules
+    late = replace(schedule.transfers[2], after=schedule.transfers[2].step)
+    schedule = replace(schedule, transfers=(*schedule.transfers[:2], late))
+    streamer = Streamer(replace(plan, schedules=(schedule,)), STORAGES, arena)
+    raised: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            run_pass(streamer, arena)
+        except StreamError as error:
+            raised.append(error)
+
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    caller.join(10)
+    streamer.close()
+    assert [str(error) for error in raised] == [
+        "what is waited for needs a transfer that waits for a later step: plan it again"
+    ]
+
+
 def test_closing_wakes_a_waiting_call(arena):
     arena.gate = threading.Event()
     streamer = Streamer(make_plan(), STORAGES, arena)
