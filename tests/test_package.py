@@ -83,8 +83,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-KINDS = ("py", "html", "css", "js")
-"""Kinds of files in the linked folders: code, and the page of a plan's report."""
+KINDS = ("py", "html", "css", "js", "txt")
+"""Kinds of files in the linked folders: code, the page of a plan's report, and the licence of its charts."""
 
 
 def list_sources() -> set[str]:
@@ -115,7 +115,7 @@ def test_the_wheel_has_its_licence_and_its_command(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         meta = {name.split("/", 1)[1]: name for name in archive.namelist() if ".dist-info/" in name}
-        assert "licenses/LICENSE" in meta
+        assert {"licenses/LICENSE", "licenses/schedule/report/page/vendor/LICENSE.txt"} <= meta.keys()
         assert "penstock = penstock.cli.main:main" in archive.read(meta["entry_points.txt"]).decode()
         assert f"Version: {penstock.__version__}" in archive.read(meta["METADATA"]).decode()
 

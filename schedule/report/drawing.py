@@ -11,23 +11,23 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from penstock.schedule.clock.event_graph import PassTimes, simulate, stalls_of
+from penstock.schedule.clock.event_graph import PassTimes, simulate
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import Decisions, Trace
 from penstock.schedule.facts.sizes import format_time
-from penstock.schedule.report.views import (
-    View,
-    copied_by,
-    join_of,
-    names_of,
-    views_of,
+from penstock.schedule.report.page.render import render_page
+from penstock.schedule.report.pictures import (
+    Interval,
+    intervals_of,
+    lane_name,
+    lanes_of,
+    picture_of,
+    waits_of,
 )
+from penstock.schedule.report.views import View, copied_by, names_of
 
 Event = dict[str, Any]
 
-_COMPUTE = "compute"
-_DISK = "disk"
-_LINKS = {0: "link", 1: _DISK}
 _BLOCKS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 """Eighths of a cell, from none to all."""
 
@@ -49,8 +49,6 @@ def save_report(
     Raises:
         PlanError: `path` exists or cannot be written, or there is not one name for each storage.
     """
-    from penstock.schedule.report.page import render_page
-
     target = _new_file(path)
     _write(target, [render_page(plan, names_of(plan, names), sweep)])
 
@@ -90,56 +88,30 @@ def terminal_timeline(plan: Decisions, width: int = 100) -> str:
     return "\n".join(parts)
 
 
-def lane_name(link: int) -> str:
-    """What a link is called in pictures."""
-    return _LINKS.get(link, f"link {link}")
-
-
 def _terminal_lines(plan: Decisions, which: int, width: int) -> list[str]:
-    view = views_of(plan, which).steady
-    trace, schedule = plan.traces[which], plan.schedules[which]
-    links = sorted({t.link for t in schedule.transfers})
-    label = max(len(name) for name in (_COMPUTE, _DISK, *map(lane_name, links))) + 1
+    picture = picture_of(plan, which)
+    view = picture.views.steady
+    lanes = lanes_of(picture, view)
+    label = max(map(len, lanes)) + 1
     columns = width - label - 5
-    lanes = {_COMPUTE: list(_computing(plan, which, view))}
-    for link in links:
-        copies = (
-            times
-            for one in view.passes
-            for t, times in zip(schedule.transfers, one.transfers, strict=True)
-            if t.link == link
-        )
-        lanes[lane_name(link)] = list(copies)
-    if any(one.stages for one in view.passes):
-        lanes[_DISK] = [times for one in view.passes for times in one.stages]
-    lines = [f"{name:<{label}}{_cells(busy, view, columns)}" for name, busy in lanes.items()]
+    lines = [f"{name:<{label}}{_cells(intervals, view, columns)}" for name, intervals in lanes.items()]
     middle, end = format_time(view.period_ns / 2), format_time(view.period_ns)
     left = (columns - len(middle)) // 2 - 1
     right = columns - 1 - left - len(middle) - len(end)
-    waits = sum(stalls_of(trace, view.passes[view.focus]))
-    waits += join_of(trace, view.passes[view.focus], view.begins[view.focus + 1])
+    waits = waits_of(picture.trace, view)
     lines.append(f"{'':<{label}}0{'':<{left}}{middle}{'':<{right}}{end}")
     return lines + ([f"{'':<{label}}compute waits {format_time(waits)} of it"] if waits else [])
 
 
-def _computing(plan: Decisions, which: int, view: View) -> Iterator[tuple[int, int]]:
-    """When compute is busy in the pass that is looked at; the gap between calls counts as busy."""
-    trace, times = plan.traces[which], view.passes[view.focus]
-    ended = times.call_start
-    for step, (start, end) in zip(trace.steps, times.reads, strict=True):
-        yield ended, ended + step.lead_ns
-        yield start, end
-        ended = end
-    yield ended, ended + trace.tail_ns + trace.gap_ns
-
-
-def _cells(busy: Iterable[tuple[int, int]], view: View, columns: int) -> str:
-    """One character a column, and the share of the whole pass."""
+def _cells(intervals: Iterable[Interval], view: View, columns: int) -> str:
+    """How busy a lane is: one character a column, and the share of the whole pass; a gap counts as busy."""
     begin, period = view.begins[view.focus], max(1, view.period_ns)
     shares = [0.0] * columns
-    for start, stop in busy:
-        low = (max(start, begin) - begin) * columns / period
-        high = (min(stop, begin + period) - begin) * columns / period
+    for one in intervals:
+        if one.kind == "stall":
+            continue
+        low = (max(one.start, begin) - begin) * columns / period
+        high = (min(one.end, begin + period) - begin) * columns / period
         for column in range(int(low), min(columns, int(high) + 1)):
             shares[column] += max(0.0, min(high, column + 1) - max(low, column))
     eighths = [min(8, max(round(share * 8), int(share > 0.01))) for share in shares]
@@ -151,8 +123,8 @@ def _events(plan: Decisions, which: int, names: Sequence[str], passes: int) -> I
     trace, schedule = plan.traces[which], plan.schedules[which]
     links = sorted({t.link for t in schedule.transfers} | {0})
     yield _named("process_name", f"{trace.method} on {plan.hardware.name}", which + 1, 0)
-    disk = (_DISK,) if any(schedule.staged) else ()
-    for tid, name in enumerate((_COMPUTE, *map(lane_name, links), *disk), 1):
+    disk = (lane_name(1),) if any(schedule.staged) else ()
+    for tid, name in enumerate(("compute", *map(lane_name, links), *disk), 1):
         yield _named("thread_name", name, which + 1, tid)
     copied = list(copied_by(plan, which, names))
     times = simulate(trace, schedule, plan.hardware, plan.wrap, passes + 1)
@@ -177,20 +149,15 @@ def _title(weights: Sequence[str]) -> str:
 
 def _compute_events(trace: Trace, names: Sequence[str], times: PassTimes, following: int) -> Iterator[Event]:
     """Leads, stalls and reads of one pass, its tail, and the gap to the next call at `following`."""
-    ended = times.call_start
-    for step, stall, (start, end) in zip(trace.steps, stalls_of(trace, times), times.reads, strict=True):
-        args: Event = {"step": step.name, "weights": [names[s] for s in step.reads]}
-        if step.lead_ns:
-            yield _complete(f"{step.name} (lead)", "lead", ended, ended + step.lead_ns) | {"args": {}}
-        if stall:
-            yield _complete("stall", "stall", start - stall, start) | {"args": args}
-        yield _complete(step.name, "read", start, end) | {"args": args}
-        ended = end
-    waited = join_of(trace, times, following)
-    for name, ns in (("tail", trace.tail_ns), ("stall", waited), ("gap", trace.gap_ns)):
-        if ns:
-            yield _complete(name, name, ended, ended + ns) | {"args": {}}
-        ended += ns
+    for one in intervals_of(trace, times, following):
+        step = None if one.of is None else trace.steps[one.of]
+        title, args = one.kind, {}
+        if step and one.kind == "lead":
+            title = f"{step.name} (lead)"
+        elif step:
+            title = step.name if one.kind == "read" else title
+            args = {"step": step.name, "weights": [names[s] for s in step.reads]}
+        yield _complete(title, one.kind, one.start, one.end) | {"args": args}
 
 
 def _complete(name: str, category: str, start: int, end: int) -> Event:

@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.schedule.clock.event_graph import PassTimes, simulate
 from penstock.schedule.facts.errors import PlanError
-from penstock.schedule.facts.model import Decisions, Range, Schedule, Trace
+from penstock.schedule.facts.model import Decisions, Range, Schedule
 from penstock.schedule.space.spans import merged
 
 _MOST_PASSES = 64
@@ -92,12 +92,6 @@ def views_of(plan: Decisions, which: int) -> Views:
         count *= 2
     first = View(passes[:2], 0, passes[2].call_start)
     return Views(first, View(passes[-4:-1], 1, passes[-1].call_start))
-
-
-def join_of(trace: Trace, times: PassTimes, next_call: int) -> int:
-    """Nanoseconds that the end of a call waits for copies under way (`wrap` is `barrier`)."""
-    ended = times.reads[-1][1] if times.reads else times.call_start
-    return next_call - ended - trace.tail_ns - trace.gap_ns
 
 
 def copies_of(plan: Decisions, schedule: Schedule, passes: Sequence[PassTimes]) -> tuple[Copy, ...]:

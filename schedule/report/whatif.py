@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.schedule.facts.model import Decisions, Hardware, Storage
 from penstock.schedule.facts.sizes import format_size, format_time
@@ -13,6 +14,7 @@ SHARES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 """Budgets of a sweep, as shares of the way from the floor to everything."""
 
 GIGABYTE = 10**9
+_BOUND = "no plan is faster"
 _ALIKE = 1.02
 """Times within this ratio are called equal."""
 
@@ -67,6 +69,29 @@ def sweep(
     """Time against budget from the floor (`lowest`) to all weights (`highest`); `make` plans for a budget."""
     budgets = sorted({lowest + int((highest - lowest) * share) for share in SHARES})
     return tuple(point_of(make(budget), storages, host) for budget in budgets)
+
+
+def curve_of(plan: Decisions, points: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+    """Time against budget as lines: for each budget, in order, the nanoseconds of what is known by its name.
+
+    `points` are those of a sweep, as `Point` has them. Without one the plan stands alone; where it has one
+    method and the sizes of the weights are known, beside what link and compute allow at best with so much
+    memory, if what does not fit is copied in every pass.
+    """
+    bounds = [schedule.lower_bound_ns for schedule in plan.schedules]
+    bound = None if None in bounds else sum(one or 0 for one in bounds)
+    own, best = ("penstock" if points else "this plan"), "link and compute at best"
+    lines: dict[int, dict[str, int | None]] = {plan.budget: {}}
+    for point in points or ():
+        known = {own: point["predicted_ns"], _BOUND: point["lower_bound_ns"]}
+        lines[point["budget"]] = {**point["policies"], **known}
+    if not points and len(plan.traces) == 1:
+        trace, rate = plan.traces[0], plan.hardware.link_bytes_per_s / 1e9
+        total = sum(plan.sizes[s] for s in {s for step in trace.steps for s in step.reads} if plan.sizes)
+        for budget in {total * percent // 100 for percent in range(106)} | {plan.budget} if total else ():
+            lines[budget] = {best: max(trace.compute_ns, int(max(0, total - budget) / rate))}
+    lines[plan.budget] |= {own: sum(schedule.predicted_ns for schedule in plan.schedules), _BOUND: bound}
+    return [{"budget": budget, "times": lines[budget]} for budget in sorted(lines)]
 
 
 def limit_of(plan: Decisions) -> str:

@@ -1,122 +1,142 @@
-// Wheel, pointer and keys over the picture of a pass.
+// Wheel, pointer, keys and buttons over the charts of a pass, and what the pointer is at, in words.
 
-const regionAt = (y) => figure.regions.find((one) => y >= one.y && y < one.y + one.height) || null;
+const KEYS = {
+  "+": () => zoom("time", 0.6),
+  "-": () => zoom("time", 1 / 0.6),
+  0: fit,
+  ArrowLeft: () => move("time", -0.1),
+  ArrowRight: () => move("time", 0.1),
+  ArrowUp: () => move("address", -0.1),
+  ArrowDown: () => move("address", 0.1),
+  PageUp: () => zoom("address", 0.6),
+  PageDown: () => zoom("address", 1 / 0.6),
+  n: () => goToStep(figure.step + 1),
+  p: () => goToStep(figure.step - 1),
+  f: () => showSteps(figure.step < 0 ? figure.method.steps.length >> 1 : figure.step),
+  s: () => showRanges(figure.method.streamed),
+  Escape: () => { showHit(null); follow(null); },
+};
 
-function place(event) {
-  const box = figure.canvas.getBoundingClientRect();
-  return { x: event.clientX - box.left, y: event.clientY - box.top };
+/** Which chart the pointer is in, and at which time and value; null outside their plots. */
+function placeOf({ target, clientX, clientY }) {
+  const [name, chart] = Object.entries(figure.charts).find(([, { over }]) => over === target) || [];
+  if (!chart) return null;
+  const { left, top, width, height } = chart.over.getBoundingClientRect();
+  const [time, value] = [chart.posToVal(clientX - left, "x"), chart.posToVal(clientY - top, "y")];
+  return { name, width, height, time, value, x: clientX, y: clientY };
 }
 
 function onWheel(event) {
-  const { x, y } = place(event);
-  const region = regionAt(y);
+  const at = placeOf(event);
   const sideways = event.shiftKey ? event.deltaY || event.deltaX : event.deltaX;
-  if (event.altKey && region && region.kind === "arena") {
-    event.preventDefault();
-    zoomAddress(1.0015 ** event.deltaY, yToAddress(region, y));
-  } else if (event.ctrlKey || event.metaKey) {
-    event.preventDefault();
-    zoomTime(1.002 ** event.deltaY, xToTime(x));
-  } else if (Math.abs(sideways) > Math.abs(event.deltaY) || event.shiftKey) {
-    event.preventDefault();
-    moveTime((sideways / plotWidth()) * (figure.time[1] - figure.time[0]));
-  }
+  if (at && event.altKey && at.name === "arena") zoom("address", 1.0015 ** event.deltaY, at.value);
+  else if (at && (event.ctrlKey || event.metaKey)) zoom("time", 1.002 ** event.deltaY, at.time);
+  else if (at && Math.abs(sideways) > (event.shiftKey ? 0 : Math.abs(event.deltaY))) move("time", sideways / at.width);
+  else return;
+  event.preventDefault();
 }
 
-function followPointer() {
-  const { canvas } = figure;
+function listen({ root } = figure) {
   let drag = null;
-  canvas.addEventListener("wheel", onWheel, { passive: false });
-  canvas.addEventListener("pointerdown", (event) => {
-    const { x, y } = place(event);
-    drag = { x, y, time: figure.time, address: figure.address, region: regionAt(y), far: false };
-    canvas.setPointerCapture(event.pointerId);
+  const on = (kind, handle) => root.addEventListener(kind, handle, { passive: false });
+  on("wheel", onWheel);
+  on("pointerdown", (event) => {
+    const at = placeOf(event);
+    drag = at && { ...at, far: false, begin: figure.time, low: figure.address };
   });
-  canvas.addEventListener("pointermove", (event) => {
-    figure.pointer = place(event);
-    if (drag) {
-      const { x, y } = figure.pointer;
-      drag.far = drag.far || Math.hypot(x - drag.x, y - drag.y) > 4;
-      if (drag.far) dragTo(drag, x, y);
+  on("pointermove", (event) => {
+    const [x, y] = drag ? [drag.x - event.clientX, drag.y - event.clientY] : [0, 0];
+    if (drag && (drag.far || Math.hypot(x, y) > 4)) {
+      if (!drag.far) root.setPointerCapture(event.pointerId);
+      drag.far = true;
+      showHit(null);
+      move("time", x / drag.width, drag.begin);
+      if (drag.name === "arena") move("address", y / drag.height, drag.low);
+    } else {
+      const { left, top } = root.getBoundingClientRect();
+      showHit(findHit(placeOf(event)), event.clientX - left, event.clientY - top);
     }
-    if (!drag || !drag.far) pointAt(figure.pointer);
-    redraw();
   });
-  const release = () => {
-    canvas.classList.remove("moving");
+  on("pointerup", () => {
+    if (drag && !drag.far) follow(figure.hit && figure.hit.weights.length ? figure.hit.weights[0] : null);
     drag = null;
-  };
-  canvas.addEventListener("pointerup", () => {
-    if (drag && !drag.far) chooseWeight(figure.hit && figure.hit.weights.length ? figure.hit.weights[0] : null);
-    release();
   });
-  canvas.addEventListener("pointercancel", release);
-  canvas.addEventListener("dblclick", (event) => {
-    const { x, y } = place(event);
-    const region = regionAt(y);
-    zoomTime(0.2, xToTime(x));
-    if (region && region.kind === "arena") zoomAddress(0.2, yToAddress(region, y));
+  on("pointercancel", () => { drag = null; });
+  on("pointerleave", () => { if (!drag) showHit(null); });
+  on("dblclick", (event) => {
+    const at = placeOf(event);
+    if (at) zoom("time", 0.2, at.time);
+    if (at && at.name === "arena") zoom("address", 0.2, at.value);
   });
-  canvas.addEventListener("pointerleave", () => {
-    figure.pointer = null;
-    if (!drag) clearHit();
-    redraw();
-  });
-}
-
-function dragTo(drag, x, y) {
-  figure.canvas.classList.add("moving");
-  clearHit();
-  const perPixel = (drag.time[1] - drag.time[0]) / plotWidth();
-  figure.time = moved(drag.time, (drag.x - x) * perPixel, figure.view.limits);
-  if (drag.region && drag.region.kind === "arena") {
-    const bytesPerPixel = (drag.address[1] - drag.address[0]) / drag.region.height;
-    figure.address = moved(drag.address, (drag.y - y) * bytesPerPixel, [0, DATA.plan.addresses]);
-  }
-}
-
-const KEYS = {
-  "+": () => zoomTime(0.7),
-  "=": () => zoomTime(0.7),
-  "-": () => zoomTime(1 / 0.7),
-  0: () => fit(),
-  Home: () => fit(),
-  ArrowLeft: () => moveTime(-(figure.time[1] - figure.time[0]) / 10),
-  ArrowRight: () => moveTime((figure.time[1] - figure.time[0]) / 10),
-  ArrowUp: () => moveAddress(-(figure.address[1] - figure.address[0]) / 10),
-  ArrowDown: () => moveAddress((figure.address[1] - figure.address[0]) / 10),
-  PageUp: () => zoomAddress(0.7),
-  PageDown: () => zoomAddress(1 / 0.7),
-  n: () => goToStep(figure.step + 1),
-  p: () => goToStep(figure.step - 1),
-  Escape: () => { clearHit(); chooseWeight(null); },
-};
-
-function followKeys() {
-  figure.canvas.addEventListener("keydown", (event) => {
-    const act = KEYS[event.key];
-    if (!act || event.ctrlKey || event.metaKey || event.altKey) return;
+  on("keydown", (event) => {
+    if (!(event.key in KEYS) || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
-    act();
+    KEYS[event.key]();
   });
 }
 
-/** Shows a step of the pass that is looked at, and says what it is. */
-function goToStep(step) {
-  const { view } = figure;
-  const { steps } = view.method;
-  if (!steps.length) return;
-  figure.step = (step + steps.length) % steps.length;
-  const start = view.reads[view.focus][figure.step];
-  const end = start + steps[figure.step].read;
-  const span = figure.time[1] - figure.time[0];
-  if (steps.length > MANY && span > 0.25 * view.period) showSteps(figure.step);
-  else if (start < figure.time[0] || end > figure.time[1]) {
-    figure.time = moved(figure.time, start - span / 2 - figure.time[0], view.limits);
+const spanOf = (start, end) => `${formatTime(end - start)}, from ${formatTime(Math.max(0, start))} on`;
+
+/** What an item of a lane is: a title, lines of a name and a value, and the weights that it is about. */
+function hitOf({ kind, start, end, about }) {
+  const lines = [[kind === "stall" ? "waits" : "takes", spanOf(start, end)], ...about.lines];
+  const stall = kind === "read" && figure.view.lanes[0].items.find((one) => one.kind === "stall" && one.end === start);
+  if (stall) lines.push(["waited", formatTime(stall.end - stall.start)]);
+  return { ...about, lines };
+}
+
+/** What a range of the arena is, and how long it stays. */
+function hitOfBox({ start, ready, end, stay: { weight, nbytes, until } }) {
+  const { steps } = figure.method;
+  const { name, nbytes: all } = DATA.weights[weight];
+  const lines = [["bytes", formatBytes(nbytes) + (all === null ? "" : ` of ${formatBytes(all)}`)]];
+  if (ready > start) lines.push(["arrives", spanOf(start, ready)]);
+  if (until === null) lines.push(["here", "always: it never leaves"]);
+  else {
+    lines.push(["leaves", `when ${steps[until % steps.length]} ends${until < steps.length ? "" : " in the pass after"}`]);
+    lines.push(["here for", formatTime(end - start)]);
   }
-  const lane = figure.regions[0];
-  const item = view.compute.find((one) => one.kind === "read" && one.pass === view.focus && one.step.index === figure.step)
-    || { kind: "read", start, end, step: steps[figure.step], pass: view.focus };
-  showHit(hitOfCompute(item), { x: timeToX((start + end) / 2), y: lane.y + lane.height }, { aloud: true });
+  return { title: name, weights: [weight], lines };
+}
+
+/** What is held at a time, between two corners of the line. */
+function hitOfMemory(time) {
+  const { held: [times, values], top } = figure.view;
+  const next = Math.max(1, times.findIndex((one) => one > time));
+  const share = clamp((time - times[next - 1]) / Math.max(1, times[next] - times[next - 1]), 0, 1);
+  const held = values[next - 1] + (values[next] - values[next - 1]) * share;
+  return { title: "In memory", weights: [], lines: [
+    ["at", formatTime(Math.max(0, time))],
+    ["held", `${formatBytes(held)}, ${formatShare(held / top)} of the arena`],
+    ["resident", formatBytes(DATA.resident_bytes)],
+  ] };
+}
+
+/** What lies at a place, or within two pixels of it; else null. */
+function findHit(at) {
+  if (!at || at.name === "memory") return at && hitOfMemory(at.time);
+  const { view, time, address } = figure;
+  for (const pixels of [0, 2]) {
+    const [late, far] = [(pixels / at.width) * (time[1] - time[0]), (pixels / at.height) * (address[1] - address[0])];
+    const now = ({ start, end }) => start - late <= at.time && at.time <= end + late;
+    const here = ({ stay }) => stay.address - far <= at.value && at.value <= stay.address + stay.nbytes + far;
+    const lane = view.lanes[clamp(Math.floor(at.value), 0, view.lanes.length - 1)];
+    const found = at.name === "lanes" ? lane.items.find(now) : view.boxes.find((one) => now(one) && here(one));
+    if (found) return found.stay ? hitOfBox(found) : hitOf(found);
+  }
+  return null;
+}
+
+/** Says beside a place of the picture what is there; no hit hides it. */
+function showHit(hit, x, y) {
+  const [tip, { clientWidth, clientHeight }] = [byId("tip"), figure.root];
+  figure.hit = hit;
+  tip.hidden = !hit;
   redraw();
+  if (!hit) return;
+  const rowOf = ([name, value]) => element("tr", {}, element("th", { scope: "row" }, name), element("td", {}, value));
+  tip.replaceChildren(element("strong", {}, hit.title), element("table", {}, ...hit.lines.map(rowOf)));
+  const { offsetWidth: width, offsetHeight: height } = tip;
+  tip.style.left = `${Math.max(0, x + 16 + width > clientWidth ? x - 16 - width : x + 16)}px`;
+  tip.style.top = `${y + 18 + height > clientHeight + 40 ? Math.max(0, y - height - 12) : y + 18}px`;
 }

@@ -16,8 +16,6 @@ from selenium.webdriver.common.keys import Keys
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1280,1000")
 """Without a sandbox, because root, who runs the tests in a container, cannot have one."""
 
-GUTTER = 86  # pixels before the time axis, as schedule/report_page/figure.js has them
-
 
 def find(name: str) -> str:
     path = shutil.which(name)
@@ -47,9 +45,12 @@ class Page:
         self.settle()
 
     def settle(self) -> None:
-        """Wait until what was asked for is drawn."""
-        twice = "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => done()))"
-        self.browser.execute_async_script(twice)
+        """Wait until the page is made, and what was asked for is drawn."""
+        script = """const done = arguments[0];
+            const look = () => document.documentElement.dataset.ready === undefined
+                ? setTimeout(look, 5) : requestAnimationFrame(() => requestAnimationFrame(() => done()));
+            look()"""
+        self.browser.execute_async_script(script)
 
     def complaints(self) -> list[dict[str, Any]]:
         return list(self.browser.get_log("browser"))
@@ -63,17 +64,17 @@ class Page:
         self.browser.find_element(By.CSS_SELECTOR, selector).click()
         self.settle()
 
-    def hover(self, time: float, y: int) -> str:
-        """What the picture says at a share of the pass that is looked at, `y` pixels below its top."""
-        script = """const canvas = document.getElementById("figure");
-            canvas.scrollIntoView({block: "center", behavior: "instant"});
-            const {left, top, width} = canvas.getBoundingClientRect();
-            return [left, top, width - arguments[0] - 1]"""
-        left, top, width = self.browser.execute_script(script, GUTTER)
+    def hover(self, time: float, part: str, height: float = 0.5) -> str:
+        """What the picture says at a share of the pass that is looked at and of the height of a part."""
+        script = """const plot = document.querySelector(`#figure .${arguments[0]} .u-over`);
+            document.getElementById("figure").scrollIntoView({block: "center", behavior: "instant"});
+            const {left, top, width, height} = plot.getBoundingClientRect();
+            return [left, top, width, height]"""
+        left, top, width, tall = self.browser.execute_script(script, part)
         margin = 0.05 / 1.1  # of the passes before and after, which show at the sides
-        x = left + GUTTER + width * (margin + time * (1 - 2 * margin))
         actions = ActionBuilder(self.browser, duration=0)
-        actions.pointer_action.move_to_location(round(x), round(top + y))
+        x = left + width * (margin + time * (1 - 2 * margin))
+        actions.pointer_action.move_to_location(round(x), round(top + tall * height))
         actions.perform()
         self.settle()
         hidden = self.browser.execute_script("return document.getElementById('tip').hidden")
@@ -82,8 +83,14 @@ class Page:
     def rows(self) -> list[str]:
         """The names of the weights that the table shows."""
         script = """return [...document.querySelectorAll("#weights tbody tr")]
-            .filter((row) => !row.hidden).map((row) => row.cells[0].innerText)"""
+            .map((row) => row.cells[0].innerText)"""
         return list(self.browser.execute_script(script))
+
+    def legend(self) -> list[tuple[str, str]]:
+        """What the curve says at the budget that is looked at: names and values."""
+        script = """return [...document.querySelectorAll("#curve .u-series")]
+            .map((row) => [".u-label", ".u-value"].map((part) => row.querySelector(part).innerText))"""
+        return [(name, value) for name, value in self.browser.execute_script(script)]
 
     def search(self, words: str) -> list[str]:
         field = self.browser.find_element(By.ID, "search")
@@ -93,7 +100,10 @@ class Page:
 
     def picture(self) -> str:
         """The pixels of the picture."""
-        return str(self.browser.execute_script("return document.getElementById('figure').toDataURL()"))
+        script = (
+            "return [...document.querySelectorAll('#figure canvas')].map((one) => one.toDataURL()).join()"
+        )
+        return str(self.browser.execute_script(script))
 
     def keys(self, *keys: str) -> None:
         self.browser.find_element(By.ID, "figure").send_keys(*keys)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
+import hashlib
 import itertools
 import json
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,7 @@ from penstock.schedule.facts.problem import Problem
 from penstock.schedule.plan import Plan
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.report.drawing import save_report, save_timeline
-from penstock.schedule.report.page import page_data
+from penstock.schedule.report.page.data import page_data
 from penstock.schedule.report.views import (
     Copy,
     Views,
@@ -117,15 +121,15 @@ def test_sizes_of_storages_are_found_without_the_catalog(kind: ArenaKind) -> Non
 def test_the_table_says_where_a_weight_lives_and_why() -> None:
     plan = equal_plan(kind="contiguous")
     data = page_data(plan, [f"w{s}" for s in range(8)], None)
-    weights, rows = data["weights"], data["methods"][0]["rows"]
-    assert weights["name"] == [f"w{s}" for s in range(8)]
+    weights, uses = data["weights"], data["methods"][0]["uses"]
+    assert [weight["name"] for weight in weights] == [f"w{s}" for s in range(8)]
     for s in range(8):
-        assert (weights["resident"][s], rows["streamed"][s]) in {(UNIT, 0), (0, UNIT)}
-        stays = "stays, so it is never copied" in rows["why"][s]
-        assert stays == (rows["streamed"][s] == 0)
-        assert rows["why"][s].startswith("read once a pass; ")
-        assert rows["first"][s] == s
-    part = page_data(equal_plan(), ["w"] * 8, None)["methods"][0]["rows"]["why"]
+        assert (weights[s]["resident"], uses[s]["streamed"]) in {(UNIT, 0), (0, UNIT)}
+        stays = "stays, so it is never copied" in uses[s]["why"]
+        assert stays == (uses[s]["streamed"] == 0) == (uses[s]["lives"] == "resident")
+        assert uses[s]["why"].startswith("read once a pass; ")
+        assert uses[s]["first"] == s
+    part = [use["why"] for use in page_data(equal_plan(), ["w"] * 8, None)["methods"][0]["uses"]]
     assert all(
         re.search(r"3\d % stays, the rest is copied while the step before runs; its", why) for why in part
     )
@@ -138,12 +142,12 @@ def test_the_table_explains_what_never_streams() -> None:
     arena = packed_arena(storages, traces, kind="paged", granule=64, alignment=64)
     plan = make_plan(Problem(storages, traces, arena, hardware=machine(1e9)), 3 * UNIT)
     data = page_data(plan, "abcd", None)
-    why = data["methods"][0]["rows"]["why"]
+    why = [use["why"] for use in data["methods"][0]["uses"]]
     assert why[0] == "read once a pass; all weights fit, so that nothing streams"
     assert why[2] == "forward does not read it"
     assert why[3] == "the program writes or returns it, so it never streams"
-    assert data["weights"]["outside"] == [0, 1, 3]
-    assert data["plan"]["addresses"] == 0
+    assert [use["lives"] for use in data["methods"][0]["uses"]] == ["outside"] * 2 + ["not read", "outside"]
+    assert data["addresses"] == 0
 
 
 # Files.
@@ -200,10 +204,24 @@ def test_files_are_written_where_the_file_system_has_no_links(
 def test_the_page_asks_for_nothing(tmp_path: Path) -> None:
     save_report(equal_plan(), tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text()
-    assert "{{" not in page
+    assert "$" not in page.split("<style>")[0]
     assert "default-src 'none'" in page
-    assert set(re.findall(r"https?://[\w./-]*", page)) == {"http://www.w3.org/2000/svg"}
+    # The charts' library says in a comment where it comes from.
+    assert set(re.findall(r"https?://[\w./-]*", page)) == {"https://github.com/leeoniya/uPlot"}
     assert not re.search(r"<link(?! rel=\"icon\" href=\"data:,\")|<img|@import|url\(|\ssrc=|fetch\(", page)
+
+
+def test_the_library_of_the_page_is_the_one_that_its_authors_publish(tmp_path: Path) -> None:
+    vendor = resources.files("penstock.schedule.report.page") / "vendor"
+    listed = [
+        line.split() for line in (vendor / "README.md").read_text().splitlines() if line.startswith("    ")
+    ]
+    assert len(listed) == 3
+    for digest, name in listed:
+        assert hashlib.sha256((vendor / name).read_bytes()).hexdigest() == digest
+    save_report(equal_plan(), tmp_path / "plan.html")
+    # Copies of it, such as a page, carry its licence.
+    assert (vendor / "LICENSE.txt").read_text() in (tmp_path / "plan.html").read_text()
 
 
 def test_a_name_cannot_end_the_data(tmp_path: Path) -> None:
@@ -211,4 +229,6 @@ def test_a_name_cannot_end_the_data(tmp_path: Path) -> None:
     save_report(equal_plan(), tmp_path / "plan.html", names=names)
     page = (tmp_path / "plan.html").read_text()
     assert page.count("</script>") == 2
-    assert json.loads(page.split('id="plan-data">')[1].split("</script>")[0])["weights"]["name"] == names
+    packed = page.split('id="plan-data">')[1].split("</script>")[0]
+    data = json.loads(gzip.decompress(base64.b64decode(packed, validate=True)))
+    assert [weight["name"] for weight in data["weights"]] == names

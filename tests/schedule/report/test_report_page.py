@@ -23,9 +23,9 @@ from tests.schedule.report.report_browser import Page, open_browser
 from tests.schedule.report.report_plans import UNIT, corpus_plan, equal_plan, plan_behind_a_disk, two_links
 from tests.schedule.traces import equal_problem
 
-MOST_BYTES = 3_000_000
-LANES = {"compute": 53, "link": 97, "memory": 145, "arena": 300}
-"""A height, in pixels from the top of the picture, inside each of its regions."""
+MOST_BYTES = 1_000_000
+COMPUTE, LINK = ("lanes", 0.25), ("lanes", 0.75)
+"""The lanes of a plan with one link: the part of the picture, and the share of its height."""
 
 
 @pytest.fixture(scope="module")
@@ -60,16 +60,16 @@ def test_the_page_opens_and_names_what_the_pointer_is_at(
     times = steady.passes[steady.focus]
     begin = times.call_start
     start, end = times.reads[3]
-    shown = page.hover(((start + end) / 2 - begin) / steady.period_ns, LANES["compute"])
+    shown = page.hover(((start + end) / 2 - begin) / steady.period_ns, *COMPUTE)
     assert shown.startswith("block.3\n")
     assert "block.3.weight (4.00 KiB" in shown
     start, end = times.transfers[4]
-    shown = page.hover(((start + end) / 2 - begin) / steady.period_ns, LANES["link"])
+    shown = page.hover(((start + end) / 2 - begin) / steady.period_ns, *LINK)
     step = plan.schedules[0].transfers[4].step
     assert shown.startswith(f"block.{step}.weight\n")
     assert f"for step block.{step} ({step})" in shown.replace("\t", " ")
-    assert "In memory" in page.hover(0.5, LANES["memory"])
-    named = {page.hover(share / 20, LANES["arena"]).split("\n")[0] for share in range(1, 20)}
+    assert "In memory" in page.hover(0.5, "memory")
+    named = {page.hover(share / 20, "arena").split("\n")[0] for share in range(1, 20)}
     assert named - {""}
     assert named - {""} <= set(names(8))
     assert page.complaints() == []
@@ -80,9 +80,9 @@ def test_what_is_held_is_never_more_than_the_arena(browser: Chrome, tmp_path: Pa
     page = Page(browser, save(tmp_path, plan))
     shares = []
     for view in ("steady", "first"):
-        page.click(f"#view-{view}")
+        page.click(f"[data-view={view}]")
         for share in range(1, 20):
-            line = page.hover(share / 20, LANES["memory"]).split("held")[1]
+            line = page.hover(share / 20, "memory").split("held")[1]
             shares.append(int(line.split(", ")[1].split(" %")[0].strip("<>")))
     assert max(shares) <= 100
     assert min(shares) >= 100 * sum(r.nbytes for r in plan.resident) // plan.arena_bytes
@@ -116,7 +116,7 @@ def test_the_picture_obeys_keys_buttons_and_the_wheel(browser: Chrome, tmp_path:
     page.keys("n")
     assert page.text("#tip").startswith("block.0\n")
     page.keys("n", "n")
-    assert browser.find_element(By.ID, "announce").get_attribute("textContent").startswith("block.2: step 2")
+    assert browser.find_element(By.ID, "announce").get_attribute("textContent").startswith("block.2: takes ")
     page.keys(Keys.ESCAPE)
     assert page.picture() == whole
     seen = {whole}
@@ -126,10 +126,10 @@ def test_the_picture_obeys_keys_buttons_and_the_wheel(browser: Chrome, tmp_path:
     assert len(seen) == 5
     page.keys("0")
     assert page.picture() == whole
-    page.click("[data-act=time-in]")
-    assert page.picture() not in seen
-    page.click("[data-act=fit]")
-    wheel = """document.getElementById("figure").dispatchEvent(new WheelEvent("wheel",
+    page.click("[data-key='+']")
+    assert page.picture() in seen - {whole}  # as the key does
+    page.click("[data-key='0']")
+    wheel = """document.querySelector("#figure .lanes .u-over").dispatchEvent(new WheelEvent("wheel",
         {deltaY: -300, ctrlKey: %s, clientX: 600, clientY: 600, bubbles: true, cancelable: true}))"""
     browser.execute_script(wheel % "false")
     page.settle()
@@ -144,10 +144,10 @@ def test_the_first_pass_differs_from_a_steady_one(browser: Chrome, tmp_path: Pat
     plan = equal_plan()
     page = Page(browser, save(tmp_path, plan))
     steady, note = page.picture(), page.text("#pass-note")
-    page.click("#view-first")
+    page.click("[data-view=first]")
     assert page.picture() != steady
     assert page.text("#pass-note").startswith("The first pass of forward takes ")
-    page.click("#view-steady")
+    page.click("[data-view=steady]")
     assert (page.picture(), page.text("#pass-note")) == (steady, note)
 
 
@@ -172,11 +172,11 @@ def test_a_thousand_storages_stay_usable(browser: Chrome, tmp_path: Path, kind: 
     assert browser.execute_script(timing) < 10_000  # a second where nothing else runs
     assert len(page.rows()) == len(plan.names)
     assert page.search("layers.77.down") == ["layers.77.down.weight"]
-    page.click("#steps")
+    page.click("[data-key=f]")
     page.keys("n")
     assert page.text("#tip").startswith(f"{plan.traces[0].steps[0].name}\n")
-    page.click("#steps")
-    assert page.hover(0.5, LANES["link"])
+    page.click("[data-key=f]")
+    assert page.hover(0.5, *LINK)
     assert page.complaints() == []
 
 
@@ -192,15 +192,24 @@ def test_a_sweep_draws_a_line_for_each_policy(browser: Chrome, tmp_path: Path) -
         for share in range(2, 7)
     ]
     page = Page(browser, save(tmp_path, plan, sweep=sweep))
-    drawn = "return [...document.querySelectorAll('#curve text')].map((one) => one.textContent)"
-    labels = set(browser.execute_script(drawn))
-    assert {"penstock", "no plan is faster", "on demand", "one block ahead"} <= labels
-    assert len(browser.find_elements(By.CSS_SELECTOR, "#curve circle")) == 5
-    browser.find_element(By.CSS_SELECTOR, "#curve svg").send_keys(Keys.ARROW_RIGHT)
-    shown = page.text("#curve .tip")
-    assert shown.startswith("20.0 KiB")
-    assert "on demand" in shown
-    assert "no plan is faster" not in shown
+    legend = dict(page.legend())
+    assert legend.keys() == {"budget", "penstock", "no plan is faster", "on demand", "one block ahead"}
+    assert legend["budget"] == "16.0 KiB"  # the plan's own, until the pointer or a key asks for another
+    seen = {}
+    for key in [Keys.ARROW_LEFT] * 3 + [Keys.ARROW_RIGHT] * 5:
+        browser.find_element(By.ID, "curve").send_keys(key)
+        page.settle()
+        legend = dict(page.legend())
+        seen[legend["budget"]] = legend
+    assert seen.keys() == {"8.00 KiB", "12.0 KiB", "16.0 KiB", "20.0 KiB", "24.0 KiB"}
+    assert len({one["penstock"] for one in seen.values()}) == 5
+    assert {one["on demand"] for one in seen.values()} == {"9.00 \u00b5s"}
+    none = {budget for budget, one in seen.items() if one["no plan is faster"] == "\u2013"}
+    assert none == {"20.0 KiB"}
+    assert {budget for budget, one in seen.items() if one["one block ahead"] == "\u2013"} == {
+        "8.00 KiB",
+        "12.0 KiB",
+    }
     assert page.complaints() == []
 
 
@@ -211,7 +220,7 @@ def test_what_the_disk_reads_for_the_host_has_a_lane(browser: Chrome, tmp_path: 
     times = steady.passes[steady.focus]
     staged = [i for i, nbytes in enumerate(plan.schedules[0].staged) if nbytes]
     start, end = times.stages[3]
-    shown = page.hover(((start + end) / 2 - times.call_start) / steady.period_ns, LANES["link"] + 44)
+    shown = page.hover(((start + end) / 2 - times.call_start) / steady.period_ns, "lanes", 5 / 6)
     assert shown.startswith(f"block.{plan.schedules[0].transfers[staged[3]].step}.weight\n")
     assert page.complaints() == []
 
@@ -247,7 +256,7 @@ def test_odd_plans_open_at_any_width(
     assert page.complaints() == [], what
     wide = "const page = document.documentElement; return page.scrollWidth - page.clientWidth"
     assert browser.execute_script(wide) == 0
-    page.click("#view-first")
+    page.click("[data-view=first]")
     if len(plan.traces) > 1:
         browser.find_element(By.ID, "method").send_keys("decode")
         page.settle()
