@@ -23,7 +23,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from penstock.schedule.space.packing import conflicts_of, first_fit, height, pack
+from penstock.schedule.space.packing import conflicts_of, first_fit, height, pack_blocks
 
 FAMILIES = {"cut": 1.25, "mixed": 1.1, "dense": 1.15, "around": 1.2, "layers": 1.1}
 """Each family with the ratio to its bound that the tests accept at 60 blocks."""
@@ -107,7 +107,7 @@ def main(
                 first = first_fit(instance.sizes, conflicts_of(instance.alive), order)
                 plain.append(height(instance.sizes, first) / instance.bound)
                 began = time.perf_counter()
-                found = pack(instance.sizes, instance.alive, work=20_000_000)
+                found = pack_blocks(instance.sizes, instance.alive, work=20_000_000)
                 seconds += time.perf_counter() - began
                 packed.append(found.nbytes / max(instance.bound, found.bound))
             typer.echo(

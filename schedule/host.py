@@ -26,7 +26,7 @@ _RINGS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Staging memory that is tried, as parts of all that the host has."""
 
 _TURNS = 4
-"""Pieces that fit into the ring: one is read while others wait or are copied."""
+"""Pieces that fit into the ring, so that one is read while others wait or are copied."""
 
 
 def with_host(plan: _P, nbytes: int) -> _P:

@@ -1,10 +1,9 @@
 """Facts in, plan out: what is on the device when, within a budget of bytes.
 
-The budget pays for the storages outside the arena and for the arena. Candidates come from a fixed
-family of residencies (paged) or placements (contiguous), each is timed on the exact event graph, and
-the one with the shortest period wins. A larger budget widens the choice, but it also moves copies, which
-can cost more than it saves where single storages count for much: so small problems are planned on lower
-rungs of a fixed ladder of budgets too, and keep what is fastest.
+The budget pays for the storages outside the arena and for the arena. The search of the arena's kind proposes
+decisions, each is timed on the exact event graph, and the one with the shortest period wins. A larger budget
+widens the choice, but it also moves copies, which can cost more than it saves where single storages count for
+much. Small problems are therefore planned on the lower rungs of a fixed ladder of budgets too.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def _floor(pieces: Pieces) -> Floor:
 def make_plan(
     problem: Problem, budget: int, *, names: Sequence[str] | None = None, effort: float = 1.0
 ) -> Plan:
-    """The fastest plan that is found within `budget` bytes, beside which other plans could exist.
+    """The fastest plan that the search finds within `budget` bytes.
 
     `names[s]` is what messages call storage s. `effort` is the share of the usual search: a plan for one run
     need not be the best.

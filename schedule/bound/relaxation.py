@@ -23,10 +23,9 @@ _TIE = 1e-6
 class Tier:
     """Memory that holds weights, and the link that fills it: bytes, and nanoseconds a byte.
 
-    `nbytes` is what there is for them in this tier and in all before it, `granule` the least that is
-    copied at once; `least_copied` bytes at least
-    are copied in a pass, for reasons that the amount of memory does not tell (fixed addresses).
-    `most_at_once` has for each group the bytes that one copy brings at most, where that is known.
+    `nbytes` is the memory of this tier and of all before it, `granule` the least that one copy brings. Fixed
+    addresses can force more: `least_copied` bytes are copied in every pass, and a copy of each group brings
+    `most_at_once` bytes at most, where that is known.
     """
 
     nbytes: int

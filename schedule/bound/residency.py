@@ -109,7 +109,7 @@ def rounded(
 
 
 class Residency:
-    """The memory of one pass of a trace, and how many leading spans to keep over each gap."""
+    """Counts the memory of one pass of a trace, and decides how many leading spans to keep over each gap."""
 
     def __init__(self, groups: Sequence[Group], gaps: Sequence[Gap], needed: Sequence[int]) -> None:
         self.groups = groups
@@ -121,8 +121,8 @@ class Residency:
     def keep(self, level: int, *, latency_bytes: float, spread: bool) -> list[int]:
         """Leading spans kept over each gap, so that no step holds more than `level` bytes.
 
-        A step that needs more than `level` by itself holds just that. With `spread`, what is
-        copied goes where compute hides it before it goes anywhere else; without, shares are equal.
+        A step that needs more than `level` by itself holds just what it needs. With `spread`, copies go first
+        to gaps whose closing steps can hide them behind compute; without, all gaps get equal shares.
         """
         limit = numpy.maximum(self.needed, level)
         held = self.needed.copy()
@@ -148,7 +148,7 @@ class Residency:
     def trim(self, counts: Sequence[int], kept: Sequence[float], limit: int) -> list[int]:
         """Fewer spans over some gaps, so that no step holds more than `limit` bytes, or what it needs itself.
 
-        Where a step holds too much, gaps give up first that have more than their `kept` bytes.
+        Where a step holds too much, spans leave first from gaps that have more than their `kept` bytes.
         """
         counts = list(counts)
         held, steps = self.held(counts), len(self.needed)

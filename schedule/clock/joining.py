@@ -1,7 +1,7 @@
-"""Neighbours copied together: one latency less, but the first waits for the room of the last.
+"""Joining neighbouring copies saves a latency, but the first bytes then wait for the room of the last.
 
-`in_sizes` joins up to a size. `fastest` follows what each way to cut the copies of two passes would bring,
-from copy to copy, and keeps for each place the ways that are first on the link or first in the compute.
+`in_sizes` joins up to a size. `Joiner.fastest` goes through the copies of two passes and works out, for each
+way to cut them, when link and compute would be done; everywhere it keeps the ways that are ahead in either.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Way(NamedTuple):
 
 
 class Joiner:
-    """Cuts the copies of one trace, on one machine."""
+    """Finds the fastest way to join the copies of one trace on one machine."""
 
     def __init__(self, trace: Trace, hardware: Hardware, breaks: Collection[int]) -> None:
         self._hardware, self._breaks = hardware, breaks

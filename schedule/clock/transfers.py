@@ -1,4 +1,4 @@
-"""From residency in a paged arena to transfers, in order of deadline, each as early as memory has room.
+"""Transfers of a paged arena from its residency: in order of deadline, each as early as there is room for it.
 
 In the steady state, the arena holds what crosses the boundary of the pass, plus what has been
 copied, minus what has been dropped. A transfer may start after the first step by whose end enough
@@ -24,8 +24,8 @@ Join = Callable[[Sequence[Transfer]], Iterable[Transfer]]
 
 
 @dataclass(frozen=True)
-class Memory:
-    """What leaves when, what is there between passes, and the most ever held."""
+class Holding:
+    """What leaves the device when, what it holds between passes, and the most that it ever holds."""
 
     drops: tuple[Drop, ...]
     boundary: tuple[Range, ...]
@@ -36,14 +36,14 @@ class Memory:
 class Streaming:
     """What moves in one pass, before its times are known.
 
-    The transfers alone say how long that takes; the rest is worked out when it is asked for.
+    The transfers decide the period; `holding` is worked out only when it is asked for.
     """
 
     transfers: tuple[Transfer, ...]
-    follow: Callable[[], Memory]
+    follow: Callable[[], Holding]
 
     @cached_property
-    def memory(self) -> Memory:
+    def holding(self) -> Holding:
         return self.follow()
 
 
@@ -119,11 +119,11 @@ class Loads:
         pieces = self._merged(rows, after)
         transfers = tuple(join(pieces)) if join else pieces
 
-        def follow() -> Memory:
+        def follow() -> Holding:
             in_flight = [(t.step, Range(t.start, t.stop)) for t in transfers if t.after < 0]
             kept = [(int(self.step[i]), self.spans[self.span[i]]) for i in numpy.nonzero(crossing)[0]]
             boundary = tuple(span for _, span in sorted(kept + in_flight))
-            return Memory(self._drops(rows), boundary, self._peak(base, freed, transfers))
+            return Holding(self._drops(rows), boundary, self._peak(base, freed, transfers))
 
         return Streaming(transfers, follow)
 

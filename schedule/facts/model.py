@@ -1,7 +1,7 @@
 """The vocabulary of the schedule: frozen dataclasses, no torch, no behaviour beyond lookups.
 
 Facts come from the passes (weights, storages, traces), decisions from the planner (plans).
-The same classes are what a payload holds: `payload.py` reads and writes them as JSON, and
+The same classes are what a payload holds: `payload/` reads and writes them as JSON, and
 `docs/payload.md` specifies every field. All offsets are bytes, all ranges half-open, all times
 integer nanoseconds.
 """

@@ -1,4 +1,4 @@
-"""The parts of a weight, which a quantised one has several of: named one by one, and read together."""
+"""The parts of weights: a quantised weight has several, which are named one by one and read together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.schedule.facts.model import Part, Trace, Weight
 
 
 def tensor_of(weight: Weight, part: Part) -> str:
-    """What a part is called where every tensor has a name of its own: the FQN, or `FQN.PART`."""
+    """The name of a part among all tensors: the FQN of its weight, or `FQN.PART` where it has several."""
     return f"{weight.fqn}.{part.name}" if part.name else weight.fqn
 
 
@@ -34,9 +34,9 @@ def join_parts(plain: Iterable[Weight], parts: Mapping[str, tuple[str, str]]) ->
 
 
 def storages_together(weights: Sequence[Weight]) -> dict[int, tuple[int, ...]]:
-    """For each storage of a weight of several parts, those that belong to the same weights; itself is one.
+    """For each storage of a weight of several parts, all storages of exactly the same weights, itself too.
 
-    What only some of them hold, such as one scale of many weights, is on its own.
+    A storage that other weights have too, such as a scale that many share, is in a group of its own.
     """
     holders: dict[int, list[str]] = {}
     for weight in weights:

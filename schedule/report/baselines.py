@@ -1,7 +1,7 @@
 """The policies that other tools use, in the same model, so that a plan can be compared with them.
 
-All get the same memory, link and step times, and perfect engineering: no overhead of hooks, copies
-at the link's full rate. Each returns the period in ns, or None where it does not fit.
+All get the same memory, link and step times, copies at the link's full rate and no overhead of their own.
+Each function returns the period in ns, or None where the policy does not fit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""The search for a plan of a contiguous arena: which storages stay, and how far ahead others may come.
+"""The search for a plan of a contiguous arena: which storages stay, and how much memory the others share.
 
-What is copied, and when it may start, follows from addresses alone: bytes are copied again when
-anything else was read at their place since, and may be written once that has been read for the last
-time.
+What is copied, and when a copy may start, follows from the addresses alone (`occupancy.py`).
 """
 
 from __future__ import annotations
@@ -18,29 +16,29 @@ from penstock.schedule.clock.event_graph import steady_period_ns
 from penstock.schedule.facts.model import Schedule
 from penstock.schedule.search.occupancy import Occupancy
 from penstock.schedule.search.task import Draft, Task
-from penstock.schedule.space.addresses import Placement, first_use, place_oldest, tight
+from penstock.schedule.space.addresses import Addressing, first_use, place_oldest, tight
 from penstock.schedule.space.pieces import Block
 
 _SIZES = 8
-"""Largest sizes of what streams that are tried: small blocks take little memory on their way."""
+"""How many largest sizes of streaming blocks are tried: small blocks need little memory on their way."""
 
 _SMALLEST = (0.0, 0.1, 0.5)
-"""Shares of the largest size, from which on blocks stream: few large copies pay few latencies."""
+"""Smallest sizes of streaming blocks, as shares of the largest: few large copies pay few latencies."""
 
 _ROOMS = (1.0, 1.06, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0)
-"""Memory in which what streams takes turns, in multiples of the most of it that one step reads."""
+"""Memory that streaming blocks share, in multiples of the most of their bytes that one step reads."""
 
 _FINER = ((0.8, 0.87, 0.93, 0.97, 1.03, 1.07, 1.15, 1.25), (0.98, 0.99, 1.01, 1.02))
-"""Multiples of the best of these rooms that are tried next, and then of the best of those."""
+"""Multiples of the best room that are tried next; those of the second row refine the best of the first."""
 
 _PARTS = (0, 4, 64, 1 << 20)
-"""Parts of a block that are copied by themselves, at least, in multiples of what a latency would copy."""
+"""The least part of a block that is a copy of its own, in multiples of the bytes that one latency costs."""
 
 _USUAL = 16
-"""The same, while residencies are compared."""
+"""The least part while residencies are compared."""
 
 _EFFORT = 40_000
-"""Addresses, at most, that are chosen in one search."""
+"""Addresses, at most, that one search chooses."""
 
 _CLOSE = 1.0001
 """Times the bound, at which a plan is good enough."""
@@ -62,7 +60,7 @@ class _Family:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """What stays, the bytes in which the rest takes turns (None: all that are left), the least time."""
+    """What stays, the bytes that the rest shares (None: all that are left), and the least time of a pass."""
 
     family: _Family
     room: float
@@ -94,14 +92,14 @@ class _Search:
         self.period: float = math.inf
         self.copied = 0
         self.found: Draft | None = None
-        self.placement: Placement | None = None
+        self.placement: Addressing | None = None
         self.best: _Candidate | None = None
         self.tried: set[tuple[int, tuple[int, ...]]] = set()
         self.effort = int(_EFFORT * task.effort)
         self.compute_ns = sum(trace.compute_ns for trace in self.traces)
 
     def run(self, relaxed: Sequence[Relaxation | None]) -> Draft | None:
-        """Tries rooms roughly, then more finely about the best, and how far blocks are copied in parts."""
+        """Tries coarse rooms, then finer ones around the best, and then parts of blocks of several sizes."""
         enough = sum(one.bound_ns if one else 0 for one in relaxed) * _CLOSE
         shares = [[float(block.size) for block in self.blocks]]
         known = [one for one in relaxed if one]
@@ -121,7 +119,7 @@ class _Search:
         return self.found
 
     def _try(self, rooms: Sequence[tuple[_Family, float]], enough: float) -> None:
-        """From the candidate that could be fastest on, while one can still be faster."""
+        """Times the candidates in the order of their least times, until none can be faster than the best."""
         candidates = [self._candidate(family, room) for family, room in rooms]
         for one in sorted((one for one in candidates if one), key=lambda one: one.least_ns):
             hopeless = one.least_ns >= self.period or self.period <= enough or self.effort <= 0
@@ -164,7 +162,7 @@ class _Search:
             yield _Family(able, self._most_read(able), wanted, tuple(free[-2:]))
 
     def _candidate(self, family: _Family, room: float) -> _Candidate | None:
-        """What stays of a family when the rest takes turns in `room` times what a step reads of it."""
+        """What stays of a family when the rest shares `room` times the most that one step reads of it."""
         granule = self.arena.granule
         ring = math.ceil(room * family.read / granule) * granule
         ends = sum(self.blocks[b].size for b in family.ends)
@@ -226,7 +224,7 @@ class _Search:
                 free -= self.blocks[b].size
         return frozenset(chosen)
 
-    def _time(self, placement: Placement, parts: int) -> bool:
+    def _time(self, placement: Addressing, parts: int) -> bool:
         """Whether the placement takes less time than any before, or as much for fewer bytes copied."""
         if (parts, placement.addresses) in self.tried or placement.nbytes > self.cap:
             return False

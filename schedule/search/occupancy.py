@@ -15,14 +15,14 @@ from penstock.schedule.clock.joining import MERGED_BYTES
 from penstock.schedule.facts.model import Drop, Range, Transfer
 from penstock.schedule.facts.problem import Demand
 from penstock.schedule.search.task import Draft
-from penstock.schedule.space.addresses import Placement
+from penstock.schedule.space.addresses import Addressing
 from penstock.schedule.space.pieces import Block
 from penstock.schedule.space.spans import merged
 
 
 @dataclass
 class _Moves:
-    """What happens to the bytes of one trace, collected piece by piece."""
+    """What is copied and dropped in a pass of one trace, and which bytes stay over its end."""
 
     copies: dict[tuple[int, int, int], list[Range]] = field(default_factory=dict)
     drops: dict[int, list[Range]] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class _Moves:
 class Occupancy:
     """What the addresses of a placement mean for every trace of a demand."""
 
-    def __init__(self, demand: Demand, blocks: Sequence[Block], placement: Placement) -> None:
+    def __init__(self, demand: Demand, blocks: Sequence[Block], placement: Addressing) -> None:
         self._demand, self._blocks, self._placement = demand, blocks, placement
         self._begins = frozenset(block.range.start for block in blocks)
         pieces, cells = _cells(blocks, demand.arena.granule, placement)
@@ -81,7 +81,7 @@ class Occupancy:
 
 
 def _cells(
-    blocks: Sequence[Block], granule: int, placement: Placement
+    blocks: Sequence[Block], granule: int, placement: Addressing
 ) -> tuple[list[dict[int, Range]], list[list[int]]]:
     """The arena cut wherever a block begins or ends.
 
@@ -112,7 +112,7 @@ def _cells(
 
 
 def _move(reads: Sequence[tuple[int, int]], ranges: dict[int, Range], steps: int, moves: _Moves) -> None:
-    """What the reads (step, block) of one cell in one pass imply, which others of the method follow."""
+    """Adds the copies and drops of one cell, which `reads` (step, block) reads in this order every pass."""
     for j, (k, b) in enumerate(reads):
         before, user = reads[j - 1]
         following = reads[(j + 1) % len(reads)][1]

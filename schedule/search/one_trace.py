@@ -1,9 +1,10 @@
 """The search for what one trace streams through a paged arena, timed on the exact event graph.
 
 The more bytes stay, the fewer are copied, and the less room there is to copy ahead. Where the relaxation was
-solved, its kept bytes are made whole spans, in several ways and with several amounts of memory left; else
-levels of memory that residency may fill are tried from the largest down, until what remains would copy for
-longer than the best plan found takes. Of the fastest, copies are joined anew, and runs grow and shrink.
+solved, the bytes that it keeps are rounded to whole spans, in several ways and leaving several amounts of
+memory free. Otherwise, levels of memory that residency may fill are tried from the largest down, until
+copying what remains would take longer than the best plan. The copies of the fastest candidates are then
+joined in other ways, and their runs of rows grow and shrink.
 """
 
 from __future__ import annotations
@@ -46,13 +47,14 @@ _NEAR = 1.01
 _RINGS = (0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 2.8)
 _PARTS = (1, 1.5, 2, 3)
 _AHEAD = (0.0, 0.5)
-"""The refilled memory, as shares of the relaxation's; runs in it; how much of the first is owed at first."""
+"""Of a choice of runs: memory that is refilled, as a share of the relaxation's; runs that fit into it; and
+the share of a run that is owed at the start of a pass."""
 
 _JOINED = 4
 """Choices of spans, the fastest, whose copies are joined in every way."""
 
 _EFFORT, _SMALL_EFFORT = 40_000, 600
-"""Copies before joining that are joined in every way, at most, in one search; and in a small problem."""
+"""Copies, counted before joining, that one search may join in every way; and the same of a small problem."""
 
 
 @dataclass(frozen=True)
@@ -94,13 +96,13 @@ class OneTrace:
 
     @property
     def period_ns(self) -> float:
-        """That of the best so far."""
+        """The period of the best candidate so far."""
         return self.ranked[0].period_ns if self.ranked else math.inf
 
     def best(self, relaxed: Relaxation | None) -> tuple[Streaming, Sequence[bool]]:
         """The best way to stream, and for each span whether it never leaves.
 
-        Of the relaxation's roundings; where they are few or there are none, of all levels too.
+        Small problems that are not near the bound, and those without a relaxation, try all levels too.
         """
         if relaxed:
             self._round(relaxed)
@@ -114,11 +116,11 @@ class OneTrace:
         return found.streaming, stays
 
     def _worst_ns(self) -> float:
-        """That of the last candidate that is remembered, where there is no room for another."""
+        """The period that a candidate must beat to be remembered."""
         return self.ranked[-1].period_ns if len(self.ranked) == 2 * _JOINED else math.inf
 
     def _round(self, relaxed: Relaxation) -> None:
-        """Rounds the relaxation, leaving more and more memory for rounding and for copies on their way.
+        """Rounds the relaxation, leaving several amounts of memory for rounding and for copies on their way.
 
         First the best amount to leave is found, then the best way to round with it.
         """

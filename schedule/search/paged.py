@@ -1,4 +1,4 @@
-"""Plans of a paged arena: what one trace streams, or one resident share for several methods."""
+"""The search for a plan of a paged arena: what one method streams, or one resident share for several."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.schedule.space.pieces import Block, Pieces
 from penstock.schedule.space.spans import merged
 
 _NEAR = 1.01
-"""Times the bound, within which no other way to plan is asked."""
+"""Times the bound, within which runs are not searched for as well."""
 
 _SHARES = 64
 """Resident shares that are tried for several methods in one arena."""
@@ -46,12 +46,12 @@ def search(task: Task) -> Draft:
 
 
 def _decisions(pieces: Pieces, streams: Sequence[Streaming], stays: Sequence[bool]) -> Draft:
-    """What several methods stream, or one, beside the spans that never leave."""
+    """The draft of what each method streams beside the spans that never leave."""
     spans = (span for group in pieces.groups for span in group.spans)
     resident = merged(itertools.compress(spans, stays), pieces.breaks)
-    peak = max((one.memory.peak_bytes for one in streams), default=sum(r.nbytes for r in resident))
-    boundaries = tuple((*resident, *one.memory.boundary) for one in streams)
-    moved = tuple((one.transfers, one.memory.drops) for one in streams)
+    peak = max((one.holding.peak_bytes for one in streams), default=sum(r.nbytes for r in resident))
+    boundaries = tuple((*resident, *one.holding.boundary) for one in streams)
+    moved = tuple((one.transfers, one.holding.drops) for one in streams)
     if len(streams) == 1:
         return Draft(peak, (), resident, boundaries[0], moved)
     return Draft(peak, (), resident, resident, moved, boundaries)

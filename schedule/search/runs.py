@@ -1,4 +1,4 @@
-"""Which rows to copy so that one copy brings many: runs of neighbours, spread as the relaxation copies."""
+"""Runs of neighbouring rows that one copy can bring, spread over the trace as the relaxation copies bytes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from penstock.schedule.bound.residency import Residency
 from penstock.schedule.clock.transfers import Loads
 
 _ATTEMPTS = 5
-"""How often more is copied where the first choice does not fit."""
+"""How often a choice that does not fit is made again with more bytes to copy."""
 
 
 class Runs:
-    """Choices of rows for one trace in `cap` bytes, of which the relaxation keeps `kept` over each gap."""
+    """Choices of the rows of one trace that are copied, so that all others fit into `cap` bytes.
+
+    `kept` are the bytes that the relaxation keeps over each gap.
+    """
 
     def __init__(self, loads: Loads, residency: Residency, kept: Sequence[float], cap: int) -> None:
         self._loads, self._residency, self._cap = loads, residency, cap
@@ -57,7 +60,7 @@ class Runs:
                 yield other
 
     def _spread(self, copied: int, run: int, ahead: float) -> numpy.ndarray:
-        """About `copied` bytes, in runs that begin and end where half a run is owed or given in advance."""
+        """Rows of about `copied` bytes: a run begins when half of it is owed, and ends half in advance."""
         weights = (self._wanted(copied) * self._loads.nbytes).tolist()
         rows = numpy.zeros(len(weights), dtype=bool)
         owed, running = ahead * run, False
@@ -86,7 +89,7 @@ class Runs:
         return wanted
 
     def _short(self, rows: numpy.ndarray) -> int:
-        """Bytes by which some step holds too much."""
+        """Bytes by which the fullest step holds more than the cap; negative where all fit."""
         loads = self._loads
         kept = numpy.bincount(loads.gap[~rows], weights=loads.nbytes[~rows], minlength=len(loads.gaps))
         return int(self._residency.held_bytes(kept.tolist()).max()) - self._cap

@@ -1,4 +1,4 @@
-"""What every search is given, and what it finds."""
+"""The interface of the searches: `search` in `contiguous.py` and `paged.py` makes a Draft for a Task."""
 
 from __future__ import annotations
 

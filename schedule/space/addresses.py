@@ -16,19 +16,19 @@ from dataclasses import dataclass
 import numpy
 
 from penstock.schedule.facts.model import Range
-from penstock.schedule.space.packing import pack
+from penstock.schedule.space.packing import pack_blocks
 from penstock.schedule.space.pieces import Block
 
 
 @dataclass(frozen=True)
-class Placement:
+class Addressing:
     """Address of each block, and the bytes up to the end of the last."""
 
     addresses: tuple[int, ...]
     nbytes: int
 
 
-def tight(blocks: Sequence[Block]) -> Placement:
+def tight(blocks: Sequence[Block]) -> Addressing:
     """The smallest placement found: what is always kept is apart from everything."""
     addresses = [0] * len(blocks)
     base = 0
@@ -37,10 +37,10 @@ def tight(blocks: Sequence[Block]) -> Placement:
             addresses[b] = base
             base += block.size
     free = [b for b, block in enumerate(blocks) if not block.kept]
-    packing = pack([blocks[b].size for b in free], [_alive(blocks[b]) for b in free])
+    packing = pack_blocks([blocks[b].size for b in free], [_alive(blocks[b]) for b in free])
     for b, address in zip(free, packing.addresses, strict=True):
         addresses[b] = base + address
-    return Placement(tuple(addresses), base + packing.nbytes)
+    return Addressing(tuple(addresses), base + packing.nbytes)
 
 
 def least_copied(blocks: Sequence[Block], cap: int) -> int:
@@ -137,7 +137,7 @@ def _largest(values: numpy.ndarray, first: numpy.ndarray, last: numpy.ndarray) -
 
 def place_oldest(
     blocks: Sequence[Block], resident: Collection[int], *, cap: int, ring: int | None = None
-) -> Placement | None:
+) -> Addressing | None:
     """Addresses below `cap` for blocks in order of first use, the resident ones first and apart.
 
     With `ring`, the two largest of the others lie at the ends of what the resident ones leave and share all
@@ -174,7 +174,7 @@ def place_oldest(
             return None
         addresses[b] = address
         left.take(address, address + blocks[b].size, now)
-    return None if _overlap(blocks, addresses, read_with) else Placement(tuple(addresses), cap)
+    return None if _overlap(blocks, addresses, read_with) else Addressing(tuple(addresses), cap)
 
 
 def _read_together(blocks: Sequence[Block]) -> list[set[int]]:

@@ -39,7 +39,7 @@ class Packing:
     bound: int
 
 
-def pack(
+def pack_blocks(
     sizes: Sequence[int], alive: Sequence[Collection[int]], *, work: int = _WORK, seed: int = 0
 ) -> Packing:
     """The smallest packing found of blocks of these sizes in bytes, each alive at some steps.

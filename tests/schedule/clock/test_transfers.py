@@ -35,17 +35,17 @@ def test_one_slot_copies_after_the_step_before() -> None:
     loads = loads_of((64, 64, 64), (0,), (1,), (2,))
     one = streamed(loads, [0] * 3, cap=64, early=2)
     assert one.transfers == (Transfer(0, 64, 0, -1), Transfer(64, 128, 1, 0), Transfer(128, 192, 2, 1))
-    assert one.memory.drops == (Drop(0, 64, 0), Drop(64, 128, 1), Drop(128, 192, 2))
-    assert one.memory.boundary == (Range(0, 64),)
-    assert one.memory.peak_bytes == 64
+    assert one.holding.drops == (Drop(0, 64, 0), Drop(64, 128, 1), Drop(128, 192, 2))
+    assert one.holding.boundary == (Range(0, 64),)
+    assert one.holding.peak_bytes == 64
 
 
 def test_two_slots_copy_one_step_ahead_and_across_the_end() -> None:
     loads = loads_of((64, 64, 64), (0,), (1,), (2,))
     one = streamed(loads, [0] * 3, cap=128, early=2)
     assert [t.after for t in one.transfers] == [-2, -1, 0]
-    assert one.memory.boundary == (Range(0, 64), Range(64, 128))
-    assert one.memory.peak_bytes == 128
+    assert one.holding.boundary == (Range(0, 64), Range(64, 128))
+    assert one.holding.peak_bytes == 128
 
 
 def test_nothing_starts_early_that_may_not() -> None:
@@ -64,7 +64,7 @@ def test_a_resident_part_is_neither_copied_nor_dropped() -> None:
     loads = loads_of((640, 640), (0,), (1,))
     one = streamed(loads, [3, 0], cap=3 * 64 + 640, early=1)
     assert one.transfers[0] == Transfer(192, 640, 0, -1)
-    assert one.memory.drops[0] == Drop(192, 640, 0)
+    assert one.holding.drops[0] == Drop(192, 640, 0)
 
 
 def test_what_is_kept_across_the_end_is_in_the_boundary_without_a_transfer() -> None:
@@ -73,7 +73,7 @@ def test_what_is_kept_across_the_end_is_in_the_boundary_without_a_transfer() -> 
     kept = [gap.closes - gap.opens == 1 and gap.closes == 4 for gap in loads.gaps]
     one = streamed(loads, [int(k) for k in kept], cap=64, early=3)
     assert [(t.start, t.step, t.after) for t in one.transfers] == [(64, 1, 0), (128, 2, 1), (0, 3, 2)]
-    assert one.memory.boundary == (Range(0, 64),)
+    assert one.holding.boundary == (Range(0, 64),)
 
 
 @given(problems("paged"))

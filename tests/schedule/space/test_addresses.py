@@ -11,7 +11,7 @@ from penstock.schedule.facts.model import Drop, Range, Step, Storage, Trace, Tra
 from penstock.schedule.facts.problem import Demand
 from penstock.schedule.planner import floor
 from penstock.schedule.search.occupancy import Occupancy
-from penstock.schedule.space.addresses import Placement, least_copied, place_oldest, tight
+from penstock.schedule.space.addresses import Addressing, least_copied, place_oldest, tight
 from penstock.schedule.space.layout import packed_arena
 from penstock.schedule.space.pieces import blocks_of
 from tests.schedule.traces import RandomProblem, problems
@@ -84,7 +84,7 @@ def test_storages_of_one_step_find_no_place_where_only_one_fits() -> None:
 def test_neighbours_that_overlap_in_part_are_copied_in_part() -> None:
     demand = facts_of((128,) * 2, (0,), (1,))
     blocks = blocks_of(demand)
-    one = Occupancy(demand, blocks, Placement((0, 64), 192)).decide(1)
+    one = Occupancy(demand, blocks, Addressing((0, 64), 192)).decide(1)
     assert one.resident == (Range(0, 64), Range(192, 256))
     assert one.streams[0][0] == (Transfer(64, 128, 0, -1), Transfer(128, 192, 1, 0))
     assert one.streams[0][1] == (Drop(64, 128, 0), Drop(128, 192, 1))
@@ -95,7 +95,7 @@ def test_small_parts_of_a_storage_are_copied_with_their_neighbours() -> None:
     """The last storage lies over both others: its first part could start a step earlier than its second."""
     demand = facts_of((64, 64, 128), (0,), (1,), (2,))
     blocks = blocks_of(demand)
-    placement = Placement((0, 64, 0), 128)
+    placement = Addressing((0, 64, 0), 128)
     for least, expected in ((0, [(128, 192, 0), (192, 256, 1)]), (65, [(128, 256, 1)])):
         one = Occupancy(demand, blocks, placement).decide(2, least)
         assert [(t.start, t.stop, t.after) for t in one.streams[0][0] if t.step == 2] == expected
@@ -104,7 +104,7 @@ def test_small_parts_of_a_storage_are_copied_with_their_neighbours() -> None:
 def test_bytes_nobody_read_since_are_not_copied_again() -> None:
     demand = facts_of((64, 64), (0,), (0,), (1,))
     blocks = blocks_of(demand)
-    one = Occupancy(demand, blocks, Placement((0, 0), 64)).decide(2)
+    one = Occupancy(demand, blocks, Addressing((0, 0), 64)).decide(2)
     assert [(t.start, t.step, t.after) for t in one.streams[0][0]] == [(0, 0, -1), (64, 2, 1)]
 
 

@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.allocation import FAMILIES, Instance, make_instance
-from penstock.schedule.space.packing import conflicts_of, first_fit, height, pack
+from penstock.schedule.space.packing import conflicts_of, first_fit, height, pack_blocks
 
 
 def test_three_pairs_of_which_each_two_meet_take_three_places() -> None:
-    found = pack([1, 1, 1], [[0, 2], [0, 1], [1, 2]])
+    found = pack_blocks([1, 1, 1], [[0, 2], [0, 1], [1, 2]])
     assert (found.nbytes, found.bound) == (3, 3)
 
 
 def test_nothing_takes_nothing() -> None:
-    assert pack([], []).nbytes == 0
-    assert pack([5, 0], [[], [1]]).nbytes == 5
+    assert pack_blocks([], []).nbytes == 0
+    assert pack_blocks([5, 0], [[], [1]]).nbytes == 5
 
 
 def overlapping(sizes: list[int], alive: list[list[int]], addresses: tuple[int, ...]) -> bool:
@@ -49,7 +49,7 @@ def exhaustive(sizes: list[int], alive: list[list[int]]) -> int:
 )
 def test_few_blocks_are_packed_as_well_as_can_be(blocks: list[tuple[int, list[int]]]) -> None:
     sizes, alive = [size for size, _ in blocks], [steps for _, steps in blocks]
-    found = pack(sizes, alive)
+    found = pack_blocks(sizes, alive)
     assert not overlapping(sizes, alive, found.addresses)
     assert found.nbytes == height(sizes, found.addresses) == exhaustive(sizes, alive)
     assert found.bound == found.nbytes or len(sizes) > 10
@@ -59,18 +59,18 @@ def test_few_blocks_are_packed_as_well_as_can_be(blocks: list[tuple[int, list[in
 def test_hard_instances_stay_near_the_bound(family: str) -> None:
     for seed in range(3):
         instance = make_instance(family, blocks=60, seed=seed)
-        found = pack(instance.sizes, instance.alive)
+        found = pack_blocks(instance.sizes, instance.alive)
         assert not overlapping(list(instance.sizes), [list(a) for a in instance.alive], found.addresses)
         assert instance.bound <= found.bound <= found.nbytes <= instance.bound * FAMILIES[family]
 
 
 def test_the_same_instance_is_packed_the_same_way() -> None:
     instance: Instance = make_instance("cut", blocks=80, seed=1)
-    assert pack(instance.sizes, instance.alive) == pack(instance.sizes, instance.alive)
+    assert pack_blocks(instance.sizes, instance.alive) == pack_blocks(instance.sizes, instance.alive)
 
 
 def test_more_work_is_never_worse() -> None:
     draw = random.Random(5)
     sizes = [draw.randint(1, 50) for _ in range(40)]
     alive = [range(start := draw.randint(0, 30), start + draw.randint(1, 12)) for _ in range(40)]
-    assert pack(sizes, alive, work=10**6).nbytes <= pack(sizes, alive, work=1).nbytes
+    assert pack_blocks(sizes, alive, work=10**6).nbytes <= pack_blocks(sizes, alive, work=1).nbytes
