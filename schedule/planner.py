@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from penstock.schedule.bound.period import relax, tier_of, usable_bytes
 from penstock.schedule.bound.relaxation import Tier
 from penstock.schedule.bound.residency import needed_bytes
-from penstock.schedule.clock.event_graph import steady_period_ns
 from penstock.schedule.facts.errors import BudgetError, PlanError
 from penstock.schedule.facts.model import Schedule
 from penstock.schedule.facts.problem import Demand, Problem
@@ -172,14 +171,10 @@ def _least_ns(problem: Problem, cap: int) -> int:
 
 
 def _timed(problem: Problem, found: Draft) -> tuple[Schedule, ...]:
-    """The schedules of some decisions with their steady periods."""
-    schedules = []
+    """The schedules of a draft with their steady periods."""
     boundaries = found.boundaries or (None,) * len(problem.traces)
-    for trace, (transfers, drops), boundary in zip(problem.traces, found.streams, boundaries, strict=True):
-        schedule = Schedule(trace.graph, transfers, drops, 0, boundary=boundary)
-        period_ns = steady_period_ns(trace, schedule, problem.hardware, problem.wrap)
-        schedules.append(replace(schedule, predicted_ns=period_ns))
-    return tuple(schedules)
+    facts = zip(problem.traces, found.streams, found.periods_ns(problem), boundaries, strict=True)
+    return tuple(Schedule(trace.graph, *stream, ns, boundary=last) for trace, stream, ns, last in facts)
 
 
 def _total_ns(schedules: Sequence[Schedule]) -> int:

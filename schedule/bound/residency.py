@@ -79,35 +79,6 @@ def needed_bytes(groups: Sequence[Group], steps: int, *, which: int = 0) -> list
     return needed
 
 
-def rounded(
-    groups: Sequence[Group], gaps: Sequence[Gap], kept: Sequence[float], steps: int, *, quantum: int = 0
-) -> list[int]:
-    """Leading spans to keep over each gap, near to `kept` bytes.
-
-    In the order of their closing steps each gap makes up for what was rounded before it, so that sums
-    over neighbours stay close. Gaps of less than `quantum` bytes are copied whole or not at all, in runs
-    of about that many bytes: one copy can then bring a run.
-    """
-    counts = [0] * len(gaps)
-    owed = 0.0  # bytes still to be copied
-    running = False
-    for index in sorted(range(len(gaps)), key=lambda i: (gaps[i].closes % steps, gaps[i].group)):
-        prefix = groups[gaps[index].group].bytes_of_first
-        owed += prefix[-1] - kept[index]
-        if not gaps[index].inside:
-            counts[index] = len(prefix) - 1
-        elif prefix[-1] < quantum:
-            running = owed > -quantum / 2 if running else owed >= quantum / 2
-            counts[index] = 0 if running else len(prefix) - 1
-        else:
-            wanted = prefix[-1] - (round(owed / quantum) * quantum if quantum else owed)
-            above = min(bisect_right(prefix, wanted), len(prefix) - 1)
-            below = max(0, above - 1)
-            counts[index] = above if prefix[above] - wanted < wanted - prefix[below] else below
-        owed -= prefix[-1] - prefix[counts[index]]
-    return counts
-
-
 class Residency:
     """Counts the memory of one pass of a trace, and decides how many leading spans to keep over each gap."""
 
@@ -133,6 +104,33 @@ class Residency:
                 counts[gap] = count
             held += self._profile(alike, chosen)
         self._fill(counts, limit - held, latency_bytes)
+        return counts
+
+    def rounded(self, kept: Sequence[float], *, quantum: int = 0) -> list[int]:
+        """Leading spans to keep over each gap, near to `kept` bytes.
+
+        In the order of their closing steps each gap makes up for what was rounded before it, so that sums
+        over neighbours stay close. Gaps of less than `quantum` bytes are copied whole or not at all, in runs
+        of about that many bytes: one copy can then bring a run.
+        """
+        gaps, steps = self.gaps, len(self.needed)
+        counts = [0] * len(gaps)
+        owed = 0.0  # bytes still to be copied
+        running = False
+        for index in sorted(range(len(gaps)), key=lambda i: (gaps[i].closes % steps, gaps[i].group)):
+            prefix = self.groups[gaps[index].group].bytes_of_first
+            owed += prefix[-1] - kept[index]
+            if not gaps[index].inside:
+                counts[index] = len(prefix) - 1
+            elif prefix[-1] < quantum:
+                running = owed > -quantum / 2 if running else owed >= quantum / 2
+                counts[index] = 0 if running else len(prefix) - 1
+            else:
+                wanted = prefix[-1] - (round(owed / quantum) * quantum if quantum else owed)
+                above = min(bisect_right(prefix, wanted), len(prefix) - 1)
+                below = max(0, above - 1)
+                counts[index] = above if prefix[above] - wanted < wanted - prefix[below] else below
+            owed -= prefix[-1] - prefix[counts[index]]
         return counts
 
     def held(self, counts: Sequence[int]) -> numpy.ndarray:

@@ -12,8 +12,6 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.schedule.bound.period import Relaxation
-from penstock.schedule.clock.event_graph import steady_period_ns
-from penstock.schedule.facts.model import Schedule
 from penstock.schedule.search.occupancy import Occupancy
 from penstock.schedule.search.task import Draft, Task
 from penstock.schedule.space.addresses import Addressing, first_use, place_oldest, tight
@@ -70,7 +68,7 @@ class _Candidate:
 
 
 def search(task: Task) -> Draft:
-    """The best decisions found."""
+    """The best draft found."""
     found = search_blocks(task, task.pieces.blocks)
     assert found is not None  # the floor is that of a placement which is tried as well
     return found
@@ -82,7 +80,7 @@ def search_blocks(task: Task, blocks: Sequence[Block]) -> Draft | None:
 
 
 class _Search:
-    """The placements that are tried, and the decisions of the best so far."""
+    """The placements that are tried, and the draft of the best so far."""
 
     def __init__(self, task: Task, blocks: Sequence[Block]) -> None:
         problem = task.problem
@@ -235,13 +233,10 @@ class _Search:
         choices = (last,) if self.wrap == "overlap" else (last, 0)
         occupancy = Occupancy(self.problem, self.blocks, placement)
         for early in choices:
-            decisions = occupancy.decide(early, least)
-            period = 0
-            for trace, (transfers, drops) in zip(self.traces, decisions.streams, strict=True):
-                schedule = Schedule(trace.graph, transfers, drops, 0)
-                period += steady_period_ns(trace, schedule, self.hardware, self.wrap)
-            copied = sum(t.stop - t.start for transfers, _ in decisions.streams for t in transfers)
+            draft = occupancy.decide(early, least)
+            period = sum(draft.periods_ns(self.problem))
+            copied = sum(t.stop - t.start for transfers, _ in draft.streams for t in transfers)
             if (period, copied) < (self.period, self.copied):
-                self.period, self.copied, self.found, self.placement = period, copied, decisions, placement
+                self.period, self.copied, self.found, self.placement = period, copied, draft, placement
                 better = True
         return better

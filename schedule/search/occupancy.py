@@ -57,7 +57,7 @@ class Occupancy:
         begins, resident = self._begins, self._resident
         streams, boundaries = [], []
         for trace, moved in zip(self._demand.traces, self._moves, strict=True):
-            transfers = _transfers(moved, len(trace.steps), early, begins, least)
+            transfers = self._transfers(moved, len(trace.steps), early, least)
             drops = tuple(
                 Drop(r.start, r.stop, k) for k in sorted(moved.drops) for r in merged(moved.drops[k], begins)
             )
@@ -68,6 +68,24 @@ class Occupancy:
         if len(boundaries) == 1:
             return Draft(nbytes, addresses, resident, boundaries[0], tuple(streams))
         return Draft(nbytes, addresses, resident, resident, tuple(streams), tuple(boundaries))
+
+    def _transfers(self, moves: _Moves, steps: int, early: int, least: int) -> tuple[Transfer, ...]:
+        """In order of deadline; `after` made to grow along the line, as it does in effect."""
+        blocks: dict[tuple[int, int], list[tuple[Range, int]]] = {}
+        for (step, after, b), ranges in moves.copies.items():
+            blocks.setdefault((step, b), []).extend((one, after) for one in merged(ranges, self._begins))
+        rows = sorted(
+            (step, after, piece)
+            for (step, _), some in blocks.items()
+            for one, after in _joined(sorted(some), least, self._begins)
+            for piece in _parts(one)
+        )
+        reached = max((after for _, after, _ in rows), default=0) - steps
+        result = []
+        for step, after, piece in rows:
+            reached = max(reached, after, 0 if step > early else after)
+            result.append(Transfer(piece.start, piece.stop, step, reached))
+        return tuple(result)
 
     def _addresses(self) -> tuple[int, ...]:
         """That of every storage in a contiguous arena; a paged one has none to choose."""
@@ -123,27 +141,6 @@ def _move(reads: Sequence[tuple[int, int]], ranges: dict[int, Range], steps: int
             moves.crossing.append((k, ranges[b]))
         if following != b:
             moves.drops.setdefault(k, []).append(ranges[b])
-
-
-def _transfers(
-    moves: _Moves, steps: int, early: int, begins: Collection[int], least: int
-) -> tuple[Transfer, ...]:
-    """In order of deadline; `after` made to grow along the line, as it does in effect."""
-    blocks: dict[tuple[int, int], list[tuple[Range, int]]] = {}
-    for (step, after, b), ranges in moves.copies.items():
-        blocks.setdefault((step, b), []).extend((one, after) for one in merged(ranges, begins))
-    rows = sorted(
-        (step, after, piece)
-        for (step, _), some in blocks.items()
-        for one, after in _joined(sorted(some), least, begins)
-        for piece in _parts(one)
-    )
-    reached = max((after for _, after, _ in rows), default=0) - steps
-    result = []
-    for step, after, piece in rows:
-        reached = max(reached, after, 0 if step > early else after)
-        result.append(Transfer(piece.start, piece.stop, step, reached))
-    return tuple(result)
 
 
 def _joined(

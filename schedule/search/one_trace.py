@@ -18,7 +18,7 @@ from functools import partial
 import numpy
 
 from penstock.schedule.bound.period import Relaxation
-from penstock.schedule.bound.residency import Residency, gaps_between_reads, needed_bytes, rounded
+from penstock.schedule.bound.residency import Residency, gaps_between_reads, needed_bytes
 from penstock.schedule.clock.event_graph import steady_period_ns
 from penstock.schedule.clock.joining import Joiner, in_sizes
 from penstock.schedule.clock.transfers import Join, Loads, Streaming
@@ -148,7 +148,7 @@ class OneTrace:
         peak = int((self.residency.held_bytes(kept) - self.residency.needed).max())
         share = max(0.0, 1.0 - margin / peak) if peak else 0.0
         scaled = [nbytes * share for nbytes in kept]
-        counts = rounded(self.groups, self.gaps, scaled, len(self.trace.steps), quantum=quantum)
+        counts = self.residency.rounded(scaled, quantum=quantum)
         counts = self.residency.trim(counts, scaled, self.cap - margin)
         if (self.residency.held(counts) <= self.highest).all():
             join = partial(in_sizes, most=most, breaks=self.breaks) if most else None

@@ -36,13 +36,13 @@ def search(task: Task) -> Draft:
     else:
         streams, stays = _share_for_all(problem, pieces, task.cap)
     found = _decisions(pieces, streams, stays)
-    period_ns = _period_ns(problem, found)
+    period_ns = sum(found.periods_ns(problem))
     bounds = [one.bound_ns for one in task.relaxed if one]
     near = len(bounds) == len(problem.traces) and period_ns <= sum(bounds) * _NEAR
     if near or (problem.hardware.link_in_flight_bytes and len(problem.traces) == 1):
         return found  # the other search leaves no room for copies on their way
     other = _search_runs(task)
-    return other if other and _period_ns(problem, other) < period_ns else found
+    return other if other and sum(other.periods_ns(problem)) < period_ns else found
 
 
 def _decisions(pieces: Pieces, streams: Sequence[Streaming], stays: Sequence[bool]) -> Draft:
@@ -55,13 +55,6 @@ def _decisions(pieces: Pieces, streams: Sequence[Streaming], stays: Sequence[boo
     if len(streams) == 1:
         return Draft(peak, (), resident, boundaries[0], moved)
     return Draft(peak, (), resident, resident, moved, boundaries)
-
-
-def _period_ns(problem: Problem, found: Draft) -> int:
-    return sum(
-        steady_period_ns(trace, Schedule(trace.graph, *stream, 0), problem.hardware, problem.wrap)
-        for trace, stream in zip(problem.traces, found.streams, strict=True)
-    )
 
 
 def _share_for_all(

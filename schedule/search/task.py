@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.schedule.bound.period import Relaxation
-from penstock.schedule.facts.model import Drop, Range, Transfer
+from penstock.schedule.clock.event_graph import steady_period_ns
+from penstock.schedule.facts.model import Drop, Range, Schedule, Transfer
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.space.pieces import Pieces
 
@@ -38,3 +39,10 @@ class Draft:
     boundary: tuple[Range, ...]
     streams: tuple[tuple[tuple[Transfer, ...], tuple[Drop, ...]], ...]
     boundaries: tuple[tuple[Range, ...], ...] = ()
+
+    def periods_ns(self, problem: Problem) -> list[int]:
+        """The steady period of each trace."""
+        return [
+            steady_period_ns(trace, Schedule(trace.graph, *stream, 0), problem.hardware, problem.wrap)
+            for trace, stream in zip(problem.traces, self.streams, strict=True)
+        ]
