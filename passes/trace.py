@@ -7,7 +7,7 @@ the longer of its operations over the peak rate and its bytes over the memory ba
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -44,19 +44,31 @@ def observe(usage: Usage, *, method: Method, hardware: Hardware = PRESET_CPU) ->
 
     Costs are those at the sizes that the program was exported with. The body of a loop counts once.
     """
+    streamable = {s for s, kind in enumerate(usage.kinds) if kind == "streamable"}
+    steps, tail = steps_of(usage.graph_module.graph, usage.reads, streamable)
+    shape = ",".join(f"{symbol.name}={symbol.example}" for symbol in method.symbols)
+    untimed = Trace(method.name, method.graph, shape, steps, 0, 0, "modelled", tail)
+    return with_times(untimed, hardware)
+
+
+def steps_of(
+    graph: fx.Graph, reads: Mapping[str, Iterable[int]], streamed: Container[int]
+) -> tuple[tuple[Step, ...], Work]:
+    """Returns a step without times for each node that reads a streamed storage, and the work behind the last.
+
+    `graph` is propagated, and `reads` has the storages that each node reads, by its name.
+    """
     steps: list[Step] = []
     lead = Work()
-    for node in usage.graph_module.graph.nodes:
+    for node in graph.nodes:
         work = work_of(node)
-        reads = tuple(s for s in usage.reads.get(node.name, ()) if usage.kinds[s] == "streamable")
-        if reads:
-            steps.append(Step(node.name, reads, 0, 0, lead, work))
+        read = tuple(s for s in reads.get(node.name, ()) if s in streamed)
+        if read:
+            steps.append(Step(node.name, read, 0, 0, lead, work))
             lead = Work()
         else:
             lead = sum_of(lead, work)
-    shape = ",".join(f"{symbol.name}={symbol.example}" for symbol in method.symbols)
-    untimed = Trace(method.name, method.graph, shape, tuple(steps), 0, 0, "modelled", lead)
-    return with_times(untimed, hardware)
+    return tuple(steps), lead
 
 
 def with_measured(

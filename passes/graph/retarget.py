@@ -9,7 +9,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree
 
-from penstock.passes.graph.nodes import copy_graph_module, tensors_of
+from penstock.passes.graph.nodes import tensors_of
 from penstock.schedule.facts.errors import PassError
 
 TRANSFER = "penstock_transfer"
@@ -38,25 +38,18 @@ def exported_device(graph_module: fx.GraphModule) -> torch.device:
     return accelerators[0] if accelerators else torch.device("cpu")
 
 
-def retarget(graph_module: fx.GraphModule, device: torch.device | str) -> fx.GraphModule:
-    """Returns a copy of the graph in which the device it was exported for is `device`.
-
-    Constants made in the graph, conversions, assertions and autocast regions change, in the bodies
-    of control flow too. In a program exported for an accelerator, what names the CPU stays there:
-    its transfers are explicit and are kept. `meta["val"]` still tells of the exported device.
-
-    Raises PassError for operators that exist on a CPU only, when `device` is another.
-    """
-    copied = copy_graph_module(graph_module)
-    if move_graph(copied.graph, nested_modules(copied)[1:], exported_device(graph_module), device):
-        copied.recompile()
-    return copied
-
-
 def move_graph(
     graph: fx.Graph, bodies: Iterable[fx.GraphModule], source: torch.device, target: torch.device | str
 ) -> bool:
-    """Does in place what `retarget` does, bodies of control flow included; tells if anything was to do."""
+    """Puts `target` in the place of the device that a graph was exported for, `source`, in place.
+
+    Constants made in the graph, conversions, assertions and autocast regions change, in the bodies of control
+    flow too, which are recompiled. In a program exported for an accelerator, what names the CPU stays there:
+    its transfers are explicit and are kept. `meta["val"]` still tells of the exported device. Tells whether
+    there was anything to do.
+
+    Raises PassError for operators that exist on a CPU only, when `target` is another.
+    """
     target = torch.device(target)
     if _indexed(source) == _indexed(target):
         return False

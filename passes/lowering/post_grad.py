@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -17,11 +17,10 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._ops import OpOverload
 
 from penstock.passes.graph.nodes import placeholders_of
-from penstock.passes.graph.propagation import fake_inputs, propagate, storages_of
 from penstock.passes.probes import ACQUIRE, RELEASE
-from penstock.passes.trace import sum_of, work_of
+from penstock.passes.trace import steps_of
 from penstock.passes.weights.lifted import Weights
-from penstock.passes.weights.usage import Flow, follow
+from penstock.passes.weights.usage import Flow, follow_weights
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.model import Step, Work
 
@@ -91,10 +90,13 @@ class ProbePass(CustomGraphPass):
                 "compiles it for several shapes or devices"
             )
         self.input_names = {i: node.name for i, node in enumerate(entries)}
-        lifted = _lifted(graph, held, self._weights)
+        propagated, flow = follow_weights(*_lifted(graph, held, self._weights))
         if self._inputs is not None:
-            _check_flow(lifted.flow, held, self._weights)
-        self.placed = _insert(graph, self._number, held, self._weights, lifted)
+            _check_flow(flow, held, self._weights)
+        operands = _operands(held, self._weights)
+        steps, tail = steps_of(propagated.graph, flow.reads, operands)
+        _insert(graph, self._number, operands, steps)
+        self.placed = PlacedProbes(steps, tail)
         graph.lint()
 
     def __deepcopy__(self, memo: object) -> ProbePass:
@@ -111,72 +113,45 @@ class ProbePass(CustomGraphPass):
         return digest.digest()
 
 
-def _insert(
-    graph: fx.Graph, number: int, held: Mapping[fx.Node, str], weights: Weights, lifted: _Lifted
-) -> PlacedProbes:
-    by_name = {node.name: node for node in graph.nodes}
+def _operands(held: Mapping[fx.Node, str], weights: Weights) -> dict[int, list[fx.Node]]:
+    """Returns the nodes that hold each storage which streams and is used."""
     operands: dict[int, list[fx.Node]] = {}
     for node, name in held.items():
-        if node.users:
-            operands.setdefault(weights.storage_of(name), []).append(node)
-    steps: list[Step] = []
-    readers: list[fx.Node] = []
-    lead = Work()
-    for node in lifted.graph_module.graph.nodes:
-        work = work_of(node)
-        reads = tuple(
-            s
-            for s in lifted.flow.reads.get(node.name, ())
-            if weights.storages[s].kind == "streamable" and s in operands
-        )
-        if reads:
-            steps.append(Step(node.name, reads, 0, 0, lead, work))
-            readers.append(by_name[node.name])
-            lead = Work()
-        else:
-            lead = sum_of(lead, work)
+        storage = weights.storage_of(name)
+        if node.users and weights.storages[storage].kind == "streamable":
+            operands.setdefault(storage, []).append(node)
+    return operands
+
+
+def _insert(
+    graph: fx.Graph, number: int, operands: Mapping[int, Sequence[fx.Node]], steps: Sequence[Step]
+) -> None:
+    by_name = {node.name: node for node in graph.nodes}
+    readers = [by_name[step.name] for step in steps]
     for probe, (step, reader) in enumerate(zip(steps, readers, strict=True)):
         arguments = ([node for s in step.reads for node in operands[s]], number, probe)
         with graph.inserting_before(reader):
             graph.call_function(ACQUIRE, arguments)
-        behind = reader if not _is_inlined(reader) else next(iter(readers[probe + 1 : probe + 2]), None)
-        if behind is None:
-            with graph.inserting_before(graph.output_node()):
-                graph.call_function(RELEASE, arguments)
-        else:
-            with graph.inserting_after(behind):
-                graph.call_function(RELEASE, arguments)
-    return PlacedProbes(tuple(steps), lead)
+        # The release of an inlined node waits behind the next read, or at the end.
+        behind = readers[probe + 1 : probe + 2] if _is_inlined(reader) else [reader]
+        with graph.inserting_after(behind[0]) if behind else graph.inserting_before(graph.output_node()):
+            graph.call_function(RELEASE, arguments)
 
 
-@dataclass(frozen=True)
-class _Lifted:
-    graph_module: fx.GraphModule
-    flow: Flow
-
-
-def _lifted(graph: fx.Graph, held: Mapping[fx.Node, str], weights: Weights) -> _Lifted:
-    """A propagated copy in which weights are inputs, and what its nodes read."""
+def _lifted(graph: fx.Graph, held: Mapping[fx.Node, str], weights: Weights) -> tuple[fx.GraphModule, Weights]:
+    """Returns a copy of the graph in which weights are inputs, and the weights by their names there."""
     copied, values = fx.Graph(), {}
-    names = {}
-    for node in held:
+    placeholders = {}
+    for node, fqn in held.items():
         values[node] = copied.placeholder(node.name)
         values[node].meta = dict(node.meta)
-        names[values[node].name] = held[node]
+        placeholders[values[node].name] = weights.placeholders[fqn]
     for node in graph.nodes:
         if node not in values:
             values[node] = copied.node_copy(node, values.__getitem__)
             values[node].name = node.name
     module = fx.GraphModule(graph.owning_module or torch.nn.Module(), copied)
-    placeholders = {name: weights.placeholders[fqn] for name, fqn in names.items()}
-    inputs = fake_inputs(module, Weights(weights.weights, weights.storages, placeholders, weights.tensors))
-    aliases = {
-        storages_of(value)[0]: weights.storage_of(names[node.name])
-        for node, value in zip(placeholders_of(copied), inputs, strict=True)
-        if node.name in names
-    }
-    propagated = propagate(module, inputs)
-    return _Lifted(propagated, follow(propagated, aliases))
+    return module, replace(weights, placeholders=placeholders)
 
 
 def _check_flow(flow: Flow, held: Mapping[fx.Node, str], weights: Weights) -> None:

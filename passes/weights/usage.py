@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from penstock.passes.graph.nodes import placeholders_of, subgraphs_of, tensors_of
-from penstock.passes.graph.propagation import fake_inputs, propagate, storages_of
+from penstock.passes.graph.propagation import fake_inputs, fake_mode_of, propagate, storages_of
 from penstock.passes.weights.lifted import Weights
 from penstock.schedule.facts.model import Kind
 
@@ -65,14 +64,7 @@ def find_usage(exported: ExportedProgram, weights: Weights) -> Usage:
     Mutable storages are those that the decomposed program writes back, and those passed, through
     any alias, to an argument that a schema says is written.
     """
-    inputs = fake_inputs(exported.graph_module, weights)
-    aliases = {
-        storages_of(value)[0]: weights.storage_of(node.name)
-        for node, value in zip(placeholders_of(exported.graph_module.graph), inputs, strict=True)
-        if node.name in weights.placeholders
-    }
-    graph_module = propagate(exported.graph_module, inputs)
-    flow = follow(graph_module, aliases)
+    graph_module, flow = follow_weights(exported.graph_module, weights)
     mutable = flow.written | _written_back(exported, weights)
     kinds: list[Kind] = []
     for index in range(len(weights.storages)):
@@ -80,6 +72,18 @@ def find_usage(exported: ExportedProgram, weights: Weights) -> Usage:
             "mutable" if index in mutable else "returned" if index in flow.escaping else "streamable"
         )
     return Usage(graph_module, flow.reads, tuple(kinds))
+
+
+def follow_weights(graph_module: fx.GraphModule, weights: Weights) -> tuple[fx.GraphModule, Flow]:
+    """Returns a propagated copy of a graph, and what becomes in it of the weights among its inputs."""
+    inputs = fake_inputs(graph_module, weights)
+    aliases = {
+        storages_of(value)[0]: weights.storage_of(node.name)
+        for node, value in zip(placeholders_of(graph_module.graph), inputs, strict=True)
+        if node.name in weights.placeholders
+    }
+    propagated = propagate(graph_module, inputs)
+    return propagated, follow(propagated, aliases)
 
 
 @dataclass(frozen=True)
@@ -239,7 +243,7 @@ def _written_back(exported: ExportedProgram, weights: Weights) -> set[int]:
             # Copying tree specs warns on some versions of torch, whoever does it.
             warnings.simplefilter("ignore", FutureWarning)
             try:
-                exported = _untied(exported, weights).run_decompositions({})
+                exported = _over_fakes(exported, weights).run_decompositions({})
             except Exception as error:
                 _log.info(
                     "torch cannot decompose a program that may write to its weights (%s: %s), so all of them "
@@ -254,22 +258,23 @@ def _written_back(exported: ExportedProgram, weights: Weights) -> set[int]:
     return {weight.parts[0].storage for weight in weights.weights if weight.fqn in names}
 
 
-def _untied(exported: ExportedProgram, weights: Weights) -> ExportedProgram:
-    """Returns the program with memory of its own, never touched, for each tensor that shares a storage.
+def _over_fakes(exported: ExportedProgram, weights: Weights) -> ExportedProgram:
+    """Returns the program over a fake tensor of its own for each weight, on the device it was exported for.
 
-    torch cannot decompose a program that writes to one of them.
+    torch cannot decompose a program that writes to one of several tensors of a storage, nor one whose values
+    lie on another device.
     """
-    shared = Counter(weight.parts[0].storage for weight in weights.weights)
-    apart: dict[str, torch.Tensor] = {}
-    for weight, value in zip(weights.weights, weights.tensors, strict=True):
-        if shared[weight.parts[0].storage] > 1:
-            own = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    fakes: dict[str, torch.Tensor] = {}
+    with fake_mode_of([node.meta.get("val") for node in placeholders_of(exported.graph)]):
+        for weight, value in zip(weights.weights, weights.tensors, strict=True):
+            part = weight.parts[0]
+            fake = torch.empty_strided(part.shape, part.stride, dtype=value.dtype, device=weight.device)
             is_parameter = isinstance(value, torch.nn.Parameter)
-            apart[weight.fqn] = torch.nn.Parameter(own, value.requires_grad) if is_parameter else own
-    untied = copy.copy(exported)
-    untied._state_dict = {name: apart.get(name, value) for name, value in exported.state_dict.items()}
-    untied._constants = {name: apart.get(name, value) for name, value in exported.constants.items()}
-    return untied
+            fakes[weight.fqn] = torch.nn.Parameter(fake, requires_grad=False) if is_parameter else fake
+    faked = copy.copy(exported)
+    faked._state_dict = {name: fakes.get(name, value) for name, value in exported.state_dict.items()}
+    faked._constants = {name: fakes.get(name, value) for name, value in exported.constants.items()}
+    return faked
 
 
 def _may_write(graph_module: fx.GraphModule) -> bool:

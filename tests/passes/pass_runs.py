@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from penstock.passes.annotate import Annotated, annotate_with_values
+from penstock.passes.graph.nodes import copy_graph_module
+from penstock.passes.graph.retarget import exported_device, move_graph, nested_modules
 from penstock.passes.lowering import eager
 from penstock.passes.probes import STREAMER
 from penstock.schedule.payload.codec import Payload, ProgramFile
@@ -73,6 +76,14 @@ def export(
     if decomposed:
         exported = decompose(exported, {})
     return model, exported
+
+
+def retarget(graph_module: fx.GraphModule, device: torch.device | str) -> fx.GraphModule:
+    """A copy of the graph in which the device that it was exported for is `device`."""
+    copied = copy_graph_module(graph_module)
+    if move_graph(copied.graph, nested_modules(copied)[1:], exported_device(graph_module), device):
+        copied.recompile()
+    return copied
 
 
 def decompose(exported: ExportedProgram, table: dict[Any, Any] | None) -> ExportedProgram:

@@ -5,10 +5,10 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from penstock.passes.graph.retarget import exported_device, retarget
+from penstock.passes.graph.retarget import exported_device
 from penstock.schedule.facts.errors import PassError
 from tests.passes.pass_models import CASES
-from tests.passes.pass_runs import export
+from tests.passes.pass_runs import export, retarget
 
 
 class Constants(nn.Module):

@@ -11,14 +11,14 @@ from torch import fx, nn
 
 from penstock.passes.annotate import annotate_with_values
 from penstock.passes.calls.stored_graph import decode_graph, decode_value, encode_graph, encode_value
-from penstock.passes.graph.retarget import move_graph, nested_modules, retarget
+from penstock.passes.graph.retarget import move_graph, nested_modules
 from penstock.passes.lowering import eager
 from penstock.passes.lowering.archive import PROGRAM
 from penstock.passes.lowering.method_code import decode_method, encode_method, method_code
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.payload.codec import ProgramFile
 from tests.passes.pass_models import CASES
-from tests.passes.pass_runs import export, prepare, same_bits, streaming
+from tests.passes.pass_runs import export, prepare, retarget, same_bits, streaming
 
 
 def rows(graph):

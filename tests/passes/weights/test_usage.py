@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+import penstock
+from penstock.passes.building.fake_export import with_computed_buffers
 from penstock.passes.graph.propagation import storages_of
 from penstock.passes.lowering import eager
 from penstock.passes.weights.lifted import find_weights
@@ -135,6 +137,26 @@ def test_every_model_decomposes_or_need_not(name, caplog):
     assert "cannot decompose" not in caplog.text
     expected = {fqn: "streamable" for fqn in kinds} | dict(CASES[name].kinds)
     assert kinds == expected
+
+
+def test_a_program_for_a_gpu_whose_computed_buffers_lie_on_the_cpu_decomposes(caplog):
+    class Rotary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("frequencies", torch.arange(4.0), persistent=False)
+            self.register_buffer("cache", torch.zeros(4))
+            self.w = nn.Parameter(torch.randn(4))
+
+        def forward(self, x):
+            self.cache.add_(x * self.frequencies.to(device=x.device, dtype=torch.float32))
+            return self.cache * self.w
+
+    exported = with_computed_buffers(penstock.fake_export(Rotary, (torch.ones(4),), placement="cuda:0"))
+    assert exported.constants["frequencies"].device.type == "cpu"
+    with caplog.at_level(logging.INFO, "penstock"):
+        kinds = reads_of(exported)[1]
+    assert kinds == {"w": "streamable", "cache": "mutable", "frequencies": "streamable"}
+    assert "cannot decompose" not in caplog.text
 
 
 def test_a_write_to_one_of_two_tied_caches_leaves_the_weights_streaming():
