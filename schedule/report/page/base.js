@@ -37,8 +37,12 @@ function formatShare(share) {
   return share < 1 && share > 0.99 ? ">99 %" : `${Math.round(share * 100)} %`;
 }
 
-/** The colours of the style, which change when light turns to dark. */
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+/** The colours of the style, which are read again when light turns to dark. */
+const colours = new Map();
+function colour(name) {
+  if (!colours.has(name)) colours.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`));
+  return colours.get(name);
+}
 
 const FONT = '12px system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif';
 

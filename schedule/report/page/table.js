@@ -87,6 +87,7 @@ function showPass() {
 
 let curve = null;
 function drawAll() {
+  colours.clear();
   for (const chart of Object.values(figure.charts)) chart.setSize({ width: figure.root.clientWidth, height: chart.height });
   if (curve) curve.destroy();
   curve = drawCurve();
