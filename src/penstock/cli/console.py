@@ -1,4 +1,4 @@
-"""What the command line prints: progress on stderr, tables and JSON on stdout."""
+"""Output of the command line: progress on stderr, tables and JSON on stdout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ANY_WIDTH = 10_000
 
 @contextmanager
 def byte_progress() -> Iterator[Progress]:
-    """A bar on stderr for each thing reported, below what is logged; no bars where stderr is no terminal."""
+    """Draw a bar on stderr for each task, below what is logged; bars are left out without a terminal."""
     columns = (
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),
@@ -57,9 +57,9 @@ def spinner(what: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Logs and graphs that torch writes to stderr are dropped; what a model prints goes to stderr.
+    """Drop what torch logs and writes to stderr, and send what a model prints to stderr.
 
-    For work whose failures become one sentence.
+    For work whose failures are reported in one sentence.
     """
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
@@ -71,7 +71,7 @@ def quiet() -> Iterator[None]:
 
 
 def print_text(text: str) -> None:
-    """Lines on stdout, as they are."""
+    """Print lines on stdout as they are."""
     sys.stdout.write(text + "\n")
 
 
@@ -81,13 +81,13 @@ def width() -> int:
 
 
 def print_json(facts: Any) -> None:
-    """Facts as indented JSON on stdout."""
+    """Print facts on stdout as indented JSON."""
     json.dump(facts, sys.stdout, indent=2)
     sys.stdout.write("\n")
 
 
 def print_facts(title: str, facts: Iterable[tuple[str, str]]) -> None:
-    """A titled two-column list."""
+    """Print a titled list of two columns."""
     table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
     table.add_column(style="dim")
     table.add_column(overflow="fold")
@@ -97,7 +97,7 @@ def print_facts(title: str, facts: Iterable[tuple[str, str]]) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table whose columns after the first are right-aligned; without a frame where that is too wide."""
+    """Print a table whose columns after the first are right-aligned; one that is too wide has no frame."""
     table = Table(title=title, title_justify="left", pad_edge=False)
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")

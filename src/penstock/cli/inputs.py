@@ -1,4 +1,4 @@
-"""Checks what commands are given: files, pairs and numbers; a wrong one ends the command in one sentence."""
+"""Checks the files, pairs and numbers that commands are given; for a wrong one a command fails."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import typer
 
 
 def fail(sentence: str) -> NoReturn:
-    """One sentence on stderr, and status 2."""
+    """Print one sentence on stderr and exit with status 2."""
     typer.echo(f"penstock: {sentence}", err=True)
     sys.exit(2)
 
 
 def refuse_existing(*paths: Path | None) -> None:
-    """Refuse outputs that exist, before anything takes time."""
+    """Fail for outputs that exist, before anything takes time."""
     for path in paths:
         if path is not None and path.exists():
             fail(f"{path} exists: choose another output")
 
 
 def load_exported(path: Path) -> Any:
-    """The program that torch.export.save wrote to `path`."""
+    """Load the program that torch.export.save wrote to `path`."""
     import torch
 
     from penstock.passes.calls.stored_program import load_stored
@@ -37,17 +37,17 @@ def load_exported(path: Path) -> Any:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says first, or its type."""
+    """The first line of an error's message, or its type."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def weight_files(weights: list[Path] | None) -> Path | list[Path] | None:
-    """As `penstock.compile(weights=...)` takes them."""
+    """The files in the form that `penstock.compile(weights=...)` takes."""
     return weights[0] if weights and len(weights) == 1 else weights or None
 
 
 def pairs(items: list[str], option: str, form: str) -> list[tuple[str, str]]:
-    """The two sides of each `NAME=VALUE` of an option."""
+    """Both sides of each `NAME=VALUE` of an option."""
     for item in items:
         if "=" not in item:
             fail(f"{option} {item!r} is not of the form {form}")
@@ -55,7 +55,7 @@ def pairs(items: list[str], option: str, form: str) -> list[tuple[str, str]]:
 
 
 def integer(value: str, name: str) -> int:
-    """A number of an option `--size NAME=N`."""
+    """The number of an option `--size NAME=N`."""
     if not value.isdecimal():
         fail(f"--size {name}={value} is not a whole number")
     return int(value)

@@ -84,7 +84,7 @@ def _write(found: Advice, *, output: Path | None, report: Path | None, timeline:
 
 
 def _print_json(found: Advice) -> None:
-    """The plan itself, or where more was asked for an object that holds it."""
+    """The plan itself, or an object that holds it where more was asked for."""
     if found.comparison is None and found.points is None:
         console.print_text(found.plan.to_json())
         return
@@ -116,7 +116,7 @@ def _print(artifact: Path, program: Program, found: Advice) -> None:
 
 
 def _facts(program: Program, plan: Plan) -> list[tuple[str, str]]:
-    """What a plan decided, in words."""
+    """The plan's decisions in words."""
     resident = sum(r.nbytes for r in plan.resident)
     outside = sum(program.payload.storages[s].nbytes for s in plan.outside)
     compute = sum(t.compute_ns for t in plan.traces)

@@ -1,4 +1,4 @@
-"""What the disk itself gives: raw reads of a file, past the page cache, with nothing else done."""
+"""Measures what the disk itself gives: reads of a file past the page cache, with nothing else going on."""
 
 from __future__ import annotations
 

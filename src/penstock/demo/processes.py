@@ -1,4 +1,4 @@
-"""Starts the demo's runs as processes of their own, capped or not, and tells how each ended."""
+"""Runs the demo's jobs as processes of their own, capped or not, and tells how each ended."""
 
 from __future__ import annotations
 

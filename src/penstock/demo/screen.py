@@ -21,9 +21,9 @@ from rich.table import Table
 def show_progress(
     console: Console, description: str, total: int | None = None
 ) -> Iterator[Callable[[int], None]]:
-    """Show that `description` is going on; what is yielded takes how much of `total` was just done.
+    """Show that `description` is going on; yields a function that is told how much of `total` was just done.
 
-    It disappears when done. On what is no terminal, one plain line says it instead.
+    The display disappears at the end. Without a terminal one plain line is printed instead.
     """
     if not console.is_terminal:
         console.print(f"  {description} ...", style="dim", highlight=False)

@@ -1,7 +1,7 @@
-"""Adapters of peft: which parameters of a model are an adapter's, and another adapter's values for them.
+"""Adapters of peft: which parameters of a model belong to one, and how it gets the values of another.
 
-Another adapter fits where only values differ: layers, ranks, scaling and settings are part of the exported
-program, and other ones are refused.
+Another adapter fits where only values differ. Layers, ranks, scaling and settings are part of the exported
+program, so an adapter that differs in those is refused.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ _AGAIN = "restore() the model, load that adapter with its library, and apply pen
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter in a file: its tensors by name, and its settings, None where it does not tell them."""
+    """An adapter in a file: its tensors by name, and its settings, or None where the file does not state
+    them."""
 
     source: Path
     tensors: Mapping[str, torch.Tensor]
@@ -59,7 +60,7 @@ class Adapter:
 
     @classmethod
     def read(cls, source: Path) -> Adapter:
-        """That of a folder, or of a safetensors file. SourceError where there is none."""
+        """Read the adapter of a folder or of a safetensors file. Raises SourceError where there is none."""
         files = [source, *(source / name for name in _FILES)]
         file = next((one for one in files if one.is_file() and one.suffix == ".safetensors"), None)
         if file is None:
@@ -75,7 +76,7 @@ class Adapter:
         return cls(source, tensors, None if written is None else _parsed(written, place))
 
     def part(self, prefix: str) -> Adapter:
-        """What of it is for the component whose names begin with `prefix`."""
+        """The part for the component whose names begin with `prefix`, without that prefix."""
         tensors = {k.removeprefix(prefix): v for k, v in self.tensors.items() if k.startswith(prefix)}
         settings = {
             k.removeprefix(prefix): v for k, v in (self.settings or {}).items() if k.startswith(prefix)
@@ -104,7 +105,7 @@ def adapters_of(module: nn.Module) -> list[str]:
 
 
 def names_in_files(module: nn.Module, adapter: str) -> dict[str, str]:
-    """The FQNs of an adapter's parameters, by the names that its library writes."""
+    """Map the names that the library writes for an adapter's parameters to their FQNs."""
     found: dict[str, str] = {}
     for path, layer in _layers(module):
         kinds = {*layer.adapter_layer_names, *layer.other_param_names}  # no file has the latter
@@ -117,12 +118,12 @@ def names_in_files(module: nn.Module, adapter: str) -> dict[str, str]:
 
 
 def _layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers that an adapter has replaced, by path."""
+    """The layers that adapters replaced, by path."""
     return ((path, one) for path, one in module.named_modules() if hasattr(one, "adapter_layer_names"))
 
 
 def by_adapter(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """A module's own tensors, and those of each adapter: what goes into a file each."""
+    """Split a module's tensors by the file that each goes to: the module's own, and those of each adapter."""
     own = dict(tensors)
     groups = [
         {fqn: own.pop(fqn) for fqn in names_in_files(module, adapter).values() if fqn in own}
@@ -132,7 +133,7 @@ def by_adapter(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[d
 
 
 def refuse_transposed(name: str, value: torch.Tensor, others: Mapping[str, torch.Tensor]) -> None:
-    """Raise PassError for a weight that is not dense, and lies in the memory of another one."""
+    """Raise PassError for a weight that is not contiguous and shares the memory of another one."""
     storage = value.untyped_storage()._cdata
     for other, tensor in others.items():
         if tensor is not value and tensor.untyped_storage()._cdata == storage:
@@ -144,7 +145,7 @@ def refuse_transposed(name: str, value: torch.Tensor, others: Mapping[str, torch
 
 
 def named_adapter(modules: Mapping[str, nn.Module], adapter: str | None) -> str:
-    """The adapter that is meant: the one of this name, or the only one. StreamError where there is none."""
+    """The name of the adapter to work on: `adapter`, or the only one. Raises StreamError where none fits."""
     names = list(dict.fromkeys(name for module in modules.values() for name in adapters_of(module)))
     if not names:
         raise StreamError(f"there is no adapter whose values could be replaced: {_AGAIN}")
@@ -156,9 +157,10 @@ def named_adapter(modules: Mapping[str, nn.Module], adapter: str | None) -> str:
 
 
 def by_prefix(modules: Mapping[str, nn.Module], given: Adapter, *, alone: bool) -> dict[str, nn.Module]:
-    """The components by what their names in a file begin with.
+    """Key the components by the prefix that their names have in the adapter's file.
 
-    A pipeline's name them; one that is `alone` is not named, or as in the pipeline that the file is for.
+    In the file of a pipeline it is the component's name. A component that is `alone` may have none, or that
+    of the pipeline for which the file was made.
     """
     if not alone:
         return {f"{name}.": module for name, module in modules.items()}
@@ -170,9 +172,9 @@ def by_prefix(modules: Mapping[str, nn.Module], given: Adapter, *, alone: bool) 
 def other_values(
     modules: Mapping[str, nn.Module], given: Adapter, adapter: str
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """For each component that has the adapter the values of the one that is given, by FQN.
+    """The values of the adapter in the file for each component that has it, by FQN.
 
-    `modules` and what is returned are by prefix. Raises StreamError where not only values differ.
+    `modules` and the result are keyed by prefix. Raises StreamError where more than values differs.
     """
     having = {prefix: module for prefix, module in modules.items() if adapter in adapters_of(module)}
     others = [name for name in given.tensors if not name.startswith(tuple(having))]
@@ -213,7 +215,7 @@ def _values(module: Any, given: Adapter, adapter: str) -> dict[str, torch.Tensor
 
 
 def _refuse_damaged_pattern(given: Adapter) -> None:
-    """Raise SourceError where the scaling by layer is no table of regular expressions."""
+    """Raise SourceError where `alpha_pattern` does not map regular expressions."""
     pattern = (given.settings or {}).get("alpha_pattern") or {}
     said = f"alpha_pattern in the settings of {given.source} is"
     if not isinstance(pattern, dict):
@@ -230,7 +232,7 @@ def _refuse_damaged_pattern(given: Adapter) -> None:
 def _refuse_other_ties(
     fqns: Mapping[str, str], parameters: Mapping[str, torch.Tensor], given: Adapter
 ) -> None:
-    """Raise StreamError where what is tied in the model has two values in the file."""
+    """Raise StreamError where parameters that are tied in the model differ in the file."""
     tied: dict[tuple[int, int], str] = {}
     for name, fqn in fqns.items():
         place = parameters[fqn].untyped_storage()._cdata, int(parameters[fqn].storage_offset())
@@ -245,7 +247,7 @@ def _refuse_other_ties(
 def _differing(
     module: Any, settings: Mapping[str, Any] | None, adapter: str
 ) -> Iterator[tuple[str, object, object]]:
-    """What is computed otherwise: what it is, in the model, and in the settings."""
+    """Every setting that computes something else: its name, its value in the model, and that in the file."""
     config = module.peft_config[adapter]
     here, there = config.to_dict(), {**_defaults(config), **(settings or {})}
     for key in sorted(here.keys() - _BESIDE if settings else {_START, "use_rslora"} & here.keys()):
@@ -260,7 +262,7 @@ def _differing(
 
 
 def _defaults(config: Any) -> dict[str, Any]:
-    """The settings that a file of this kind need not tell."""
+    """The values of the settings that a file may leave out."""
     return {
         one.name: one.default if one.default_factory is MISSING else one.default_factory()
         for one in fields(config)
@@ -268,14 +270,14 @@ def _defaults(config: Any) -> dict[str, Any]:
 
 
 def _as_read(value: object) -> object:
-    """A setting as JSON has it, which knows no sets."""
+    """A setting as it is after JSON, which has no sets."""
     return sorted(value) if isinstance(value, set) else value
 
 
 def _differing_alpha(
     path: str, layer: Any, adapter: str, settings: Mapping[str, Any] | None
 ) -> Iterator[tuple[str, object, object]]:
-    """As `_differing`, of one layer. Where there are no settings, alpha is the rank, as diffusers has it."""
+    """As `_differing`, for one layer. Without settings alpha is the rank, as in diffusers."""
     from peft.utils.other import get_pattern_key
 
     name = "lora_alpha" if hasattr(layer, "lora_alpha") else "alpha"

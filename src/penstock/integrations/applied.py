@@ -54,10 +54,10 @@ _OWN_SIZES = " (this was a tiny call in sizes of the model's own: example= makes
 
 
 class Applied:
-    """A model or a pipeline whose components stream. `freed_bytes` of memory were given back.
+    """A model or a pipeline whose components stream; returned by `apply`, and kept by what `load` returns.
 
-    Used as a context manager, it restores them at the end. `weights` is the folder that their weights were
-    written to; None where they are used in place.
+    As a context manager it restores the model at the end. `weights` is the folder to which the weights were
+    written, or None where they are used in place.
     """
 
     def __init__(self, target: Any, cap: Cap, weights: Path | None) -> None:
@@ -76,7 +76,8 @@ class Applied:
         return sum(hollow.nbytes for hollow in self._hollow.values())
 
     def add(self, component: Component, module: nn.Module, device: torch.device) -> None:
-        """Replace the methods through which a module is called by its component's, and take its memory."""
+        """Replace the methods through which a module is called by those of its component, and free its
+        memory."""
         self.components[component.name] = component
         self._modules[component.name] = module
         for entry in entries_of(module):
@@ -96,12 +97,13 @@ class Applied:
         module.eval()
 
     def prepare(self, example: Example) -> None:
-        """Export, compile and plan now what the calls that `example` makes need; nothing is computed.
+        """Export, compile and plan now what the calls of an example need, without computing anything.
 
-        It is a tensor, positional arguments, a mapping of names, or a function of the model, whose calls of
-        components return zeros. Caches and generators among arguments are not used, copies of them are; a
-        function must not wait for calls of another thread, which wait for its end. Raises PassError for what
-        cannot be exported, BudgetError for what does not fit.
+        `example` is a tensor, positional arguments, a mapping of names, or a function of the model, in which
+        calls of components return zeros. Caches and generators among the arguments are copied first. The
+        function must not wait for calls of another thread, because those wait for its end.
+
+        Raises PassError for what cannot be exported, BudgetError for what does not fit.
         """
         self._refuse_restored()
         try:
@@ -113,9 +115,9 @@ class Applied:
         self._plan()
 
     def prepare_tiny_call(self) -> None:
-        """As `prepare`, for a tiny call of a model or a pipeline of a library that is known.
+        """As `prepare`, with a tiny call of a model of transformers or a pipeline of diffusers.
 
-        What it does not reach is exported when it is called.
+        Calls that it does not reach are exported when they first come.
         """
         try:
             self._rehearse(tiny_call(self.target))
@@ -143,11 +145,11 @@ class Applied:
             component.prepare()
 
     def swap_adapter(self, source: str | PathLike[str], name: str | None = None) -> None:
-        """Give the adapter `name` (by default the only one) the values of another one, in a folder or a file.
+        """Give an adapter the values of another one, from a folder or a file, without a new export.
 
-        Nothing is exported or compiled again; a model that is restored keeps them. Raises StreamError where
-        the other one has other layers, ranks, scaling or settings, and SourceError for what cannot be read:
-        no component has changed then.
+        `name` may be left out where there is one adapter only. After `restore` the model keeps the new
+        values. Raises StreamError where the other adapter has other layers, ranks, scaling or settings, and
+        SourceError for what cannot be read; no component has changed then.
         """
         self._refuse_restored()
         chosen, given = named_adapter(self._modules, name), Adapter.read(Path(source))
@@ -163,7 +165,7 @@ class Applied:
                 swap()
 
     def close(self) -> None:
-        """Stop the readers and give the arena back; the next call takes it again."""
+        """Stop the readers and free the arena's memory; the next call loads again."""
         with self.cap.lock:
             for component in self.components.values():
                 component.unload()
@@ -172,8 +174,8 @@ class Applied:
         """Close, and give every component its parameters and its own methods again.
 
         Raises StreamError for what `load` made, which was never in memory, and SourceError where the weights
-        cannot be read again: everything is still applied then. Where their files are gone, what is loaded
-        stays loaded, and runs on.
+        cannot be read again. Everything is still applied then, and where files are missing, what is loaded
+        stays loaded.
         """
         with self.cap.lock:
             if self._weights is None:
@@ -189,7 +191,7 @@ class Applied:
                 self._give_back()
 
     def _give_back(self) -> None:
-        """Take away what was put on modules; calls that wait for their turn run the modules' own methods."""
+        """Undo what was done to modules; calls that are waiting for their turn then run the own methods."""
         for part, name, before in self._replaced:
             part.__dict__.pop(name, None)
             if before is not None:
@@ -225,7 +227,7 @@ class Applied:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """What is done inside is done whole: Ctrl-C, which the main thread alone gets, counts at the end."""
+    """Let Ctrl-C, which only the main thread gets, wait until the body is done."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -250,16 +252,16 @@ def apply(
 ) -> Applied:
     """Let a module, a transformers model or a diffusers pipeline run in `memory` bytes, as it is.
 
-    It is in eval mode until it is restored. Each component's weights are written to `cache`
-    (`~/.cache/penstock`), once for equal ones, and its parameters give their memory back. Its `forward` is
-    replaced by one that exports the module for each kind of call when that first comes, and streams the
-    weights from then on. `memory` counts weights, activations, inputs and caches.
+    The weights of each component are written to `cache` (`~/.cache/penstock`), equal ones once, and its
+    parameters give their memory back. Its `forward` is replaced by one that exports the module when a kind of
+    call first comes, and streams the weights from then on. `memory` counts weights, activations, inputs and
+    caches. The model is in eval mode until it is restored.
 
-    The kinds of calls that `example` makes (`Applied.prepare` has its forms) are exported and planned now;
-    where there is none, those of a tiny call, if the model is of transformers or diffusers.
+    The kinds of calls that `example` makes (see `Applied.prepare`) are exported and planned now. Without an
+    example those of a tiny call are, where the model is of transformers or diffusers.
 
-    Raises PassError for what cannot be exported, BudgetError for a cap below what a call needs, and the model
-    is as it was. Calls raise them too.
+    Raises PassError for what cannot be exported and BudgetError for a cap below what a call needs; the model
+    is then as it was. Later calls may raise them too.
     """
     nbytes = parse_size(memory, name="memory")
     parts = components_of(model)
@@ -284,7 +286,7 @@ def apply(
 
 
 def _with_grad(module: nn.Module) -> list[str]:
-    """The parameters that require grad, by FQN, ties under each of their names."""
+    """The FQNs of the parameters that require grad, under each of the names of tied ones."""
     named = module.named_parameters(remove_duplicate=False)
     return [name for name, value in named if value.requires_grad]
 
@@ -301,10 +303,10 @@ def load(
 ) -> Any:
     """A transformers model or a diffusers pipeline of a folder, which runs in `memory` bytes.
 
-    `source` is a folder, or the name of a model in the local cache: nothing is downloaded. The model is never
-    in memory: its weights are read from its safetensors files, in place, as it is called. What is returned is
-    the library's own object, in eval mode; `penstock_applied` of it has what `apply` returns. `example` is as
-    for `apply`. Of `variant` (`fp16`) are the weights of components that have it.
+    `source` is a folder, or the name of a model in the local cache; nothing is downloaded. The model is never
+    in memory: its weights are read from its safetensors files, in place, when it is called. Returned is the
+    library's own object, in eval mode, whose `penstock_applied` is what `apply` would return. `example` is as
+    for `apply`. With `variant` (`fp16`), components that have that variant of their weights use it.
 
     Raises SourceError for a folder that holds no model, PassError and BudgetError as `apply`.
     """

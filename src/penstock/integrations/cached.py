@@ -1,4 +1,4 @@
-"""Weight files and artifacts in the cache, named by their content: equal content is written once."""
+"""The cache: weight files and artifacts, each named by its content, so that equal content is written once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ATTEMPTS = 5
 
 
 def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """What a checkpoint of the module holds, by FQN, tied tensors once. PassError for what has no values."""
+    """The tensors that a checkpoint of the module holds, by FQN. Raises PassError for one without values."""
     lost = {
         f"{name}.{key}" if name else key
         for name, child in module.named_modules()
@@ -62,7 +62,7 @@ def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def store(tensors: Mapping[str, torch.Tensor], cache: Path) -> Path:
-    """The file in `cache` that holds these tensors: one that is there from before, or written now.
+    """Write tensors to a file in `cache`, unless it is there, and return its path.
 
     Its folder is named by the sha256 of names, dtypes, shapes and bytes.
     """
@@ -87,7 +87,7 @@ def store(tensors: Mapping[str, torch.Tensor], cache: Path) -> Path:
 
 
 def _refuse_damaged(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise SourceError where a file from before does not hold these tensors any more."""
+    """Raise SourceError where an existing file does not hold these tensors."""
     try:
         with safe_open(file, framework="pt") as opened:
             whole = opened.keys() and all(
@@ -101,7 +101,7 @@ def _refuse_damaged(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def write_once(folder: Path, write: Callable[[], object]) -> None:
-    """Write what is not there. Another process may be at it, and be first: what it wrote is the same."""
+    """Write a folder unless it exists; another process that writes it first writes the same."""
     for attempt in range(_ATTEMPTS):
         if folder.exists():
             return
@@ -125,7 +125,7 @@ def _bytes_of(value: torch.Tensor) -> torch.Tensor:
 
 
 def content_key(programs: Mapping[str, ExportedProgram], weights: Sequence[Path], lowering: str) -> str:
-    """A name for what programs compute, over which files as they are now, with which versions."""
+    """A name for what programs compute from weight files as they are now, under these versions."""
     states = [path.stat() for path in weights]
     stamps = [(state.st_size, state.st_mtime_ns, state.st_ino) for state in states]  # used in place
     versions = f"{lowering} {torch.__version__} {__version__}"
@@ -152,7 +152,7 @@ def same_layout(first: Path, second: Path) -> bool:
 
 
 def with_other_file(program: Program, old: Path, new: Path) -> Program | None:
-    """The program that reads `new` where it read `old`, of the same layout: its plans stay what they are.
+    """A program that reads `new` where `program` reads `old`, a file of the same layout; plans stay valid.
 
     None where the compiler has copied a weight of that file into its code.
     """

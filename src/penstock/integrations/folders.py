@@ -1,4 +1,4 @@
-"""Models and pipelines from a folder: modules made without memory, whose weights stay in the files."""
+"""Models and pipelines in folders: modules made without memory, whose weights stay in their files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _AGAIN = (
 
 @dataclass(frozen=True)
 class Stored:
-    """A module in a folder: what builds it, and the files of its weights."""
+    """A module in a folder: the function that builds it, and the files of its weights."""
 
     name: str
     folder: Path
@@ -51,9 +51,9 @@ class Stored:
     files: tuple[Path, ...]
 
     def make(self) -> nn.Module:
-        """The module with its buffers, and parameters of shapes only.
+        """Make the module: buffers have values, parameters only shapes.
 
-        Raises SourceError where the files do not have those.
+        Raises SourceError where the files do not hold the parameters.
         """
         deferred = deferred_init(self.build)
         self._check(deferred.module)
@@ -81,12 +81,12 @@ class Stored:
                 _refuse_other(self.folder, fqn, value, stored[name])
 
     def names(self, module: nn.Module) -> dict[str, tuple[str, ...]]:
-        """What the weights of the module are called in the files, where it is not what it calls them."""
+        """The names that the files have for weights, for those that the module calls otherwise."""
         return names_in_checkpoint(module, open_checkpoint(self.files).tensors)
 
 
 def _refuse_other(folder: Path, fqn: str, value: torch.Tensor, stored: StoredTensor) -> None:
-    """SourceError where a parameter is of another shape or dtype than its tensor in the files."""
+    """Raise SourceError where a parameter has another shape or dtype than its tensor in the files."""
     where = f"{folder} has {fqn} as"
     here, there = dtype_name(value.dtype), TORCH_NAMES.get(stored.dtype, stored.dtype)
     if stored.shape != tuple(value.shape):
@@ -100,9 +100,9 @@ def _refuse_other(folder: Path, fqn: str, value: torch.Tensor, stored: StoredTen
 
 
 def local_folder(source: str | Path) -> Path:
-    """The folder, or that of a model's name in the local cache of the hub. Nothing is downloaded.
+    """The folder, or the one that the local cache of the hub has for a model's name.
 
-    Raises SourceError where there is none.
+    Nothing is downloaded. Raises SourceError where there is none.
     """
     if Path(source).is_dir():
         return Path(source)
@@ -116,7 +116,7 @@ def local_folder(source: str | Path) -> Path:
 
 
 def is_pipeline(folder: Path) -> bool:
-    """Whether a folder holds a diffusers pipeline; SourceError where it holds no model either."""
+    """Whether a folder holds a diffusers pipeline. Raises SourceError where it holds no model either."""
     if (folder / _PIPELINE).is_file():
         return True
     if (folder / _CONFIG).is_file():
@@ -130,7 +130,7 @@ def is_pipeline(folder: Path) -> bool:
 
 
 def _refuse_adapter(folder: Path) -> None:
-    """SourceError where a folder holds one."""
+    """Raise SourceError where a folder holds an adapter."""
     found = next((name for name in _ADAPTERS if (folder / name).is_file()), None)
     if found:
         raise SourceError(
@@ -140,9 +140,9 @@ def _refuse_adapter(folder: Path) -> None:
 
 
 def open_model(folder: Path, variant: str | None = None) -> Stored:
-    """A module that transformers or diffusers saved: its class by the configuration, and its files.
+    """Find a module that transformers or diffusers saved: its class by the configuration, and its files.
 
-    Those of a variant (`fp16`), where it has such, and then in their dtype.
+    Of weights that have the variant (`fp16`) those files are taken, and the dtype in them.
     """
     if (folder / _ADAPTER).is_file():
         _refuse_adapter(folder)
@@ -168,7 +168,7 @@ def open_model(folder: Path, variant: str | None = None) -> Stored:
 
 
 def _weights(folder: Path, variant: str | None) -> Path:
-    """What libraries read for a variant, else what they read for none, else all of the folder."""
+    """The weights that libraries read for a variant, else those that they read for none, else the folder."""
     names = ("model", "diffusion_pytorch_model")
     ends = ("safetensors.index.json", "safetensors")
     of_variant = ((f"safetensors.index.{variant}.json", f"{variant}.safetensors"),) if variant else ()
@@ -177,12 +177,12 @@ def _weights(folder: Path, variant: str | None) -> Path:
 
 
 def _variants(folder: Path) -> list[str]:
-    """The variants of its weights that a folder has."""
+    """The names of the variants of its weights that a folder has."""
     return sorted({path.suffixes[-2][1:].split("-")[0] for path in folder.glob("*model.*.safetensors")})
 
 
 def refuse_variant(folder: Path, variant: str | None) -> None:
-    """SourceError where neither a folder nor a component in it has the variant that is asked for."""
+    """Raise SourceError where neither the folder nor a component in it has the variant."""
     found = sorted({name for one in (folder, *folder.iterdir()) for name in _variants(one)})
     if variant and variant not in found:
         has = f"has {', '.join(found)}" if found else "has none"
@@ -192,7 +192,7 @@ def refuse_variant(folder: Path, variant: str | None) -> None:
 def open_pipeline(
     folder: Path, variant: str | None = None
 ) -> tuple[dict[str, Stored], Callable[[dict[str, nn.Module]], Any]]:
-    """The modules of a pipeline by name, and what makes the pipeline of them and of all that is none."""
+    """Find the modules of a pipeline by name; returned with them is what assembles the pipeline."""
     index = json.loads((folder / _PIPELINE).read_text(encoding="utf-8"))
     kind = _class(folder, "diffusers", index.pop("_class_name"))
     stored: dict[str, Stored] = {}
@@ -211,7 +211,7 @@ def open_pipeline(
 
 
 def _refuse_several(folder: Path, name: str, value: list[str], found: Stored) -> None:
-    """SourceError for a component that is made of the modules of several folders."""
+    """Raise SourceError for a component that consists of the modules of several folders."""
     library, kind = value
     if library == "diffusers" and kind != found.name:
         raise SourceError(
@@ -221,7 +221,7 @@ def _refuse_several(folder: Path, name: str, value: list[str], found: Stored) ->
 
 
 def _class(folder: Path, library: str, name: str) -> Any:
-    """A class of transformers or diffusers by name; code of a model's own is not run."""
+    """Look up a class of transformers or diffusers by name; a model's own code is not run."""
     found = getattr(import_module(library), name, None) if library in ("transformers", "diffusers") else None
     if found is None:
         raise SourceError(
@@ -236,14 +236,14 @@ def _is_module(folder: Path, library: str, name: str) -> bool:
 
 
 def _dtype(files: tuple[Path, ...]) -> torch.dtype | None:
-    """The dtype of floating point that files hold first."""
+    """The first floating-point dtype in the files."""
     tensors = open_checkpoint(files).tensors.values()
     dtypes = [getattr(torch, TORCH_NAMES[one.dtype]) for one in tensors if one.dtype in TORCH_NAMES]
     return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
 
 
 def _in_dtype(files: tuple[Path, ...], build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """What builds a module in the dtype of its files, which such configurations do not tell."""
+    """Let a module be built in the dtype of its files, which its configuration does not state."""
     found = _dtype(files)
 
     def build_in_dtype() -> nn.Module:
@@ -258,9 +258,9 @@ def _in_dtype(files: tuple[Path, ...], build: Callable[[], nn.Module]) -> Callab
 
 
 def _fill_buffers(deferred: Deferred, stored: Stored) -> None:
-    """Give a module's buffers the values of the files, or those that it computes.
+    """Give a module's buffers the values in the files, or else those that the module computes.
 
-    The rows of one that several tensors make are theirs, one after another.
+    A buffer that is made of several tensors has their rows, one tensor after another.
     """
     names = stored.names(deferred.module)
     with ExitStack() as stack:

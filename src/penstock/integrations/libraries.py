@@ -1,4 +1,4 @@
-"""What penstock knows of transformers and diffusers: which way they go while they are exported."""
+"""What penstock knows of transformers and diffusers: their flags, masks, components and methods."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _not_compiling() -> Iterator[None]:
 
 @contextmanager
 def _answered(decisions: Assumptions) -> Iterator[None]:
-    """Let `decisions` answer what transformers asks of padding masks in this thread."""
+    """Let `decisions` answer what transformers asks about padding masks in this thread."""
     thread = threading.get_ident()
     masks: Any = sys.modules.get(_MASKS)
     originals = {name: getattr(masks, name) for name in _DECISIONS} if masks else {}
@@ -79,7 +79,7 @@ def _answered(decisions: Assumptions) -> Iterator[None]:
 
 @contextmanager
 def without_hooks(module: nn.Module) -> Iterator[None]:
-    """A module's own hooks do not see what is no real call."""
+    """Take a module's own hooks away inside, where calls are not real ones."""
     names = ("_forward_hooks", "_forward_pre_hooks")
     held = {name: dict(vars(module)[name]) for name in names}
     try:
@@ -92,7 +92,7 @@ def without_hooks(module: nn.Module) -> Iterator[None]:
 
 
 def refuse_wrapped(module: nn.Module, name: str) -> None:
-    """PassError for a module that another tool streams or compiles already, or that is on several devices."""
+    """Raise PassError for a module that is on several devices, or that another tool streams or compiles."""
     refuse_scripted(module, name)
     attention = getattr(getattr(module, "config", None), "_attn_implementation", None)
     if attention == "flex_attention":
@@ -117,7 +117,7 @@ def refuse_wrapped(module: nn.Module, name: str) -> None:
 
 
 def components_of(model: Any) -> dict[str, nn.Module]:
-    """The modules that a model or a pipeline consists of, by name. PassError where there are none."""
+    """The modules that a model or a pipeline consists of, by name. Raises PassError where there are none."""
     if isinstance(model, nn.Module):
         _refuse_virtual_tokens(model)
         get_base: Any = getattr(model, "get_base_model", lambda: model)  # peft calls its model's own methods
@@ -138,14 +138,14 @@ def components_of(model: Any) -> dict[str, nn.Module]:
 
 
 def _streamed(name: str, module: nn.Module) -> tuple[str, nn.Module]:
-    """A component; of a safety checker, which decides in Python about what it saw, its vision model."""
+    """The component, or the vision model of a safety checker, which decides in Python about pictures."""
     if type(module).__name__.endswith("SafetyChecker") and hasattr(module, "vision_model"):
         return f"{name}.vision_model", module.get_submodule("vision_model")
     return name, module
 
 
 def _refuse_virtual_tokens(model: Any) -> None:
-    """PassError for an adapter that peft runs around the model, and which calls parts of it by themselves."""
+    """Raise PassError for an adapter that peft's own code runs around parts of the model."""
     config: Any = getattr(model, "active_peft_config", None)
     if getattr(config, "is_prompt_learning", False) or getattr(config, "is_adaption_prompt", False):
         raise PassError(
@@ -155,7 +155,7 @@ def _refuse_virtual_tokens(model: Any) -> None:
 
 
 def _refuse_stand_ins(pipeline: Any, held: Mapping[str, Any]) -> None:
-    """PassError for what is no module where the pipeline takes one: it would stay in memory, unheard."""
+    """Raise PassError for a component of another type than a module, which would silently stay in memory."""
     for name, hint in _hints(type(pipeline).__init__).items():
         kinds = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type)]
         given = held.get(name)
@@ -168,7 +168,7 @@ def _refuse_stand_ins(pipeline: Any, held: Mapping[str, Any]) -> None:
 
 
 def _hints(function: Any) -> dict[str, Any]:
-    """The types of arguments, as far as they can be looked up."""
+    """The type hints of a function, or none where they cannot be resolved."""
     try:
         return get_type_hints(function)
     except Exception:
@@ -176,7 +176,7 @@ def _hints(function: Any) -> dict[str, Any]:
 
 
 def _refuse_shared(modules: Mapping[str, nn.Module]) -> None:
-    """PassError for a parameter of two components, each of which streams on its own."""
+    """Raise PassError for a parameter that two components share, as each streams by itself."""
     seen: dict[int, tuple[str, str]] = {}
     for name, module in modules.items():
         for fqn, value in module.named_parameters():
@@ -189,7 +189,7 @@ def _refuse_shared(modules: Mapping[str, nn.Module]) -> None:
 
 
 def _by_object(modules: dict[str, nn.Module]) -> dict[int, list[str]]:
-    """The names of each module: a pipeline may have one under several."""
+    """The names of each module; a pipeline may hold one under several names."""
     names: dict[int, list[str]] = {}
     for name, module in modules.items():
         names.setdefault(id(module), []).append(name)
@@ -197,7 +197,7 @@ def _by_object(modules: dict[str, nn.Module]) -> dict[int, list[str]]:
 
 
 def entries_of(module: nn.Module) -> list[str]:
-    """The methods through which its library calls a module: `forward`, and of some others beside it."""
+    """The methods through which a library calls a module: `forward`, and for some modules others."""
     entries = ["forward"]
     entries += [name for name in _CALLED if _is_diffusers(module) and hasattr(module, name)]
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
@@ -208,7 +208,7 @@ def entries_of(module: nn.Module) -> list[str]:
 
 
 def _features_of(module: nn.Module) -> list[str]:
-    """The methods that encode pictures, films, sounds or texts, which `generate` and users call."""
+    """The methods that encode images, videos, audio or text, which `generate` and users call."""
     base: Any = getattr(module, "base_model", None)
     paths = [path for path, child in module.named_modules() if child is base]
     made = [f"get_{kind}_features" for kind in ("image", "video", "audio", "text")]
@@ -221,7 +221,7 @@ def _is_diffusers(module: nn.Module) -> bool:
 
 
 def add_generation_config(model: nn.Module, folder: Path) -> None:
-    """Give a transformers model the settings for `generate` that its folder has."""
+    """Give a transformers model the settings for `generate` of its folder."""
     if hasattr(model, "generation_config") and (folder / "generation_config.json").is_file():
         from transformers import GenerationConfig
 

@@ -1,4 +1,4 @@
-"""Folders that transformers saved quantised: the class of each weight, as torchao wrote it into the files."""
+"""Folders of quantised models, in whose files transformers wrote the classes of torchao's weights."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _ONLY = "torchao"
 def with_quantised_weights(
     build: Callable[[], nn.Module], facts: Mapping[str, Any], files: tuple[Path, ...], folder: Path
 ) -> Callable[[], nn.Module]:
-    """What builds a module whose weights are quantised as its configuration, `facts`, and its files say.
+    """Let a module be built with the quantised weights that its configuration and its files describe.
 
-    `build` itself where they say nothing. Raises SourceError for what is not of torchao, by its name.
+    `facts` is the configuration. Returns `build` itself where nothing is quantised. Raises SourceError for
+    methods other than torchao's.
     """
     quantised = facts.get("quantization_config")
     if not quantised:
@@ -46,7 +47,7 @@ def with_quantised_weights(
 
 
 def _put(weights: Mapping[str, nn.Parameter], module: nn.Module, stored: Container[str]) -> None:
-    """Give a module its weights; one that is tied and not stored itself gets that of another name."""
+    """Give a module its weights; a tied one that is not stored gets the weight of its other name."""
     tied: dict[int, list[str]] = {}
     for fqn, value in module.named_parameters(remove_duplicate=False):
         tied.setdefault(id(value), []).append(fqn)
@@ -61,7 +62,7 @@ def _put(weights: Mapping[str, nn.Parameter], module: nn.Module, stored: Contain
 def _weights(
     files: tuple[Path, ...], stored: Mapping[str, StoredTensor], folder: Path
 ) -> dict[str, nn.Parameter]:
-    """The weights of which a folder has parts, by FQN: tensors of torchao's classes that have no memory."""
+    """The weights that are stored in parts, by FQN: tensors of torchao's classes on the meta device."""
     facts: dict[str, str] = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:

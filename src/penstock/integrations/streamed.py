@@ -1,4 +1,4 @@
-"""One module whose calls stream: for each kind of call, when it first comes, a method of one artifact."""
+"""A module whose calls stream: each kind of call becomes a method of its artifact when it first comes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _ROOM = 1.25
 class Where:
     """The folder for artifacts, the device that runs them, and how they are lowered.
 
-    Raises StreamError for a device, PassError for a lowering that there is not.
+    Raises StreamError for a device that is not here, PassError for an unknown lowering.
     """
 
     folder: Path
@@ -60,17 +60,17 @@ class Where:
 
     @property
     def target(self) -> torch.device:
-        """Where tensors are: the GPU, or for a CPU and the simulated device the CPU."""
+        """The device of tensors: the GPU, or the CPU for `cpu` and the simulated device."""
         if not self.device.startswith("cuda"):
             return torch.device("cpu")
         return torch.device("cuda", torch.device(self.device).index or 0)
 
 
 class Cap:
-    """What all components may hold together, in bytes. One holds memory at a time; the last one keeps it.
+    """The bytes that all components may hold together. One component holds them at a time.
 
-    Who has `lock` has the memory: one call runs at a time, whichever thread makes it. While `rehearsing`,
-    which is set with it, calls return zeros and read no weights.
+    Whoever has `lock` may use them, so that one call runs at a time in all threads. While `rehearsing`, which
+    is set under the lock, calls return zeros and read no weights.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -80,7 +80,7 @@ class Cap:
         self._holder: Component | None = None
 
     def turn(self, component: Component) -> None:
-        """Take the memory from whoever has it, for `component`."""
+        """Give the memory to `component`; the one that had it unloads."""
         if self._holder not in (None, component):
             assert self._holder is not None
             self._holder.unload()
@@ -88,12 +88,13 @@ class Cap:
 
 
 class Component:
-    """A module that is streamed whenever it is called, after `check` has passed.
+    """A module that is streamed when it is called.
 
-    `blank` is a copy of it with fake parameters, `weights` are the files that hold their values, under the
-    names that `names` has for them, or their own. Parameters in `with_grad` require grad, as the module has
-    them: torch's matrix products ask. `cap` is told before each call, and makes other components
-    give back what they hold.
+    `check` is called before each call, and raises where the program would no longer do what the module says.
+    `blank` is a copy of the module with fake parameters. `weights` are the files that hold their values,
+    under their own names or those in `names`. Parameters in `with_grad` require grad, as the module's do,
+    because torch chooses matrix products by that. `cap` is shared with the other components, which unload
+    when this one is called.
     """
 
     def __init__(
@@ -122,11 +123,11 @@ class Component:
 
     @property
     def stats(self) -> Any:
-        """Of the module that is loaded now; None where there is none."""
+        """The counters of the loaded module, or None where none is loaded."""
         return self._module.stats if self._module else None
 
     def call(self, entry: str, *args: Any, **kwargs: Any) -> Any:
-        """What a method of the module returns for these arguments, which may be any that it takes."""
+        """Call a method of the module with any arguments that it takes."""
         with self._cap.lock:
             if self.own is None:
                 return self._call(entry, args, kwargs)
@@ -146,18 +147,18 @@ class Component:
         return method.returned(call, outputs)
 
     def forget_rehearsal(self) -> None:
-        """Leave no room for calls of a rehearsal that did not reach its end."""
+        """Forget the memory that calls of a failed rehearsal would have taken."""
         self._rehearsed = 0
 
     def prepare(self) -> None:
-        """Compile and plan what a rehearsal has called; BudgetError where it does not fit."""
+        """Compile and plan for the calls of a rehearsal. Raises BudgetError where they do not fit."""
         with self._cap.lock:
             beside, self._rehearsed = self._rehearsed, 0
             if self._methods:
                 self._plan_for(beside)
 
     def _method_for(self, call: Call) -> ExportedCall:
-        """The method that serves a call, exported now where there is none."""
+        """The exported method that serves a call; a new one is exported where none does."""
         for method in self._methods:
             if method.accepts(call):
                 return method
@@ -180,13 +181,13 @@ class Component:
         return method
 
     def unload(self) -> None:
-        """Give the arena's memory back; the next call takes it again."""
+        """Free the arena's memory; the next call loads again."""
         module, self._module = self._module, None
         if module is not None:
             module.close()
 
     def refuse_lost(self) -> None:
-        """Raise SourceError where a file of the weights is gone, before anything is given up or computed."""
+        """Raise SourceError where a weight file is missing, before anything is given up for it."""
         for file in self.weights:
             if not file.is_file():
                 raise SourceError(
@@ -196,9 +197,10 @@ class Component:
                 )
 
     def swapping(self, new: Path) -> Callable[[], None]:
-        """What makes it read `new` in the place of the weight file that has its layout; nothing is exported.
+        """Prepare to read `new` instead of the weight file of the same layout; returns what makes the change.
 
-        What can fail is done here, and not by what is returned. The caller has the cap's lock until then.
+        All that can fail is done before it returns. The caller holds the lock of the cap until the change is
+        made.
         """
         self.unload()
         old = next(file for file in self.weights if same_layout(file, new))
@@ -211,7 +213,7 @@ class Component:
         return swap
 
     def _loaded(self, beside: int) -> StreamedModule:
-        """The module within what is left beside a call, which other components make room for."""
+        """The loaded module, whose plan leaves `beside` bytes for the call. Other components unload first."""
         self._cap.turn(self)
         plan = self._plan_for(beside)
         if self._module is None:
@@ -220,7 +222,7 @@ class Component:
         return self._module
 
     def _plan_for(self, beside: int) -> Plan:
-        """The plan that there is, or where it leaves less than a call takes beside weights another one."""
+        """The current plan, or a new one where that leaves less than `beside` bytes for the call."""
         if self._plan is not None and beside <= self._beside:
             return self._plan
         program, cap = self._compiled(), self._cap.nbytes

@@ -1,4 +1,4 @@
-"""What is to be said of a plan: other budgets and policies beside it, a verdict, and where it waits."""
+"""Advice about a plan: other budgets and policies beside it, a verdict, and the steps at which it waits."""
 
 from __future__ import annotations
 

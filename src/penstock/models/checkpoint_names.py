@@ -1,4 +1,4 @@
-"""What the weights of a transformers model are called in its checkpoints, as the library's loader has it."""
+"""The names that the weights of a transformers model have in its checkpoints, by the rules of its loader."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _ONE_AFTER_ANOTHER = [("Concatenate", 0)]
 
 
 def names_in_checkpoint(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """For `rename=`: the tensors of a checkpoint that each weight consists of, where its name is another.
+    """For `rename=`: the tensors of a checkpoint that make up each weight, where they have another name.
 
-    `model` may be on the meta device. The library renames tensors while it loads, and stacks those of
-    experts: the rows of a stacked weight are those of its tensors, one after another. What it makes of
-    tensors in another way is left out. Empty for a model that is not of transformers.
+    `model` may be on the meta device. The library renames tensors while it loads them, and stacks those of
+    experts: the rows of a stacked weight are the rows of its tensors, one after another. Weights that it
+    makes in another way are left out. The result is empty for a model that is not of transformers.
     """
     try:
         from transformers import PreTrainedModel
@@ -34,7 +34,7 @@ def names_in_checkpoint(model: nn.Module, names: Iterable[str]) -> dict[str, tup
 
 
 def _conversions(model: Any, names: Iterable[str]) -> Iterable[tuple[str, str, Any, str | None]]:
-    """For each tensor the weight that it becomes a part of, and by which conversion and pattern of it."""
+    """For each tensor: the weight that it becomes part of, and the conversion and its pattern that apply."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
@@ -50,7 +50,7 @@ def _conversions(model: Any, names: Iterable[str]) -> Iterable[tuple[str, str, A
 
 
 def _in_order(sources: Sequence[tuple[str, Any, str | None]]) -> tuple[str, ...]:
-    """The tensors of a weight in the order in which their rows are its rows; none where that is not so."""
+    """The tensors whose rows, one after another, are a weight's rows; none where there is no such order."""
     converter = sources[0][1]
     if converter is None:
         return (sources[0][0],) if len(sources) == 1 else ()

@@ -1,4 +1,4 @@
-"""A transformers configuration: what builds its model, what that takes, and what its cache holds."""
+"""A transformers configuration: the model that it builds, the inputs of that, and the size of its cache."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 def read_config(path: Path) -> Any:
-    """The configuration in a `config.json` or its folder; only local files are read.
+    """Read the configuration in a `config.json` or its folder; only local files are read.
 
-    Raises SourceError for what is none.
+    Raises SourceError for what is not one.
     """
     from transformers import AutoConfig
 
@@ -41,7 +41,7 @@ def read_config(path: Path) -> Any:
 
 
 def model_class(config: Any, source: str) -> Any:
-    """The class of the configuration's model; SourceError where transformers has none."""
+    """The class of a configuration's model. Raises SourceError where transformers has none."""
     import transformers
 
     names = getattr(config, "architectures", None) or ()
@@ -57,7 +57,7 @@ def model_class(config: Any, source: str) -> Any:
 
 
 def builder(config: Any, source: str, dtype: str | None) -> Callable[[], nn.Module]:
-    """What builds the model of a configuration in a dtype, else in its own."""
+    """A function that builds the model of a configuration in `dtype`, or else in its own dtype."""
     model, wanted = model_class(config, source), dtype_of(config, dtype)
 
     def build() -> nn.Module:
@@ -74,7 +74,7 @@ def builder(config: Any, source: str, dtype: str | None) -> Callable[[], nn.Modu
 
 
 def _keep_dtypes(model: Any, wanted: torch.dtype) -> None:
-    """Give what the library leaves in float32 that dtype: T5's `wo` in float16, some routers."""
+    """Put weights that the library keeps in float32 (T5's `wo` in float16, some routers) into that dtype."""
     for pattern, dtype in model._get_dtype_plan(wanted).items():
         for name, value in model.state_dict(keep_vars=True).items():
             if re.search(pattern.replace("*", ".*"), name):
@@ -82,7 +82,7 @@ def _keep_dtypes(model: Any, wanted: torch.dtype) -> None:
 
 
 def dtype_of(config: Any, dtype: str | None) -> torch.dtype:
-    """The dtype asked for, or that of the configuration, or float32."""
+    """The dtype that was asked for, else that of the configuration, else float32."""
     asked = dtype or getattr(config, "dtype", None) or torch.float32
     found = getattr(torch, asked, None) if isinstance(asked, str) else asked
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
@@ -91,9 +91,9 @@ def dtype_of(config: Any, dtype: str | None) -> torch.dtype:
 
 
 def inputs_of(config: Any, source: str, *, tokens: int, dtype: str | None) -> dict[str, Any]:
-    """What a forward call takes, by the first input that the model's class names.
+    """Inputs of a forward call of `tokens` tokens, made for the main input that the model's class names.
 
-    Raises SourceError where the configuration does not tell.
+    Raises SourceError where the configuration does not tell their shapes.
     """
     name = getattr(model_class(config, source), "main_input_name", None)
     ids = torch.zeros(1, tokens, dtype=torch.int64)
@@ -118,7 +118,7 @@ def inputs_of(config: Any, source: str, *, tokens: int, dtype: str | None) -> di
 
 
 def cache_bytes_per_token(config: Any, source: str, dtype: str | None) -> int:
-    """Keys and values of all layers for one token; 0 for a model that does not generate."""
+    """Bytes of keys and values of all layers for one token; 0 for a model that does not generate."""
     if not model_class(config, source).can_generate():
         return 0
     text = config.get_text_config()
@@ -132,7 +132,7 @@ def cache_bytes_per_token(config: Any, source: str, dtype: str | None) -> int:
 
 
 def notes_of(config: Any) -> tuple[str, ...]:
-    """What of a configuration is not modelled, in words."""
+    """What the model leaves out of a configuration, in sentences."""
     quantised = getattr(config, "quantization_config", None)
     if not quantised:
         return ()
@@ -146,5 +146,5 @@ def _has(config: Any, *names: str) -> bool:
 
 
 def _first(config: Any, *names: str) -> int:
-    """The first of some numbers that a configuration has, or 0."""
+    """The first of these numbers that a configuration has, or 0."""
     return next((int(found) for name in names if (found := getattr(config, name, None))), 0)

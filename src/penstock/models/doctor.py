@@ -1,4 +1,4 @@
-"""What of a model will export and stream, and what will not, in words and with the line that causes it."""
+"""Finds out what of a model will export and stream, what will not, and the line that is to blame."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at, and what was found."""
+    """One thing that was examined, and the finding."""
 
     name: str
     outcome: Outcome
@@ -34,7 +34,7 @@ class Check:
 
 
 def examine(source: str) -> list[Check]:
-    """Checks of the model of a `config.json` or of `module:function`, up to the first that cannot go on."""
+    """Check the model of a `config.json` or of `module:function`, up to the first finding that ends it."""
     checks: list[Check] = []
     try:
         build, inputs = open_source(source)
@@ -90,7 +90,7 @@ def _of_devices(exported: ExportedProgram) -> Iterator[Check]:
 
 
 def _of_operators(exported: ExportedProgram) -> Iterator[Check]:
-    """Operators of other libraries that have no kernel for a GPU; torch's own are taken to have one."""
+    """Operators of other libraries without a kernel for a GPU; torch's own are assumed to have one."""
     found = {
         str(node.target)
         for node in exported.graph.nodes
@@ -141,5 +141,5 @@ def _some(names: list[str]) -> str:
 
 
 def facts(checks: list[Check]) -> list[dict[str, Any]]:
-    """As JSON."""
+    """The checks as JSON."""
     return [{"check": one.name, "outcome": one.outcome, "message": one.message} for one in checks]

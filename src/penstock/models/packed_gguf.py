@@ -1,7 +1,8 @@
-"""Linears of diffusers that hold GGUF blocks -> modules that `torch.export` can trace.
+"""Replaces diffusers' linears that hold GGUF blocks by modules that `torch.export` can trace.
 
-Their parameter is a class of its own, whose shape in the module is not the one of its bytes; export takes the
-two for one. Here the bytes are a plain buffer, and the library's own function unpacks them at each call.
+Their parameter is of a class whose shape in the module is not the shape of its bytes, and export confuses the
+two. The replacement holds the bytes in a plain buffer, and the library's own function unpacks them in each
+call.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from penstock.schedule.facts.errors import PassError
 
 
 def unpack_gguf(module: nn.Module) -> nn.Module:
-    """The module itself, its GGUF linears replaced by ones that hold the same bytes in a plain buffer.
+    """Replace the GGUF linears of a module by ones that hold the same bytes in a plain buffer.
 
-    Outputs stay those of diffusers on a CPU, bit for bit. The buffer has the parameter's name. Raises
-    PassError for GGUF blocks in any other module, and where there are none; nothing is replaced then.
-    `ModuleNotFoundError` where diffusers or gguf is not installed.
+    Returns the module. Outputs stay those of diffusers on a CPU, bit for bit. The buffer has the parameter's
+    name.
+
+    Raises PassError for GGUF blocks in any other module, and where there are none; nothing is replaced then.
+    Raises ModuleNotFoundError where diffusers or gguf is not installed.
     """
     from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter
 
@@ -50,7 +53,7 @@ def unpack_gguf(module: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """What diffusers' function takes for a parameter."""
+    """The bytes in the form of a parameter that diffusers' function takes."""
 
     data: torch.Tensor
     quant_type: Any

@@ -1,4 +1,4 @@
-"""Whether and how a model will run on hardware that is not here: exported fake, planned, never built."""
+"""Whether and how a model will run on hardware that is not here: exported unbuilt, and planned."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Model:
-    """A model that was never built: its facts, and what it needs beside weights.
+    """The facts of a model that was never built, and the bytes that it needs beside weights.
 
     `cache_bytes` is a key-value cache for the context asked for, which the program itself does not hold.
     """
@@ -65,12 +65,12 @@ class Model:
 
     @property
     def arena(self) -> Arena:
-        """One buffer on a device."""
+        """The arena of a device: one buffer."""
         storages, traces = self.payload.storages, self.payload.traces
         return packed_arena(storages, traces, kind="contiguous", granule=_ALIGNMENT, alignment=_ALIGNMENT)
 
     def facts(self) -> dict[str, Any]:
-        """As JSON."""
+        """The facts as JSON."""
         return {
             "model": self.name,
             "weight_bytes": self.weight_bytes,
@@ -85,7 +85,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Finding:
-    """What came of one budget on one kind of hardware: a plan, or (None) why there is none."""
+    """The result for one budget on one kind of hardware: a plan, or None and why there is none."""
 
     hardware: Hardware
     split: MemorySplit
@@ -95,7 +95,7 @@ class Finding:
     verdict: tuple[str, ...]
 
     def facts(self) -> dict[str, Any]:
-        """As JSON."""
+        """The finding as JSON."""
         plan, split = self.plan, self.split
         found = {
             "hardware": self.hardware.name,
@@ -119,10 +119,10 @@ class Finding:
 
 
 def read_model(source: str, *, tokens: int = 1, context: int = 0, dtype: str | None = None) -> Model:
-    """Export the model of a transformers `config.json` (or its folder), or of `module:function`, fake.
+    """Export the model of a transformers `config.json` (or its folder), or of `module:function`, unbuilt.
 
     The function returns a module and its example inputs. `tokens` is the length of the call, `context` that
-    of a key-value cache, `dtype` replaces that of the configuration.
+    of a key-value cache; `dtype` replaces that of the configuration.
 
     Raises SourceError for what cannot be read, PassError, with the line, for what does not export.
     """
@@ -142,9 +142,9 @@ Inputs = Callable[[], Sequence[Any] | Mapping[str, Any]]
 def open_source(
     source: str, *, tokens: int = 1, dtype: str | None = None
 ) -> tuple[Callable[[], nn.Module], Inputs]:
-    """What builds the model of a configuration or of `module:function`, and, once it has, example inputs.
+    """The function that builds a model, and one that gives example inputs once the model is built.
 
-    Raises SourceError for what cannot be read.
+    `source` is a configuration or `module:function`. Raises SourceError for what cannot be read.
     """
     path = Path(source)
     if not path.exists():
@@ -155,7 +155,7 @@ def open_source(
 
 
 def find(model: Model, hardware: str, budget: str | None, host_memory: str | None = None) -> Finding:
-    """Plan a model for a preset; `budget` None is all that its memory leaves for weights."""
+    """Plan a model for a preset. Without `budget`, weights get all that the memory of the device leaves."""
     machine = find_hardware(hardware)
     storages = model.payload.storages
     traces = tuple(with_times(trace, machine) for trace in model.payload.traces)
@@ -178,7 +178,7 @@ def find(model: Model, hardware: str, budget: str | None, host_memory: str | Non
 
 
 def _room(split: MemorySplit, budget: int, machine: Hardware) -> Iterator[str]:
-    """What to say of the device's memory, beside weights."""
+    """A sentence about a device whose memory is too small for the budget."""
     if machine.memory_nbytes is not None and budget > split.weights:
         yield (
             f"It does not fit into {machine.name}: {format_size(budget)} for weights beside {split}; "
@@ -243,7 +243,7 @@ def _check_no_arguments(source: str, function: Callable[..., Any]) -> None:
 
 @contextmanager
 def _here() -> Iterator[None]:
-    """Modules in the current folder can be imported, as with `python -m`."""
+    """Let modules in the current folder be imported, as `python -m` does."""
     sys.path.insert(0, str(Path.cwd()))
     try:
         yield

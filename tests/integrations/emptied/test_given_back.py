@@ -249,11 +249,12 @@ def test_a_restore_of_which_one_component_fails_is_repeated(tmp_path):
     models_ = {"first": layers(), "second": layers().double()}
     expected = [models_["first"](X), models_["second"](X.double())]
     applied = apply(SimpleNamespace(components=models_), "1MB", cache=tmp_path)
-    (folder,) = (one.parent for one in applied.components["second"].weights)
-    folder.rename(tmp_path / "elsewhere")
-    with pytest.raises(SourceError, match="the weights cannot be read again"):
+    (file,) = applied.components["second"].weights
+    file.rename(tmp_path / "elsewhere")
+    file.write_bytes(b"no weights")
+    with pytest.raises(SourceError, match=f"the weights cannot be read again from {file}"):
         applied.restore()
-    (tmp_path / "elsewhere").rename(folder)
+    (tmp_path / "elsewhere").replace(file)
     applied.restore()
     assert torch.equal(models_["first"](X), expected[0])
     assert torch.equal(models_["second"](X.double()), expected[1])

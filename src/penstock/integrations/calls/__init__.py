@@ -1,1 +1,1 @@
-"""Calls of a model, told apart by kind, each kind with a program of its own."""
+"""Calls of a module: taken apart, told apart by kind, and exported, one program for each kind."""

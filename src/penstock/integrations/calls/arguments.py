@@ -1,8 +1,8 @@
-"""A call taken apart: tensors, which change, and everything else, which says what kind of call it is.
+"""Takes the arguments of a call apart into tensors and a tree of the rest, and builds them again.
 
-Objects that hold state (the caches of transformers) are taken apart too. How many tokens they have seen
-changes from call to call: that number becomes the size of a tensor without elements, so that one
-exported program serves all of them.
+The tensors change from call to call; the tree is part of the kind of call. Objects that hold state (the
+caches of transformers) are taken apart too. The number of tokens that they have seen changes with every call,
+so it becomes the size of a tensor without elements, and one exported program serves all of them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ STATE_MODULES = ("transformers.cache_utils", "diffusers.models.autoencoders.vae"
 
 @dataclass(frozen=True)
 class TensorLeaf:
-    """A tensor: number `index` of those that were collected."""
+    """The tensor with number `index` of those that were collected."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Given:
-    """A tensor of an output that is an input, or a state that is one: number `index` of those."""
+    """In an output: the input, or the state, with number `index`."""
 
     index: int
     state: bool = False
@@ -38,7 +38,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Count:
-    """A whole number inside a state: the first size of tensor `index`, which has no elements."""
+    """A whole number in a state: the first size of the collected tensor `index`, which has no elements."""
 
     index: int
 
@@ -52,20 +52,20 @@ class Constant:
 
 @dataclass(frozen=True)
 class Tree:
-    """Nested containers: their shape as torch writes it, and what their leaves are."""
+    """Nested containers: torch's description of their structure, and their leaves."""
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
 
     @property
     def key(self) -> str:
-        """Equal for trees of one shape whose constants are equal."""
+        """A string that is equal for trees of the same structure with the same constants."""
         return f"{self.spec} {[_key(leaf) for leaf in self.leaves]}"
 
 
 @dataclass(frozen=True)
 class State:
-    """An object with state: its class, and the tree of what it holds by name."""
+    """An object that holds state: its class, and the tree of its attributes."""
 
     kind: type
     held: Tree
@@ -78,13 +78,13 @@ def _key(leaf: Any) -> str:
 
 
 def is_state(value: object) -> bool:
-    """Whether a value is an object that a library keeps between calls. What it returns is none."""
+    """Whether a value is an object that a library keeps between calls, and not one that it returns."""
     known = type(value).__module__ in STATE_MODULES and hasattr(value, "__dict__")
     return known and not isinstance(value, dict)
 
 
 class Collector:
-    """Takes values apart, those that are known before excepted; states are kept in the order of meeting."""
+    """Takes values apart and collects their tensors and states; refers to those that were given before."""
 
     def __init__(self, tensors: Sequence[torch.Tensor] = (), states: Sequence[object] = ()) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -94,12 +94,12 @@ class Collector:
         self._leaves: dict[int, TensorLeaf] = {}
 
     def take(self, value: Any) -> Tree:
-        """The tree of a value; PassError for what is neither a tensor nor a plain constant."""
+        """The tree of a value. Raises PassError for what is neither a tensor nor a plain constant."""
         leaves, spec = pytree.tree_flatten(value, is_leaf=is_state)
         return Tree(spec, tuple(self._leaf(leaf) for leaf in leaves))
 
     def state(self, value: Any) -> State:
-        """An object's class and what it holds."""
+        """The class and the attributes of an object that holds state."""
         return State(type(value), self._held(vars(value)))
 
     def _held(self, held: dict[str, Any]) -> Tree:
@@ -147,14 +147,14 @@ class Collector:
 
 
 class Unused(enum.Enum):
-    """Stands for an argument that a program cannot have. A module that uses it does not export."""
+    """Stands for an argument that a program cannot have; a module that uses it cannot be exported."""
 
     GENERATOR = "torch.Generator"
 
 
 @dataclass(frozen=True)
 class _Number:
-    """A whole number of a state that changes from call to call."""
+    """A whole number in a state that changes from call to call."""
 
     value: int | torch.SymInt
 
@@ -176,7 +176,7 @@ _PLAIN = (
 
 
 class Builder:
-    """Puts values together again from tensors; `inputs` and `states` are what `Given` refers to."""
+    """Puts values together again from tensors. `inputs` and `states` are what `Given` refers to."""
 
     def __init__(
         self,
@@ -188,11 +188,11 @@ class Builder:
         self.states: list[Any] = list(states)
 
     def give(self, tree: Tree) -> Any:
-        """The value of a tree."""
+        """The value that a tree describes."""
         return pytree.tree_unflatten([self._value(leaf) for leaf in tree.leaves], tree.spec)
 
     def update(self, target: Any, state: State) -> None:
-        """Make an object hold what a state says."""
+        """Give an object the attributes that a state describes."""
         held = self.give(state.held)
         beside = {key: value for key, value in vars(target).items() if key in _BESIDE}
         vars(target).clear()

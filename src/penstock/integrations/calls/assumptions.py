@@ -1,9 +1,9 @@
-"""What a program was exported for that only the values of a call's tensors tell: what its masks hide.
+"""What a program assumes of the values of a call's tensors: which padding masks hide nothing.
 
-Whether a padding mask is all ones decides between kernels, and a mask need not be an argument: models make
-them, of pixels or of other masks. So each question that the library asks is answered while exporting by an
-assumption, the tensor that tells the truth becomes an output, and the part of the graph that computes it is
-run before each call.
+Whether a padding mask is all ones decides between kernels, and models also make masks of other masks or of
+pixels. So every question that the library asks while it is exported is answered by an assumption. The tensor
+that tells the truth becomes an output of the program, and the part of the graph that computes it is run
+before each call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.passes.calls.inputs import user_placeholders
 
 
 class Assumptions:
-    """Answers to the questions of one export, by turn: those that are known, then always `otherwise`."""
+    """Answers the questions of one export in their order: from `known`, then always with `otherwise`."""
 
     def __init__(self, known: Sequence[bool], otherwise: bool) -> None:
         self._known, self._otherwise = known, otherwise
@@ -27,7 +27,7 @@ class Assumptions:
         self.tensors: list[torch.Tensor] = []
 
     def all(self, tensor: torch.Tensor) -> bool:
-        """Whether all of a tensor is true, as assumed."""
+        """Whether all elements of a tensor are true, as it is assumed."""
         position = len(self.answers)
         self.answers.append(self._known[position] if position < len(self._known) else self._otherwise)
         self.tensors.append(tensor.all())
@@ -35,7 +35,7 @@ class Assumptions:
 
 
 class AskedMask:
-    """A padding mask that is asked only what the libraries ask; `decisions` answer."""
+    """Stands for a padding mask while libraries ask about it; `decisions` answer."""
 
     def __init__(self, mask: torch.Tensor, decisions: Assumptions) -> None:
         self._mask, self._decisions = mask, decisions
@@ -45,7 +45,7 @@ class AskedMask:
         return self._decisions.all(self._mask)
 
     def sum(self) -> int:
-        """Compared with `numel()`."""
+        """1 where all is assumed true, else 0; libraries compare it with `numel()`."""
         return int(self.all())
 
     def numel(self) -> int:
@@ -61,7 +61,8 @@ class AskedMask:
 def truth_of(
     exported: ExportedProgram, count: int
 ) -> Callable[[Sequence[torch.Tensor]], tuple[bool, ...]] | None:
-    """What computes a program's last `count` outputs from its inputs; None where they need weights."""
+    """A function that computes a program's last `count` outputs from its inputs, or None where weights are
+    needed."""
     nodes = list(exported.graph_module.graph.nodes)
     wanted = nodes[-1].args[0][len(nodes[-1].args[0]) - count :]
     needed = set(wanted)

@@ -1,4 +1,4 @@
-"""A module's method for one kind of call: its exported program, and what was assumed of the call."""
+"""The program that was exported for one kind of call of a module, and what it assumes of calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MOST_ANSWERS = 24
 
 @dataclass(frozen=True)
 class ExportedCall:
-    """What serves one kind of call."""
+    """A program that serves one kind of call."""
 
     name: str
     kind: tuple[object, ...]
@@ -42,7 +42,7 @@ class ExportedCall:
 
     @classmethod
     def of(cls, name: str, model: Built, call: Call) -> ExportedCall:
-        """Export a model for a call; again where the call decides otherwise than was assumed.
+        """Export a model for a call, and again until the assumptions are what the call decides.
 
         Raises PassError for what cannot be exported.
         """
@@ -78,15 +78,15 @@ class ExportedCall:
 
     @property
     def assumed(self) -> tuple[bool, ...]:
-        """What the call for which it was exported decided."""
+        """The assumptions with which it was exported, in the order of the questions."""
         return tuple(self.result.decisions.answers)
 
     def decided(self, call: Call) -> tuple[bool, ...]:
-        """What a call decides, as far as its tensors tell."""
+        """What a call's tensors decide of them; where weights would be needed, the assumptions themselves."""
         return self.assumed if self.truth is None else self.truth(call.tensors)
 
     def accepts(self, call: Call) -> bool:
-        """Whether it computes what the model would for this call."""
+        """Whether the program computes what the model would for this call."""
         if self.kind != call.kind:
             return False
         try:
@@ -96,11 +96,11 @@ class ExportedCall:
         return self.decided(call) == self.assumed
 
     def bytes_beside(self, call: Call) -> int:
-        """What a call takes beside weights: inputs, and the most bytes of values that live at once."""
+        """The bytes that a call takes beside weights: its inputs, and the peak of intermediate values."""
         return self.activations.peak(self.checks.check(list(call.tensors))) + call.nbytes
 
     def check(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Raise StreamError where a call was not what it was assumed to be."""
+        """Raise StreamError where the outputs tell that the call was not as it was assumed to be."""
         told = outputs[len(outputs) - len(self.assumed) :]
         if tuple(bool(value) for value in told) != self.assumed:
             raise StreamError(
@@ -109,7 +109,7 @@ class ExportedCall:
             )
 
     def zeros(self, call: Call) -> list[torch.Tensor]:
-        """Outputs of the shapes that a call's have. PassError where values decide about shapes."""
+        """Zeros of the shapes of a call's outputs. Raises PassError where shapes depend on values."""
         sizes = self.checks.check(list(call.tensors))
         nodes: Any = self.exported.graph_module.graph.output_node().args[0]
         outputs = [_zeros(node.meta["val"], sizes) for node in nodes]
@@ -117,7 +117,7 @@ class ExportedCall:
         return outputs[:first] + [torch.tensor(answer) for answer in self.assumed]
 
     def returned(self, call: Call, outputs: Sequence[torch.Tensor]) -> Any:
-        """What the model returns where its program returned these; the call's states become what it says."""
+        """The model's return value, made of the program's outputs; the call's states are updated."""
         builder = Builder(outputs, call.tensors, call.states)
         output = builder.give(self.result.output)
         for target, state in zip(call.states, self.result.states, strict=True):
@@ -126,9 +126,10 @@ class ExportedCall:
 
 
 class _Flat(nn.Module):
-    """The module as a function of a list of tensors, for one kind of call.
+    """A module as a function of a list of tensors, for one kind of call.
 
-    `record` is told what a call returns; export forgets what a module sets while it runs.
+    `record` is given what the module returned, because export drops attributes that a module sets while it
+    runs.
     """
 
     def __init__(

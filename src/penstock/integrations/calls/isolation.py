@@ -1,4 +1,4 @@
-"""What an export would leave behind, in the module and in its library, and what a program would forget."""
+"""Keeps an export from leaving traces in a module and its library, and finds what calls would remember."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _AGAIN = ("long_inv_freq", "_output_capturing_hooks_installed")
 
 @contextmanager
 def watch_memory(module: nn.Module) -> Iterator[list[str]]:
-    """A list that gets the names of attributes and buffers that a call, made inside, changed.
+    """A list that is given the names of attributes and buffers that a call inside the body changed.
 
-    They are as before afterwards, so that each export begins with the module that was applied.
+    They are put back afterwards, so that each export begins with the module as it was applied.
     """
     before, buffers, drawn = attributes(module), dict(module.named_buffers()), random.getstate()
     kept = [(child, _copies(vars(child))) for child in module.modules()]
@@ -43,7 +43,7 @@ def watch_memory(module: nn.Module) -> Iterator[list[str]]:
 
 
 def _copies(held: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Attributes that are no state of torch's, with copies of those that may be changed in place."""
+    """Attributes that are not torch's own, with copies of those that can be changed in place."""
     return {
         key: (value, value.copy() if type(value) in (dict, list, set) else None)
         for key, value in held.items()
@@ -64,7 +64,7 @@ def _give_back(module: nn.Module, held: dict[str, tuple[Any, Any]]) -> None:
 
 @contextmanager
 def empty_caches(model: nn.Module) -> Iterator[None]:
-    """The caches (`functools.lru_cache`) beside and in a model's classes are empty before and after."""
+    """Empty the caches (`functools.lru_cache`) in and beside a model's classes, before and after."""
     caches = list(_caches(model))
     for cache in caches:
         cache.cache_clear()
@@ -91,7 +91,7 @@ def _caches(model: nn.Module) -> Iterator[Any]:
 
 
 def _is_of(own: set[str], value: object) -> bool:
-    """Whether a value is a module of the libraries of these modules."""
+    """Whether a value is a module of one of these libraries."""
     libraries = {name.partition(".")[0] for name in own}
     return type(value) is ModuleType and value.__name__.partition(".")[0] in libraries
 

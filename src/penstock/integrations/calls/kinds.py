@@ -1,4 +1,4 @@
-"""The calls of a module: what they were given, by name, and what kind of call they are."""
+"""A call of a module: its arguments by name, and its kind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.schedule.facts.errors import StreamError
 
 @dataclass
 class Result:
-    """What a call returned, what it left in the states that it was given, what it assumed, and remembers."""
+    """What a call returned and left in the states that it was given, what it assumed, and remembers."""
 
     output: Tree
     states: tuple[State, ...]
@@ -28,9 +28,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Call:
-    """The tree of a call's arguments, its tensors and states, and what kind of call it is.
+    """A call: the tree of its arguments, their tensors and states, and what its kind depends on.
 
-    `entry` is the FQN of the method that is called: `forward`, `decode`, `encoder.forward`.
+    `entry` is the path of the method: `forward`, `decode`, `encoder.forward`.
     """
 
     entry: str
@@ -54,7 +54,7 @@ class Call:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Equal for calls that one exported program may serve."""
+        """A value that is equal for calls that one exported program may serve."""
         shapes = tuple((t.dtype, t.device.type, tuple(min(n, 2) for n in t.shape)) for t in self.tensors)
         orders = tuple(_order(tensor) for tensor in self.tensors)
         return self.entry, self.tree.key, shapes, orders, self.full_masks, _settings()
@@ -71,7 +71,7 @@ def _text(value: object) -> str:
 
 
 def _order(tensor: torch.Tensor) -> tuple[object, ...]:
-    """How a tensor lies in memory, which a module may ask: export answers as for the first one."""
+    """A tensor's memory layout, about which a module may ask; export would answer as for the first call."""
     if tensor.is_contiguous():
         return ()
     last = tensor.is_contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else False
@@ -81,14 +81,14 @@ def _order(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _settings() -> tuple[object, ...]:
-    """What torch is set to, and what becomes part of a program where a module asks for it."""
+    """Global settings of torch that become part of a program where a module asks for them."""
     kinds = ("cpu", "cuda")
     autocast = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in kinds]
     return torch.get_default_dtype(), *autocast
 
 
 def _refuse_autocast(tensors: Sequence[torch.Tensor]) -> None:
-    """Raise StreamError under torch.autocast, of which an exported program has nothing."""
+    """Raise StreamError under torch.autocast, which an exported program does not follow."""
     if any(torch.is_autocast_enabled(kind) for kind in {tensor.device.type for tensor in tensors}):
         raise StreamError(
             "torch.autocast is on, and a program has the dtypes that it was exported with: call the model "
@@ -101,7 +101,7 @@ def _is_padding(value: object) -> bool:
 
 
 def refuse_grad(arguments: object) -> None:
-    """Raise StreamError where a gradient would be expected, which there is none of."""
+    """Raise StreamError where the caller would expect gradients, which streaming does not give."""
     leaves = pytree.tree_leaves(arguments) if torch.is_grad_enabled() else ()
     if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
         raise StreamError(
@@ -117,7 +117,7 @@ def method_of(module: nn.Module, entry: str) -> Any:
 
 
 def named(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, those that were not given left out."""
+    """The arguments of a call by name, without those that were not given."""
     signature = inspect.signature(function)
     arguments = {**signature.bind(*args, **kwargs).arguments}
     for name, parameter in signature.parameters.items():

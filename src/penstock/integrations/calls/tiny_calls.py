@@ -1,4 +1,4 @@
-"""Tiny calls of models and pipelines, as their users make them: exported before there is a real one."""
+"""Tiny calls of models and pipelines, made as users make them, so that programs exist before a real call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STEPS, _FRAMES, _SAMPLE = 2, 5, 64
 
 
 def make_call(model: Any, example: Example) -> None:
-    """Call a model as an example says, without gradients. Random numbers are drawn as if it had not been."""
+    """Call a model as an example says, without gradients; random number generators stay as they were."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.no_grad(), torch.random.fork_rng(devices):
         if isinstance(example, torch.Tensor):
@@ -39,14 +39,14 @@ def make_call(model: Any, example: Example) -> None:
 
 
 def _copied(leaf: Any) -> Any:
-    """A copy of what a call would change."""
+    """A copy of an argument that the call would change, else the argument."""
     if is_state(leaf):
         return copy.deepcopy(leaf)
     return leaf.clone_state() if isinstance(leaf, torch.Generator) else leaf
 
 
 def tiny_call(model: Any) -> Callable[[Any], object]:
-    """What makes a tiny call of a model of transformers or a pipeline of diffusers; of any other, none."""
+    """A function that makes a tiny call of a transformers model or a diffusers pipeline, or none."""
     if not isinstance(model, nn.Module):
         return _draw
     if not hasattr(model, "main_input_name") or not hasattr(model, "config"):
@@ -56,7 +56,7 @@ def tiny_call(model: Any) -> Callable[[Any], object]:
 
 
 def _draw(pipeline: Any) -> None:
-    """What the pipeline draws with its own settings, in few steps, and with pictures where it needs them."""
+    """Run a pipeline with its own settings in few steps, and with images where it does not run without."""
     taken = inspect.signature(pipeline.__call__).parameters
     strength = taken["strength"].default if "strength" in taken else 1
     given = {"prompt": "a", "class_labels": [0], "num_frames": _FRAMES, "generator": torch.Generator()}
@@ -71,7 +71,7 @@ def _draw(pipeline: Any) -> None:
 
 
 def _undisturbed(pipeline: Any) -> Any:
-    """One with the same components, but for schedulers, and without a progress bar."""
+    """A pipeline of the same components but copied schedulers, without a progress bar."""
     from diffusers import DiffusionPipeline, SchedulerMixin
 
     copied = copy.copy(pipeline)
@@ -85,7 +85,7 @@ def _undisturbed(pipeline: Any) -> Any:
 
 
 def _pictures(pipeline: Any, taken: Mapping[str, inspect.Parameter]) -> dict[str, object]:
-    """Black ones of the size that a pipeline draws, and a mask that hides nothing, by argument."""
+    """Black images of the size that a pipeline draws, and a mask that hides nothing, by argument."""
     from PIL import Image
 
     size = _size(pipeline, taken)
@@ -98,7 +98,7 @@ def _pictures(pipeline: Any, taken: Mapping[str, inspect.Parameter]) -> dict[str
 
 
 def _size(pipeline: Any, taken: Mapping[str, inspect.Parameter]) -> tuple[int, int]:
-    """Width and height of what a pipeline draws where neither is given."""
+    """Width and height of what a pipeline draws by default."""
     denoiser = getattr(pipeline, "unet", None) or getattr(pipeline, "transformer", None)
     configured = getattr(getattr(denoiser, "config", None), "sample_size", None)
     sample = getattr(pipeline, "default_sample_size", None) or configured or _SAMPLE
@@ -110,7 +110,7 @@ def _size(pipeline: Any, taken: Mapping[str, inspect.Parameter]) -> tuple[int, i
 
 
 def _tokens(model: Any) -> torch.Tensor:
-    """Of one that has no meaning of its own."""
+    """A prompt of one token that has no special meaning, several times."""
     config = model.config.get_text_config()
     held = [getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos", "decoder_start")]
     special = {number for one in held for number in (one if isinstance(one, list) else [one])}
@@ -135,7 +135,7 @@ _INPUTS = {"input_ids": _tokens, "pixel_values": _picture, "input_features": _so
 
 
 def _generate(model: Any) -> None:
-    """A prompt and what follows it, with the model's own settings."""
+    """Generate a few tokens with the model's own settings."""
     name = model.main_input_name
     given = {name: _INPUTS[name](model)}
     if name == "input_ids":
@@ -144,7 +144,7 @@ def _generate(model: Any) -> None:
 
 
 def _look(model: Any) -> None:
-    """What a tokenizer, a processor of pictures or both of them give."""
+    """Call a model with what a tokenizer or an image processor would give it."""
     taken = inspect.signature(model.forward).parameters
     given = {name: make(model) for name, make in _INPUTS.items() if name in taken}
     if "input_ids" in given:

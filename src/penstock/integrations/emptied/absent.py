@@ -1,4 +1,4 @@
-"""Tensors whose values are not in memory, and which say so where torch would end the process."""
+"""Tensors whose values are not in memory, and which raise where torch would end the process."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _SAYS, _STORAGE = "penstock_says", "penstock_storage"
 
 
 class AbsentTensor(torch.Tensor):
-    """A tensor of a shape and no memory. StreamError for whatever would read or write its values.
+    """A tensor with a shape and without memory. Whatever would read or write its values raises StreamError.
 
-    What Python calls is refused in `__torch_function__`; what C++ does with it, as in `torch.vmap` and
-    `torch.tensor`, in `__torch_dispatch__`. `torch.utils.dlpack.to_dlpack` alone asks neither: whoever reads
+    Calls from Python are refused in `__torch_function__`; what C++ does, as in `torch.vmap` and
+    `torch.tensor`, in `__torch_dispatch__`. Only `torch.utils.dlpack.to_dlpack` asks neither: whoever reads
     its capsule reads a null pointer.
     """
 
@@ -68,16 +68,16 @@ class AbsentTensor(torch.Tensor):
 
 
 class AbsentParameter(AbsentTensor, nn.Parameter):
-    """One that is a parameter."""
+    """An absent tensor that is a parameter."""
 
 
 def make_absent(
     value: torch.Tensor, name: str, sentence: str, empty: torch.UntypedStorage
 ) -> Callable[[torch.Tensor], None]:
-    """Let a tensor say that it is not in memory; returns what gives it values again.
+    """Take a tensor's values away; returns a function that gives it values again.
 
-    The object stays the same: what it was is kept beside it, without memory. It is on the device of `empty`,
-    an empty storage, which is that of all tensors that are tied.
+    The object stays the same; its former implementation is kept beside it, without memory. It moves to the
+    device of `empty`, an empty storage, which tied tensors share. `name` and `sentence` go into errors.
     """
     kept: torch.Tensor = torch.Tensor._make_wrapper_subclass(
         AbsentParameter if isinstance(value, nn.Parameter) else AbsentTensor,
@@ -106,7 +106,7 @@ def make_absent(
 
 
 def _exchange(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Let two objects be each other, but for their attributes."""
+    """Exchange what two objects are, except for their attributes."""
     torch._C._swap_tensor_impl(one, other)
     one.__class__, other.__class__ = other.__class__, one.__class__
 
@@ -119,7 +119,7 @@ def _refuse_values(args: Any, kwargs: Any) -> NoReturn:
 
 @dataclass(frozen=True)
 class Emptied:
-    """A tensor without memory: its device, the storage it lay in and its bytes, and what gives it values."""
+    """An absent tensor, its former device and storage, the bytes of that, and what gives it values again."""
 
     value: torch.Tensor
     device: torch.device
@@ -135,7 +135,7 @@ class Emptied:
         return cls(value, device, storage._cdata, storage.nbytes(), inference, give)
 
     def filled(self, memory: torch.UntypedStorage, stored: torch.Tensor) -> torch.Tensor:
-        """A tensor like it with these values, where it lay in its storage."""
+        """A tensor like it with the values of `stored`, at its place in the storage `memory`."""
         with torch.inference_mode(self.inference):
             empty = torch.empty(0, dtype=self.value.dtype, device=self.device)
             offset, stride = self.value.storage_offset(), self.value.stride()

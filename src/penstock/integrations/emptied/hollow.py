@@ -1,4 +1,4 @@
-"""Gives the memory of a module's parameters back, and takes it again."""
+"""Frees the memory of a module's parameters, and fills it again."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from penstock.schedule.facts.errors import PassError, SourceError, StreamError
 
 
 def plain_parts(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The tensors that hold the bytes: a quantised one's parts are `FQN.PART`."""
+    """The tensors that hold the bytes, by name; the parts of a quantised weight are named `FQN.PART`."""
     return {name: one for fqn, value in named for name, one in plain_tensors(fqn, value).items()}
 
 
 def blank_copy(module: nn.Module, device: torch.device) -> Built:
-    """The module with fake parameters and buffers on a device; the module itself stays as it is."""
+    """A copy of the module with fake parameters and buffers on a device; the module itself stays as it is."""
     try:
         return Built.of(module, device)
     except PassError:
@@ -36,9 +36,9 @@ def blank_copy(module: nn.Module, device: torch.device) -> Built:
 
 
 class Hollow:
-    """A module whose parameters have shapes, a device and no memory; `nbytes` of it were given back.
+    """A module whose parameters have no memory; uses that would need it raise StreamError.
 
-    What would touch them says so. Memory that a buffer has a part of stays, as that of all buffers does.
+    Memory that a parameter shares with a buffer stays, as the memory of all buffers does.
     """
 
     def __init__(self, module: nn.Module, sentence: str, device: torch.device) -> None:
@@ -71,9 +71,9 @@ class Hollow:
         return sum(one.nbytes for one in given.values() if one.device.type != "meta")
 
     def filling(self, files: Sequence[Path]) -> Callable[[], None]:
-        """Read the values in `files`; returns what gives them to the parameters and takes the refusals away.
+        """Read the values in `files`; returns a function that gives them to the parameters.
 
-        Raises SourceError where the files do not have them all.
+        It takes the refusals away too. Raises SourceError where a value is missing; nothing has changed then.
         """
         values = self._values(files) if self._absent else {}
 
@@ -104,7 +104,7 @@ class Hollow:
         return values
 
     def _put_on(self, device: torch.device, module: nn.Module, sentence: str) -> None:
-        """Replace quantised parameters and buffers that are elsewhere by such on the device."""
+        """Replace quantised parameters and buffers that are on another device by ones on `device`."""
         names = {id(value): name for name, value in module.named_parameters()}
         others: dict[int, Any] = {}
         for one in module.modules():
@@ -124,7 +124,7 @@ class Hollow:
 
 
 def _absent_copy(parameter: nn.Parameter, name: str, sentence: str, device: torch.device) -> torch.Tensor:
-    """A quantised parameter like one whose parts are absent, on a device."""
+    """A quantised parameter on a device, like the given one, whose parts are absent."""
     other = each_part(
         parameter,
         lambda value: torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device),
@@ -135,7 +135,7 @@ def _absent_copy(parameter: nn.Parameter, name: str, sentence: str, device: torc
 
 
 def _refuse_uses(module: nn.Module, path: str, sentence: str, undo: ExitStack) -> None:
-    """Make uses of a module that would touch its parameters say why they cannot, until `undo` is closed."""
+    """Let uses of a module that need its parameters raise StreamError, until `undo` is closed."""
     kind = type(module).__name__
     who = f"{path} ({kind})" if path else f"the {kind}"
 
@@ -158,7 +158,7 @@ def _refuse_uses(module: nn.Module, path: str, sentence: str, undo: ExitStack) -
 
 
 def _unless_done(module: nn.Module, refused: Callable[[], NoReturn]) -> Callable[..., nn.Module]:
-    """A module's `_apply`, which is refused where it would change a dtype or a device."""
+    """A module's `_apply` that is refused unless it would leave all devices and dtypes as they are."""
 
     def apply(function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         held = plain_parts([*module.named_parameters(), *module.named_buffers()]).values()
@@ -168,7 +168,7 @@ def _unless_done(module: nn.Module, refused: Callable[[], NoReturn]) -> Callable
 
 
 def _is_kept(value: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """Whether a function returns the tensor that it is given, by one of its kind without values."""
+    """Whether a function returns the very tensor that it is given, found out with a fake one."""
     with FakeTensorMode(), suppress(Exception):
         like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         return function(like) is like
@@ -176,7 +176,7 @@ def _is_kept(value: torch.Tensor, function: Callable[[torch.Tensor], torch.Tenso
 
 
 def _replace(module: nn.Module, name: str, value: object) -> Callable[[], None]:
-    """Set an attribute of the instance; returns what puts back the one that it had, or none."""
+    """Set an attribute of the instance; returns a function that undoes it."""
     had, before = name in vars(module), vars(module).get(name)
     module.__dict__[name] = value
 

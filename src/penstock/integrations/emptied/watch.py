@@ -1,4 +1,4 @@
-"""Notices that a module was changed after its program was exported, which would otherwise go unheard."""
+"""Notices changes to a module after its export, which calls of the exported program would ignore."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _DEPTH = 6
 
 
 class Watch:
-    """What a module was made of: its submodules, its configuration, its adapters, and the attributes,
-    parameters, buffers and hooks of each submodule."""
+    """A record of a module: its submodules, configuration and adapters, and their attributes, tensors and
+    hooks."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -47,7 +47,7 @@ class Watch:
         self._facts = _facts(module)
 
     def check(self) -> None:
-        """Raise StreamError, naming what changed, where calls would no longer do what the module says."""
+        """Raise StreamError, naming what changed, where the program no longer does what the module says."""
         changed = ""
         if self._module.training:
             changed = "it is in training mode: call eval()"
@@ -66,7 +66,7 @@ class Watch:
             )
 
     def _part(self, name: str) -> str:
-        """What happened to a submodule."""
+        """What happened to a submodule, in words."""
         if name not in _parts(self._module):
             return f"its part {name} was taken out"
         since = "another module than when penstock was applied" if name in self._parts else "new"
@@ -74,9 +74,9 @@ class Watch:
 
 
 def attributes(module: nn.Module) -> dict[str, object]:
-    """What a module and its submodules hold beside parameters, buffers and hooks, by path.
+    """The attributes of a module and its submodules besides parameters, buffers and hooks, by path.
 
-    A plain value stands for itself, anything else for being the same object.
+    Plain values compare by value, all others by identity.
     """
     found: dict[str, object] = {}
     seen: set[int] = set()
@@ -89,13 +89,13 @@ def attributes(module: nn.Module) -> dict[str, object]:
 
 
 def different(before: dict[str, object], now: dict[str, object]) -> list[str]:
-    """The names whose values are no longer equal, or that are in one of the two only."""
+    """The names whose values differ, or that only one of the two mappings has."""
     names = dict.fromkeys([*before, *now])
     return [name for name in names if name not in now or before.get(name, names) != now[name]]
 
 
 class _Same:
-    """Equal for one object only, and for a tensor only while nothing has written to it."""
+    """Equal for the same object only, and for a tensor only until something writes to it."""
 
     def __init__(self, held: object) -> None:
         self._held = held  # kept, so that no other object gets its id
@@ -132,8 +132,10 @@ def _follow(path: str, value: Any, found: dict[str, object], seen: set[int], dep
 
 
 def _facts(module: nn.Module) -> dict[str, object]:
-    """`attributes`, and by path the parameters, buffers and hooks, those of the module itself excepted:
-    its hooks are called as ever."""
+    """`attributes`, and the parameters, buffers and hooks by path.
+
+    The hooks of the module itself are left out: they are called as ever.
+    """
     found = attributes(module)
     for name, child in module.named_modules():
         prefix = f"{name}." if name else ""
@@ -152,13 +154,13 @@ def _parts(module: nn.Module) -> dict[str, object]:
 
 
 def _settings(module: nn.Module) -> list[tuple[str, Any]]:
-    """The plain values of a configuration of transformers, and which attention it uses."""
+    """The plain values of a transformers configuration, the implementation of attention among them."""
     held = vars(getattr(module, "config", None) or object).items()
     return [(name, value) for name, value in held if isinstance(value, _PLAIN)]
 
 
 def _adapters(module: nn.Module) -> list[tuple[object, ...]]:
-    """What the layers of peft do: which adapters they use, have merged, and how much each counts."""
+    """The state of peft's layers: active and merged adapters, and the scale of each."""
     layers: list[Any] = [one for one in module.modules() if hasattr(one, "merged_adapters")]
     return [
         (
