@@ -64,7 +64,7 @@ def main() -> None:
         app()
     except PenstockError as error:
         fail(str(error))
-    except OSError as error:  # a path that cannot even be looked at
+    except OSError as error:  # a path that the system does not look up
         fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except KeyboardInterrupt:
         typer.echo("penstock: interrupted", err=True)

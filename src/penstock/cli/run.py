@@ -14,7 +14,7 @@ from penstock.cli.options import ArenaName, Artifact, Budget, DeviceName, HostMe
 from penstock.schedule.facts.sizes import format_size
 
 if TYPE_CHECKING:
-    from penstock.models.trial import Outcome
+    from penstock.models.trial import TrialResult
 
 EXAMPLES = (
     "penstock run model.penstock --budget 50% --size batch=2",
@@ -60,7 +60,7 @@ def run(
         console.print_facts(f"{artifact} within {format_size(done.stats.budget)}", _facts(done))
 
 
-def _facts(done: Outcome) -> list[tuple[str, str]]:
+def _facts(done: TrialResult) -> list[tuple[str, str]]:
     stats = done.stats
     seconds = ", ".join(f"{s:.3f}" for s in done.pass_seconds)
     return [

@@ -21,13 +21,13 @@ from penstock.runtime.files.safetensors_file import read_header
 from penstock.schedule.facts.errors import PassError, SourceError, StreamError
 
 _FILES = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
-"""What peft and transformers, and what diffusers call an adapter's file in its folder."""
+"""Names of an adapter's file in its folder: of peft and transformers, and of diffusers."""
 
 _SETTINGS, _METADATA = "adapter_config.json", "lora_adapter_metadata"
-"""Where they keep an adapter's settings: a file beside it, and metadata of it."""
+"""Where an adapter's settings are: in a file beside it, or in its metadata."""
 
 _PEFT = "base_model.model."
-"""What peft puts before every name."""
+"""The prefix of every name that peft writes."""
 
 _BESIDE = frozenset(
     {
@@ -37,14 +37,14 @@ _BESIDE = frozenset(
         "alpha_pattern", "lora_alpha", "r", "rank_pattern",
     }
 )  # fmt: skip
-"""Settings that do nothing in a call, those that the tensors tell, the kind, and those of the scaling,
-compared by layer."""
+"""Settings that are not compared: they do nothing in a call, the tensors or the kind of adapter tell them, or
+they are scalings, which are compared layer by layer."""
 
 _MAGNITUDE = "lora_magnitude_vector"
-"""What DoRA writes under its own name, without that of its only parameter."""
+"""DoRA's module with one parameter, whose name is not written into files."""
 
 _START, _OWN_STARTS = "init_lora_weights", (True, False, "gaussian", "orthogonal", "eva")
-"""How an adapter's values began, and the ways that leave the model's own weights alone."""
+"""The setting of how an adapter's values began, and its values that leave the model's own weights alone."""
 
 _AGAIN = "restore() the model, load that adapter with its library, and apply penstock again"
 
@@ -108,7 +108,7 @@ def names_in_files(module: nn.Module, adapter: str) -> dict[str, str]:
     """Map the names that the library writes for an adapter's parameters to their FQNs."""
     found: dict[str, str] = {}
     for path, layer in _layers(module):
-        kinds = {*layer.adapter_layer_names, *layer.other_param_names}  # no file has the latter
+        kinds = {*layer.adapter_layer_names, *layer.other_param_names}  # the latter are in no file
         for name, _ in layer.named_parameters():
             kind, *rest = name.split(".")
             if kind in kinds and rest[0] == adapter:
@@ -210,7 +210,7 @@ def _values(module: Any, given: Adapter, adapter: str) -> dict[str, torch.Tensor
             f"of the program: {_AGAIN}"
         )
     _refuse_other_ties(fqns, parameters, given)
-    own = {fqn for fqn, _ in module.named_parameters()}  # tied ones once
+    own = {fqn for fqn, _ in module.named_parameters()}  # named once where they are tied
     return {fqn: given.tensors[name].to(parameters[fqn].dtype) for name, fqn in fqns.items() if fqn in own}
 
 

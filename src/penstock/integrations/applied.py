@@ -6,12 +6,12 @@ import functools
 import logging
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ from penstock.integrations.libraries import (
 )
 from penstock.integrations.streamed import Cap, Component, Where
 from penstock.passes.building.fake_export import Built
+from penstock.runtime.checkpoint.binding import Names
 from penstock.runtime.remembered import user_cache
 from penstock.schedule.facts.errors import BudgetError, PenstockError, StreamError
 from penstock.schedule.facts.sizes import format_size, parse_size
@@ -60,9 +61,10 @@ class Applied:
     written, or None where they are used in place.
     """
 
-    def __init__(self, target: Any, cap: Cap, weights: Path | None) -> None:
+    def __init__(self, target: Any, cap: Cap, where: Where, weights: Path | None) -> None:
         self.target = target
         self.cap = cap
+        self._where = where
         self.components: dict[str, Component] = {}
         self._weights = weights
         self._modules: dict[str, nn.Module] = {}
@@ -75,20 +77,32 @@ class Applied:
         """Bytes of parameters that are no longer in memory."""
         return sum(hollow.nbytes for hollow in self._hollow.values())
 
-    def add(self, component: Component, module: nn.Module, device: torch.device) -> None:
-        """Replace the methods through which a module is called by those of its component, and free its
-        memory."""
-        self.components[component.name] = component
-        self._modules[component.name] = module
+    def add(
+        self,
+        name: str,
+        module: nn.Module,
+        blank: Built,
+        weights: Sequence[Path],
+        names: Mapping[str, Names] = MappingProxyType({}),
+    ) -> None:
+        """Let a module be called through a new component of its name, and free the memory of its parameters.
+
+        `blank`, `weights` and `names` are those of `Component`.
+        """
+        named = module.named_parameters(remove_duplicate=False)
+        with_grad = [fqn for fqn, value in named if value.requires_grad]
+        component = Component(name, blank, weights, self._where, self.cap, names=names, with_grad=with_grad)
+        self.components[name] = component
+        self._modules[name] = module
         for entry in entries_of(module):
-            owner, _, name = entry.rpartition(".")
+            owner, _, method = entry.rpartition(".")
             part = module.get_submodule(owner)
-            call = functools.wraps(getattr(part, name))(functools.partial(component.call, entry))
-            self._replaced.append((part, name, vars(part).get(name)))
-            not_compiled: Any = torch.compiler.disable  # a compiler of the user's runs it as it is
-            part.__dict__[name] = not_compiled(call)
+            call = functools.wraps(getattr(part, method))(functools.partial(component.call, entry))
+            self._replaced.append((part, method, vars(part).get(method)))
+            not_compiled: Any = torch.compiler.disable  # torch.compile leaves the call as it is
+            part.__dict__[method] = not_compiled(call)
         with uninterrupted():
-            self._hollow[component.name] = Hollow(module, _INSTEAD, device)
+            self._hollow[name] = Hollow(module, _INSTEAD, self._where.target)
         component.check = Watch(module).check
 
     def evaluate(self, module: nn.Module) -> None:
@@ -155,7 +169,7 @@ class Applied:
         chosen, given = named_adapter(self._modules, name), Adapter.read(Path(source))
         modules = by_prefix(self._modules, given, alone=isinstance(self.target, nn.Module))
         values = other_values(modules, given, chosen)
-        assert self._weights is not None  # what is used in place has no adapter
+        assert self._weights is not None  # None for a folder used in place, which has no adapter
         files = {prefix: store(tensors, self._weights) for prefix, tensors in values.items()}
         components = zip(self.components.values(), modules, strict=True)
         with self.cap.lock:
@@ -268,27 +282,19 @@ def apply(
     folder = user_cache() if cache is None else Path(cache)
     for name, module in parts.items():
         refuse_wrapped(module, name)
-    applied = Applied(model, Cap(nbytes), folder / "weights")
     where = Where(folder / "programs", device, lowering)
+    applied = Applied(model, Cap(nbytes), where, folder / "weights")
     with ExitStack() as on_error:
         on_error.push(applied)
         for name, module in parts.items():
             applied.evaluate(module)
             groups = by_adapter(module, stored_tensors(module))
             files = [store(tensors, folder / "weights") for tensors in groups]
-            blank, with_grad = blank_copy(module, where.target), _with_grad(module)
-            component = Component(name, blank, files, where, applied.cap, with_grad=with_grad)
-            applied.add(component, module, where.target)
+            applied.add(name, module, blank_copy(module, where.target), files)
         _log.info("%s of parameters given back", format_size(applied.freed_bytes))
         applied.prepare_tiny_call() if example is None else applied.prepare(example)
         on_error.pop_all()
     return applied
-
-
-def _with_grad(module: nn.Module) -> list[str]:
-    """The FQNs of the parameters that require grad, under each of the names of tied ones."""
-    named = module.named_parameters(remove_duplicate=False)
-    return [name for name, value in named if value.requires_grad]
 
 
 def load(
@@ -312,24 +318,14 @@ def load(
     """
     folder = local_folder(source if isinstance(source, str) else Path(source))
     refuse_variant(folder, variant)
-    applied = Applied(None, Cap(parse_size(memory, name="memory")), None)
     made = user_cache() if cache is None else Path(cache)
-    where = Where(made / "programs", device, lowering)
+    nbytes, where = parse_size(memory, name="memory"), Where(made / "programs", device, lowering)
+    applied = Applied(None, Cap(nbytes), where, None)
 
     def stream(stored: Stored) -> nn.Module:
         module = stored.make()
         blank = Built.by(stored.build, str(where.target))
-        names = stored.names(module)
-        component = Component(
-            stored.name,
-            blank,
-            stored.files,
-            where,
-            applied.cap,
-            names=names,
-            with_grad=_with_grad(module),
-        )
-        applied.add(component, module, where.target)
+        applied.add(stored.name, module, blank, stored.files, stored.names(module))
         return module
 
     if is_pipeline(folder):

@@ -28,7 +28,7 @@ from penstock.schedule.facts.errors import PassError, SourceError
 WEIGHTS = "weights.safetensors"
 
 _ATTEMPTS = 5
-"""Times that a folder is begun where another process writes the same one."""
+"""How often writing a folder is tried while another process writes the same one."""
 
 
 def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -127,7 +127,7 @@ def _bytes_of(value: torch.Tensor) -> torch.Tensor:
 def content_key(programs: Mapping[str, ExportedProgram], weights: Sequence[Path], lowering: str) -> str:
     """A name for what programs compute from weight files as they are now, under these versions."""
     states = [path.stat() for path in weights]
-    stamps = [(state.st_size, state.st_mtime_ns, state.st_ino) for state in states]  # used in place
+    stamps = [(state.st_size, state.st_mtime_ns, state.st_ino) for state in states]
     versions = f"{lowering} {torch.__version__} {__version__}"
     digest = hashlib.sha256(f"{versions} {weights} {stamps}".encode())
     for name, exported in programs.items():

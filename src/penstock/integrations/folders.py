@@ -16,7 +16,7 @@ from torch import nn
 
 from penstock.integrations.quantised import with_quantised_weights
 from penstock.models.checkpoint_names import names_in_checkpoint
-from penstock.models.configuration import builder, model_class, read_config
+from penstock.models.configuration import builder, default_dtype, model_class, read_config
 from penstock.passes.building.deferred import Deferred, deferred_init, join
 from penstock.passes.graph.nodes import dtype_name
 from penstock.passes.weights.lifted import storage_identity
@@ -31,7 +31,7 @@ _PIPELINE, _CONFIG = "model_index.json", "config.json"
 _NAMED = 3
 
 _ADAPTER = "adapter_config.json"
-"""Where this is, transformers loads another model, and the adapter into it."""
+"""In a folder with this file, transformers loads another model and puts the adapter into it."""
 
 _ADAPTERS = (_ADAPTER, "adapter_model.safetensors", "pytorch_lora_weights.safetensors")
 
@@ -62,7 +62,7 @@ class Stored:
 
     def _check(self, module: nn.Module) -> None:
         names, stored = self.names(module), open_checkpoint(self.files).tensors
-        # One that is made of parts is made of what the files have.
+        # A quantised parameter was made from what the files hold, so it needs no comparison.
         plain = [
             (fqn, value, names.get(fqn, (fqn,)))
             for fqn, value in module.named_parameters(remove_duplicate=False)
@@ -151,14 +151,14 @@ def open_model(folder: Path, variant: str | None = None) -> Stored:
         raise SourceError(f"{folder} has its weights in {pickled[0]} and in no safetensors file: {_AGAIN}")
     weights = _weights(folder, variant)
     files = tuple(path.resolve() for path in index_files(weights))
-    open_checkpoint(files)  # every header is parsed before anything else is
+    open_checkpoint(files)  # parses every header before anything else
     try:
         facts = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
     except ValueError as error:
         raise SourceError(f"{folder / _CONFIG} is no JSON: {error}") from error
     if "_class_name" in facts:
         kind = _class(folder, "diffusers", facts["_class_name"])
-        name, build = kind.__name__, _in_dtype(files, lambda: kind.from_config(facts))
+        name, build = kind.__name__, _in_own_dtype(files, lambda: kind.from_config(facts))
     else:
         config = read_config(folder)
         dtype = _dtype(files) if variant and variant in weights.name.split(".") else None
@@ -242,17 +242,13 @@ def _dtype(files: tuple[Path, ...]) -> torch.dtype | None:
     return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
 
 
-def _in_dtype(files: tuple[Path, ...], build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+def _in_own_dtype(files: tuple[Path, ...], build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     """Let a module be built in the dtype of its files, which its configuration does not state."""
     found = _dtype(files)
 
     def build_in_dtype() -> nn.Module:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(found or before)
-        try:
+        with default_dtype(found or torch.get_default_dtype()):
             return build()
-        finally:
-            torch.set_default_dtype(before)
 
     return build_in_dtype
 

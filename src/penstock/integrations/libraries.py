@@ -20,12 +20,12 @@ _MASKS = "transformers.masking_utils"
 _DECISIONS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 
 _CALLED = ("encode", "decode", "post_process_latents")
-"""Methods of components that pipelines of diffusers call, and which read parameters."""
+"""Methods besides `forward` that pipelines of diffusers call and that read parameters."""
 
 
 EXPORTING = threading.RLock()
-"""Held while a model is exported, lowered or compiled: for the whole process torch keeps that it traces, and
-libraries their caches, so that two threads at once would fail, or leave behind what the other one has set."""
+"""Held while a model is exported, lowered or compiled. torch's tracing state and the libraries' caches belong
+to the whole process: two threads at once would fail, or leave behind what the other one has set."""
 
 
 @contextmanager
@@ -120,7 +120,7 @@ def components_of(model: Any) -> dict[str, nn.Module]:
     """The modules that a model or a pipeline consists of, by name. Raises PassError where there are none."""
     if isinstance(model, nn.Module):
         _refuse_virtual_tokens(model)
-        get_base: Any = getattr(model, "get_base_model", lambda: model)  # peft calls its model's own methods
+        get_base: Any = getattr(model, "get_base_model", lambda: model)  # whose own methods peft calls
         module: nn.Module = get_base()
         return {type(module).__name__: module}
     held = getattr(model, "components", None)

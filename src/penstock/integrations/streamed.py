@@ -32,12 +32,12 @@ from penstock.schedule.plan import Plan
 _log = logging.getLogger(__name__)
 
 _MOST_METHODS = 48
-"""Kinds of call of one module. A model with more exports for single sizes, which is no way to run it."""
+"""Kinds of calls of one module. More of them mean that single sizes are exported, which never ends."""
 
 _LOWERINGS = ("eager", "inductor")
 
 _ROOM = 1.25
-"""Times the memory that a call takes beside weights, left where it can be: the next may be longer."""
+"""The memory that a plan leaves beside weights, relative to what the call takes: the next may be longer."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class Component:
         settings = f"{self._where.lowering} {self._names}"
         path = self._where.folder / f"{content_key(programs, self.weights, settings)}.penstock"
         write_once(path, lambda: self._write(programs, path))
-        program = penstock.open(path)  # and what it would read again
+        program = penstock.open(path)  # what it would read from its files is set below
         program.activation_bytes = max(method.activations.peak() for method in self._methods)
         if self._where.lowering == "eager":
             with_grad = [f"model.{fqn}" for fqn in self._with_grad]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +62,23 @@ def builder(config: Any, source: str, dtype: str | None) -> Callable[[], nn.Modu
     model, wanted = model_class(config, source), dtype_of(config, dtype)
 
     def build() -> nn.Module:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(wanted)
-        try:
+        with default_dtype(wanted):
             built: nn.Module = model(config)
-        finally:
-            torch.set_default_dtype(before)
         _keep_dtypes(built, wanted)
         return built
 
     return build
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Let modules be built in a dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _keep_dtypes(model: Any, wanted: torch.dtype) -> None:

@@ -42,7 +42,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialResult:
     """Seconds of loading and of each pass, the module's counters, and dtype and shape of each output."""
 
     load_seconds: float
@@ -62,7 +62,7 @@ class Outcome:
 
 def run_trial(
     program: Program, asked: Trial, load: Callable[[], StreamedModule], say: Callable[[str], None]
-) -> Outcome:
+) -> TrialResult:
     """Run a method of `program` in the module that `load` returns; `say` is told which pass begins.
 
     Raises StreamError for inputs that the method does not take, SourceError for files, and what `load`
@@ -85,7 +85,7 @@ def run_trial(
         named = _named_outputs(outputs)
         if asked.output is not None:
             _write(asked.output, named)
-        return Outcome(load_seconds, tuple(seconds), module.stats, _described(named))
+        return TrialResult(load_seconds, tuple(seconds), module.stats, _described(named))
 
 
 def run_simulated(program: Program, plan: Plan, device: str) -> list[dict[str, Any]]:
@@ -181,7 +181,7 @@ def _generated(method: Method, sizes: Mapping[str, int], seed: int) -> list[Any]
             _constant(leaf) if leaf.value is not None else _random(leaf, chosen, generator)
             for leaf in method.inputs
         ]
-    except (RuntimeError, TypeError, ValueError) as error:  # what torch says of sizes that no tensor can have
+    except (RuntimeError, TypeError, ValueError) as error:  # raised for sizes that no tensor can have
         raise StreamError(
             f"inputs of the sizes {chosen} cannot be made ({str(error).splitlines()[0]}): "
             "give smaller ones with --size"
@@ -239,7 +239,7 @@ def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
     try:
         data = save({name: t.contiguous().clone() for name, t in tensors.items()})
-    except Exception as error:  # of no common kind, for a dtype that the format lacks
+    except Exception as error:  # of several types, for a dtype that the format lacks
         dtypes = ", ".join(sorted({_dtype(t) for t in tensors.values()}))
         raise SourceError(
             f"outputs of {dtypes} cannot be written to a safetensors file ({error}); leave --output out"

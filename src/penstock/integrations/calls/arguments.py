@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from penstock.schedule.facts.errors import PassError
 
 STATE_MODULES = ("transformers.cache_utils", "diffusers.models.autoencoders.vae")
-"""Where the classes are defined whose objects hold tensors: caches between calls, distributions."""
+"""The modules whose classes hold tensors: caches between calls, and distributions."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Collector:
         if isinstance(leaf, torch.Tensor):
             if id(leaf) in self._inputs:
                 return Given(self._inputs[id(leaf)])
-            if id(leaf) not in self._leaves:  # one tensor given twice is one: a module may ask
+            if id(leaf) not in self._leaves:  # a tensor given twice stays one, as modules compare identities
                 self._leaves[id(leaf)] = self._add(leaf, TensorLeaf)
             return self._leaves[id(leaf)]
         if is_state(leaf):
@@ -164,10 +164,10 @@ def _is_whole(value: object) -> bool:
 
 
 _NUMBERS = frozenset({"cumulative_length", "cumulative_length_int", "max_cache_len"})
-"""What the states' classes call the tokens seen so far, and those that they have room for."""
+"""Attributes of states that count tokens: those seen so far, and those for which there is room."""
 
 _BESIDE = frozenset({"_is_user_defined"})
-"""What `generate` notes in a state for itself."""
+"""Attributes of states that `generate` sets for itself."""
 
 _PLAIN = (
     bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format,

@@ -24,7 +24,7 @@ from penstock.passes.weights.subclasses import with_plain_parts
 from penstock.schedule.facts.errors import PassError, StreamError
 
 _MOST_ANSWERS = 24
-"""Times that a call is exported until it decides what was assumed."""
+"""How often a call is exported until it decides what was assumed."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ _CACHE = type(functools.lru_cache(len))
 _TORCH = frozenset(vars(nn.Module()))
 
 _AGAIN = ("long_inv_freq", "_output_capturing_hooks_installed")
-"""Ends of the names of what transformers keeps, and would compute again to the same values."""
+"""Ends of the names of attributes that transformers keeps, and would compute again to the same values."""
 
 
 @contextmanager

@@ -18,10 +18,10 @@ Example = torch.Tensor | Sequence[Any] | Mapping[str, Any] | Callable[[Any], obj
 """A tensor, positional arguments, arguments by name, or a function that calls the model it is given."""
 
 _LENGTH, _NEW_TOKENS = 7, 3
-"""Tokens of a tiny prompt, and what follows them."""
+"""Tokens of a tiny prompt, and tokens that are generated."""
 
 _STEPS, _FRAMES, _SAMPLE = 2, 5, 64
-"""Steps of denoising, pictures of a film, and the side of latents where a pipeline does not say."""
+"""Denoising steps, frames of a video, and the side of latents where a pipeline does not state it."""
 
 
 def make_call(model: Any, example: Example) -> None:
@@ -60,11 +60,11 @@ def _draw(pipeline: Any) -> None:
     taken = inspect.signature(pipeline.__call__).parameters
     strength = taken["strength"].default if "strength" in taken else 1
     given = {"prompt": "a", "class_labels": [0], "num_frames": _FRAMES, "generator": torch.Generator()}
-    given["num_inference_steps"] = math.ceil(_STEPS / strength)  # of which it makes a part of `strength`
+    given["num_inference_steps"] = math.ceil(_STEPS / strength)  # pipelines run that part of them
     copied = _undisturbed(pipeline)
     try:
         copied(**{name: value for name, value in given.items() if name in taken})
-    except (AttributeError, TypeError, ValueError):  # what None is not
+    except (AttributeError, TypeError, ValueError):  # raised where None is not what it needs
         if not (pictures := _pictures(pipeline, taken)):
             raise
         copied(**{name: value for name, value in {**given, **pictures}.items() if name in taken})

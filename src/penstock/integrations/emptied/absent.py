@@ -22,12 +22,12 @@ _FACTS = frozenset(
         *("get_device", "requires_grad_", "retains_grad", "is_sparse_csr"),
     }
 )
-"""What a tensor can be asked without its values."""
+"""Attributes and methods of a tensor that do not need its values."""
 
 _SETTABLE = ("requires_grad", "grad")
 
 _SAYS, _STORAGE = "penstock_says", "penstock_storage"
-"""Attributes of an absent tensor: its sentence, and the empty storage that it shows."""
+"""Attributes of an absent tensor: the sentence of its errors, and its empty storage."""
 
 
 class AbsentTensor(torch.Tensor):

@@ -52,7 +52,7 @@ class Hollow:
         with ExitStack() as on_error:
             on_error.callback(self._undo.close)
             for name, value in plain.items():
-                if isinstance(value, AbsentTensor):  # another name had it
+                if isinstance(value, AbsentTensor):  # seen before under another name
                     continue
                 data = value.data
                 if (storage := data.untyped_storage()._cdata) not in empty:
@@ -153,7 +153,7 @@ def _refuse_uses(module: nn.Module, path: str, sentence: str, undo: ExitStack) -
     undo.callback(_replace(module, "__deepcopy__", refuse("copied")))
     undo.callback(_replace(module, "__reduce_ex__", refuse("pickled")))
     undo.callback(_replace(module, "_apply", _unless_done(module, refuse("moved or converted"))))
-    if hasattr(module, "save_pretrained"):  # which changes the configuration before it fails
+    if hasattr(module, "save_pretrained"):  # would change the configuration before it fails
         undo.callback(_replace(module, "save_pretrained", refuse("saved")))
 
 

@@ -13,7 +13,7 @@ from penstock.schedule.facts.errors import StreamError
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 _OWN = frozenset(vars(nn.Module())) | {"forward", "__deepcopy__", "__reduce_ex__", "_apply"}
-"""What every module has, and what penstock sets."""
+"""Attributes that every module has, or that penstock sets."""
 
 _BESIDE = frozenset(
     {
@@ -27,12 +27,12 @@ _BESIDE = frozenset(
         "penstock_applied",
     }
 )
-"""What libraries set beside a model, and its forward does not read."""
+"""Attributes that libraries set on a model and that its forward does not read."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 _DEPTH = 6
-"""How far attributes of attributes are followed: a processor, a configuration within a configuration."""
+"""How deep attributes are followed: into a processor, or a configuration within a configuration."""
 
 
 class Watch:
