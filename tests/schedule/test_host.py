@@ -18,7 +18,7 @@ from penstock.schedule.plan import Plan
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.space.layout import packed_arena
 from penstock.schedule.verify.proof import verify_plan
-from tests.schedule.clock.test_timeline import heaviest
+from tests.schedule.clock.test_event_graph import heaviest
 from tests.schedule.traces import RandomProblem, problems
 
 MACHINE = Hardware("test", 1e12, 1e12, 1e9, 0, disk_bytes_per_s=0.5e9)

@@ -84,6 +84,10 @@ class FaultyDevice:
     def torch_device(self) -> torch.device:
         return self.device.torch_device
 
+    @property
+    def in_reader(self) -> bool:
+        return self.device.in_reader
+
     def open_stream(self, name: str) -> Any:
         self.named[name] = self.device.open_stream(name)
         return self.named[name]

@@ -11,9 +11,12 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
+from penstock.runtime.loading import LoadOptions, load_module
 from penstock.runtime.sim.device import HOST as THE_HOST
 from penstock.runtime.sim.device import SimDevice
 from penstock.runtime.sim.races import RaceError
@@ -60,6 +63,23 @@ def test_faults_are_found(name: str) -> None:
         run_everywhere(fault)
     assert fault.fired
     assert BY.get(found.type, "error") == fault.by, found.value
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["kernels do not wait for copies", "a copy ends a granule early", "resident ranges are not copied"],
+)
+def test_the_outputs_of_a_program_show_faults(stack: Any, name: str) -> None:
+    """Where nothing tells the simulated device what kernels read, as on a real one."""
+    fault, program = FAULTS[name], stack.open()
+    fault.fired = 0
+    plan = program.plan("50%", device="sim:t4")
+    same = []
+    for device in (SimDevice(plan.hardware), fault.device(SimDevice(plan.hardware))):
+        with torch.no_grad(), load_module(program, plan, LoadOptions(), device=device) as module:
+            same.append(torch.equal(module(stack.tokens), stack.expected))
+    assert fault.fired
+    assert same == [True, False]
 
 
 @pytest.mark.parametrize("name", HARMLESS)
