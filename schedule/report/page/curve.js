@@ -29,11 +29,13 @@ function drawCurve() {
     at = clamp(index, 0, curve.length - 1);
     chart.setCursor({ left: chart.valToPos(curve[at].budget, "x"), top: 1 });
   };
-  const range = () => (most / least > 12 ? uPlot.rangeLog(least, most, 10, false) : [0, most * 1.06]);
+  const logarithmic = most / least > 12;
+  byId("curve-title").textContent = `Time against budget${logarithmic ? ", on a logarithmic scale" : ""}`;
+  const range = () => (logarithmic ? uPlot.rangeLog(least, most, 10, false) : [0, most * 1.06]);
   const chart = new uPlot({
     width: holder.clientWidth, height: 300, padding: [16, 32, 0, 0],
     cursor: STILL,
-    scales: { x: { time: false, range: (u, low, high) => [low, high + (high === low)] }, y: { distr: most / least > 12 ? 3 : 1, range } },
+    scales: { x: { time: false, range: (u, low, high) => [low, high + (high === low)] }, y: { distr: logarithmic ? 3 : 1, range } },
     axes: [axisOf(BYTES, { space: 80, size: 36, grid: { show: false } }), axisOf(TIME, { size: 70 })],
     series: [{ label: "budget", value: (u, nbytes) => (nbytes === null ? "" : formatBytes(nbytes)) }, ...series],
     hooks: { draw: [painted(rule)], ready: [() => queueMicrotask(() => show(home))] },

@@ -2,8 +2,10 @@
 
 const KEYS = {
   "+": () => zoom("time", 0.6),
+  "=": () => zoom("time", 0.6),
   "-": () => zoom("time", 1 / 0.6),
   0: fit,
+  Home: fit,
   ArrowLeft: () => move("time", -0.1),
   ArrowRight: () => move("time", 0.1),
   ArrowUp: () => move("address", -0.1),
