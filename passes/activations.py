@@ -19,7 +19,7 @@ from penstock.passes.graph.propagation import fake_inputs, propagate, storages_o
 
 @dataclass(frozen=True)
 class _Unit:
-    """Of what a storage is made: one byte, or the bytes that an expression says."""
+    """A unit that sizes of storages are counted in: one byte, or as many as a symbolic expression says."""
 
     expression: Any = 1
     symbolic: Any = field(default=None, compare=False)
@@ -62,7 +62,7 @@ class Activations:
 
 
 def _alive(graph_module: fx.GraphModule) -> Iterator[Counter[_Unit]]:
-    """For each node of what the storages are made that are alive while it runs."""
+    """Yields for each node the sizes of all storages that are alive while it runs, added up by unit."""
     nodes = list(graph_module.graph.nodes)
     given = {s for node in nodes if node.op == "placeholder" for s in storages_of(node.meta.get("val"))}
     last_use: dict[int, int] = {}
@@ -88,7 +88,7 @@ def _bytes_of(tensor: torch.Tensor) -> Counter[_Unit]:
 
 
 def _in_bodies(graph_module: fx.GraphModule, node: fx.Node) -> Iterator[Counter[_Unit]]:
-    """The same for the nodes of the bodies that a node of control flow runs."""
+    """Yields the same for each node of the bodies that a node of control flow runs."""
     for name in [str(n.target) for n in node.all_input_nodes if n.op == "get_attr"]:
         body = getattr(graph_module, name)
         if isinstance(body, fx.GraphModule):

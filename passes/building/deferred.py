@@ -1,4 +1,4 @@
-"""Models whose parameters are initialised later, as far as they are asked for."""
+"""Models whose parameters are initialised later, and only those that are asked for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.schedule.facts.errors import PassError, PenstockError
 
 
 def deferred_init(build: Callable[[], nn.Module]) -> Deferred:
-    """Run a constructor without memory, and keep how it initialises what.
+    """Run a constructor without memory, and record how it initialises each tensor.
 
     Values that are materialised later are those that the constructor would have given under the state that
     torch's default CPU generator has now; its state does not change. To get them for one parameter, all
@@ -29,7 +29,7 @@ def deferred_init(build: Callable[[], nn.Module]) -> Deferred:
 
 
 def record(build: Callable[[], nn.Module]) -> Deferred:
-    """As `deferred_init`, where another mode sees to the devices that the constructor asks for."""
+    """Does what `deferred_init` does; the caller's mode sees the devices that are asked for."""
     refuse_scripted(build)
     if isinstance(build, nn.Module):
         raise PassError(
@@ -67,10 +67,10 @@ class Deferred:
         self._made: dict[int, torch.Tensor] = {}
 
     def materialize(self, name: str = "") -> nn.Module:
-        """Give the submodule `name` (all, by default) real parameters and buffers, and return it.
+        """Give the submodule `name` (the whole module by default) real parameters and buffers, and return it.
 
         What was materialised before stays as it is, so parts may be asked for in any order and again. Tied
-        parameters stay tied. Raises PassError for a submodule that there is not.
+        parameters stay tied. Raises PassError where there is no such submodule.
         """
         try:
             part = self.module.get_submodule(name)

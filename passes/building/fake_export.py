@@ -65,7 +65,7 @@ def computed_buffers(programs: Iterable[ExportedProgram]) -> set[str]:
 
 
 class Built:
-    """A module of fake tensors, where they are, and the values of what no checkpoint has."""
+    """A module of fake tensors, the device of each, and the values of the buffers that no checkpoint has."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ def _computed(module: nn.Module, values: Callable[[torch.Tensor], torch.Tensor])
 
 
 def _lost_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The buffers that no checkpoint has, not even as a view of something else."""
+    """Returns the buffers that no checkpoint has, neither by name nor as views of what it has."""
     saved = {
         tensor.untyped_storage()._cdata
         for tensor in module.state_dict(keep_vars=True).values()

@@ -1,4 +1,4 @@
-"""Records what a constructor does to tensors without doing it, and does it later, as far as it is asked for.
+"""Records what a constructor does to tensors without doing it, and does later the part that is asked for.
 
 While a `Recording` is active every tensor is made on the meta device: it has a shape and no memory. Each
 operation is kept with the storages that it reads and writes. `Recording.values` runs the operations that one
@@ -82,7 +82,7 @@ class Operation:
 
     @property
     def storages(self) -> set[int]:
-        """All that it touches."""
+        """The storages that it reads or writes."""
         leaves = [*pytree.tree_leaves((self.args, dict(self.kwargs))), *self.outputs]
         return {leaf.storage for leaf in leaves if isinstance(leaf, Spec)}
 
@@ -90,8 +90,8 @@ class Operation:
 class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Active as a context manager, while a constructor runs; on one thread.
 
-    `allocated` are tensors that were made elsewhere, with memory: their bytes, and where; large ones, and all
-    that come from NumPy.
+    `allocated` has the bytes of each tensor that came with memory of its own, and the line that made it: of
+    large ones, and of all that come from NumPy.
     """
 
     def __init__(self) -> None:
@@ -214,7 +214,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def _needed(self, storage: int) -> list[Operation]:
-        """The operations that a storage's values depend on, in order."""
+        """Returns the operations that the values of a storage depend on, in order."""
         wanted, chosen = {storage}, []
         for operation in reversed(self._operations):
             if wanted & {spec.storage for spec in _written(operation)}:
@@ -245,7 +245,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def _without_memory(self, leaf: Any) -> Any:
-        """A tensor that was made of numbers has values of its own, which are kept."""
+        """Returns a twin without memory of a tensor that was made with values, which are kept."""
         if not isinstance(leaf, torch.Tensor) or leaf.device == _META:
             return leaf
         if has_parts(leaf):
@@ -300,7 +300,7 @@ class _Draws:
         self._count = 0
 
     def count(self, generator: torch.Generator | None) -> int:
-        """The number of another operation that draws."""
+        """Returns the number of the next operation that draws random numbers."""
         if generator is not None:
             raise PassError(
                 "the constructor draws from a generator of its own, which cannot be recorded: draw from "
@@ -314,7 +314,7 @@ class _Draws:
 
     @contextmanager
     def at(self, operation: Operation, operations: Sequence[Operation]) -> Iterator[None]:
-        """The generator is as it would have been before `operation`, and as it was afterwards."""
+        """Puts the generator into the state that it would have before `operation`, and back at the end."""
         if operation.draws is None:
             yield
             return
@@ -363,7 +363,7 @@ def _is_by_element(operation: Operation, whole: Spec) -> bool:
 
 
 def _laid_out(value: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """The value in memory as its spec says: some operators lay their results out otherwise on meta."""
+    """Returns the value laid out as its spec says: some operators lay results out otherwise on meta."""
     if (value.stride(), value.storage_offset()) == (spec.stride, spec.offset):
         return value
     whole = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)

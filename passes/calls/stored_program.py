@@ -1,4 +1,4 @@
-"""Loads what torch.export.save wrote, with the library that a program's outputs are types of."""
+"""Loads what torch.export.save wrote, and imports the library that defines the types of its outputs."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def open_programs(folder: Path, payload: Payload) -> Iterator[zipfile.ZipFile]:
 
 
 def read_code(archive: zipfile.ZipFile, method: str) -> MethodCode:
-    """What runs of a method, from its exported program where it is not stored by itself."""
+    """Returns what runs of a method: as it was stored, or else made again from its exported program."""
     stored = f"{method}.json"
     data = archive.read(stored) if stored in archive.namelist() else b""
     code = with_types(lambda: decode_method(data)) if data else None

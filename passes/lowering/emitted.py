@@ -39,7 +39,7 @@ _RESULTS = re.compile(r"^[\[(](\w+(?:, \w+)*),?[\])] = ")
 _PYTHON_OPERATOR = re.compile(r"(?:torch\.ops\.aten|extern_kernels)\.(\w+)")
 
 AT_EDGE = -1
-"""Instead of a probe call: the beginning of the call, or its end."""
+"""Stands for the beginning or the end of the whole call, where there is no probe call."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A program to compile: memory that nobody wrote in the place of its weights, and arguments of zeros."""
+"""What a program is compiled with: memory that is never written as its weights, and zeros as arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COPIED = 4096
 
 
 def without_values(exported: ExportedProgram) -> tuple[ExportedProgram, Weights]:
-    """A copy of the program over memory that nobody wrote, and its weights as they were found.
+    """Returns a copy of the program over memory that was never written, and its weights as they were found.
 
     Small tensors keep their values.
     """
@@ -49,7 +49,7 @@ def without_values(exported: ExportedProgram) -> tuple[ExportedProgram, Weights]
 
 
 def _reserve(nbytes: int) -> torch.Tensor:
-    """Memory that exists by name only, however much: the system promises none for it."""
+    """Returns address space without memory behind it, however much: the system reserves none for it."""
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)

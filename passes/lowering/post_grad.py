@@ -43,7 +43,7 @@ GraphPass = Callable[[fx.Graph], None]
 
 @dataclass(frozen=True)
 class PlacedProbes:
-    """Where probes went: for each, in the order of the graph, its node as a step; and the compute behind.
+    """The probes in a graph, in its order: the node of each, as a step. `tail` is the work behind the last.
 
     A step's `reads` are storages of the catalog, and its times are not filled in.
     """
@@ -155,7 +155,7 @@ def _lifted(graph: fx.Graph, held: Mapping[fx.Node, str], weights: Weights) -> t
 
 
 def _check_flow(flow: Flow, held: Mapping[fx.Node, str], weights: Weights) -> None:
-    """What is written, or handed out, cannot leave memory."""
+    """Raises PassError for a weight that the graph writes or hands out: it cannot leave memory."""
     for what, storages in (("written", flow.written), ("returned, or aliased by what is,", flow.escaping)):
         for name in held.values():
             if weights.storage_of(name) in storages:

@@ -41,7 +41,7 @@ class Weights:
     """The catalog of one exported program, and what ties it to torch.
 
     `placeholders` maps a placeholder's name to an index of `weights`, and `tensors[i]` holds the
-    values of weight i. All storages are of kind `streamable`: `usage.py` knows better.
+    values of weight i. All storages are of kind `streamable` here: `usage.py` finds the others.
     """
 
     weights: tuple[Weight, ...]

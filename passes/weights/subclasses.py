@@ -33,7 +33,7 @@ _ACCESS = "export::access_subclass_inner_tensor"
 
 
 def has_parts(value: object) -> bool:
-    """Whether a tensor is one to its module and several in memory, and says which."""
+    """Whether a tensor is of a subclass that is made of several tensors, and names them."""
     return is_traceable_wrapper_subclass(value)
 
 
@@ -49,12 +49,12 @@ def flattened(value: torch.Tensor, prefix: str = "") -> Iterator[tuple[str, torc
 
 
 def plain_tensors(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What holds a tensor's bytes: itself under its name, or its parts, each as `NAME.PART`."""
+    """Returns the tensors that hold a tensor's bytes: itself under its name, or its parts, as `NAME.PART`."""
     return {f"{name}.{part}": one for part, one in flattened(value)} if has_parts(value) else {name: value}
 
 
 def each_part(value: torch.Tensor, other: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """What `other` makes of a tensor; for a subclass one like it, made of what `other` makes of its parts."""
+    """Returns `other(value)`; for a subclass, a tensor of that class over `other` of each part."""
     if not has_parts(value):
         return other(value)
     names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ from penstock.passes.weights.lifted import Weights
 from penstock.schedule.facts.model import Kind
 
 aten = torch.ops.aten
-_log = logging.getLogger("penstock")
+_log = logging.getLogger(__name__)
 
 METADATA_ONLY = frozenset(
     getattr(packet, overload)
@@ -234,7 +234,7 @@ def _written_back(exported: ExportedProgram, weights: Weights) -> set[int]:
     """Returns the storages that the decomposed program writes back; the raw program does not list them.
 
     A program that torch cannot decompose may write every weight that it takes. Its weights then always stay
-    in memory, and the logger `penstock` says why, at level INFO.
+    in memory, and the log says why, at level INFO.
     """
     if exported.verifier.dialect == "TRAINING":
         if not _may_write(exported.graph_module):
