@@ -88,7 +88,7 @@ def note_of_curve(swept: bool) -> str:
     """What there is to say of the curve of budgets, with a sweep and without one."""
     if swept:
         return "Each dot is a plan for that budget. Other policies get the same memory, link and step times."
-    return "This plan, what no plan for its budget can beat, and what link and compute allow at best."
+    return "This plan, and what no plan for its budget can beat."
 
 
 def note_of_first(picture: Picture) -> str:
