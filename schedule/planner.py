@@ -113,7 +113,7 @@ def make_plan(
 
 
 def _fastest(problem: Problem, pieces: Pieces, cap: int, effort: float) -> tuple[Draft, tuple[Schedule, ...]]:
-    """The fastest decisions for `cap` bytes of arena and for the rungs below that can still be faster."""
+    """The fastest draft for `cap` bytes of arena and for the rungs below that can still be faster."""
     search = contiguous.search if problem.arena.kind == "contiguous" else paged.search
     best: tuple[Draft, tuple[Schedule, ...]] | None = None
     bounds: tuple[int | None, ...] = ()

@@ -36,7 +36,7 @@ class WeightFile:
 
     `path` is relative to the artifact's folder for a packed file, absolute for a checkpoint
     used in place. `header_sha256` covers the length prefix and the header, `sampled_sha256`
-    the blocks that `runtime/files/source.py` samples.
+    the blocks that `runtime/files/stamp.py` samples.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -369,12 +369,11 @@ class Decisions:
     `outside` lists the storages held whole in ordinary memory (mutable and returned ones
     always, all of them when everything fits); their bytes and `arena_bytes` are within the budget.
     `addresses[s]` is where storage s begins in a contiguous arena (-1 outside; empty when paged).
-    `resident` never leaves the device. `boundary`, which contains it, is on the device or on its
-    way between calls, listed in the order in which a cold start loads it; of several methods each may
-    have its own. `traces` are those that
-    the plan was made for. `names` and `sizes` (bytes) are those of the storages, for people who read
-    the plan without its catalog; empty where nobody gave them. `host` is what the host holds where it
-    does not hold everything, None where the source of transfers needs no plan.
+    `resident` never leaves the device. `boundary`, which contains it, is on the device or on its way
+    between calls, in the order in which a cold start loads it; each of several methods may have its own.
+    `traces` are those that the plan was made for. `names` and `sizes` (bytes) are those of the storages, for
+    people who read the plan without its catalog; empty where nobody gave them. `host` is what a host between
+    disk and device holds, None where the source of transfers needs no plan.
     """
 
     __pydantic_config__: ClassVar = STRICT

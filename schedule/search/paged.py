@@ -28,14 +28,14 @@ _SHARES = 64
 
 
 def search(task: Task) -> Draft:
-    """The best decisions found."""
+    """The best draft that is found."""
     problem, pieces = task.problem, task.pieces
     if len(problem.traces) == 1:
         streaming, stays = OneTrace(task).best(task.relaxed[0])
         streams: tuple[Streaming, ...] = (streaming,)
     else:
         streams, stays = _share_for_all(problem, pieces, task.cap)
-    found = _decisions(pieces, streams, stays)
+    found = _draft(pieces, streams, stays)
     period_ns = sum(found.periods_ns(problem))
     bounds = [one.bound_ns for one in task.relaxed if one]
     near = len(bounds) == len(problem.traces) and period_ns <= sum(bounds) * _NEAR
@@ -45,7 +45,7 @@ def search(task: Task) -> Draft:
     return other if other and sum(other.periods_ns(problem)) < period_ns else found
 
 
-def _decisions(pieces: Pieces, streams: Sequence[Streaming], stays: Sequence[bool]) -> Draft:
+def _draft(pieces: Pieces, streams: Sequence[Streaming], stays: Sequence[bool]) -> Draft:
     """The draft of what each method streams beside the spans that never leave."""
     spans = (span for group in pieces.groups for span in group.spans)
     resident = merged(itertools.compress(spans, stays), pieces.breaks)
@@ -118,7 +118,7 @@ def _search_runs(task: Task) -> Draft | None:
 
 
 def _clipped(found: Draft, arena: Arena) -> Draft:
-    """The decisions without what lies before a segment, in the first granule that it reaches into."""
+    """The draft without what lies before a segment, in the first granule that it reaches into."""
     begins = {s.start // arena.granule * arena.granule: s.start for s in arena.segments}
 
     def clip(pieces: Sequence[_Piece]) -> tuple[_Piece, ...]:
