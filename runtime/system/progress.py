@@ -1,4 +1,4 @@
-"""How long work tells its caller how far it is."""
+"""How the progress of long work is reported to the caller, in bytes."""
 
 from __future__ import annotations
 
