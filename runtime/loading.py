@@ -32,7 +32,7 @@ from penstock.runtime.sim.device import SimDevice
 from penstock.runtime.sim.streamer import SimStreamer
 from penstock.runtime.stream.interface import Usage
 from penstock.runtime.stream.passes import LoadedWeights, Resources
-from penstock.runtime.stream.streamer import Streamer
+from penstock.runtime.stream.streamer import ArenaStreamer
 from penstock.runtime.system.threads import ParkedTeam
 from penstock.schedule.facts.errors import BudgetError, PlanError, StreamError
 from penstock.schedule.facts.model import Method, Part
@@ -135,13 +135,15 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
         held = HeldStorages(payload.storages, plan.outside, source, options.readers)
         opened.callback(held.close)
         arena: WeightArena | None = None
-        streamer: Streamer | None = None
+        streamer: ArenaStreamer | None = None
         team: ParkedTeam | None = None
         if plan.arena_bytes:
             arena = open_arena(plan, payload.storages, source, debug=options.debug, poison=options.poison)
             opened.callback(arena.close)
             at_once = options.debug or options.poison
-            streamer = Streamer(plan, payload.storages, arena, readers=options.readers, drop_at_once=at_once)
+            streamer = ArenaStreamer(
+                plan, payload.storages, arena, readers=options.readers, drop_at_once=at_once
+            )
             opened.callback(streamer.close)
             team = ParkedTeam()
             opened.callback(team.close)

@@ -16,8 +16,7 @@ from penstock.passes.calls.convention import CallingConvention
 from penstock.passes.probes import CompiledCalls
 from penstock.runtime.stream.interface import Stats
 from penstock.runtime.stream.passes import Gate, LoadedWeights
-from penstock.runtime.stream.probe_calls import ProbeCalls, probe_calls
-from penstock.runtime.stream.stopwatch import Stopwatch
+from penstock.runtime.stream.probe_calls import ProbeCalls, Stopwatch, probe_calls
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Trace
 from penstock.schedule.payload.codec import ProbeOrder

@@ -13,9 +13,9 @@ from penstock.runtime.device.host import HostWeights, Placed
 from penstock.runtime.device.protocol import Device, Move, aligned_bytes
 from penstock.runtime.device.resident import Load, load_resident
 from penstock.runtime.files.source import Source
-from penstock.runtime.stream.ranges import merge
 from penstock.schedule.facts.model import Part, Range, Storage
 from penstock.schedule.plan import Plan
+from penstock.schedule.space.spans import merged
 
 _LOADING = 16 << 20
 """Bytes of host memory through which resident weights are loaded where the slab is smaller."""
@@ -104,7 +104,7 @@ class DeviceWeights:
         for s, memory in self.outside.items():
             for e in self._storages[s].extents:
                 yield Load(memory, e.storage_offset, e.file, e.file_offset, e.nbytes)
-        for item in merge(self._plan.resident) if self._plan.arena_bytes else ():
+        for item in merged(self._plan.resident) if self._plan.arena_bytes else ():
             for piece in self._pieces.within(item.start, item.stop):
                 nbytes = piece.stop - piece.start
                 yield Load(self.arena, piece.address, piece.file, piece.file_offset, nbytes)

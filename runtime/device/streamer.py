@@ -1,14 +1,10 @@
-"""Streams weights with a device's own streams and events; the host only enqueues.
+"""The engine of a device: copies on its own streams, ordered by events. The host only enqueues.
 
-One pass of a method is: `begin`, then `acquire` and `release` of each probed step in the order of its
-trace, then `end`. A release records an event on the stream of the caller's kernels, and enqueues the
-transfers that may start then, each behind the event of the step it waits for; an acquire makes the
-kernels wait for the transfers of its step. A transfer is enqueued only after the host has recorded the
-event that it waits for: a wait on an event that was never recorded would be none. Where a host holds a
-part of the weights only, it is enqueued once the disk has read the rest, and an acquire waits for that.
-
-Another order of steps is a miss: what the step needs is copied on demand, and the pass after begins
-from the resident ranges again. Slower, never wrong.
+A release records an event on the stream of the caller's kernels, and enqueues the transfers that may start
+then, each behind the event of the step that it waits for. An acquire makes the kernels wait for the
+transfers of its step. A transfer is enqueued only after the host has recorded the event that it waits for:
+waiting on an event that was never recorded does nothing. Where a host holds only a part of the weights, a
+transfer is enqueued once the disk has read the rest, and an acquire waits for that.
 """
 
 from __future__ import annotations
@@ -22,10 +18,8 @@ from penstock.runtime.arena.anonymous import POISON
 from penstock.runtime.device.memory import DeviceWeights
 from penstock.runtime.device.protocol import Device, Event
 from penstock.runtime.device.staging import Slot, Staging
-from penstock.runtime.stream.interface import Counters
-from penstock.runtime.stream.position import Position
-from penstock.runtime.stream.queue import MethodTable, Piece, Queue, first_pass, tabulate
-from penstock.runtime.stream.ranges import cut
+from penstock.runtime.stream.engine import StreamEngine
+from penstock.runtime.stream.queue import MethodTable, Piece, Queue, cut
 from penstock.schedule.facts.errors import PenstockError, StreamError
 from penstock.schedule.facts.model import Range, Storage
 from penstock.schedule.plan import Plan
@@ -46,20 +40,16 @@ class _Pass:
         return self.ended[step] if self.entry is None else self.entry
 
 
-class DeviceStreamer:
-    """Streams the weights of one plan, which has at least one schedule, into `weights.arena`.
+class DeviceStreamer(StreamEngine):
+    """Streams the weights of one plan into `weights.arena`.
 
     With `poison`, what a plan drops is overwritten with bytes that are NaN in every format.
     """
 
-    _position: Position
     _before: _Pass
     _this: _Pass
     _next: _Pass
     _arrived: Event | None  # behind the last copy enqueued in this pass
-    _expected: list[int]  # the probed steps still to come in this pass, the next one last
-    _demand: Sequence[Range] | None  # what was loaded last, once this pass left the planned order
-    _running: bool
 
     def __init__(
         self,
@@ -70,79 +60,15 @@ class DeviceStreamer:
         *,
         poison: bool = False,
     ) -> None:
-        self.counters = Counters()
-        traces = {trace.graph: trace for trace in plan.traces}
-        self.methods: dict[int, MethodTable] = {
-            s.graph: tabulate(plan, s, traces[s.graph], storages, piece=None) for s in plan.schedules
-        }
-        self._plan, self._device, self._weights, self._poison = plan, device, weights, poison
+        super().__init__(plan, storages, piece=None)
+        self._device, self._weights, self._poison = device, weights, poison
         self._copies = device.open_stream("copies")
         self._ring_bytes = weights.host.ring.numel() or None
         self._staging = Staging(device, weights.disk, self._copies, weights.host)
         self._closed = False
         self._lost: Exception | None = None
         self._before = self._this = _Pass()
-        self._restart(plan.schedules[0].graph)
-
-    # The pass.
-
-    def begin(self, graph: int) -> None:
-        """Start a pass of method `graph`."""
-        if self._closed:
-            raise StreamError("the streamed module is closed: load the program again")
-        if self._lost is not None:
-            raise StreamError(
-                f"{self._device.name} is lost ({self._lost}): close the module and load it again"
-            ) from self._lost
-        method = self.methods[graph]
-        if self._running or not self._can_follow(graph):
-            self._restart(graph)
-        self._position.begin(method)
-        self._before, self._this, self._next = self._this, self._next, _Pass()
-        self._expected = list(reversed(method.probed))
-        self._arrived = None
-        self._running = True
-        self._issue()
-
-    def acquire(self, graph: int, step: int) -> None:
-        """The kernels that follow run once everything that `step` reads is in the arena."""
-        if self._demand is None and self._expected and self._expected[-1] == step:
-            self._issue(lambda: self._position.left[step] > 0)
-            if self._position.left[step]:
-                raise StreamError(
-                    f"step {step} of graph {graph} needs a transfer that waits for a later step: "
-                    "plan it again"
-                )
-            self._await(step)
-        else:
-            self._load_on_demand(self.methods[graph].needs[step])
-
-    def release(self, graph: int, step: int) -> None:
-        """The kernels of `step` are enqueued: enqueue the transfers that wait for it behind them."""
-        if self._demand is not None:
-            return
-        if not self._expected or self._expected[-1] != step:
-            raise StreamError(f"step {step} of graph {graph} was released without being acquired")
-        self._expected.pop()
-        if self._poison:
-            self._overwrite(self.methods[graph].drops.get(step, ()))
-        self._this.ended[step] = self._device.record(self._device.current_stream())
-        self._position.ended = step + 1
-        self._issue()
-
-    def end(self, graph: int) -> None:
-        """The pass is enqueued; with `wrap="barrier"` what it has started for the next joins it."""
-        if self._demand is not None or self._expected:
-            self.abort()
-            return
-        self._position.ended = self.methods[graph].steps
-        self._running = False
-        barrier = self._plan.wrap == "barrier"
-        self._issue(lambda: barrier)
-        if barrier and self._arrived is not None:
-            # Of other passes nothing is waited for from now on, so that each can be captured as a graph.
-            self._device.wait(self._device.current_stream(), self._arrived)
-            self._next.arrived.clear()
+        self._start_over(plan.schedules[0].graph)
 
     def abort(self) -> None:
         """Forget everything but the resident ranges; the next pass starts from the boundary again.
@@ -152,7 +78,7 @@ class DeviceStreamer:
         if self._closed or self._lost is not None:
             return
         try:
-            self._restart(self._position.method.graph)
+            self._start_over(self._position.method.graph)
         except PenstockError:
             raise
         except Exception as error:  # the pass has failed because the device has
@@ -174,29 +100,65 @@ class DeviceStreamer:
         """Whether this runs on a thread of the device: of a disk, or of copies on a CPU."""
         return self._device.in_reader
 
+    # The pass.
+
+    def _check(self) -> None:
+        if self._closed:
+            raise StreamError("the streamed module is closed: load the program again")
+        if self._lost is not None:
+            raise StreamError(
+                f"{self._device.name} is lost ({self._lost}): close the module and load it again"
+            ) from self._lost
+
+    def _start(self, method: MethodTable) -> None:
+        self._enter(method)
+        self._before, self._this, self._next = self._this, self._next, _Pass()
+        self._arrived = None
+        self._issue()
+
+    def _wait(self, step: int) -> None:
+        self._issue(lambda: self._position.left[step] > 0)
+        if self._position.left[step]:
+            raise StreamError(
+                f"step {step} of graph {self._position.method.graph} needs a transfer that waits for a later "
+                "step: plan it again"
+            )
+        event = self._this.arrived.get(step)
+        if event is not None:
+            self._device.wait(self._device.current_stream(), event)
+
+    def _leave(self, step: int, drops: Sequence[Range]) -> None:
+        if self._poison:
+            self._overwrite(drops)
+        self._this.ended[step] = self._device.record(self._device.current_stream())
+        self._position.ended = step + 1
+        self._issue()
+
+    def _finish(self, method: MethodTable) -> None:
+        self._position.ended = method.steps
+        self._running = False
+        barrier = self._plan.wrap == "barrier"
+        self._issue(lambda: barrier)
+        if barrier and self._arrived is not None:
+            # Of other passes nothing is waited for from now on, so that each can be captured as a graph.
+            self._device.wait(self._device.current_stream(), self._arrived)
+            self._next.arrived.clear()
+
     # Between passes.
 
     def _can_follow(self, graph: int) -> bool:
-        """Whether what is on its way for the pass expected next serves a pass of `graph` as well."""
-        now = self._position
-        if now.method.graph == graph:
-            return True
-        if self._ring_bytes:
-            return False
-        crossing = self.methods[graph].crosses_calls or now.method.crosses_calls
-        return not crossing and now.index == 0 and now.queue is now.method.steady
+        # What the ring reads ahead is for the method that was expected.
+        expected = self._position.method.graph == graph
+        return (expected or not self._ring_bytes) and super()._can_follow(graph)
 
-    def _restart(self, graph: int) -> None:
-        method = self.methods[graph]
+    def _start_over(self, graph: int) -> None:
         for event in self._last_read():  # passes before may have run on another stream than the next
             self._device.wait(self._copies, event)
-        queue = first_pass(self._plan, method, resident_loaded=True, piece=self._ring_bytes)
-        self._position = Position.before(queue, method)
-        self._staging.restart(_ranges(queue), _ranges(method.steady))
+        self._position = self._position_before(graph, resident_loaded=True, piece=self._ring_bytes)
+        self._staging.restart(_ranges(self._position.queue), _ranges(self._position.method.steady))
         self._this = _Pass(entry=self._device.record(self._device.current_stream()))
         self._next = _Pass()
-        self._expected, self._demand = [], None
-        self._running = False
+        self._forget_pass()
 
     def _last_read(self) -> list[Event]:
         """The event behind the last step whose kernels were enqueued."""
@@ -247,11 +209,6 @@ class DeviceStreamer:
         passed = self._this if self._position.ahead else self._before
         return passed.end_of(piece.after + self._position.method.steps)
 
-    def _await(self, step: int) -> None:
-        event = self._this.arrived.get(step)
-        if event is not None:
-            self._device.wait(self._device.current_stream(), event)
-
     def _copy(self, item: Range, label: str, slot: Slot | None = None) -> None:
         weights = self._weights
         moves = weights.moves(item, slot.placed if slot else ())
@@ -266,7 +223,7 @@ class DeviceStreamer:
                 self._device.fill(stream, self._weights.arena, start, stop, POISON)
 
     def _load_on_demand(self, needed: Sequence[Range]) -> None:
-        """A miss: copy what the step needs behind all that is enqueued, and have the kernels wait."""
+        """Copy what a step needs behind all that is enqueued, and have the kernels wait."""
         stream = self._device.current_stream()
         self._device.wait(self._copies, self._device.record(stream))
         pieces = cut(needed, self._ring_bytes or self._weights.arena.numel())

@@ -1,4 +1,4 @@
-"""What a streamed module needs of whatever streams for it, and what it tells of that."""
+"""What a streamer is, whichever engine it has, and what a streamed module tells of it."""
 
 from __future__ import annotations
 
@@ -55,8 +55,11 @@ class Stats:
     simulated_seconds: float | None = None
 
 
-class StepStreamer(Protocol):
-    """What streams for a module: the probes' calls, and the edges of passes."""
+class Streamer(Protocol):
+    """What streams for a module: the two probes, and the edges of passes.
+
+    `StreamEngine` is the state machine behind it; a simulated device stands before its engine.
+    """
 
     @property
     def counters(self) -> Counters:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from penstock.passes.probes import STREAMER, Probes
-from penstock.runtime.stream.interface import Counters, Stats, StepStreamer, Usage
+from penstock.runtime.stream.interface import Counters, Stats, Streamer, Usage
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.sizes import format_size
 from penstock.schedule.plan import Plan
@@ -27,7 +27,7 @@ class Resources:
     not stream.
     """
 
-    streamer: StepStreamer | None
+    streamer: Streamer | None
     closers: tuple[Callable[[], None], ...]
     in_reader: Callable[[], bool] = lambda: False
     closed: bool = False
@@ -71,7 +71,7 @@ class LoadedWeights:
         self._finalizer = weakref.finalize(self, self.resources.close)
 
     @property
-    def streamer(self) -> StepStreamer | None:
+    def streamer(self) -> Streamer | None:
         """What streams; None where everything stays."""
         return self.resources.streamer
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.passes.probes import streaming_steps
-from penstock.runtime.stream.ranges import cut, merge, step_ranges
-from penstock.schedule.facts.model import Range, Schedule, Storage, Trace
+from penstock.schedule.facts.model import Arena, Range, Schedule, Storage, Trace
 from penstock.schedule.plan import Plan
-from penstock.schedule.space.spans import subtract
+from penstock.schedule.space.spans import merged, subtract
 
 PIECE = 2 << 20
 """Bytes that one reader copies at a time: large enough for a disk, small enough to share out."""
@@ -75,7 +75,7 @@ def tabulate(
     for drop in schedule.drops:
         drops.setdefault(drop.step, []).append(Range(drop.start, drop.stop))
     n = len(trace.steps)
-    needs = tuple(tuple(step_ranges(plan, storages, step.reads)) for step in trace.steps)
+    needs = tuple(tuple(_step_ranges(plan, storages, step.reads)) for step in trace.steps)
     return MethodTable(
         graph=schedule.graph,
         needs=needs,
@@ -93,7 +93,7 @@ def first_pass(plan: Plan, method: MethodTable, *, resident_loaded: bool, piece:
     It loads the method's boundary in its order, then what the pass itself copies. The call waits for
     resident ranges, a step for the rest of the boundary that it is the first to read.
     """
-    resident, n = merge(plan.resident), method.steps
+    resident, n = merged(plan.resident), method.steps
     most = _piece_bytes(plan, piece)
     ranges = [] if resident_loaded else cut(plan.resident, most)
     pieces = [Piece(r.start, r.stop, n, -1) for r in ranges]
@@ -118,3 +118,32 @@ def _piece_bytes(plan: Plan, piece: int | None) -> int:
     if piece is None:
         return max((s.stop for s in plan.arena.segments), default=granule)
     return max(piece // granule, 1) * granule
+
+
+def cut(ranges: Iterable[Range], piece: int) -> list[Range]:
+    """`ranges` in order, each cut every `piece` bytes, so that several readers can share one."""
+    return [
+        Range(start, min(start + piece, whole.stop))
+        for whole in ranges
+        for start in range(whole.start, whole.stop, piece)
+    ]
+
+
+def _step_ranges(plan: Plan, storages: Sequence[Storage], reads: Iterable[int]) -> list[Range]:
+    """What a step that reads the storages `reads` needs on the device beside the resident ranges."""
+    arena = plan.arena
+    needed = [
+        _whole_granules(arena, Range(arena.layout[s], arena.layout[s] + storages[s].nbytes))
+        for s in reads
+        if arena.layout[s] >= 0 and storages[s].nbytes and s not in plan.outside
+    ]
+    return subtract(merged(needed), merged(plan.resident))
+
+
+def _whole_granules(arena: Arena, item: Range) -> Range:
+    if arena.kind == "contiguous":
+        return item
+    segment = arena.segments[bisect_right([s.start for s in arena.segments], item.start) - 1]
+    start = item.start // arena.granule * arena.granule
+    stop = -(-item.stop // arena.granule) * arena.granule
+    return Range(max(start, segment.start), min(stop, segment.stop))

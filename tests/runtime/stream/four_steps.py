@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.runtime.stream.streamer import Streamer
+from penstock.runtime.stream.streamer import ArenaStreamer
 from penstock.schedule.facts.model import (
     Arena,
     Drop,
@@ -54,7 +54,7 @@ STORAGES = tuple(Storage(UNIT, "streamable") for _ in range(4))
 
 
 def run_pass(
-    streamer: Streamer, arena: HonestArena, graph: int = 0, order: tuple[int, ...] = (0, 1, 2, 3)
+    streamer: ArenaStreamer, arena: HonestArena, graph: int = 0, order: tuple[int, ...] = (0, 1, 2, 3)
 ) -> None:
     streamer.begin(graph)
     for step in order:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from penstock.runtime.stream.streamer import Streamer
+from penstock.runtime.stream.streamer import ArenaStreamer
 from penstock.schedule.facts.errors import SourceError
 from tests.runtime.arena.honest_arena import HonestArena
 from tests.runtime.stream.four_steps import STORAGES, make_plan, run_pass
@@ -20,7 +20,7 @@ def test_what_needs_no_waiting_is_filled_on_the_callers_thread(monkeypatch: pyte
         fillers.append(threading.current_thread())
         return arena.fill(start, stop)
 
-    streamer = Streamer(make_plan(), STORAGES, arena)  # type: ignore[arg-type]
+    streamer = ArenaStreamer(make_plan(), STORAGES, arena)  # type: ignore[arg-type]
     for _ in range(2):
         run_pass(streamer, arena)  # the boundary is loaded by readers
     monkeypatch.setattr(arena, "fill_ready", fill_ready)
@@ -35,7 +35,7 @@ def test_what_needs_no_waiting_is_filled_on_the_callers_thread(monkeypatch: pyte
 
 def test_a_fill_on_the_callers_thread_that_fails_is_raised_and_forgotten() -> None:
     arena = HonestArena(12)
-    streamer = Streamer(make_plan(), STORAGES, arena)  # type: ignore[arg-type]
+    streamer = ArenaStreamer(make_plan(), STORAGES, arena)  # type: ignore[arg-type]
     run_pass(streamer, arena)
     arena.fill_ready = arena.fill  # type: ignore[method-assign]
     arena.fail_at.add(8)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.runtime.stream.streamer import Streamer
+from penstock.runtime.stream.streamer import ArenaStreamer
 from penstock.schedule.facts.errors import SourceError, StreamError
 from penstock.schedule.facts.model import Drop, Range, Schedule, Step, Transfer
 from penstock.schedule.plan import Plan
@@ -23,7 +23,7 @@ def arena() -> HonestArena:
 
 @pytest.fixture
 def streamer(arena: HonestArena):
-    streamer = Streamer(make_plan(), STORAGES, arena)
+    streamer = ArenaStreamer(make_plan(), STORAGES, arena)
     yield streamer
     streamer.close()
 
@@ -51,7 +51,7 @@ def test_prefetch_crosses_the_end_of_a_call(streamer, arena):
 
 
 def test_a_barrier_waits_for_the_prefetch(arena):
-    streamer = Streamer(make_plan(wrap="barrier"), STORAGES, arena)
+    streamer = ArenaStreamer(make_plan(wrap="barrier"), STORAGES, arena)
     run_pass(streamer, arena)
     assert set(range(8)) <= arena.held
     streamer.close()
@@ -81,7 +81,7 @@ def test_a_failed_read_raises_once_and_the_next_call_works(streamer, arena):
 def test_a_failed_read_of_a_resident_range_raises_too(arena):
     arena.gate = threading.Event()
     arena.fail_at = {12}
-    streamer = Streamer(make_plan(), STORAGES, arena)
+    streamer = ArenaStreamer(make_plan(), STORAGES, arena)
     threading.Timer(0.05, arena.gate.set).start()
     with pytest.raises(SourceError):
         run_pass(streamer, arena)
@@ -116,7 +116,7 @@ def test_a_release_without_its_acquire_is_refused(streamer):
 
 def test_close_ends_the_readers_even_while_a_transfer_runs(arena):
     arena.gate = threading.Event()
-    streamer = Streamer(make_plan(), STORAGES, arena)
+    streamer = ArenaStreamer(make_plan(), STORAGES, arena)
     threading.Timer(0.05, arena.gate.set).start()
     streamer.close()
     streamer.close()
@@ -148,7 +148,7 @@ def test_a_transfer_that_waits_for_its_own_step_is_an_error_and_no_endless_wait(
 
 def test_closing_wakes_a_waiting_call(arena):
     arena.gate = threading.Event()
-    streamer = Streamer(make_plan(), STORAGES, arena)
+    streamer = ArenaStreamer(make_plan(), STORAGES, arena)
     raised: list[BaseException] = []
 
     def call() -> None:
@@ -168,7 +168,7 @@ def test_closing_wakes_a_waiting_call(arena):
 
 def test_methods_that_share_an_arena_follow_one_another(arena):
     arena.capacity = 16
-    streamer = Streamer(make_plan(graphs=2), STORAGES, arena)
+    streamer = ArenaStreamer(make_plan(graphs=2), STORAGES, arena)
     for graph in (0, 1, 1, 0, 1):
         run_pass(streamer, arena, graph)
     assert streamer.counters.misses == 0
@@ -195,7 +195,7 @@ def switching_plan() -> Plan:
 SWITCHING_DROPS = (Drop(0, 4, 0), Drop(4, 8, 1), Drop(8, 12, 2))
 
 
-def run_switching(streamer: Streamer, arena: HonestArena, graph: int) -> None:
+def run_switching(streamer: ArenaStreamer, arena: HonestArena, graph: int) -> None:
     streamer.begin(graph)
     for step, storage in enumerate((0, 1, 2, 0)):
         streamer.acquire(graph, step)
@@ -207,7 +207,7 @@ def run_switching(streamer: Streamer, arena: HonestArena, graph: int) -> None:
 def test_another_method_after_a_failure_gets_the_boundary_too(arena):
     plan = switching_plan()
     verify_plan(STORAGES, plan.traces, plan)
-    streamer = Streamer(plan, STORAGES, arena)
+    streamer = ArenaStreamer(plan, STORAGES, arena)
     run_switching(streamer, arena, 0)
     for graph in (1, 0, 1):
         with streamer._work:  # as where the readers are slow to wake up: nothing is issued meanwhile
@@ -240,7 +240,7 @@ def test_schedules_are_those_of_their_graphs_in_any_order(arena):
     plan = make_plan(graphs=2)
     other = replace(plan.traces[1], steps=plan.traces[1].steps[:3])
     plan = replace(plan, traces=(other, plan.traces[0]))
-    streamer = Streamer(plan, STORAGES, arena)
+    streamer = ArenaStreamer(plan, STORAGES, arena)
     assert {graph: method.steps for graph, method in streamer.methods.items()} == {0: 4, 1: 3}
     streamer.close()
 
@@ -257,7 +257,7 @@ def test_readers_that_cannot_start_leave_none_behind(arena, monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(StreamError, match="fewer readers"):
-        Streamer(make_plan(), STORAGES, arena)
+        ArenaStreamer(make_plan(), STORAGES, arena)
     assert not started[0].is_alive()
 
 

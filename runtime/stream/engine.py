@@ -1,0 +1,138 @@
+"""The state machine that every engine runs: which pass is on, which step comes next, and when order is lost.
+
+One pass of a method is `begin`, then `acquire` and `release` of each probed step in the order of its trace,
+then `end`. Transfers start strictly in the order of the plan, each once the step that it waits for has ended,
+also where that step belongs to the pass before, so that prefetch runs across calls. Whatever does not happen
+as planned (another order of steps, a failed read, an exception in the model) is a miss or ends in `abort`,
+after which the next pass starts from the resident ranges: slower, never wrong.
+
+An engine says how a transfer is made and waited for: `stream/streamer.py` with threads that fill an arena,
+`device/streamer.py` with the streams and events of a device.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from penstock.runtime.stream.interface import Counters
+from penstock.runtime.stream.position import Position
+from penstock.runtime.stream.queue import PIECE, MethodTable, first_pass, tabulate
+from penstock.schedule.facts.errors import StreamError
+from penstock.schedule.facts.model import Range, Storage
+from penstock.schedule.plan import Plan
+
+
+class StreamEngine(ABC):
+    """Streams the weights of one plan, which has at least one schedule.
+
+    `piece` is the number of bytes at which transfers are cut; None leaves them whole.
+    """
+
+    _position: Position
+
+    def __init__(self, plan: Plan, storages: Sequence[Storage], *, piece: int | None = PIECE) -> None:
+        self.counters = Counters()
+        traces = {trace.graph: trace for trace in plan.traces}
+        self.methods: dict[int, MethodTable] = {
+            s.graph: tabulate(plan, s, traces[s.graph], storages, piece=piece) for s in plan.schedules
+        }
+        self._plan = plan
+        self._forget_pass()
+
+    def begin(self, graph: int) -> None:
+        """Start a pass of method `graph`."""
+        self._check()
+        if self._is_unclear or not self._can_follow(graph):
+            self._start_over(graph)
+        self._start(self.methods[graph])
+
+    def acquire(self, graph: int, step: int) -> None:
+        """The kernels that follow find everything that `step` reads in the arena."""
+        if self._demand is None and self._expected and self._expected[-1] == step:
+            self._wait(step)
+        else:
+            self._load_on_demand(self.methods[graph].needs[step])
+
+    def release(self, graph: int, step: int) -> None:
+        """The kernels of `step` have been called: let the transfers that wait for it start."""
+        if self._demand is not None:
+            return
+        if not self._expected or self._expected[-1] != step:
+            raise StreamError(f"step {step} of graph {graph} was released without being acquired")
+        self._expected.pop()
+        self._leave(step, self.methods[graph].drops.get(step, ()))
+
+    def end(self, graph: int) -> None:
+        """The pass is over; with `wrap="barrier"`, what it has started for the next one joins it."""
+        if self._demand is not None or self._expected:
+            self.abort()
+        else:
+            self._finish(self.methods[graph])
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Forget everything but the resident ranges; the next pass starts from the boundary again."""
+
+    # The state of a pass.
+
+    def _forget_pass(self) -> None:
+        self._expected: list[int] = []  # the probed steps still to come in this pass, the next one last
+        self._demand: Sequence[Range] | None = None  # what was loaded, once this pass left the planned order
+        self._running = False
+
+    def _enter(self, method: MethodTable) -> None:
+        """A pass of `method` is on, and all its steps are still to come."""
+        self._position.begin(method)
+        self._expected = list(reversed(method.probed))
+        self._running = True
+
+    def _position_before(self, graph: int, *, resident_loaded: bool, piece: int | None = PIECE) -> Position:
+        """The position before a pass of a method that starts from the resident ranges, or from nothing."""
+        method = self.methods[graph]
+        queue = first_pass(self._plan, method, resident_loaded=resident_loaded, piece=piece)
+        return Position.before(queue, method)
+
+    @property
+    def _is_unclear(self) -> bool:
+        """Whether something, such as an interrupt, has kept the pass before from ending or from aborting."""
+        return self._running
+
+    def _can_follow(self, graph: int) -> bool:
+        """Whether what is on its way for the pass expected next serves a pass of `graph` as well."""
+        now = self._position
+        if now.method.graph == graph:
+            return True
+        crossing = self.methods[graph].crosses_calls or now.method.crosses_calls
+        # A first pass's queue brings the boundary, which the other method's steady one would not.
+        return not crossing and now.index == 0 and now.queue is now.method.steady
+
+    # What an engine does.
+
+    @abstractmethod
+    def _check(self) -> None:
+        """Raise the error that keeps this engine from running another pass."""
+
+    @abstractmethod
+    def _start_over(self, graph: int) -> None:
+        """Forget everything but the resident ranges, and expect a pass of `graph` next."""
+
+    @abstractmethod
+    def _start(self, method: MethodTable) -> None:
+        """Enter a pass, and start the transfers that may start."""
+
+    @abstractmethod
+    def _wait(self, step: int) -> None:
+        """Have the kernels that follow run behind the transfers of a step."""
+
+    @abstractmethod
+    def _leave(self, step: int, drops: Sequence[Range]) -> None:
+        """A step has ended, and with it what the plan drops."""
+
+    @abstractmethod
+    def _finish(self, method: MethodTable) -> None:
+        """A pass has ended as planned."""
+
+    @abstractmethod
+    def _load_on_demand(self, needed: Sequence[Range]) -> None:
+        """A miss: bring what a step needs, in no order that was planned."""
