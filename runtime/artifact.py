@@ -14,9 +14,16 @@ from penstock.passes.annotate import Annotated, annotate_with_values
 from penstock.passes.building.fake_export import computed_buffers
 from penstock.passes.lowering import eager, inductor
 from penstock.runtime.checkpoint.bind_values import with_small_values
-from penstock.runtime.checkpoint.binding import Rename, Rules, Span, bind, without
+from penstock.runtime.checkpoint.binding import (
+    Rename,
+    Rules,
+    Span,
+    check_parts,
+    find_values,
+    part_names,
+    without,
+)
 from penstock.runtime.checkpoint.opening import Checkpoint, Paths, open_checkpoint
-from penstock.runtime.checkpoint.part_names import check_parts, part_names
 from penstock.runtime.checkpoint.slices import Slices
 from penstock.runtime.files.artifact_files import DIGEST, PAYLOAD, digest_line
 from penstock.runtime.files.pack import (
@@ -24,16 +31,15 @@ from penstock.runtime.files.pack import (
     Chunk,
     PackEntry,
     check_space,
-    pack,
     storage_bytes,
     tensor_chunks,
+    write_packed,
 )
-from penstock.runtime.files.stamp import hash_storage, stamp_file
+from penstock.runtime.files.stamp import Progress, count_bytes, hash_storage, stamp_file
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
 from penstock.runtime.program import open as open_program
 from penstock.runtime.system.atomic import write_artifact
-from penstock.runtime.system.progress import Progress, count_bytes
 from penstock.schedule.facts.errors import PassError, SourceError
 from penstock.schedule.facts.model import Extent, Method, Part, Storage, Weight, WeightFile
 from penstock.schedule.facts.parts import storages_together
@@ -210,7 +216,7 @@ class _Writer:
         if checkpoint is not None:
             weights = self._payload.weights
             rules = replace(rules, rename=part_names(weights, rules.rename, checkpoint.tensors))
-            bound = bind(self._payload.tensors, self._storages, checkpoint, rules)
+            bound = find_values(self._payload.tensors, self._storages, checkpoint, rules)
             check_parts(weights, bound.spans)
             self._storages, self._spans = bound.storages, bound.spans
 
@@ -231,7 +237,7 @@ class _Writer:
             check_space(folder, total)
             entries = [self._entry(s) for s in packed]
             _log.info("writing %s bytes of weights to %s", f"{total:,}", folder.parent)
-            placed = pack(
+            placed = write_packed(
                 folder / WEIGHTS, entries, progress=count_bytes(self._progress, "packing weights", total)
             )
             for s, place in zip(packed, placed, strict=True):

@@ -18,7 +18,7 @@ from penstock.runtime.device.opening import device_kind
 from penstock.runtime.files.artifact_files import read_payload
 from penstock.runtime.files.rates import READERS
 from penstock.runtime.files.source import Source
-from penstock.runtime.files.stamp import hash_storage
+from penstock.runtime.files.stamp import Progress, count_bytes, hash_storage
 from penstock.runtime.loading import LoadOptions, load_module
 from penstock.runtime.memory_split import (
     CUDA_WORKSPACE,
@@ -28,7 +28,6 @@ from penstock.runtime.memory_split import (
     reserved_bytes,
 )
 from penstock.runtime.module import StreamedModule
-from penstock.runtime.system.progress import Progress, count_bytes
 from penstock.schedule.facts.errors import PlanError, SourceError
 from penstock.schedule.facts.model import Hardware, Trace, Wrap
 from penstock.schedule.facts.sizes import parse_size

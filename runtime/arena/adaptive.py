@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
-from penstock.runtime.arena.anonymous import Pieces, pieces_of, read_pieces
+from penstock.runtime.arena.anonymous import FileRanges, file_ranges, read_ranges
 from penstock.runtime.arena.mapped import MappedArena
 from penstock.runtime.system.limits import available_bytes
 from penstock.runtime.system.memory import (
@@ -66,7 +66,7 @@ class AdaptiveArena(MappedArena):
         self._cache_holds_all = room is None or sum(f.nbytes for f in source.files) <= room
         super().__init__(plan, storages, source, debug=debug)
         try:
-            self._pieces = Pieces(pieces_of(plan, storages, self._places, self._memory), gap=PAGE)
+            self._pieces = FileRanges(file_ranges(plan, storages, self._places, self._memory), gap=PAGE)
             if all(may_ask_mincore(file.fd) for file in source.files):
                 # Only ever asked about: mincore(2) tells nothing of places that are private.
                 self._cache = Reservation(self._memory.nbytes)
@@ -138,7 +138,7 @@ class AdaptiveArena(MappedArena):
                     self._moved.add(granule)
         if self._debug:
             protect(address + start, stop - start, mmap.PROT_READ | mmap.PROT_WRITE)
-        return read_pieces(self._source, self._pieces.within(start, stop))
+        return read_ranges(self._source, self._pieces.within(start, stop))
 
     def _make_room(self) -> None:
         """Spare memory and what is held, which counts what is just coming, are within the budget."""

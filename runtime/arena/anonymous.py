@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from penstock.runtime.arena.base import BaseArena, PagedArena, Pages
-from penstock.runtime.system.fresh_memory import FreshMemory
-from penstock.runtime.system.memory import HUGE_PAGE, PAGE, Reservation
+from penstock.runtime.system.memory import HUGE_PAGE, PAGE, FreshMemory, Reservation
 from penstock.schedule.facts.errors import PlanError
-from penstock.schedule.facts.model import Storage
+from penstock.schedule.facts.model import Extent, Storage
 from penstock.schedule.plan import Plan
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ POISON = 0xFF
 
 
 @dataclass(frozen=True)
-class Piece:
+class FileRange:
     """Layout bytes `start` to `stop`, which lie at `file_offset` of a file and at `address`."""
 
     start: int
@@ -33,10 +32,16 @@ class Piece:
     file_offset: int
     address: int
 
-    def cut(self, start: int, stop: int) -> Piece:
+    @classmethod
+    def of(cls, extent: Extent, start: int, address: int) -> FileRange:
+        """An extent of a storage that begins at layout offset `start`, and at `address`."""
+        start, address = start + extent.storage_offset, address + extent.storage_offset
+        return cls(start, start + extent.nbytes, extent.file, extent.file_offset, address)
+
+    def cut(self, start: int, stop: int) -> FileRange:
         """What of the piece lies between two layout offsets."""
         skip = max(0, start - self.start)
-        return Piece(
+        return FileRange(
             self.start + skip,
             min(stop, self.stop),
             self.file,
@@ -45,15 +50,15 @@ class Piece:
         )
 
 
-class Pieces:
+class FileRanges:
     """The bytes of a layout as ranges that one read can fill, found by layout offset.
 
     Neighbours in both file and memory, at most `gap` bytes apart, are one piece: what lies between
     is then read along, which saves a read for each of many small storages.
     """
 
-    def __init__(self, pieces: Sequence[Piece], *, gap: int) -> None:
-        self._pieces: list[Piece] = []
+    def __init__(self, pieces: Sequence[FileRange], *, gap: int) -> None:
+        self._pieces: list[FileRange] = []
         for piece in sorted(pieces, key=lambda p: (p.start, p.stop)):
             last = self._pieces[-1] if self._pieces else None
             if last and _continues(last, piece, gap):
@@ -64,7 +69,7 @@ class Pieces:
                 self._pieces.append(piece)
         self._starts = [p.start for p in self._pieces]
 
-    def within(self, start: int, stop: int) -> Iterator[Piece]:
+    def within(self, start: int, stop: int) -> Iterator[FileRange]:
         """The pieces between two layout offsets, cut to them."""
         first = max(0, bisect_right(self._starts, start) - 1)
         for piece in self._pieces[first:]:
@@ -83,7 +88,7 @@ class AnonymousArena(PagedArena):
         super().__init__(plan, storages, debug=debug, protection=mmap.PROT_READ | mmap.PROT_WRITE)
         self._source = source
         try:
-            self._pieces = Pieces(pieces_of(plan, storages, self._places, self._memory), gap=PAGE)
+            self._pieces = FileRanges(file_ranges(plan, storages, self._places, self._memory), gap=PAGE)
             # Segment by segment, so that no huge page reaches beyond one.
             for segment in range(len(self._segments)):
                 self._memory.map_anonymous(*self._segment_pages(segment))
@@ -93,7 +98,7 @@ class AnonymousArena(PagedArena):
             raise
 
     def _bring_pages(self, pages: Pages) -> int:
-        return read_pieces(self._source, self._pieces.within(pages.start, pages.stop))
+        return read_ranges(self._source, self._pieces.within(pages.start, pages.stop))
 
 
 class ContiguousArena(BaseArena):
@@ -114,7 +119,7 @@ class ContiguousArena(BaseArena):
         self._poison = poison
         try:
             # Between two neighbours of the layout a third may lie: nothing is read along.
-            self._pieces = Pieces(pieces_of(plan, storages, self._places, self._memory), gap=0)
+            self._pieces = FileRanges(file_ranges(plan, storages, self._places, self._memory), gap=0)
             self._take()
         except BaseException:
             self.close()
@@ -131,7 +136,7 @@ class ContiguousArena(BaseArena):
             ctypes.memset(address, POISON, nbytes)
 
     def _bring(self, start: int, stop: int) -> int:
-        return read_pieces(self._source, self._pieces.within(start, stop))
+        return read_ranges(self._source, self._pieces.within(start, stop))
 
     def _discard(self, start: int, stop: int) -> None:
         if self._poison:
@@ -141,26 +146,19 @@ class ContiguousArena(BaseArena):
                     ctypes.memset(piece.address, POISON, piece.stop - piece.start)
 
 
-def pieces_of(
+def file_ranges(
     plan: Plan, storages: Sequence[Storage], places: Sequence[int], memory: Reservation
-) -> list[Piece]:
+) -> list[FileRange]:
     """One piece for each extent of the storages that have a place in the arena."""
-    pieces = []
-    for storage, place, start in zip(storages, places, plan.arena.layout, strict=True):
-        for extent in storage.extents if place >= 0 else ():
-            pieces.append(
-                Piece(
-                    start + extent.storage_offset,
-                    start + extent.storage_offset + extent.nbytes,
-                    extent.file,
-                    extent.file_offset,
-                    memory.address + place + extent.storage_offset,
-                )
-            )
-    return pieces
+    return [
+        FileRange.of(extent, start, memory.address + place)
+        for storage, place, start in zip(storages, places, plan.arena.layout, strict=True)
+        if place >= 0
+        for extent in storage.extents
+    ]
 
 
-def _continues(last: Piece, piece: Piece, gap: int) -> bool:
+def _continues(last: FileRange, piece: FileRange, gap: int) -> bool:
     step = piece.start - last.start
     return (
         piece.file == last.file
@@ -170,7 +168,7 @@ def _continues(last: Piece, piece: Piece, gap: int) -> bool:
     )
 
 
-def read_pieces(source: Source, pieces: Iterator[Piece]) -> int:
+def read_ranges(source: Source, pieces: Iterator[FileRange]) -> int:
     """Read each piece to its address; returns the bytes read."""
     brought = 0
     for piece in pieces:

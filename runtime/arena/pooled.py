@@ -8,10 +8,9 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from penstock.runtime.arena.anonymous import POISON, Pieces, pieces_of, read_pieces
+from penstock.runtime.arena.anonymous import POISON, FileRanges, file_ranges, read_ranges
 from penstock.runtime.arena.base import BaseArena
-from penstock.runtime.system.fresh_memory import FreshMemory
-from penstock.runtime.system.memory import PAGE, PROT_NONE, move, protect
+from penstock.runtime.system.memory import PAGE, PROT_NONE, FreshMemory, move, protect
 from penstock.schedule.facts.errors import PlanError, StreamError
 from penstock.schedule.facts.model import Storage
 from penstock.schedule.plan import Plan
@@ -50,7 +49,7 @@ class PooledArena(BaseArena):
                 f"{plan.arena_bytes} bytes: expected whole granules of {self._granule} bytes; plan again"
             )
         try:
-            self._pieces = Pieces(pieces_of(plan, storages, self._places, self._memory), gap=PAGE)
+            self._pieces = FileRanges(file_ranges(plan, storages, self._places, self._memory), gap=PAGE)
             self._memory.map_anonymous(0, self._memory.nbytes)
             self._pool = pool = self._memory.address + layout_bytes
             if debug:
@@ -67,7 +66,7 @@ class PooledArena(BaseArena):
     def _bring(self, start: int, stop: int) -> int:
         for address in self._granules(start, stop):
             self._put(address)
-        return read_pieces(self._source, self._pieces.within(start, stop))
+        return read_ranges(self._source, self._pieces.within(start, stop))
 
     def _put(self, address: int) -> None:
         """Have a granule at `address`: the one that was dropped there, or any other."""

@@ -19,10 +19,18 @@ from penstock.passes.building.fake_export import computed_buffers, with_computed
 from penstock.passes.lowering.hollow import COPIED
 from penstock.passes.weights.subclasses import with_plain_parts
 from penstock.runtime.arena.base import tensor_in
-from penstock.runtime.checkpoint.binding import Bound, Rename, Rules, Span, tensor_names, without
-from penstock.runtime.checkpoint.binding import bind as find_values
+from penstock.runtime.checkpoint.binding import (
+    Found,
+    Rename,
+    Rules,
+    Span,
+    check_parts,
+    find_values,
+    part_names,
+    tensor_names,
+    without,
+)
 from penstock.runtime.checkpoint.opening import Checkpoint, open_checkpoint
-from penstock.runtime.checkpoint.part_names import check_parts, part_names
 from penstock.runtime.checkpoint.slices import Slices
 from penstock.schedule.facts.errors import SourceError
 from penstock.schedule.facts.model import Extent, Storage, Weight
@@ -125,7 +133,7 @@ def _refuse_unexpected(
         )
 
 
-def _values(weights: Sequence[Weight], bound: Bound, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+def _values(weights: Sequence[Weight], bound: Found, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """A tensor for each weight that the files hold; those of one storage share its memory."""
     maps: dict[int, mmap.mmap] = {}
     memory: dict[int, torch.Tensor] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
@@ -17,6 +17,7 @@ from penstock.runtime.files.pack import Chunk
 from penstock.runtime.files.safetensors_file import FLOATS, TORCH_NAMES
 from penstock.schedule.facts.errors import SourceError
 from penstock.schedule.facts.model import Extent, Part, Storage, Weight
+from penstock.schedule.facts.parts import tensor_of
 from penstock.schedule.payload.checks import part_nbytes
 
 Names = str | Sequence[str]
@@ -70,7 +71,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Bound:
+class Found:
     """Storages, and the bytes that the files give them: `spans`, by storage.
 
     A storage whose bytes are gathered from many places, or cast, has spans and no extents.
@@ -80,9 +81,9 @@ class Bound:
     spans: Mapping[int, tuple[Span, ...]]
 
 
-def bind(
+def find_values(
     weights: Sequence[Weight], storages: Sequence[Storage], checkpoint: Checkpoint, rules: Rules
-) -> Bound:
+) -> Found:
     """`storages` with the bytes that the checkpoint gives them.
 
     Tied weights need one of their names in the files, and the same bytes under all that are there. A
@@ -121,7 +122,7 @@ def bind(
     for s, own in spans.items():
         if all(span.reading.as_stored for span in own):
             placed[s] = replace(placed[s], extents=tuple(e for span in own for e in span.extents()))
-    return Bound(tuple(placed), spans)
+    return Found(tuple(placed), spans)
 
 
 def without(checkpoint: Checkpoint, fqns: Iterable[str], rename: Rename) -> Checkpoint:
@@ -262,3 +263,48 @@ def _refuse_missing(absent: Sequence[Weight], checkpoint: Checkpoint) -> None:
             f"{len(missing)} of the program's weights are not in {files}: {named}; "
             "give the missing shards, or say with rename= what they are called there"
         )
+
+
+def part_names(weights: Sequence[Weight], rename: Rename, known: Container[str]) -> dict[str, Names]:
+    """Names in the files of every weight, and of every part of a quantised one, by `FQN` or `FQN.PART`.
+
+    Where `rename` says nothing about a part it is looked for as the weight's name in the files and `.PART`,
+    then as torchao's safetensors files have it (`layer._weight_PART`). SourceError for a table that renames
+    what is no weight.
+    """
+    names: dict[str, Names] = {}
+    fqns = {
+        name for weight in weights for part in weight.parts for name in (weight.fqn, tensor_of(weight, part))
+    }
+    unknown = [name for name in rename if name not in fqns] if isinstance(rename, Mapping) else ()
+    if unknown:
+        raise SourceError(f"rename= has {unknown[0]!r}, which is no weight of the program: correct it")
+    for weight in weights:
+        for part in weight.parts:
+            candidates = list(_candidates(weight.fqn, part.name, rename))
+            there = (c for c in candidates if all(name in known for name in c))
+            names[tensor_of(weight, part)] = next(there, candidates[0])
+    return names
+
+
+def _candidates(fqn: str, part: str, rename: Rename) -> Iterator[tuple[str, ...]]:
+    if not part:
+        yield tensor_names(fqn, rename)
+        return
+    yield tensor_names(f"{fqn}.{part}", rename)
+    wholes = tensor_names(fqn, rename)
+    yield tuple(f"{whole}.{part}" for whole in wholes)
+    split = [whole.rpartition(".") for whole in wholes]
+    yield tuple(f"{module}{dot}_{attribute}_{part}" for module, dot, attribute in split)
+
+
+def check_parts(weights: Sequence[Weight], found: Mapping[int, object]) -> None:
+    """SourceError for a weight of which the files, with the storages `found`, have only some parts."""
+    for weight in weights:
+        missing = [part for part in weight.parts if part.storage not in found]
+        if missing and len(missing) < len(weight.parts):
+            names = ", ".join(tensor_of(weight, part) for part in missing)
+            raise SourceError(
+                f"the files have only some parts of weight {weight.fqn}: {names} is missing; values of two "
+                "checkpoints do not belong together: give the missing shards, or name them with rename="
+            )

@@ -14,10 +14,10 @@ import torch
 from penstock.runtime.checkpoint.opening import open_checkpoint
 from penstock.runtime.checkpoint.stored_tensor import Reading, StoredTensor
 from penstock.runtime.checkpoint.torch_file import SUFFIXES
-from penstock.runtime.files.pack import BLOCK, PackEntry, check_space, pack
+from penstock.runtime.files.pack import BLOCK, PackEntry, check_space, write_packed
 from penstock.runtime.files.safetensors_file import TORCH_NAMES, index_files
+from penstock.runtime.files.stamp import Progress, count_bytes
 from penstock.runtime.system.atomic import check_output, write_artifact
-from penstock.runtime.system.progress import Progress, count_bytes
 from penstock.schedule.facts.errors import SourceError
 from penstock.schedule.facts.sizes import format_size, parse_size
 
@@ -70,7 +70,7 @@ def convert(
     _log.info("writing %s bytes of tensors to %s", f"{total:,}", path)
     report = count_bytes(progress, "converting", total)
     if path.suffix == ".safetensors":
-        pack(path, entries, dense=True, force=force, progress=report)
+        write_packed(path, entries, dense=True, force=force, progress=report)
         return Converted((path,), len(entries), total)
     shards = _shards(entries, most)
     names = [f"model-{k + 1:05}-of-{len(shards):05}.safetensors" for k in range(len(shards))]
@@ -78,7 +78,7 @@ def convert(
 
     def build(folder: Path) -> None:
         for name, shard in zip(names, shards, strict=True):
-            pack(folder / name, shard, dense=True, progress=report)
+            write_packed(folder / name, shard, dense=True, progress=report)
         (folder / INDEX).write_text(_index(names, shards, total), encoding="utf-8")
 
     write_artifact(path, force=force, build=build, marker=INDEX)

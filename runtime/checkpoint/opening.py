@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import islice
 from os import PathLike
 from pathlib import Path
 
 from penstock.runtime.checkpoint.distributed_file import METADATA, is_distributed, read_tensors
-from penstock.runtime.checkpoint.shards import check_names, find_index, note_total
 from penstock.runtime.checkpoint.stored_tensor import StoredTensor, from_entry
 from penstock.runtime.checkpoint.torch_file import SUFFIXES, read_entries
 from penstock.runtime.files.pack import PAD_PREFIX
 from penstock.runtime.files.safetensors_file import index_files, read_header
 from penstock.schedule.facts.errors import SourceError
+
+_log = logging.getLogger(__name__)
+
+_INDEX = ".safetensors.index.json"
+_SHARD = re.compile(r"(.*)-(\d+)-of-(\d+)(\.\w+)")
 
 Paths = str | PathLike[str] | Sequence[str | PathLike[str]]
 
@@ -74,10 +82,10 @@ def _files(path: Path, wanted: Callable[[str], bool] | None = None) -> tuple[Pat
 
 
 def _check_shards(given: Sequence[Path], nbytes: Mapping[Path, int]) -> None:
-    check_names(file for path in given if not find_index(path) for file in _files(path))
+    _check_names(file for path in given if not _find_index(path) for file in _files(path))
     for path in given:
-        if index := find_index(path):
-            note_total(index, nbytes)
+        if index := _find_index(path):
+            _note_total(index, nbytes)
 
 
 def _add(tensors: dict[str, StoredTensor], more: Mapping[str, StoredTensor]) -> None:
@@ -90,3 +98,60 @@ def _add(tensors: dict[str, StoredTensor], more: Mapping[str, StoredTensor]) -> 
                 "give the shards of one checkpoint only"
             )
         tensors[name] = tensor
+
+
+def _find_index(path: Path) -> Path | None:
+    """The index that `path` is, or that the folder `path` has."""
+    if path.is_dir():
+        return next(iter(sorted(path.glob(f"*{_INDEX}"))), None)
+    return path if path.name.endswith(_INDEX) else None
+
+
+def _check_names(files: Iterable[Path]) -> None:
+    """Refuse shards without an index whose own names (`NAME-00001-of-00003`) say that some are missing.
+
+    Raises SourceError also for shards of two numbers of them.
+    """
+    sets: dict[tuple[Path, str, str], dict[int, list[tuple[int, Path]]]] = {}
+    for file in files:
+        match = _SHARD.fullmatch(file.name)
+        if match:
+            name, number, count, suffix = match.groups()
+            counts = sets.setdefault((file.parent, name, suffix), {})
+            counts.setdefault(int(count), []).append((int(number), file))
+    for counts in sets.values():
+        (count, shards), *others = counts.items()
+        if others:
+            raise SourceError(
+                f"{shards[0][1]} and {others[0][1][0][1].name} are shards of different checkpoints "
+                f"(of {count} and of {others[0][0]}): give the files of one"
+            )
+        numbers = {number for number, _ in shards}
+        first = 0 if 0 in numbers else 1
+        missing = (number for number in range(first, first + count) if number not in numbers)
+        named = ", ".join(map(str, islice(missing, 5)))
+        if named:
+            raise SourceError(
+                f"{shards[0][1]} is one of {count} shards, of which are not given: {named}; complete the "
+                "checkpoint, or name the tensors that are needed (only=)"
+            )
+
+
+def _note_total(index: Path, nbytes: Mapping[Path, int]) -> None:
+    """Say where an index's `metadata.total_size` is not what its files hold: `nbytes` of tensors in each.
+
+    Published ones are often wrong, above all where weights are tied, so that alone is no error.
+    """
+    fields = json.loads(index.read_bytes())
+    metadata = fields.get("metadata")
+    expected = metadata.get("total_size") if isinstance(metadata, dict) else None
+    files = {(index.parent / name).resolve() for name in fields["weight_map"].values()}
+    found = sum(nbytes[file] for file in files)
+    if isinstance(expected, int) and expected != found:
+        _log.warning(
+            "%s gives total_size as %s bytes and its files hold %s: the index is wrong, as many are, or they "
+            "are not of one checkpoint",
+            index,
+            f"{expected:,}",
+            f"{found:,}",
+        )

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import torch
 
-from penstock.runtime.arena.anonymous import Piece, Pieces
+from penstock.runtime.arena.anonymous import FileRange, FileRanges
 from penstock.runtime.device.protocol import Device, FileRead
 from penstock.schedule.facts.model import Range, Storage
 from penstock.schedule.host import copied_ranges
@@ -17,7 +17,7 @@ from penstock.schedule.space.spans import subtract
 
 
 @dataclass(frozen=True)
-class Placed:
+class HostRange:
     """Layout bytes `start` to `stop`, which lie in host memory from byte `offset` on."""
 
     start: int
@@ -25,10 +25,10 @@ class Placed:
     memory: torch.Tensor
     offset: int
 
-    def cut(self, start: int, stop: int) -> Placed:
+    def cut(self, start: int, stop: int) -> HostRange:
         """What lies between two layout offsets."""
         start, stop = max(start, self.start), min(stop, self.stop)
-        return Placed(start, stop, self.memory, self.offset + start - self.start)
+        return HostRange(start, stop, self.memory, self.offset + start - self.start)
 
 
 class HostWeights:
@@ -43,21 +43,20 @@ class HostWeights:
         self.ring = device.allocate_host(max((s.staging_bytes for s in plan.schedules), default=0), once=True)
         offsets = accumulate((r.nbytes for r in self._held), initial=0)
         self._slabs = [
-            Placed(item.start, item.stop, self.slab, offset)
+            HostRange(item.start, item.stop, self.slab, offset)
             for item, offset in zip(self._held, offsets, strict=False)
         ]
         layout = plan.arena.layout
         self._stop = max((segment.stop for segment in plan.arena.segments), default=0)
         # A plan copies the same ranges again and again.
-        self._held_of: dict[Range, tuple[Placed, ...]] = {}
+        self._held_of: dict[Range, tuple[HostRange, ...]] = {}
         self._missing_of: dict[Range, list[Range]] = {}
-        self._files = Pieces(
+        self._files = FileRanges(
             [
-                Piece(start, start + e.nbytes, e.file, e.file_offset, start)
+                FileRange.of(e, layout[s], layout[s])
                 for s, storage in enumerate(storages)
                 if layout[s] >= 0
                 for e in storage.extents
-                for start in [layout[s] + e.storage_offset]
             ],
             gap=0,
         )
@@ -72,7 +71,7 @@ class HostWeights:
         for memory in (self.slab, self.ring):
             memory.untyped_storage().resize_(0)
 
-    def held(self, item: Range) -> tuple[Placed, ...]:
+    def held(self, item: Range) -> tuple[HostRange, ...]:
         """What the slab has of a range."""
         if item not in self._held_of:
             inside = (one for one in self._slabs if one.start < item.stop and item.start < one.stop)
@@ -90,7 +89,7 @@ class HostWeights:
         piece = next(self._files.within(start, self._stop), None)
         return piece.file_offset if piece else 0
 
-    def reads(self, placed: Sequence[Placed]) -> list[FileRead]:
+    def reads(self, placed: Sequence[HostRange]) -> list[FileRead]:
         """The reads that fill host memory; bytes between storages are in no file and are left as they are."""
         return [
             FileRead(piece.file, piece.file_offset, part.offset, part.stop - part.start)

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from penstock.runtime.arena.anonymous import Piece, Pieces
+from penstock.runtime.arena.anonymous import FileRange, FileRanges
 from penstock.runtime.arena.base import tensor_in
-from penstock.runtime.device.host import HostWeights, Placed
+from penstock.runtime.device.host import HostRange, HostWeights
 from penstock.runtime.device.protocol import Device, Move, aligned_bytes
 from penstock.runtime.device.resident import Load, load_resident
 from penstock.runtime.files.source import Source
@@ -35,13 +35,8 @@ class DeviceWeights:
         layout = plan.arena.layout
         inside = [s for s, place in enumerate(plan.addresses) if place >= 0] if plan.arena_bytes else []
         self._by_start = sorted((layout[s], s) for s in inside)
-        self._pieces = Pieces(
-            [
-                Piece(start, start + e.nbytes, e.file, e.file_offset, plan.addresses[s] + e.storage_offset)
-                for s in inside
-                for e in storages[s].extents
-                for start in [layout[s] + e.storage_offset]
-            ],
+        self._pieces = FileRanges(
+            [FileRange.of(e, layout[s], plan.addresses[s]) for s in inside for e in storages[s].extents],
             gap=0,
         )
         self.host = HostWeights(plan, storages, device)
@@ -60,7 +55,7 @@ class DeviceWeights:
         self.arena.untyped_storage().resize_(0)
         self.host.close()
 
-    def moves(self, item: Range, staged: Sequence[Placed] = ()) -> list[Move]:
+    def moves(self, item: Range, staged: Sequence[HostRange] = ()) -> list[Move]:
         """The copies that bring a range of the layout from the host, as few as addresses allow."""
         return [
             Move(part.memory, part.offset, piece.address + part.start - piece.start, part.stop - part.start)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle
 
-from penstock.runtime.device.host import HostWeights, Placed
+from penstock.runtime.device.host import HostRange, HostWeights
 from penstock.runtime.device.protocol import Device, Event, Stream
 from penstock.runtime.device.resident import BLOCK
 from penstock.schedule.facts.errors import StreamError
@@ -18,14 +18,14 @@ _LARGE = 256 * BLOCK
 
 
 @dataclass
-class Slot:
+class StagedRead:
     """Bytes of the ring, oldest of all `nbytes` on, that `read` fills with what a copy of `item` lacks.
 
     `copied` completes once that copy is done; None until it is enqueued.
     """
 
     item: Range
-    placed: tuple[Placed, ...]
+    placed: tuple[HostRange, ...]
     nbytes: int
     read: Event
     copied: Event | None = None
@@ -39,8 +39,8 @@ class Staging:
 
     def __init__(self, device: Device, disk: Stream, copies: Stream, host: HostWeights) -> None:
         self._device, self._disk, self._copies, self._host = device, disk, copies, host
-        self._slots: deque[Slot] = deque()  # in the ring, oldest first
-        self._ready: deque[Slot] = deque()  # those of them that wait for their copy
+        self._slots: deque[StagedRead] = deque()  # in the ring, oldest first
+        self._ready: deque[StagedRead] = deque()  # those of them that wait for their copy
         self._used, self._head = 0, 0
         self._upcoming: Iterator[Range] = iter(())
         self._next: Range | None = None
@@ -62,7 +62,7 @@ class Staging:
         self._next = next(self._upcoming, None)
         self._read_ahead()
 
-    def slot_of(self, item: Range) -> Slot | None:
+    def slot_of(self, item: Range) -> StagedRead | None:
         """The slot of the next copy, which is of `item`; None where the host holds all of it."""
         if not self._host.missing(item):
             return None
@@ -73,7 +73,7 @@ class Staging:
             )
         return self._ready[0]
 
-    def copied(self, slot: Slot, event: Event) -> None:
+    def copied(self, slot: StagedRead, event: Event) -> None:
         """The next copy is enqueued, and `event` recorded behind it: the ring goes on."""
         slot.copied = event
         self._ready.popleft()
@@ -89,7 +89,7 @@ class Staging:
             placed = tuple(self._place(missing))
             label = f"the read of layout bytes {self._next.start} to {self._next.stop}"
             self._device.read(self._disk, self._host.ring, self._host.reads(placed), label)
-            slot = Slot(self._next, placed, nbytes, self._device.record(self._disk))
+            slot = StagedRead(self._next, placed, nbytes, self._device.record(self._disk))
             self._slots.append(slot)
             self._ready.append(slot)
             self._used += nbytes
@@ -117,13 +117,13 @@ class Staging:
             self._used -= slot.nbytes
         return True
 
-    def _place(self, missing: list[Range]) -> Iterator[Placed]:
+    def _place(self, missing: list[Range]) -> Iterator[HostRange]:
         """Behind what is in the ring, going on at its start where it ends."""
         size = self._host.ring.numel()
         for item in missing:
             start = item.start
             while start < item.stop:
                 stop = min(item.stop, start + size - self._head)
-                yield Placed(start, stop, self._host.ring, self._head)
+                yield HostRange(start, stop, self._host.ring, self._head)
                 self._head = (self._head + stop - start) % size
                 start = stop

@@ -17,7 +17,7 @@ from time import perf_counter_ns
 from penstock.runtime.arena.anonymous import POISON
 from penstock.runtime.device.memory import DeviceWeights
 from penstock.runtime.device.protocol import Device, Event
-from penstock.runtime.device.staging import Slot, Staging
+from penstock.runtime.device.staging import StagedRead, Staging
 from penstock.runtime.stream.engine import StreamEngine
 from penstock.runtime.stream.queue import MethodTable, Piece, Queue, cut
 from penstock.schedule.facts.errors import PenstockError, StreamError
@@ -188,7 +188,7 @@ class DeviceStreamer(StreamEngine):
             position.counts[piece.step] -= 1
             position.advance(1)
 
-    def _has_read(self, slot: Slot, block: Callable[[], bool]) -> bool:
+    def _has_read(self, slot: StagedRead, block: Callable[[], bool]) -> bool:
         """Have the copies that come run after the disk's read, which only the host can wait for."""
         began = perf_counter_ns()
         if not self._device.query(slot.read):
@@ -209,7 +209,7 @@ class DeviceStreamer(StreamEngine):
         passed = self._this if self._position.ahead else self._before
         return passed.end_of(piece.after + self._position.method.steps)
 
-    def _copy(self, item: Range, label: str, slot: Slot | None = None) -> None:
+    def _copy(self, item: Range, label: str, slot: StagedRead | None = None) -> None:
         weights = self._weights
         moves = weights.moves(item, slot.placed if slot else ())
         label = f"the transfer of layout bytes {item.start} to {item.stop} ({weights.name_of(item)}) {label}"

@@ -16,7 +16,7 @@ from torch._guards import CompileContext
 
 from penstock.passes.lowering.inductor import check_options
 from penstock.runtime.dynamo.offload import Home, Offloaded, home_of
-from penstock.runtime.dynamo.pieces import Session, run_inductor
+from penstock.runtime.dynamo.session import Session, run_inductor
 from penstock.schedule.facts.errors import BudgetError, PassError, StreamError
 from penstock.schedule.facts.sizes import parse_size
 

@@ -14,7 +14,7 @@ import torch
 from penstock.passes.building.refusals import refuse_scripted
 from penstock.passes.graph.nodes import dtype_name
 from penstock.passes.weights.lifted import storage_identity
-from penstock.runtime.checkpoint.binding import Rename, Rules, bind
+from penstock.runtime.checkpoint.binding import Rename, Rules, find_values
 from penstock.runtime.checkpoint.opening import open_checkpoint
 from penstock.runtime.files.pack import storage_bytes
 from penstock.runtime.files.safetensors_file import index_files
@@ -83,7 +83,7 @@ def offload(
     files = tuple(path.resolve() for path in index_files([Path(one) for one in given]))
     parameters = _streamable(module)
     weights, storages = _catalog(parameters)
-    storages = bind(weights, storages, open_checkpoint(files), Rules(rename)).storages
+    storages = find_values(weights, storages, open_checkpoint(files), Rules(rename)).storages
     _check_values(weights, storages, parameters, files)
     stamps = tuple(stamp_file(path, recorded_path=str(path)) for path in files)
     identities = {storage_identity(p): p for p in parameters.values() if p.device.type != "meta"}

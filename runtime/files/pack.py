@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.runtime.files.safetensors_file import ITEM_BITS, PREFIX_BYTES, SAFETENSORS_NAMES
-from penstock.runtime.files.stamp import CHUNK_BYTES, Progress
+from penstock.runtime.files.stamp import CHUNK_BYTES, BytesDone
 from penstock.runtime.system.atomic import replace_file
 from penstock.schedule.facts.errors import SourceError
 
@@ -52,7 +52,7 @@ class PackEntry:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PackedTensor:
     """Where a tensor's bytes lie in the packed file, and their sha256."""
 
     name: str
@@ -61,14 +61,14 @@ class Placed:
     sha256: str
 
 
-def pack(
+def write_packed(
     path: Path,
     entries: Sequence[PackEntry],
     *,
     dense: bool = False,
     force: bool = False,
-    progress: Progress | None = None,
-) -> tuple[Placed, ...]:
+    progress: BytesDone | None = None,
+) -> tuple[PackedTensor, ...]:
     """Write `entries` in their order as the safetensors file `path`, atomically, in bounded memory.
 
     Every tensor begins at a multiple of 64 bytes; those of 64 KiB or more begin and, with the pad
@@ -90,7 +90,7 @@ def pack(
         for entry, offset in zip(entries, offsets, strict=True):
             start = len(header) + offset
             writer.write(bytes(start - writer.position))
-            placed.append(Placed(entry.name, start, entry.nbytes, writer.write_entry(entry)))
+            placed.append(PackedTensor(entry.name, start, entry.nbytes, writer.write_entry(entry)))
         writer.write(bytes(total - writer.position))
     _forget_pages(path)
     return tuple(placed)
@@ -166,7 +166,7 @@ class _Writer:
     Flushing bounds dirty memory, and is faster: past the kernel's limit, writes are held up.
     """
 
-    def __init__(self, fd: int, pool: ThreadPoolExecutor, progress: Progress | None) -> None:
+    def __init__(self, fd: int, pool: ThreadPoolExecutor, progress: BytesDone | None) -> None:
         self.position = 0
         self._fd = fd
         self._pool = pool

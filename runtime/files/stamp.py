@@ -26,8 +26,11 @@ from penstock.runtime.files.safetensors_file import (
 from penstock.schedule.facts.errors import SourceError
 from penstock.schedule.facts.model import Storage, WeightFile
 
-Progress = Callable[[int], None]
+BytesDone = Callable[[int], None]
 """Called with the number of bytes done since the last call."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, the bytes done so far and the bytes in all."""
 
 SAMPLE_BYTES = 4096
 _SPREAD_SAMPLES = 64
@@ -107,7 +110,7 @@ def file_chunks(path: Path, start: int, stop: int) -> Iterator[bytes]:
 
 
 def hash_storage(
-    storage: Storage, files: Sequence[WeightFile], folder: Path, *, progress: Progress | None = None
+    storage: Storage, files: Sequence[WeightFile], folder: Path, *, progress: BytesDone | None = None
 ) -> str:
     """The sha256 of a storage's bytes as they lie in its files, extent after extent."""
     digest = hashlib.sha256()
@@ -118,6 +121,20 @@ def hash_storage(
             if progress:
                 progress(len(chunk))
     return digest.hexdigest()
+
+
+def count_bytes(progress: Progress | None, what: str, total: int) -> BytesDone | None:
+    """A function that takes the bytes done since its last call and reports their sum to `progress`."""
+    if progress is None:
+        return None
+    report, done = progress, 0
+
+    def add(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        report(what, done, total)
+
+    return add
 
 
 def _hash_samples(fd: int, header: Header, path: Path) -> str:

@@ -18,7 +18,7 @@ from rich.table import Table
 from penstock._logging import shown
 
 if TYPE_CHECKING:
-    from penstock.runtime.system.progress import Progress
+    from penstock.runtime.files.stamp import Progress
 
 _ANY_WIDTH = 10_000
 

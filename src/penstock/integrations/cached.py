@@ -18,7 +18,7 @@ from penstock.integrations.emptied.absent import AbsentTensor
 from penstock.integrations.emptied.hollow import plain_parts
 from penstock.passes.building.fake_export import with_computed_buffers
 from penstock.passes.graph.nodes import dtype_name
-from penstock.runtime.files.pack import PackEntry, pack, storage_bytes, tensor_chunks
+from penstock.runtime.files.pack import PackEntry, storage_bytes, tensor_chunks, write_packed
 from penstock.runtime.files.safetensors_file import read_header
 from penstock.runtime.files.stamp import hash_storage, stamp_file
 from penstock.runtime.program import Program
@@ -74,7 +74,7 @@ def store(tensors: Mapping[str, torch.Tensor], cache: Path) -> Path:
     folder = cache / digest.hexdigest()[:32]
 
     def build(made: Path) -> None:
-        pack(made / WEIGHTS, [_entry(name, value) for name, value in tensors.items()])
+        write_packed(made / WEIGHTS, [_entry(name, value) for name, value in tensors.items()])
 
     def write() -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.runtime.arena.anonymous import Piece, Pieces
+from penstock.runtime.arena.anonymous import FileRange, FileRanges
 from penstock.runtime.arena.base import HeldRanges
 from penstock.runtime.system.memory import HUGE_PAGE
 from penstock.schedule.facts.errors import PlanError
@@ -88,9 +88,9 @@ def test_pieces_cover_the_storages_and_at_most_the_gaps(
     pieces, position = [], 0
     for file, skip, nbytes in spots:
         position += skip
-        pieces.append(Piece(position, position + nbytes, file, position, 1000 + position))
+        pieces.append(FileRange(position, position + nbytes, file, position, 1000 + position))
         position += nbytes
-    found = list(Pieces(pieces, gap=gap).within(*wanted))
+    found = list(FileRanges(pieces, gap=gap).within(*wanted))
     needed = {(b, p.file) for p in pieces for b in range(p.start, p.stop) if wanted[0] <= b < wanted[1]}
     read = {(b, p.file) for p in found for b in range(p.start, p.stop)}
     assert needed <= read

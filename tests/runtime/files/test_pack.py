@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from penstock.runtime.files import pack as pack_module
-from penstock.runtime.files.pack import PAD_PREFIX, Chunk, PackEntry, pack, storage_bytes, tensor_chunks
+from penstock.runtime.files.pack import (
+    PAD_PREFIX,
+    Chunk,
+    PackEntry,
+    storage_bytes,
+    tensor_chunks,
+    write_packed,
+)
 from penstock.runtime.files.safetensors_file import TORCH_NAMES, read_header
 from penstock.runtime.files.stamp import file_chunks
 from penstock.schedule.facts.errors import SourceError
@@ -42,7 +49,7 @@ def test_every_dtype_loads_with_the_library(tmp_path: Path) -> None:
         tensors[torch_name] = raw.view(dtype)
     tensors |= {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 7), "large": torch.randn(200, 301)}
     path = tmp_path / "w.safetensors"
-    placed = pack(path, [tensor_entry(name, tensor) for name, tensor in tensors.items()])
+    placed = write_packed(path, [tensor_entry(name, tensor) for name, tensor in tensors.items()])
     with safe_open(path, "pt") as file:
         assert {n for n in file.keys() if not n.startswith(PAD_PREFIX)} == tensors.keys()  # noqa: SIM118
         for name, tensor in tensors.items():
@@ -68,7 +75,7 @@ sizes = st.one_of(st.integers(0, 300), st.sampled_from([4096, 65535, 65536, 6553
 def test_alignment(tmp_path_factory: pytest.TempPathFactory, nbytes: list[int]) -> None:
     path = tmp_path_factory.getbasetemp() / "aligned.safetensors"
     data = {f"w{i}": pattern(size, seed=i + 1) for i, size in enumerate(nbytes)}
-    placed = pack(path, [bytes_entry(name, value) for name, value in data.items()], force=True)
+    placed = write_packed(path, [bytes_entry(name, value) for name, value in data.items()], force=True)
     header, content = read_header(path), path.read_bytes()
     assert header.data_start % 4096 == header.file_nbytes % 4096 == 0
     assert [one.name for one in placed] == list(data)
@@ -87,7 +94,7 @@ def test_alignment(tmp_path_factory: pytest.TempPathFactory, nbytes: list[int]) 
 
 
 def test_no_entries(tmp_path: Path) -> None:
-    assert pack(tmp_path / "w.safetensors", []) == ()
+    assert write_packed(tmp_path / "w.safetensors", []) == ()
     assert read_header(tmp_path / "w.safetensors").entries == {}
 
 
@@ -100,7 +107,7 @@ def test_from_another_file_in_bounded_memory(tmp_path: Path) -> None:
     entry = PackEntry("w", "int8", (96 << 20,), 96 << 20, lambda: file_chunks(source, 0, 96 << 20))
     tracemalloc.start()
     try:
-        (placed,) = pack(tmp_path / "w.safetensors", [entry], progress=done.append)
+        (placed,) = write_packed(tmp_path / "w.safetensors", [entry], progress=done.append)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -121,17 +128,17 @@ def test_large_files_are_flushed_on_the_way(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(os, "fsync", count)
     data = bytes(1 << 19)
     entry = PackEntry("w", "uint8", (8 << 20,), 8 << 20, lambda: iter([data] * 16))
-    pack(tmp_path / "w.safetensors", [entry])
+    write_packed(tmp_path / "w.safetensors", [entry])
     assert len(syncs) >= 8
 
 
 def test_existing_file_is_kept_unless_forced(tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
-    pack(path, [bytes_entry("w", b"old")])
+    write_packed(path, [bytes_entry("w", b"old")])
     with pytest.raises(SourceError, match=r"w.safetensors exists; .*--force"):
-        pack(path, [bytes_entry("w", b"new")])
+        write_packed(path, [bytes_entry("w", b"new")])
     assert b"old" in path.read_bytes()
-    pack(path, [bytes_entry("w", b"new")], force=True)
+    write_packed(path, [bytes_entry("w", b"new")], force=True)
     assert b"new" in path.read_bytes()
     assert os.listdir(tmp_path) == ["w.safetensors"]
 
@@ -154,10 +161,10 @@ def interrupted() -> Iterator[Chunk]:
 def test_failure_leaves_what_was_there(tmp_path: Path, chunks: object, error: type[BaseException]) -> None:
     assert callable(chunks)
     path = tmp_path / "w.safetensors"
-    pack(path, [bytes_entry("w", b"old")])
+    write_packed(path, [bytes_entry("w", b"old")])
     before = path.read_bytes()
     with pytest.raises(error):
-        pack(path, [PackEntry("w", "uint8", (4,), 4, chunks)], force=True)
+        write_packed(path, [PackEntry("w", "uint8", (4,), 4, chunks)], force=True)
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["w.safetensors"]
 
@@ -165,7 +172,7 @@ def test_failure_leaves_what_was_there(tmp_path: Path, chunks: object, error: ty
 def test_disk_full_is_seen_beforehand(tmp_path: Path) -> None:
     huge = 1 << 60
     with pytest.raises(SourceError, match=rf"needs {huge + 4096} bytes and \d+ are available"):
-        pack(tmp_path / "w.safetensors", [bytes_entry("w", b"", nbytes=huge)])
+        write_packed(tmp_path / "w.safetensors", [bytes_entry("w", b"", nbytes=huge)])
     assert os.listdir(tmp_path) == []
 
 
@@ -176,7 +183,7 @@ def test_disk_that_fills_up_while_writing(
 ) -> None:
     path, real, written = tmp_path / "w.safetensors", os.write, []
     if existing:
-        pack(path, [bytes_entry("w", b"old")])
+        write_packed(path, [bytes_entry("w", b"old")])
     before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
 
     def fill_up(fd: int, data: memoryview) -> int:
@@ -189,14 +196,14 @@ def test_disk_that_fills_up_while_writing(
     with pytest.raises(
         SourceError, match=rf"is full: packing needs {204_800 + 4096} bytes and \d+ were avail"
     ):
-        pack(path, [bytes_entry("w", bytes(204_800))], force=True)
+        write_packed(path, [bytes_entry("w", bytes(204_800))], force=True)
     assert sum(written) >= 100_000
     assert {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)} == before
 
 
 def test_no_folder(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="choose another output"):
-        pack(tmp_path / "gone" / "w.safetensors", [])
+        write_packed(tmp_path / "gone" / "w.safetensors", [])
 
 
 @pytest.mark.parametrize(
@@ -214,14 +221,14 @@ def test_no_folder(tmp_path: Path) -> None:
 )
 def test_contradictions_are_refused(entries: list[PackEntry], message: str, tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=message):
-        pack(tmp_path / "w.safetensors", entries)
+        write_packed(tmp_path / "w.safetensors", entries)
     assert os.listdir(tmp_path) == []
 
 
 def test_missing_source_file(tmp_path: Path) -> None:
     entry = PackEntry("w", "uint8", (4,), 4, lambda: file_chunks(tmp_path / "gone", 0, 4))
     with pytest.raises(SourceError, match="gone is missing"):
-        pack(tmp_path / "w.safetensors", [entry])
+        write_packed(tmp_path / "w.safetensors", [entry])
 
 
 def test_storage_bytes_covers_the_whole_storage() -> None:

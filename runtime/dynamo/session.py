@@ -74,7 +74,7 @@ class Session:
             trace, order = self._observe(number, probes, homes, code)
             fqns = {i: home.fqn for i, home in homes.items()}
             self._add(trace, order)
-        return _Piece(self, trace, order, run, fqns)
+        return _CompiledPiece(self, trace, order, run, fqns)
 
     def _observe(
         self, number: int, probes: ProbePass, homes: Mapping[int, Home], code: Sequence[str]
@@ -168,7 +168,7 @@ class Session:
             self._loaded = None
 
 
-class _Piece:
+class _CompiledPiece:
     """A compiled piece, called with Dynamo's inputs.
 
     Dynamo guards the shapes of parameters and not which they are, so one piece serves all equal layers: each
