@@ -10,6 +10,7 @@ from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
 from penstock.runtime.arena.anonymous import FileRanges, file_ranges, read_ranges
+from penstock.runtime.arena.base import move_granule
 from penstock.runtime.arena.mapped import MappedArena
 from penstock.runtime.system.limits import available_bytes
 from penstock.runtime.system.memory import (
@@ -18,16 +19,14 @@ from penstock.runtime.system.memory import (
     PAGE,
     PROT_NONE,
     Reservation,
+    cached_pages,
     drop_pages,
     hint,
-    is_cached,
-    move,
     protect,
     round_down,
     round_up,
 )
 from penstock.runtime.system.page_cache import may_ask_mincore
-from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Storage
 from penstock.schedule.plan import Plan
 
@@ -172,7 +171,9 @@ class AdaptiveArena(MappedArena):
         """Whether the page cache holds a granule, judged by its first page; False where nobody tells."""
         segment = self._segments[max(0, bisect_right(self._starts, granule) - 1)]
         start = max(granule, segment.start)
-        return self._cache is not None and is_cached(self._cache.address + round_down(start, PAGE))
+        return self._cache is not None and any(
+            cached_pages(self._cache.address + round_down(start, PAGE), PAGE)
+        )
 
 
 def _without(start: int, stop: int, granules: Sequence[int], granule: int) -> Iterator[tuple[int, int]]:
@@ -205,7 +206,7 @@ class _Spares:
             if not self._spare:
                 return False
             last = next(reversed(self._spare))
-            self._move(last, address)
+            move_granule(last, address, self._granule)
             self._forget(last)
             return True
         del self._spare[address]
@@ -219,7 +220,7 @@ class _Spares:
         """Nothing spare is left at `address`."""
         if address in self._spare:
             slot = self._slots[-1]
-            self._move(address, slot)
+            move_granule(address, slot, self._granule)
             self._slots.pop()
             del self._spare[address]
             self._spare = {slot: None, **self._spare}
@@ -241,12 +242,3 @@ class _Spares:
         del self._spare[address]
         if self._memory.address <= address < self._memory.address + self._memory.nbytes:
             self._slots.append(address)
-
-    def _move(self, old: int, new: int) -> None:
-        try:
-            move(old, new, self._granule)
-        except OSError as error:
-            raise StreamError(
-                f"the system did not move {self._granule} bytes of memory for weights ({error.strerror}): "
-                "raise its limit on mappings (vm.max_map_count) or lower the budget"
-            ) from error

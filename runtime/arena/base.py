@@ -18,6 +18,7 @@ from penstock.runtime.system.memory import (
     Reservation,
     drop_pages,
     hint,
+    move,
     protect,
     round_down,
     round_up,
@@ -222,6 +223,17 @@ class PagedArena(BaseArena):
     @abstractmethod
     def _bring_pages(self, pages: Pages) -> int:
         """Put the bytes of `pages` there, and say how many."""
+
+
+def move_granule(old: int, new: int, nbytes: int) -> None:
+    """Move private memory from one address to another; raises StreamError where the system refuses."""
+    try:
+        move(old, new, nbytes)
+    except OSError as error:
+        raise StreamError(
+            f"the system did not move {nbytes} bytes of memory for weights ({error.strerror}): "
+            "raise its limit on mappings (vm.max_map_count) or lower the budget"
+        ) from error
 
 
 def tensor_at(address: int, part: Part) -> torch.Tensor:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from penstock.runtime.arena.anonymous import POISON, FileRanges, file_ranges, read_ranges
-from penstock.runtime.arena.base import BaseArena
-from penstock.runtime.system.memory import PAGE, PROT_NONE, FreshMemory, move, protect
+from penstock.runtime.arena.base import BaseArena, move_granule
+from penstock.runtime.system.memory import PAGE, PROT_NONE, FreshMemory, protect
 from penstock.schedule.facts.errors import PlanError, StreamError
 from penstock.schedule.facts.model import Storage
 from penstock.schedule.plan import Plan
@@ -77,7 +77,8 @@ class PooledArena(BaseArena):
             elif self._free:
                 free = next(reversed(self._free))
                 fresh = free >= self._pool  # what has left the pool never lies there again
-                self._move(free, address)
+                move_granule(free, address, self._granule)
+                del self._free[free]
             else:
                 raise StreamError("the plan fills more than its arena holds: plan again")
             self._filled.add(address)
@@ -85,16 +86,6 @@ class PooledArena(BaseArena):
             protect(address, self._granule, mmap.PROT_READ | mmap.PROT_WRITE)
         if fresh:
             self._fresh.take(address, self._granule)
-
-    def _move(self, free: int, address: int) -> None:
-        try:
-            move(free, address, self._granule)
-        except OSError as error:
-            raise StreamError(
-                f"the system did not move {self._granule} bytes of memory for weights ({error.strerror}): "
-                "raise its limit on mappings (vm.max_map_count) or lower the budget"
-            ) from error
-        del self._free[free]
 
     def _discard(self, start: int, stop: int) -> None:
         for address in self._granules(start, stop):

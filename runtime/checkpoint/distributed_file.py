@@ -16,7 +16,13 @@ from typing import IO, Any, NamedTuple, NoReturn
 
 from penstock.runtime.checkpoint.stored_tensor import Box, StoredTensor
 from penstock.runtime.checkpoint.torch_file import read_tensor
-from penstock.runtime.files.safetensors_file import ITEM_BITS, SAFETENSORS_NAMES, TensorEntry, read_header
+from penstock.runtime.files.safetensors_file import (
+    ITEM_BITS,
+    SAFETENSORS_NAMES,
+    TensorEntry,
+    read_header,
+    refuse,
+)
 from penstock.schedule.facts.errors import SourceError
 
 METADATA = ".metadata"
@@ -267,4 +273,4 @@ def _entry(file: Path, name: str, place: _Place) -> TensorEntry:
 
 
 def _refuse(path: Path, reason: str) -> NoReturn:
-    raise SourceError(f"{path} is not part of a checkpoint that can be trusted: {reason}; get an intact copy")
+    refuse(path, reason, what="part of a checkpoint")

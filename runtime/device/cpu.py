@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.runtime.device.disk import DiskEvent, DiskStream
-from penstock.runtime.device.protocol import FileRead, Move, aligned_bytes
-from penstock.runtime.files.source import Source
+from penstock.runtime.device.disk import DiskedDevice
+from penstock.runtime.device.protocol import Move, aligned_bytes
 from penstock.runtime.system.threads import WorkerPool
 
 
@@ -56,16 +55,15 @@ class CpuEvent:
             raise self.stream.error
 
 
-class CpuDevice:
+class CpuDevice(DiskedDevice):
     """Ordinary memory. Streams are threads."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.name = "cpu"
         self.torch_device = torch.device("cpu")
         self._caller = CpuStream(None)
         self._streams: list[CpuStream] = []
-        self._disks: list[DiskStream] = []
-        self._process = os.getpid()
 
     def allocate(self, nbytes: int, purpose: str) -> torch.Tensor:
         return aligned_bytes(nbytes)
@@ -80,13 +78,6 @@ class CpuDevice:
     def current_stream(self) -> CpuStream:
         return self._caller
 
-    def open_disk(self, source: Source) -> DiskStream:
-        self._disks.append(DiskStream(source))
-        return self._disks[-1]
-
-    def read(self, disk: DiskStream, target: torch.Tensor, reads: Sequence[FileRead], label: str) -> None:
-        disk.read(target, reads)
-
     def copy(self, stream: CpuStream, target: torch.Tensor, moves: Sequence[Move], label: str) -> None:
         def work() -> None:
             for move in moves:
@@ -98,9 +89,12 @@ class CpuDevice:
     def fill(self, stream: CpuStream, target: torch.Tensor, start: int, stop: int, value: int) -> None:
         stream.run(lambda: target[start:stop].fill_(value))
 
-    def record(self, stream: CpuStream | DiskStream) -> CpuEvent | DiskEvent:
-        if isinstance(stream, DiskStream):
-            return stream.record()
+    @property
+    def in_reader(self) -> bool:
+        pools = [stream.pool for stream in self._streams if stream.pool is not None]
+        return super().in_reader or any(pool.includes_caller for pool in pools)
+
+    def _record(self, stream: CpuStream) -> CpuEvent:
         event = CpuEvent(stream, threading.Event())
         if stream.pool is None:
             event.reached.set()
@@ -108,24 +102,8 @@ class CpuDevice:
             stream.pool.submit(event.reached.set)
         return event
 
-    def wait(self, stream: CpuStream | DiskStream, event: CpuEvent | DiskEvent) -> None:
-        if isinstance(stream, DiskStream):
-            stream.wait(event.synchronize)
-        elif isinstance(event, DiskEvent):
-            event.synchronize()
-        else:
-            stream.run(event.synchronize)
-
-    def query(self, event: CpuEvent | DiskEvent) -> bool:
-        return event.query()
-
-    def synchronize(self, event: CpuEvent | DiskEvent) -> None:
-        event.synchronize()
-
-    @property
-    def in_reader(self) -> bool:
-        pools = [stream.pool for stream in self._streams if stream.pool is not None]
-        return any(pool.includes_caller for pool in pools) or any(disk.in_reader for disk in self._disks)
+    def _wait(self, stream: CpuStream, event: CpuEvent) -> None:
+        stream.run(event.synchronize)
 
     def close(self) -> None:
         for stream in self._streams:

@@ -13,16 +13,15 @@ from typing import Any
 
 import torch
 
-from penstock.runtime.device.disk import DiskEvent, DiskStream
-from penstock.runtime.device.protocol import FileRead, Move, aligned_bytes
-from penstock.runtime.files.source import Source
+from penstock.runtime.device.disk import DiskedDevice
+from penstock.runtime.device.protocol import Move, aligned_bytes
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.sizes import format_size
 
 _ALIGNMENT = 4096
 
 
-class CudaDevice:
+class CudaDevice(DiskedDevice):
     """The device of one index. StreamError where torch finds none.
 
     Without `page_lock` host memory is ordinary: the driver copies from it in pieces of its own, and the host
@@ -44,13 +43,12 @@ class CudaDevice:
         index = torch.cuda.current_device() if index is None else index
         if index >= count:
             raise StreamError(f"there is no device 'cuda:{index}': this machine has {count}")
+        super().__init__()
         self.name = f"cuda:{index}"
         self._page_lock = page_lock
         self.torch_device = torch.device("cuda", index)
         self._streams: list[torch.cuda.Stream] = []
-        self._disks: list[DiskStream] = []
         self._locked: list[torch.Tensor] = []
-        self._process = os.getpid()
 
     @classmethod
     def of(cls, name: str, *, page_lock: bool = True) -> CudaDevice:
@@ -107,13 +105,6 @@ class CudaDevice:
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.torch_device)
 
-    def open_disk(self, source: Source) -> DiskStream:
-        self._disks.append(DiskStream(source))
-        return self._disks[-1]
-
-    def read(self, disk: DiskStream, target: torch.Tensor, reads: Sequence[FileRead], label: str) -> None:
-        disk.read(target, reads)
-
     def copy(
         self, stream: torch.cuda.Stream, target: torch.Tensor, moves: Sequence[Move], label: str
     ) -> None:
@@ -128,30 +119,13 @@ class CudaDevice:
         with torch.cuda.stream(stream):
             target[start:stop].fill_(value)
 
-    def record(self, stream: torch.cuda.Stream | DiskStream) -> torch.cuda.Event | DiskEvent:
-        if isinstance(stream, DiskStream):
-            return stream.record()
+    def _record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 
-    def wait(self, stream: torch.cuda.Stream | DiskStream, event: torch.cuda.Event | DiskEvent) -> None:
-        if isinstance(stream, DiskStream):
-            stream.wait(event.synchronize)
-        elif isinstance(event, DiskEvent):
-            event.synchronize()
-        else:
-            stream.wait_event(event)
-
-    def query(self, event: torch.cuda.Event | DiskEvent) -> bool:
-        return bool(event.query())
-
-    def synchronize(self, event: torch.cuda.Event | DiskEvent) -> None:
-        event.synchronize()
-
-    @property
-    def in_reader(self) -> bool:
-        return any(disk.in_reader for disk in self._disks)
+    def _wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        stream.wait_event(event)
 
     def close(self) -> None:
         if os.getpid() != self._process:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -91,3 +93,47 @@ class DiskStream:
                 work()
             except BaseException as error:
                 self.error = error
+
+
+class DiskedDevice(ABC):
+    """What devices with a real disk behind their host share. Their other streams they record and wait for."""
+
+    def __init__(self) -> None:
+        self._disks: list[DiskStream] = []
+        self._process = os.getpid()
+
+    def open_disk(self, source: Source) -> DiskStream:
+        self._disks.append(DiskStream(source))
+        return self._disks[-1]
+
+    def read(self, disk: DiskStream, target: torch.Tensor, reads: Sequence[FileRead], label: str) -> None:
+        disk.read(target, reads)
+
+    def record(self, stream: Any) -> Any:
+        return stream.record() if isinstance(stream, DiskStream) else self._record(stream)
+
+    def wait(self, stream: Any, event: Any) -> None:
+        if isinstance(stream, DiskStream):
+            stream.wait(event.synchronize)
+        elif isinstance(event, DiskEvent):
+            event.synchronize()
+        else:
+            self._wait(stream, event)
+
+    def query(self, event: Any) -> bool:
+        return bool(event.query())
+
+    def synchronize(self, event: Any) -> None:
+        event.synchronize()
+
+    @property
+    def in_reader(self) -> bool:
+        return any(disk.in_reader for disk in self._disks)
+
+    @abstractmethod
+    def _record(self, stream: Any) -> Any:
+        """An event behind what was enqueued on a stream of the device."""
+
+    @abstractmethod
+    def _wait(self, stream: Any, event: Any) -> None:
+        """A stream of the device waits for an event of another."""

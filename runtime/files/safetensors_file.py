@@ -108,10 +108,10 @@ def parse_header(raw: bytes, file_nbytes: int, path: Path) -> Header:
     fields = _parse_json(raw[PREFIX_BYTES:], path)
     metadata = fields.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        _refuse(path, "__metadata__ is not an object of strings")
+        refuse(path, "__metadata__ is not an object of strings")
     for name in fields:
         if not name.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in name):
-            _refuse(path, f"the name {name!r} is no text")
+            refuse(path, f"the name {name!r} is no text")
     entries = {name: _parse_entry(name, entry, len(raw), path) for name, entry in fields.items()}
     ordered = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
     _check_tiling(ordered, len(raw), file_nbytes, path)
@@ -123,11 +123,11 @@ def read_raw_header(fd: int, path: Path) -> bytes:
     file_nbytes = os.fstat(fd).st_size
     prefix = read_exactly(fd, 0, PREFIX_BYTES, path) if file_nbytes >= PREFIX_BYTES else b""
     if not prefix:
-        _refuse(path, f"it has {file_nbytes} bytes, too few for the length of a header")
+        refuse(path, f"it has {file_nbytes} bytes, too few for the length of a header")
     length = int.from_bytes(prefix, "little")
     room = min(HEADER_LIMIT, file_nbytes - PREFIX_BYTES)
     if length > room:
-        _refuse(path, f"the header's length is given as {length} bytes where at most {room} are possible")
+        refuse(path, f"the header's length is given as {length} bytes where at most {room} are possible")
     return prefix + read_exactly(fd, PREFIX_BYTES, length, path)
 
 
@@ -216,7 +216,7 @@ def _indexed_files(index: Path, wanted: Callable[[str], bool] | None) -> tuple[P
         fields = _parse_json(read_exactly(fd, 0, os.fstat(fd).st_size, index), index, what=_INDEX)
     weight_map = fields.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        _refuse(index, "weight_map is not an object that gives each tensor its file", what=_INDEX)
+        refuse(index, "weight_map is not an object that gives each tensor its file", what=_INDEX)
     names = dict.fromkeys(file for name, file in weight_map.items() if wanted is None or wanted(name))
     for name in names:
         if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
@@ -231,11 +231,11 @@ _FILE, _INDEX = "a safetensors file", "an index"
 
 def _parse_json(text: bytes, path: Path, what: str = _FILE) -> dict[str, object]:
     if not text.startswith(b"{"):
-        _refuse(path, f"a JSON object was expected, and the text begins with {text[:8]!r}", what)
+        refuse(path, f"a JSON object was expected, and the text begins with {text[:8]!r}", what)
     try:
         fields = json.loads(text.decode("utf-8"), object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
-        _refuse(path, f"its JSON cannot be read ({error})", what)
+        refuse(path, f"its JSON cannot be read ({error})", what)
     assert isinstance(fields, dict)
     return fields
 
@@ -251,18 +251,18 @@ def _without_duplicates(pairs: Iterable[tuple[str, object]]) -> dict[str, object
 
 def _parse_entry(name: str, entry: object, data_start: int, path: Path) -> TensorEntry:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        _refuse(path, f"tensor {name!r} does not have exactly dtype, shape and data_offsets")
+        refuse(path, f"tensor {name!r} does not have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BITS:
-        _refuse(path, f"tensor {name!r} has the unknown dtype {dtype!r}")
+        refuse(path, f"tensor {name!r} has the unknown dtype {dtype!r}")
     if not _are_sizes(shape):
-        _refuse(path, f"tensor {name!r} has the shape {shape!r}, which is not a list of sizes")
+        refuse(path, f"tensor {name!r} has the shape {shape!r}, which is not a list of sizes")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        _refuse(path, f"tensor {name!r} has the data_offsets {offsets!r}, which are not a begin and an end")
+        refuse(path, f"tensor {name!r} has the data_offsets {offsets!r}, which are not a begin and an end")
     # Python integers do not overflow, so the product is exact whatever the shape.
     bits, nbytes = math.prod(shape) * ITEM_BITS[dtype], offsets[1] - offsets[0]
     if bits != nbytes * 8:
-        _refuse(path, f"tensor {name!r} of {dtype} {shape} needs {bits / 8:g} bytes and is given {nbytes}")
+        refuse(path, f"tensor {name!r} of {dtype} {shape} needs {bits / 8:g} bytes and is given {nbytes}")
     return TensorEntry(dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1])
 
 
@@ -276,11 +276,12 @@ def _check_tiling(entries: Mapping[str, TensorEntry], data_start: int, file_nbyt
     for name, entry in entries.items():
         if entry.start != position:
             kind = "overlaps the tensor before it" if entry.start < position else "leaves a hole before it"
-            _refuse(path, f"tensor {name!r} at byte {entry.start} {kind}, which ends at {position}")
+            refuse(path, f"tensor {name!r} at byte {entry.start} {kind}, which ends at {position}")
         position = entry.stop
     if position != file_nbytes:
-        _refuse(path, f"its tensors end at byte {position} and the file has {file_nbytes}: it is incomplete")
+        refuse(path, f"its tensors end at byte {position} and the file has {file_nbytes}: it is incomplete")
 
 
-def _refuse(path: Path, reason: str, what: str = _FILE) -> NoReturn:
+def refuse(path: Path, reason: str, what: str = _FILE) -> NoReturn:
+    """Raise SourceError: the file at `path` is not `what`, for a reason."""
     raise SourceError(f"{path} is not {what} that can be trusted: {reason}; get an intact copy")

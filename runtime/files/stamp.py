@@ -54,19 +54,12 @@ def stamp_file(path: Path, *, recorded_path: str) -> WeightFile:
         )
 
 
-def check_stamp(file: WeightFile, folder: Path, *, in_place: bool) -> None:
-    """Raise SourceError unless the file is still the one that was stamped.
-
-    `folder` is the artifact's. Modification time and inode count only for files used `in_place`:
-    a packed file may be copied together with its artifact.
-    """
-    path = locate(file, folder)
-    with open_for_reading(path) as fd:
-        check_open_file(fd, path, file, in_place=in_place)
-
-
 def check_open_file(fd: int, path: Path, file: WeightFile, *, in_place: bool) -> None:
-    """As `check_stamp`, of a file that is open, so that what is checked is what will be read."""
+    """Raise SourceError unless an open file is still the one that was stamped.
+
+    The file is open so that what is checked is what will be read. Modification time and inode count only for
+    files used `in_place`: a packed file may be copied together with its artifact.
+    """
     status = os.fstat(fd)
     _compare(path, "size in bytes", file.nbytes, status.st_size)
     if in_place:

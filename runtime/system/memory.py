@@ -3,8 +3,8 @@
 A thin layer over mmap(2), madvise(2) and mprotect(2). Everything goes through `ctypes.CDLL`, which
 releases the GIL while a call runs: other threads compute while one waits here for a disk.
 
-What is mapped the page tables tell, never mincore(2), which answers for the page cache: a page that
-another process has read would count as ours.
+Which pages are mapped is asked of the page tables, never of mincore(2), which answers for the page cache: a
+page that another process has read would count as ours.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import mmap
 import os
 import sys
 import time
-from array import array
 from collections.abc import Callable
 from contextlib import suppress
 from typing import BinaryIO
@@ -38,7 +37,6 @@ _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 # Without NORESERVE, memory that is only ever filled in part counts whole against overcommitment.
 _ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
 _MAP_FAILED = ctypes.c_void_p(-1).value
-_PRESENT = 1 << 63
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.argtypes = (
@@ -145,13 +143,16 @@ def move(old: int, new: int, nbytes: int) -> None:
         raise _last_error()
 
 
-def is_cached(address: int) -> bool:
-    """Whether the page cache holds the page that a file's mapping has at `address`, mapped or not.
+def cached_pages(address: int, nbytes: int) -> list[bool]:
+    """For each page of a file's mapping, whether the page cache holds it; empty where nobody tells.
 
     Asks mincore(2), which lies about a file that is neither ours nor writable to us.
     """
-    answer = ctypes.c_ubyte()
-    return not _KEEPING.mincore(address, PAGE, ctypes.byref(answer)) and bool(answer.value & 1)
+    pages = round_up(nbytes, PAGE) // PAGE
+    answer = (ctypes.c_ubyte * pages)()
+    if not hasattr(_KEEPING, "mincore") or _KEEPING.mincore(address, nbytes, answer):
+        return []
+    return [bool(page & 1) for page in answer]
 
 
 def supports_move() -> bool:
@@ -263,14 +264,6 @@ def resident_bytes(start: int, stop: int) -> int:
             elif inside and head == b"Rss:":
                 total += int(rest.split()[0]) * 1024
     return total
-
-
-def mapped_pages(address: int, nbytes: int) -> list[bool]:
-    """For each page of page-aligned memory, whether it is in this process's page tables."""
-    with _proc("pagemap") as entries:
-        entries.seek(address // PAGE * 8)
-        words = array("Q", entries.read(round_up(nbytes, PAGE) // PAGE * 8))
-    return [bool(word & _PRESENT) for word in words]
 
 
 def _map(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import mmap
 import os
 
+from penstock.runtime.system.memory import Reservation, cached_pages
+from penstock.schedule.facts.errors import StreamError
+
 _WINDOW = 2 << 20
-_LOW_BITS = bytes(value & 1 for value in range(256))
-_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def cached_fraction(fd: int, nbytes: int, windows: int = 64) -> float:
@@ -36,30 +36,13 @@ def may_ask_mincore(fd: int) -> bool:
 
 def _mapped_pages(fd: int, offset: int, nbytes: int) -> tuple[int, int]:
     """Pages of a window that are cached, and pages asked for, by mincore."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "mincore"):
-        return 0, 0
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_long,
-    )
-    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
-    address = libc.mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, offset)
-    if address == _MAP_FAILED:
-        return 0, 0
     try:
-        residency = ctypes.create_string_buffer(-(-nbytes // mmap.PAGESIZE))
-        if libc.mincore(address, nbytes, residency) != 0:
-            return 0, 0
-        return residency.raw.translate(_LOW_BITS).count(1), len(residency)
-    finally:
-        libc.munmap(address, nbytes)
+        with Reservation(nbytes) as window:
+            window.map_file(0, window.nbytes, fd, offset)
+            cached = cached_pages(window.address, window.nbytes)
+    except StreamError:  # no address space for it
+        return 0, 0
+    return sum(cached), len(cached)
 
 
 def _readable_pages(fd: int, offset: int, nbytes: int) -> tuple[int, int]:

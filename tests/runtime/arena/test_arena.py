@@ -13,7 +13,7 @@ import torch
 from penstock.runtime.arena.anonymous import AnonymousArena, ContiguousArena
 from penstock.runtime.arena.mapped import MappedArena
 from penstock.runtime.arena.opening import open_arena
-from penstock.runtime.system.memory import HUGE_PAGE, PAGE, mapped_pages
+from penstock.runtime.system.memory import HUGE_PAGE, PAGE
 from penstock.schedule.facts.errors import PlanError, StreamError
 from penstock.schedule.facts.model import Part
 from tests.runtime.arena.arena_weights import (
@@ -25,6 +25,7 @@ from tests.runtime.arena.arena_weights import (
     content,
     whole,
 )
+from tests.runtime.system.page_tables import mapped_pages
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,13 +8,26 @@ from pathlib import Path
 
 import pytest
 
-from penstock.runtime.files.safetensors_file import read_header
-from penstock.runtime.files.stamp import SAMPLE_BYTES, check_stamp, hash_storage, sample_offsets, stamp_file
+from penstock.runtime.files.safetensors_file import open_for_reading, read_header
+from penstock.runtime.files.stamp import (
+    SAMPLE_BYTES,
+    check_open_file,
+    hash_storage,
+    locate,
+    sample_offsets,
+    stamp_file,
+)
 from penstock.schedule.facts.errors import SourceError
 from penstock.schedule.facts.model import Extent, Storage, WeightFile
 from tests.runtime.files.weight_files import pattern, write_tensor
 
 NBYTES = 3 << 20
+
+
+def check_stamp(file: WeightFile, folder: Path, *, in_place: bool) -> None:
+    path = locate(file, folder)
+    with open_for_reading(path) as fd:
+        check_open_file(fd, path, file, in_place=in_place)
 
 
 @pytest.fixture

@@ -18,10 +18,10 @@ from penstock.runtime.system.memory import (
     Reservation,
     advise,
     hint,
-    mapped_pages,
     supports_populate,
 )
 from penstock.schedule.facts.errors import StreamError
+from tests.runtime.system.page_tables import mapped_pages
 
 
 def maps_between(start: int, stop: int) -> list[str]:
