@@ -1,4 +1,4 @@
-"""Writes an artifact: `payload.json`, the lowered program, and the weights packed or referred to."""
+"""Writes an artifact: `payload.json`, the lowered program, and the weights, packed or left where they are."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ WEIGHTS = "weights.safetensors"
 Chunks = Callable[[], Iterator[Chunk]]
 
 Place = tuple[tuple[WeightFile, int, int], ...]
-"""Where the bytes of a storage lie: files as they were stamped, offsets and lengths."""
+"""Where the bytes of a storage lie: stamped files, offsets and lengths."""
 
 
 def compile(
@@ -286,7 +286,7 @@ class _Writer:
 
 
 def _packing_order(payload: Payload) -> list[int]:
-    """Every storage once: small ones first, then large ones, both in the order of their first use.
+    """All storages in the order in which they are packed: small ones, then large ones, each by first use.
 
     Norms and biases apart from the matrices between which they are used fill a few granules, which
     many steps read and every plan therefore keeps: the steps that read nothing else need no probes.
@@ -301,7 +301,7 @@ def _packing_order(payload: Payload) -> list[int]:
 
 
 def _named_by(weights: Sequence[Weight], storage: int) -> tuple[Weight, Part]:
-    """The first weight in a storage, one that fills it if there is one."""
+    """The weight, and its part, that takes most of a storage; the first of several."""
     inside = [(w, p) for w in weights for p in w.parts if p.storage == storage]
     return max(inside, key=lambda pair: _elements(pair[1]))
 

@@ -1,6 +1,6 @@
-"""Measures the machine: compute and memory rates for the planner, and how weights are best read.
+"""Measures the machine: the rates of compute, memory and copies that plans are made with.
 
-Every measurement is bounded in time and bytes; together they take a fraction of a second.
+Every measurement is bounded in time and bytes. Together they take a fraction of a second.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _IN_FLIGHT = 2 * READERS * PIECE  # what every reader copies, and what it copies
 
 
 def measure_hardware(weights: Sequence[Weight], link_bytes_per_s: float, note: str) -> Hardware:
-    """The CPU this process runs on, with its matrix rate in the dtype most weight bytes have.
+    """The CPU that this process runs on, with its matrix rate in the dtype that most weights have.
 
     The rates of products and of memory are measured once and remembered (see `_remembered`); how fast
     weights arrive depends on files and page cache, so it is given.
@@ -51,7 +51,7 @@ def measure_hardware(weights: Sequence[Weight], link_bytes_per_s: float, note: s
 
 
 def measure_cuda(device: str, weights: Sequence[Weight], source: Source) -> Hardware:
-    """The CUDA device of that name, the rate of copies to it from page-locked memory, and of reads.
+    """A CUDA device, the rate of copies to it from page-locked memory, and the rate of reads from disk.
 
     Raises StreamError where there is none.
     """
@@ -95,7 +95,7 @@ def _measure_on(
 
 
 def _remembered(dtype: torch.dtype, measure: Callable[[], tuple[float, float]]) -> tuple[float, float]:
-    """What `measure` returns, from `hardware.json` in the user's cache folder if it was measured before.
+    """What `measure` returns, or returned before: it is kept in `hardware.json` in the user's cache folder.
 
     The key is the processor, the number of threads, the dtype and torch. A file that cannot be read
     counts as none, and one that cannot be written is not missed.

@@ -23,7 +23,7 @@ LEAST_HOST_BYTES = 16 << 10
 
 
 def reserved_bytes(reserve: Reserve, context_length: int | None) -> int:
-    """The bytes that `reserve` stands for; BudgetError for what is no size."""
+    """The bytes that `reserve` stands for. Raises BudgetError where that is no size."""
     if callable(reserve):
         if context_length is None or context_length < 0:
             raise BudgetError("reserve= is a function of the context length: give context_length= too")
@@ -33,7 +33,7 @@ def reserved_bytes(reserve: Reserve, context_length: int | None) -> int:
 
 @dataclass(frozen=True)
 class MemorySplit:
-    """A cap in bytes, and what is taken from it before weights."""
+    """A cap in bytes on all of a device's memory, and what is taken from it before weights."""
 
     total: int
     activations: int
@@ -57,7 +57,7 @@ class MemorySplit:
         return self.weights
 
     def outgrown(self, allocated: int, others: int) -> str:
-        """Which part took more than its share, when `allocated` bytes beside weights were all there was."""
+        """Say which part took more than its share, where `allocated` bytes beside weights were not enough."""
         own = self.activations + self.workspace + self.reserved
         parts = [("what other processes hold", others, self.others)]
         parts.append(("activations, workspace and what the caller keeps", allocated, own))

@@ -196,13 +196,13 @@ def _refuse(what: str, instead: str) -> NoReturn:
 
 
 def _running(program: MethodProgram, leaves: list[Any], calls: CompiledCalls | None) -> Callable[[], Any]:
-    """The pass itself, where compiled with what its probe calls do not enclose."""
+    """The pass as a function, with the edges that the probe calls of compiled code do not enclose."""
     run = partial(program.run, leaves)
     return run if calls is None else partial(calls.enclose, run)
 
 
 def _checked(program: MethodProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The call's leaves; what is wrong with them is said before anything streams."""
+    """The call's leaves. What is wrong with them is raised before anything streams."""
     _refuse_grad(args, kwargs)
     return program.convention.flatten(args, kwargs)
 

@@ -1,4 +1,4 @@
-"""The mapped arena that reads past the page cache what the cache does not keep."""
+"""A mapped arena that reads into private memory, past the page cache, what the cache does not keep."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PATIENCE = 32
 
 
 class AdaptiveArena(MappedArena):
-    """Granules are mapped where the page cache has them and private memory, read directly, where not.
+    """Maps the granules that the page cache holds, and reads the others directly into private memory.
 
     A granule that is not in the cache is brought into it the first time, if the cache has room for all
     files: it then costs next to nothing in later passes. One that was lost from the cache is read
@@ -140,7 +140,7 @@ class AdaptiveArena(MappedArena):
         return read_ranges(self._source, self._pieces.within(start, stop))
 
     def _make_room(self) -> None:
-        """Spare memory and what is held, which counts what is just coming, are within the budget."""
+        """Give spare memory back until it and what is held or being filled are within the budget."""
         self._spares.keep(max(0, self._most - self._held.nbytes) // self._granule)
 
     def _runs(self, start: int, stop: int) -> Iterator[tuple[int, int, bool]]:
@@ -168,7 +168,7 @@ class AdaptiveArena(MappedArena):
         return False
 
     def _is_cached(self, granule: int) -> bool:
-        """Whether the page cache holds a granule, judged by its first page; False where nobody tells."""
+        """Whether the page cache holds a granule, judged by its first page; False if it is not known."""
         segment = self._segments[max(0, bisect_right(self._starts, granule) - 1)]
         start = max(granule, segment.start)
         return self._cache is not None and any(
@@ -177,7 +177,7 @@ class AdaptiveArena(MappedArena):
 
 
 def _without(start: int, stop: int, granules: Sequence[int], granule: int) -> Iterator[tuple[int, int]]:
-    """What is left of a range without some of its granules, ascending."""
+    """The parts of a range outside some of its granules, which are given in ascending order."""
     for one in granules:
         if start < one:
             yield start, one
@@ -187,7 +187,7 @@ def _without(start: int, stop: int, granules: Sequence[int], granule: int) -> It
 
 
 class _Spares:
-    """Granules of private memory that nothing uses, each where it was used last, or in a slot of its own."""
+    """Granules of private memory that are not in use, where they were used last or in slots of their own."""
 
     def __init__(self, granule: int, slots: int) -> None:
         self._granule = granule
@@ -201,7 +201,7 @@ class _Spares:
         return len(self._spare)
 
     def take(self, address: int) -> bool:
-        """Have a spare granule at `address`, where there is one: without a move if it is there already."""
+        """Put a spare granule at `address`, moving one unless it is there; False where there is none."""
         if address not in self._spare:
             if not self._spare:
                 return False
@@ -213,11 +213,11 @@ class _Spares:
         return True
 
     def give(self, address: int) -> None:
-        """The granule at `address` is not used any more, and stays there until it is taken."""
+        """Make the granule at `address` a spare one. It stays there until it is taken."""
         self._spare[address] = None
 
     def vacate(self, address: int) -> None:
-        """Nothing spare is left at `address`."""
+        """Move the spare granule at `address`, if there is one, to a slot of its own."""
         if address in self._spare:
             slot = self._slots[-1]
             move_granule(address, slot, self._granule)

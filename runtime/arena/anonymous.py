@@ -1,4 +1,4 @@
-"""The arenas of private memory that reads fill: one paged, one contiguous."""
+"""Two arenas of private memory that reads fill: a paged one and a contiguous one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from penstock.runtime.files.source import Source
 
 POISON = 0xFF
-"""As every byte of a number: NaN in all floating-point formats, with or without infinities."""
+"""A number whose bytes all have this value is NaN in every floating-point format."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class FileRange:
         return cls(start, start + extent.nbytes, extent.file, extent.file_offset, address)
 
     def cut(self, start: int, stop: int) -> FileRange:
-        """What of the piece lies between two layout offsets."""
+        """The part of the range between two layout offsets."""
         skip = max(0, start - self.start)
         return FileRange(
             self.start + skip,
@@ -51,9 +51,9 @@ class FileRange:
 
 
 class FileRanges:
-    """The bytes of a layout as ranges that one read can fill, found by layout offset.
+    """The bytes of a layout as ranges that one read each can fill, found by layout offset.
 
-    Neighbours in both file and memory, at most `gap` bytes apart, are one piece: what lies between
+    Neighbours in both file and memory, at most `gap` bytes apart, are one range: what lies between
     is then read along, which saves a read for each of many small storages.
     """
 
@@ -70,7 +70,7 @@ class FileRanges:
         self._starts = [p.start for p in self._pieces]
 
     def within(self, start: int, stop: int) -> Iterator[FileRange]:
-        """The pieces between two layout offsets, cut to them."""
+        """The ranges between two layout offsets, cut to them."""
         first = max(0, bisect_right(self._starts, start) - 1)
         for piece in self._pieces[first:]:
             if piece.start >= stop:
@@ -80,7 +80,7 @@ class FileRanges:
 
 
 class AnonymousArena(PagedArena):
-    """Private memory of the layout's own size, of which only filled granules take memory."""
+    """Address space of the layout's size, in which only filled granules take memory."""
 
     def __init__(
         self, plan: Plan, storages: Sequence[Storage], source: Source, *, debug: bool = False
@@ -149,7 +149,7 @@ class ContiguousArena(BaseArena):
 def file_ranges(
     plan: Plan, storages: Sequence[Storage], places: Sequence[int], memory: Reservation
 ) -> list[FileRange]:
-    """One piece for each extent of the storages that have a place in the arena."""
+    """One range for each extent of the storages that have a place in the arena."""
     return [
         FileRange.of(extent, start, memory.address + place)
         for storage, place, start in zip(storages, places, plan.arena.layout, strict=True)
@@ -169,7 +169,7 @@ def _continues(last: FileRange, piece: FileRange, gap: int) -> bool:
 
 
 def read_ranges(source: Source, pieces: Iterator[FileRange]) -> int:
-    """Read each piece to its address; returns the bytes read."""
+    """Read each range to its address, and return the bytes read."""
     brought = 0
     for piece in pieces:
         source.read_into(piece.file, piece.file_offset, piece.address, piece.stop - piece.start)

@@ -1,4 +1,4 @@
-"""What all arenas share: accounting, views, closing; and what both paged arenas share."""
+"""What all arenas share (accounting, views, closing), and what paged arenas share."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ALIGNMENT = 64
 
 
 class HeldRanges:
-    """The union of disjoint ranges, its size now and at most. Safe from several threads."""
+    """The union of ranges, its size now and at most. Several threads may use it at once."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -73,7 +73,7 @@ class HeldRanges:
 
 
 class BaseArena(ABC):
-    """One reservation of address space, at fixed places of which the storages lie.
+    """A reservation of address space in which every storage has a fixed place.
 
     `places[s]` is where storage s begins, in bytes from the reservation's start, or -1.
     """
@@ -148,15 +148,15 @@ class BaseArena(ABC):
 
     @abstractmethod
     def _bring(self, start: int, stop: int) -> int:
-        """Put the bytes there, and say how many."""
+        """Bring the bytes of a range, and return how many."""
 
     @abstractmethod
     def _discard(self, start: int, stop: int) -> None:
-        """Give back what the range takes."""
+        """Give back the memory that a range takes."""
 
 
 class Pages(NamedTuple):
-    """The bytes `start` to `stop` of a segment, and address and size of the whole pages they are in."""
+    """Bytes `start` to `stop` of a segment, and the address and size of the whole pages that hold them."""
 
     segment: int
     start: int
@@ -178,12 +178,12 @@ class PagedArena(BaseArena):
         super().__init__(storages, places, max((s.stop for s in self._segments), default=0))
 
     def _segment_pages(self, index: int) -> tuple[int, int]:
-        """Where a segment's pages begin, from the arena's start, and their bytes."""
+        """The first byte of a segment's pages, counted from the arena's start, and their size in bytes."""
         start = round_down(self._segments[index].start, PAGE)
         return start, round_up(self._segments[index].stop, PAGE) - start
 
     def _prepare(self) -> None:
-        """Once something is mapped: choose the size of pages and, to debug, forbid all reads."""
+        """Choose the size of pages and, to debug, forbid all reads. Memory must be mapped by now."""
         # Of a huge page only all can be dropped: a smaller granule would take its neighbours along.
         advice = MADV_HUGEPAGE if self._whole_huge_pages else MADV_NOHUGEPAGE
         hint(self._memory.address, self._memory.nbytes, advice)
@@ -222,7 +222,7 @@ class PagedArena(BaseArena):
 
     @abstractmethod
     def _bring_pages(self, pages: Pages) -> int:
-        """Put the bytes of `pages` there, and say how many."""
+        """Bring the bytes of `pages`, and return how many."""
 
 
 def move_granule(old: int, new: int, nbytes: int) -> None:

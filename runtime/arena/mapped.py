@@ -1,4 +1,4 @@
-"""The paged arena that maps the weight files: filling populates page tables, nothing is copied."""
+"""A paged arena that maps the weight files: filling populates page tables and copies nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class MappedArena(PagedArena):
-    """Weight files, one behind the other, of which the process maps what has been filled.
+    """The weight files, one after another, of which only what has been filled is in the page tables.
 
     The layout must place each file as a whole: a byte of file f at its file offset plus one base,
     a multiple of the page size. PlanError says where it does not.

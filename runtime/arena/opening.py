@@ -8,8 +8,7 @@ Five ways of holding a layout, one interface:
   AnonymousArena   paged: private memory that is taken and given back page by page, filled by reads
   ContiguousArena  one buffer of the plan's size, filled by reads; storages may overlap in it
 
-An arena does what it is told. Which range may be filled or dropped when is the plan's business,
-and waiting for it the streamer's.
+The plan decides when a range may be filled or dropped, and the streamer waits for it.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class WeightArena(Protocol):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the layout filled, or being filled, and not dropped."""
+        """Bytes of the layout that are filled or being filled, and not dropped."""
 
     @property
     def peak_bytes(self) -> int:
@@ -59,13 +58,13 @@ class WeightArena(Protocol):
         """
 
     def fill_ready(self, start: int, stop: int) -> int | None:
-        """As `fill` where nothing would have to be waited for; None, and nothing filled, elsewhere."""
+        """As `fill` where nothing has to be waited for; elsewhere nothing is filled, and None returned."""
 
     def drop(self, start: int, stop: int) -> None:
-        """The range leaves the device; nothing of it may be read until it is filled again."""
+        """Drop a range, of which nothing may be read until it is filled again."""
 
     def view(self, part: Part) -> torch.Tensor:
-        """The strided tensor at a part's one address; it must not be used after `close`."""
+        """The strided tensor at the one address of a part. It must not be used after `close`."""
 
     def mapped_bytes(self) -> int:
         """Bytes of whole pages that the process's page tables really hold for the arena.
@@ -74,7 +73,7 @@ class WeightArena(Protocol):
         """
 
     def close(self) -> None:
-        """Unmap everything, once no thread fills it; a second call does nothing."""
+        """Unmap everything. No thread may be filling it; a second call does nothing."""
 
 
 def open_arena(
@@ -86,7 +85,7 @@ def open_arena(
     poison: bool = False,
     populate: bool | None = None,
 ) -> WeightArena:
-    """The arena that a plan asks for, empty; `source` must outlive it.
+    """Open the arena that a plan asks for, empty. `source` must outlive it.
 
     With `debug`, reading a dropped range of a paged arena kills the process with SIGSEGV instead
     of finding the bytes again. With `poison`, memory of a contiguous or pooled arena that holds no
@@ -109,7 +108,7 @@ def open_arena(
 
 
 def _has_whole_huge_granules(arena: Arena) -> bool:
-    """Whether granules can move as they are: of private memory, of huge pages, none cut by a segment."""
+    """Whether granules can be moved: they are private, made of huge pages, and none is cut by a segment."""
     edges = [edge for segment in arena.segments for edge in (segment.start, segment.stop)]
     return (
         arena.backing == "anonymous"

@@ -1,4 +1,4 @@
-"""The paged arena of private memory that is taken once: granules move to where they are filled."""
+"""A paged arena of private memory that is taken once, and whose granules move to where they are filled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class PooledArena(BaseArena):
-    """Every storage lies at its layout offset; a pool of granules moves behind what is filled.
+    """Storages lie at their layout offsets; a pool of granules provides the memory of what is filled.
 
     The pool has the plan's size. Filling moves free granules to the range's addresses and reads into them,
     in huge pages where these come fast. A granule's memory is taken by the reader that fills it first,
@@ -69,7 +69,7 @@ class PooledArena(BaseArena):
         return read_ranges(self._source, self._pieces.within(start, stop))
 
     def _put(self, address: int) -> None:
-        """Have a granule at `address`: the one that was dropped there, or any other."""
+        """Put a granule at `address`: the one that was dropped there, or any other."""
         fresh = False
         with self._lock:
             if address in self._free:

@@ -1,4 +1,4 @@
-"""Gives an exported program the values of a checkpoint, which stay where they are: no second copy."""
+"""Gives an exported program the values of a checkpoint, mapped from its files without a copy."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def bind(
 def with_small_values(
     annotated: Annotated, checkpoint: Checkpoint, rules: Rules
 ) -> dict[str, ExportedProgram]:
-    """The programs with the checkpoint's values where a compiler may copy them into the code: small ones."""
+    """The programs with the checkpoint's small values, which a compiler may copy into its code."""
     payload = annotated.payload
     rules = replace(rules, rename=part_names(payload.weights, rules.rename, checkpoint.tensors))
     found = find_values(payload.tensors, payload.storages, checkpoint, rules)
@@ -151,7 +151,7 @@ def _values(weights: Sequence[Weight], bound: Found, checkpoint: Checkpoint) -> 
 def _memory(
     storage: Storage, spans: Sequence[Span], checkpoint: Checkpoint, maps: dict[int, mmap.mmap]
 ) -> torch.Tensor:
-    """The bytes of a storage: mapped where they lie in one piece, else copied."""
+    """The bytes of a storage, mapped where they lie together in a file, and copied otherwise."""
     if len(storage.extents) == 1 and storage.extents[0].nbytes == storage.nbytes:
         mapped = _mapped(storage.extents[0], checkpoint, maps)
         if mapped.data_ptr() % 8 == 0:
@@ -189,7 +189,7 @@ def _value(name: str, old: torch.Tensor, values: dict[str, torch.Tensor]) -> tor
 
 
 def _as(found: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """A parameter in the place of one."""
+    """What takes the place of `old`: a parameter where that is one."""
     if found is old or not isinstance(old, torch.nn.Parameter):
         return found
     return torch.nn.Parameter(found, requires_grad=False)

@@ -27,14 +27,14 @@ Rename = Callable[[str], Names] | Mapping[str, Names] | None
 """How an FQN of the program becomes names in the files: a function, or a table of exceptions."""
 
 Readings = tuple[Reading, ...]
-"""What one part of a weight consists of, one after another."""
+"""The readings that follow one another in one part of a weight."""
 
 _NAMED = 5
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How tensors of the files become weights: names, whether cast to the weight's dtype, and slices."""
+    """How tensors of the files become weights: their names, casts to the weight's dtype, and slices."""
 
     rename: Rename = None
     cast: bool = False
@@ -43,7 +43,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Span:
-    """What lies at byte `offset` of a storage: a reading without its first `skip` bytes."""
+    """Bytes from `offset` of a storage on: those of a reading without its first `skip`."""
 
     offset: int
     skip: int
@@ -54,7 +54,7 @@ class Span:
         return self.offset + self.reading.nbytes - self.skip
 
     def extents(self) -> Iterator[Extent]:
-        """Where its bytes lie in the files, as runs."""
+        """Where the bytes lie in the files."""
         position = self.offset - self.skip
         for file, start, nbytes in self.reading.runs():
             known = min(max(self.offset - position, 0), nbytes)
@@ -72,7 +72,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Found:
-    """Storages, and the bytes that the files give them: `spans`, by storage.
+    """Storages with their extents in the files, and `spans`, the bytes of each storage.
 
     A storage whose bytes are gathered from many places, or cast, has spans and no extents.
     """
@@ -84,13 +84,12 @@ class Found:
 def find_values(
     weights: Sequence[Weight], storages: Sequence[Storage], checkpoint: Checkpoint, rules: Rules
 ) -> Found:
-    """`storages` with the bytes that the checkpoint gives them.
+    """Find the bytes that the checkpoint has for `storages`.
 
     Tied weights need one of their names in the files, and the same bytes under all that are there. A
     parameter that no file has is an error, as is one of another dtype (unless the rules say that it is cast),
-    shape or order of elements; a
-    buffer or constant may be missing with all of its storage, which then has no extents. Raises
-    SourceError naming what is wrong, all missing ones counted.
+    shape or order of elements. A buffer or constant may be missing with all of its storage, which then has no
+    extents. Raises SourceError, which names what is wrong and counts the weights that are missing.
     """
     shares = match_slices(weights, rules.slices or {})
     found: dict[int, dict[tuple[int, int], Readings]] = {}
@@ -126,13 +125,13 @@ def find_values(
 
 
 def without(checkpoint: Checkpoint, fqns: Iterable[str], rename: Rename) -> Checkpoint:
-    """The checkpoint as if some weights were not in it."""
+    """The checkpoint without the tensors of some weights."""
     names = {name for fqn in fqns for name in tensor_names(fqn, rename)}
     return replace(checkpoint, tensors={n: t for n, t in checkpoint.tensors.items() if n not in names})
 
 
 def tensor_names(fqn: str, rename: Rename) -> tuple[str, ...]:
-    """What a weight is called in the files: one name, or those of the tensors that it consists of."""
+    """The names of a weight in the files: one, or those of the tensors whose rows it consists of."""
     if rename is None:
         return (fqn,)
     if not callable(rename) and not isinstance(rename, Mapping):
@@ -147,7 +146,7 @@ def tensor_names(fqn: str, rename: Rename) -> tuple[str, ...]:
 
 
 def _pieces(weight: Weight, part: Part, names: Sequence[str], checkpoint: Checkpoint) -> list[Part]:
-    """What of a part each of several tensors is; SourceError where together they are not all of it."""
+    """The share of a part that each of several tensors has; SourceError where they do not add up to it."""
     if len(names) == 1:
         return [part]
     shapes = [checkpoint.tensors[name].shape for name in names]
@@ -166,7 +165,7 @@ def _pieces(weight: Weight, part: Part, names: Sequence[str], checkpoint: Checkp
 def _taken(
     weight: Weight, name: str, checkpoint: Checkpoint, shares: Mapping[str, Slice], *, alone: bool
 ) -> Reading:
-    """What of a tensor is read: all, or one rank's slice of a weight's only tensor."""
+    """The region of a tensor to read: all of it, or one rank's slice of a weight's only tensor."""
     if weight.fqn in shares and not alone:
         raise SourceError(
             f"weight {weight.fqn} consists of several tensors, of which slices= cannot take a part: leave it "
@@ -177,7 +176,7 @@ def _taken(
 
 
 def _reading(weight: Weight, part: Part, named: tuple[str, Reading], cast: bool) -> Reading:
-    """What of a tensor is a part's value; SourceError where it cannot be that."""
+    """The reading that is a part's value; SourceError where dtype, shape or strides do not allow it."""
     name, taken = named
     tensor, shape = taken.tensor, taken.shape
     before = TORCH_NAMES.get(tensor.dtype, tensor.dtype)
@@ -208,7 +207,7 @@ def _dense(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _check_tie(weight: Weight, name: str, both: tuple[Readings, Readings], files: Sequence[Path]) -> None:
-    """Compare the bytes of what of the files is one weight of the program, under two names."""
+    """Refuse tied weights whose tensors in the files, under two names, have different bytes."""
     if len({_digest(chunk for one in readings for chunk in one.chunks(files)) for readings in both}) > 1:
         raise SourceError(
             f"weight {weight.fqn} is tied to another in the program, but tensor {name!r} holds other values "
@@ -224,7 +223,7 @@ def _digest(chunks: Iterable[Chunk]) -> str:
 
 
 def _disjoint(places: Mapping[tuple[int, int], Readings]) -> tuple[Span, ...]:
-    """Readings by place in the storage, without the bytes that an earlier one holds as well."""
+    """Readings in the order of their places in the storage, without bytes that an earlier one has."""
     placed: list[tuple[int, Reading]] = []
     for (offset, _), readings in places.items():
         starts = accumulate((reading.nbytes for reading in readings), initial=offset)

@@ -29,7 +29,7 @@ _FILE = "model.safetensors"
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written: files, tensors, and bytes of tensors."""
+    """The files that were written, the number of tensors in them, and their bytes."""
 
     files: tuple[Path, ...]
     tensors: int
@@ -46,7 +46,7 @@ def convert(
     force: bool = False,
     progress: Progress | None = None,
 ) -> Converted:
-    """Write the tensors of a checkpoint (safetensors, an index, a folder, what torch wrote) anew.
+    """Write the tensors of a checkpoint (safetensors, an index, a folder, or a file of torch) again.
 
     `target` is a `.safetensors` file, or a folder of shards of at most `shard_size` bytes with their index;
     one tensor larger than that has a shard of its own. `dtype` (`bfloat16`, ...) converts floating-point
@@ -86,7 +86,7 @@ def convert(
 
 
 def _check_output(path: Path, nbytes: int, *, sharded: bool, force: bool) -> None:
-    """Refuse a target before anything is said or written."""
+    """Refuse a target that cannot be written, before anything is."""
     if path.suffix in SUFFIXES:
         raise SourceError(
             f"{path} would be a file of torch.save, and safetensors are written: give a .safetensors file "
@@ -142,7 +142,7 @@ def _entry(name: str, found: StoredTensor, files: Sequence[Path], dtype: str | N
 
 
 def _dtype_after(name: str, before: str | None, dtype: str | None) -> str | None:
-    """What a tensor becomes; SourceError for what no tensor can be."""
+    """The dtype that a tensor is written in; SourceError for a dtype that tensors cannot be converted to."""
     if dtype is None:
         return before
     wanted = getattr(torch, dtype, None)
@@ -157,13 +157,13 @@ def _dtype_after(name: str, before: str | None, dtype: str | None) -> str | None
 
 
 def describe(converted: Converted) -> Mapping[str, object]:
-    """As JSON."""
+    """The facts of a conversion, for JSON."""
     files = [str(path) for path in converted.files]
     return {"files": files, "tensors": converted.tensors, "bytes": converted.nbytes}
 
 
 def summary(converted: Converted) -> list[tuple[str, str]]:
-    """For people."""
+    """The facts of a conversion, for people to read: a label and a text each."""
     return [
         ("tensors", str(converted.tensors)),
         ("bytes", format_size(converted.nbytes)),

@@ -1,4 +1,4 @@
-"""Where the tensors of a checkpoint of torch.distributed lie, without running code of its files.
+"""Finds the tensors in a checkpoint of torch.distributed, without running code from its files.
 
 Such a checkpoint is a folder: `.metadata`, a pickle that says which chunk of which tensor is in which
 range of which file, and files in which each range is what torch.save wrote of one chunk (or the whole
@@ -47,7 +47,7 @@ class _Record:
 
 
 class _Tensor(_Record):
-    """Told apart from values that are no tensors."""
+    """A record of a tensor, in contrast to those of other values."""
 
 
 _ADMITTED: Mapping[tuple[str, str], Callable[..., object]] = {
@@ -76,7 +76,7 @@ _ADMITTED: Mapping[tuple[str, str], Callable[..., object]] = {
 
 
 class _Place(NamedTuple):
-    """Where a chunk is: a file by its relative path, and a range of bytes."""
+    """The place of a chunk: the relative path of its file, and a range of bytes."""
 
     file: str
     start: int
@@ -199,7 +199,7 @@ def _sizes(path: Path, value: object) -> tuple[int, ...]:
 
 
 def _check_cover(path: Path, name: str, shape: tuple[int, ...], chunks: list[Chunk]) -> None:
-    """Every element of a tensor is in exactly one chunk."""
+    """Refuse chunks that do not hold every element of a tensor exactly once."""
     for offsets, sizes in chunks:
         inside = len(offsets) == len(sizes) == len(shape)
         if not inside or any(o + s > whole for o, s, whole in zip(offsets, sizes, shape, strict=True)):
@@ -242,7 +242,7 @@ def _box(
 
 
 def _file(folder: Path, name: str, place: _Place) -> Path:
-    """The file of a chunk, which is in the folder and long enough."""
+    """The path of a chunk's file, once it is known to be in the folder and long enough."""
     relative = Path(place.file)
     if relative.is_absolute() or ".." in relative.parts or "\0" in place.file:
         _refuse(folder / METADATA, f"it names {place.file!r}, which is outside its folder")

@@ -1,4 +1,4 @@
-"""Opens the checkpoints of several formats as tensors by name."""
+"""Opens checkpoints of several formats as tensors by name."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ Paths = str | PathLike[str] | Sequence[str | PathLike[str]]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The tensors of some files by name; their boxes number the files."""
+    """Tensors by name, and the files that their boxes refer to by number."""
 
     files: tuple[Path, ...]
     tensors: Mapping[str, StoredTensor]
 
 
 def open_checkpoint(paths: Paths, only: str | Sequence[str] = ()) -> Checkpoint:
-    """A checkpoint's tensors: of safetensors, an index, a folder, several of them, or what torch wrote.
+    """Open safetensors files, an index, a folder, several of them, or what torch wrote.
 
     `only` has patterns of names; files that hold no such tensor may be missing where an index says so.
     SourceError for what cannot be read, for a tensor that two files hold, and for a pattern of no tensor.
@@ -138,7 +138,7 @@ def _check_names(files: Iterable[Path]) -> None:
 
 
 def _note_total(index: Path, nbytes: Mapping[Path, int]) -> None:
-    """Say where an index's `metadata.total_size` is not what its files hold: `nbytes` of tensors in each.
+    """Warn where an index's `metadata.total_size` is not the sum of `nbytes`, the tensors of its files.
 
     Published ones are often wrong, above all where weights are tied, so that alone is no error.
     """

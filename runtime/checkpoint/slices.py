@@ -1,4 +1,4 @@
-"""Which part of a checkpoint's tensor is the weight of one rank's program."""
+"""Slices: the part of a checkpoint's tensor that is the weight of one rank's program."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _check_form(slices: object) -> None:
 
 
 def region(fqn: str, name: str, tensor: StoredTensor, share: Slice | None) -> Region:
-    """The part of a tensor that a weight takes; SourceError for one that there is not."""
+    """The region of a tensor that a weight takes; SourceError for a slice that the tensor does not have."""
     if share is None:
         return tensor.whole
     dim, rank, world = share

@@ -1,4 +1,4 @@
-"""A tensor as it lies in files: dense boxes, of which any region can be read without reading more."""
+"""A tensor as it is stored in files: dense boxes, of which any region can be read by itself."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Region = tuple[tuple[int, int], ...]
 _OPEN = 64
 
 Run = tuple[int, int, int]
-"""Bytes that lie together: number of the file, offset in it, count."""
+"""Adjacent bytes of a file: its number, the offset of the first byte, and their count."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """The part of a tensor at `offsets` of `sizes`: dense, from byte `start` of file number `file` on."""
+    """A part of a tensor, at `offsets` and of `sizes`, dense from byte `start` of file number `file` on."""
 
     file: int
     start: int
@@ -80,7 +80,7 @@ class Reading:
 
     @property
     def as_stored(self) -> bool:
-        """Whether its bytes lie in one run of each box: all are whole but for the first dimension."""
+        """Whether the bytes are one run of each box: all is whole but for the first dimension."""
         inner = self.tensor.whole[1:]
         sizes = self.tensor.shape[1:]
         return (
@@ -107,7 +107,7 @@ class Reading:
         return chunks if self.cast is None else _cast(chunks, TORCH_NAMES[self.tensor.dtype], self.cast)
 
     def _runs(self, dim: int, boxes: Sequence[tuple[Box, int]]) -> Iterator[Run]:
-        """The runs of one index of all dimensions before `dim`; beside each box, where that index begins."""
+        """The runs at one index of all dimensions before `dim`; it begins at the byte beside each box."""
         start, stop = self.region[dim]
         ends = {box.offsets[dim] for box, _ in boxes} | {
             box.offsets[dim] + box.sizes[dim] for box, _ in boxes
@@ -138,7 +138,7 @@ class Reading:
 
 
 def from_entry(path: Path, number: int, entry: TensorEntry) -> StoredTensor:
-    """A tensor that lies in one piece, in file `number`."""
+    """A tensor that is stored as a whole in file `number`."""
     box = Box(number, entry.start, (0,) * len(entry.shape), entry.shape)
     return StoredTensor(path, entry.dtype, entry.shape, entry.nbytes, (box,))
 
@@ -152,7 +152,7 @@ def _cast(chunks: Iterable[Chunk], before: str, after: str) -> Iterator[Chunk]:
 
 
 def read_runs(runs: Iterator[Run], files: Sequence[Path]) -> Iterator[Chunk]:
-    """The bytes of runs, together 16 MiB at a time (the last less): every element divides that."""
+    """The bytes of runs, in chunks of 16 MiB (the last may be smaller), so that no element is divided."""
     with ExitStack() as stack:
         opened: dict[int, int] = {}
         gathered = bytearray()

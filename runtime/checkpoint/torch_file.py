@@ -1,4 +1,4 @@
-"""Where the tensors of a file written by torch.save lie, without reading them or running code of the file."""
+"""Finds the tensors in a file that torch.save wrote, without reading them or running code from the file."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def read_entries(path: Path) -> dict[str, TensorEntry]:
 
 
 def read_tensor(file: Any, path: Path, name: str) -> TensorEntry:
-    """Where the one tensor that torch.save wrote to `file` lies; `path` and `name` are for messages."""
+    """The place of the one tensor that torch.save wrote to `file`; `path` and `name` are for messages."""
     records = _records(file, path)
     file.seek(0)
     return _entry(path, name, _load(file, path), records)
@@ -59,7 +59,7 @@ def _load(file: Any, path: Path) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """What stands in the way, without torch's advice to run the code."""
+    """The reason of an error, without torch's advice to run the code."""
     if found := re.search(r"GLOBAL (\S+) was not an allowed", str(error)):
         return f"it calls {found[1]}"
     said = str(error).partition("WeightsUnpickler error:")[2] or str(error)

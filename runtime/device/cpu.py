@@ -1,7 +1,7 @@
-"""A CPU as a device: copies run in order on a thread for each stream, kernels where they are called.
+"""A CPU as a device: each stream copies on a thread of its own, and kernels run where they are called.
 
-`load(device="cpu")` does not stream this way: where device and host are one memory, mapping the files
-beats copying them (arena/mapped.py). This is the reference that the other devices are compared with.
+`load(device="cpu")` does not stream this way: where device and host share one memory, mapping the
+files is faster than copying them (arena/mapped.py). Tests compare the other devices with this one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.runtime.system.threads import WorkerPool
 
 
 class CpuStream:
-    """A thread that does what it is given in order, or the caller's own; after an error it does nothing."""
+    """Runs work in order, on a thread or (without a name) on the caller's; after an error it runs no more."""
 
     def __init__(self, name: str | None) -> None:
         self.pool = WorkerPool(1, name) if name else None
@@ -41,7 +41,7 @@ class CpuStream:
 
 @dataclass(frozen=True)
 class CpuEvent:
-    """Set by its stream, also when that has failed: who waits then raises what the stream raised."""
+    """Set by its stream, also when the stream has failed: waiting for it then raises the stream's error."""
 
     stream: CpuStream
     reached: threading.Event

@@ -1,7 +1,7 @@
 """A CUDA device: torch's streams and events, one allocation for the arena, page-locked host memory.
 
-Nothing here runs without a GPU, so it holds nothing but calls; what decides is in streamer.py, which
-the simulated device tests.
+Nothing here runs without a GPU, so it holds nothing but calls of torch. What decides is in streamer.py, which
+is tested with the simulated device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ALIGNMENT = 4096
 
 
 class CudaDevice(DiskedDevice):
-    """The device of one index. StreamError where torch finds none.
+    """A CUDA device by its index, by default the current one. Raises StreamError where torch finds none.
 
     Without `page_lock` host memory is ordinary: the driver copies from it in pieces of its own, and the host
     waits for that.
@@ -58,7 +58,7 @@ class CudaDevice(DiskedDevice):
 
     @property
     def held_by_others(self) -> int:
-        """Bytes of the device that neither torch's allocator in this process holds nor anybody could."""
+        """Bytes of the device that are taken, but not by torch's allocator in this process."""
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return max(0, total - free - torch.cuda.memory_reserved(self.torch_device))
 

@@ -1,4 +1,4 @@
-"""The disk behind a host as a stream: reads on threads of their own, in the order that waits give them."""
+"""The disk behind a host as a stream: threads read, and only waits order what they read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.schedule.facts.errors import StreamError
 
 @dataclass(frozen=True)
 class DiskEvent:
-    """Complete once all reads that `submitted` results in have ended."""
+    """Complete once all reads in the result of `submitted` have ended."""
 
     stream: DiskStream
     submitted: Future[list[Future[None]]]
@@ -37,7 +37,7 @@ class DiskEvent:
 
 
 class DiskStream:
-    """One thread keeps the order and waits; `READERS` others read, a piece of 2 MiB at a time.
+    """One thread keeps the order and waits. `READERS` others read, 2 MiB at a time.
 
     After an error nothing more is read, and every event raises it.
     """
@@ -81,13 +81,13 @@ class DiskStream:
                 self._reads.append(self._readers.submit(self._guarded, work))
 
     def _reader(self, target: torch.Tensor, one: FileRead) -> Callable[[], None]:
-        """Keeps the memory alive that it reads into."""
+        """What reads a piece. It keeps the memory alive that it reads into."""
         return lambda: self._source.read_into(
             one.file, one.offset, target.data_ptr() + one.target, one.nbytes
         )
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """Do something unless something has failed before; what fails, fails the stream."""
+        """Do some work, unless work before it has failed. An error is the stream's from then on."""
         if self.error is None:
             try:
                 work()

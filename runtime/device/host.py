@@ -1,4 +1,4 @@
-"""What the host keeps of the weights that stream: slabs of exact size, and a ring that the rest passes."""
+"""What a host holds of the weights that stream: a slab of exact size, and a ring for the rest."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ class HostRange:
     offset: int
 
     def cut(self, start: int, stop: int) -> HostRange:
-        """What lies between two layout offsets."""
+        """The part between two layout offsets."""
         start, stop = max(start, self.start), min(stop, self.stop)
         return HostRange(start, stop, self.memory, self.offset + start - self.start)
 
 
 class HostWeights:
-    """What the plan's host tier holds, or without one all that is ever copied, is in `slab`.
+    """The weights in a host's memory: `slab` has what stays there, and the rest passes through `ring`.
 
-    The rest passes through `ring`, from the disk's files. Layout offsets are addresses here.
+    What stays is the plan's host tier, or all that is ever copied where the plan has none. The rest is read
+    from the files. Layout offsets take the place of addresses here.
     """
 
     def __init__(self, plan: Plan, storages: Sequence[Storage], device: Device) -> None:
@@ -72,20 +73,20 @@ class HostWeights:
             memory.untyped_storage().resize_(0)
 
     def held(self, item: Range) -> tuple[HostRange, ...]:
-        """What the slab has of a range."""
+        """The parts of a range that are in the slab."""
         if item not in self._held_of:
             inside = (one for one in self._slabs if one.start < item.stop and item.start < one.stop)
             self._held_of[item] = tuple(one.cut(item.start, item.stop) for one in inside)
         return self._held_of[item]
 
     def missing(self, item: Range) -> list[Range]:
-        """What the slab lacks of a range."""
+        """The parts of a range that are not in the slab."""
         if item not in self._missing_of:
             self._missing_of[item] = subtract([item], self._held)
         return self._missing_of[item]
 
     def file_offset(self, start: int) -> int:
-        """Where in its file the byte at layout offset `start` lies, or the next that is in a file."""
+        """The file offset of the byte at layout offset `start`, or of the next byte that is in a file."""
         piece = next(self._files.within(start, self._stop), None)
         return piece.file_offset if piece else 0
 

@@ -1,4 +1,4 @@
-"""The weights of a plan in a device's memory, and how they come there."""
+"""The weights of a plan in a device's memory: what stays is loaded, and where copies go is looked up."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _LOADING = 16 << 20
 
 
 class DeviceWeights:
-    """`arena` on the device, and behind it `host` and the files, read through `disk`.
+    """The `arena` of a device, the `host` behind it, and the files, which `disk` reads.
 
-    Tensors are views made once. The storages outside the arena are whole on the device. What always stays
-    is there when this returns.
+    Tensors are views that are made once. Storages outside the arena are on the device as a whole. When this
+    has been made, everything that always stays is loaded.
     """
 
     def __init__(self, plan: Plan, storages: Sequence[Storage], device: Device, source: Source) -> None:
@@ -56,7 +56,7 @@ class DeviceWeights:
         self.host.close()
 
     def moves(self, item: Range, staged: Sequence[HostRange] = ()) -> list[Move]:
-        """The copies that bring a range of the layout from the host, as few as addresses allow."""
+        """The copies that bring a range of the layout from the host: as few as the addresses allow."""
         return [
             Move(part.memory, part.offset, piece.address + part.start - piece.start, part.stop - part.start)
             for placed in (*self.host.held(item), *staged)
@@ -65,7 +65,7 @@ class DeviceWeights:
         ]
 
     def places(self, item: Range) -> Iterator[tuple[int, int]]:
-        """Where in the arena the bytes of a layout range lie: first and last."""
+        """Where the bytes of a layout range lie in the arena, as half-open ranges."""
         for piece in self._pieces.within(item.start, item.stop):
             yield piece.address, piece.address + piece.stop - piece.start
 
@@ -76,7 +76,7 @@ class DeviceWeights:
         return self._plan.names[storage] if self._plan.names else f"storage {storage}"
 
     def ranges_of(self, storage: int) -> tuple[torch.Tensor, int, int] | None:
-        """The memory that a storage is in, and the first and last byte there; None where it has none."""
+        """The memory that holds a storage, and its half-open range there; None where it has no memory."""
         nbytes = self._storages[storage].nbytes
         if storage in self.outside:
             return self.outside[storage], 0, nbytes
@@ -105,7 +105,7 @@ class DeviceWeights:
                 yield Load(self.arena, piece.address, piece.file, piece.file_offset, nbytes)
 
     def _loading_memory(self) -> torch.Tensor:
-        """Slab or ring, which are empty yet; other memory where that stays within what the host may hold."""
+        """The slab or the ring, which are still empty, or more memory where the host may hold that too."""
         largest = max(self.host.slab, self.host.ring, key=lambda memory: memory.numel())
         free = self._plan.host.nbytes - self.host.pinned_bytes if self._plan.host else _LOADING
         return aligned_bytes(min(free, _LOADING), 4096) if free > largest.numel() else largest

@@ -1,8 +1,8 @@
 """The one interface between a streamer and the device that it streams to.
 
 A device is memory, and streams on which copies and kernels run in order; events order one stream
-after another. What is asked of it is what CUDA offers, no more: a wait on an event that nobody
-recorded does nothing, and a copy runs at any time between the moment it is enqueued and the
+after another. It offers what CUDA offers and no more: waiting on an event that nobody recorded
+does nothing, and a copy runs at any time between the moment it is enqueued and the
 moment something waits for it. The disk behind the host is a stream too, on which reads run at the same
 time, each after the waits enqueued before it. No kernel or copy can wait for a disk, so the host does.
 
@@ -61,11 +61,11 @@ class Device(Protocol):
 
     @property
     def name(self) -> str:
-        """As `load(device=...)` names it."""
+        """Its name, as in `load(device=...)`."""
 
     @property
     def torch_device(self) -> torch.device:
-        """Where its tensors live, and the program's kernels run."""
+        """The device of its tensors, on which the program's kernels run."""
 
     def allocate(self, nbytes: int, purpose: str) -> torch.Tensor:
         """Uninitialised bytes of the device, flat; StreamError, naming `purpose`, where there is no room."""
@@ -73,11 +73,11 @@ class Device(Protocol):
     def allocate_host(self, nbytes: int, *, once: bool = False) -> torch.Tensor:
         """Flat bytes of the host, at least 64-byte aligned, that copies read while the host goes on.
 
-        With `once`, what a copy has read is not read again before a disk has written it.
+        `once` promises that bytes which a copy has read are not read again before a disk has written them.
         """
 
     def open_stream(self, name: str) -> Stream:
-        """A stream of its own."""
+        """A new stream."""
 
     def current_stream(self) -> Stream:
         """The stream on which the caller's kernels run now."""
@@ -98,13 +98,13 @@ class Device(Protocol):
         """An event that completes once everything enqueued on the stream so far has."""
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """What is enqueued on the stream from now on runs after the event; the host goes on.
+        """Have what is enqueued on the stream from now on run after the event; the host goes on.
 
-        Unless the event is a disk's and the stream is none: then the host waits.
+        For an event of a disk, and a stream that is no disk, the host waits.
         """
 
     def query(self, event: Event) -> bool:
-        """Whether the event has completed; where its stream has failed, too."""
+        """Whether the event has completed, which it also has where its stream has failed."""
 
     def synchronize(self, event: Event) -> None:
         """Wait on the host; raises what its stream raised."""

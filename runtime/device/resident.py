@@ -1,4 +1,4 @@
-"""Loads what always stays on a device, through two halves of host memory in turn."""
+"""Loads the weights that always stay on a device, through two halves of host memory in turn."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Load:
 
 
 Batch = list[tuple[Load, int]]
-"""What is read at once, and where in host memory."""
+"""Loads that are read together, each with its offset in host memory."""
 
 
 def load_resident(device: Device, disk: Stream, memory: torch.Tensor, work: Sequence[Load]) -> None:
-    """Bring all of `work` through `memory`: one half is read while the other is copied."""
+    """Load all of `work` through `memory`: one half is read into while the other is copied."""
     copied: Event | None = None
     before: tuple[Batch, Event] | None = None
     for batch in _batches(work, memory):

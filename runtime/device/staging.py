@@ -1,4 +1,4 @@
-"""Reads from disk, ahead of the copies that need them, into a ring of host memory."""
+"""Reads weights from disk into a ring of host memory, ahead of the copies that need them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Range
 
 _LARGE = 256 * BLOCK
-"""Bytes of a read from which on where it lies counts more than the room that is lost."""
+"""Bytes of a read from which on its alignment is worth the room in the ring that it costs."""
 
 
 @dataclass
 class StagedRead:
-    """Bytes of the ring, oldest of all `nbytes` on, that `read` fills with what a copy of `item` lacks.
+    """A read into the ring of what a copy of `item` lacks: it takes `nbytes`, and `read` completes with it.
 
-    `copied` completes once that copy is done; None until it is enqueued.
+    `copied` completes once that copy is done; it is None until the copy is enqueued.
     """
 
     item: Range
@@ -32,7 +32,7 @@ class StagedRead:
 
 
 class Staging:
-    """The ring of a streamer. What it reads is given in the order of the copies, which never changes.
+    """The ring of a streamer. What it reads follows the order of the copies, which never changes.
 
     Reads are enqueued as far ahead as the ring has room for, each behind the copies that free its room.
     """
@@ -46,9 +46,9 @@ class Staging:
         self._next: Range | None = None
 
     def restart(self, first: Sequence[Range], steady: Sequence[Range]) -> None:
-        """Begin to read what copies that come lack: those of `first`, then of `steady` again and again.
+        """Begin to read what the coming copies lack: those of `first`, then of `steady` again and again.
 
-        The ring begins anew, whatever an interrupt has left of it: behind all reads and copies until now.
+        The ring is emptied, whatever an interrupt has left in it, behind all reads and copies until now.
         """
         if not self._host.ring.numel():
             return
@@ -63,7 +63,7 @@ class Staging:
         self._read_ahead()
 
     def slot_of(self, item: Range) -> StagedRead | None:
-        """The slot of the next copy, which is of `item`; None where the host holds all of it."""
+        """The read for the next copy, which is of `item`; None where the host holds all of it."""
         if not self._host.missing(item):
             return None
         if not self._ready or self._ready[0].item != item:
@@ -74,7 +74,7 @@ class Staging:
         return self._ready[0]
 
     def copied(self, slot: StagedRead, event: Event) -> None:
-        """The next copy is enqueued, and `event` recorded behind it: the ring goes on."""
+        """The next copy is enqueued, and `event` recorded behind it: read ahead into the room it frees."""
         slot.copied = event
         self._ready.popleft()
         self._read_ahead()
@@ -96,7 +96,7 @@ class Staging:
             self._next = next(self._upcoming, None)
 
     def _align(self, item: Range, nbytes: int) -> int:
-        """Leave out bytes of the ring, so that a large read can go past the page cache; returns how many."""
+        """Skip bytes of the ring, so that a large read can go past the page cache; returns how many."""
         ring = self._host.ring
         skip = (self._host.file_offset(item.start) - ring.data_ptr() - self._head) % BLOCK
         if nbytes < _LARGE or self._used + nbytes + skip > ring.numel():
@@ -105,9 +105,9 @@ class Staging:
         return skip
 
     def _make_room(self, nbytes: int) -> bool:
-        """Have the disk wait for the copies of the oldest slots until there is room.
+        """Have the disk wait for the oldest copies until there is room in the ring.
 
-        False where one of them is still to come.
+        False where one of those copies is still to be enqueued.
         """
         while self._used + nbytes > self._host.ring.numel():
             if not self._slots or self._slots[0].copied is None:
@@ -118,7 +118,7 @@ class Staging:
         return True
 
     def _place(self, missing: list[Range]) -> Iterator[HostRange]:
-        """Behind what is in the ring, going on at its start where it ends."""
+        """Places for ranges behind what is in the ring; a range that reaches its end goes on at its start."""
         size = self._host.ring.numel()
         for item in missing:
             start = item.start

@@ -2,7 +2,7 @@
 
 Dynamo hands over a module in as many pieces as its graph breaks leave, and again for new sizes. All pieces of
 one offloaded module share one budget, one arena and one streamer, planned anew whenever a piece is added.
-Each is a method: whatever order they come in, each begins with what is resident.
+Each is a method, so that they may run in any order, each beginning with what is resident.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ADVICE = "call penstock.offload(module, checkpoint) first"
 def compile_piece(
     graph_module: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """Compile one graph of Dynamo's: what torch.compile calls for `backend="penstock"`.
+    """Compile one graph of Dynamo. torch.compile calls this for `backend="penstock"`.
 
     `options` are `budget` (bytes, `8GB`, or `50%` of the parameters), `resident_below` (64KiB), and
     Inductor's own. Raises PassError for parameters that are still in memory, or on the meta device, and
@@ -55,7 +55,7 @@ def compile_piece(
 
 
 def _check_recompilations() -> None:
-    """Refuses a frame's last compilation: behind it Dynamo runs the frame in Python, on memory not there."""
+    """Refuses a frame's last compilation, after which Dynamo would run it in Python, without its weights."""
     now = CompileContext.current_compile_id()
     limit: int = torch._dynamo.config.recompile_limit
     if now is not None and (now.frame_compile_id or 0) + 1 >= limit:
@@ -87,7 +87,7 @@ def _check_inputs(inputs: Sequence[Any], homes: Mapping[int, Home]) -> None:
 
 
 def _session(record: Offloaded, own: Mapping[str, Any]) -> Session:
-    """The session of a record: one, with the budget that it was first compiled for."""
+    """The only session of a record, which has the budget that the module was first compiled for."""
     total = sum(storage.nbytes for storage in record.storages)
     budget = parse_size(own["budget"], total=total)
     below = own.get("resident_below", "64KiB")

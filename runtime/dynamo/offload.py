@@ -1,4 +1,4 @@
-"""Takes a module's parameters out of memory: what is left knows its shape, and where its bytes lie."""
+"""Takes a module's parameters out of memory; those in their place know the shape, and where the bytes are."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ HOME = "penstock_home"
 
 @dataclass(frozen=True)
 class Offloaded:
-    """The parameters of a module that lie in files: `nbytes` of memory were given back.
+    """The parameters of a module that are now in files only, which gave `nbytes` of memory back.
 
-    `sessions` has what streams them, once the module was compiled.
+    `sessions` has what streams them, once the module has been compiled.
     """
 
     weights: tuple[Weight, ...]
@@ -55,7 +55,7 @@ class Offloaded:
 
 @dataclass(frozen=True)
 class Home:
-    """Where an offloaded parameter lies: its module's record, and its name in it."""
+    """The home of an offloaded parameter: its module's record, and its FQN there."""
 
     offloaded: Offloaded
     fqn: str
@@ -102,7 +102,7 @@ def _streamable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def home_of(value: object) -> Home | None:
-    """Whose parameter a tensor is, if it was offloaded."""
+    """The home of a tensor that is an offloaded parameter; None for any other."""
     home = getattr(value, HOME, None) if isinstance(value, torch.nn.Parameter) else None
     return home if isinstance(home, Home) else None
 
@@ -188,7 +188,7 @@ def _replace(module: torch.nn.Module, parameters: dict[str, torch.nn.Parameter],
 
 
 def _refuse_eager(module: torch.nn.Module) -> None:
-    """What would touch memory that is not there says so: torch itself may crash."""
+    """Have uses of memory that is gone raise StreamError; torch itself may crash."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise StreamError(

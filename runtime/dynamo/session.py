@@ -79,7 +79,7 @@ class Session:
     def _observe(
         self, number: int, probes: ProbePass, homes: Mapping[int, Home], code: Sequence[str]
     ) -> tuple[Trace, ProbeOrder]:
-        """What the emitted code of a piece reads, and when."""
+        """The trace of a piece and the order of its probes, observed in the code that was emitted for it."""
         written = [text for text in code if "def call(self, args)" in text]
         if probes.placed is None or not written:
             raise PassError(
@@ -171,8 +171,8 @@ class Session:
 class _CompiledPiece:
     """A compiled piece, called with Dynamo's inputs.
 
-    Dynamo guards the shapes of parameters and not which they are, so one piece serves all equal layers: each
-    choice of weights that it is called with is a method of its own.
+    Dynamo guards the shapes of parameters and not their identities, so one piece serves all equal
+    layers: each choice of weights that it is called with is a method of its own.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The files of an artifact folder beside its weights, read and checked."""
+"""Reads and checks the files of an artifact folder other than its weights."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from penstock.schedule.payload.codec import Payload, verify_payload
 
 PAYLOAD = "payload.json"
 DIGEST = "payload.json.sha256"
-"""Beside the payload, as sha256sum writes it: numbers that changed can still be a valid payload."""
+"""The payload's sha256 as sha256sum writes it: a payload whose numbers were changed can still be valid."""
 
 
 def read_payload(folder: Path) -> Payload:
-    """The payload of an artifact folder, its plans proven, its lowered program the one that was compiled."""
+    """The payload of an artifact folder, once its plans and the hash of its lowered program are checked."""
     try:
         data = (folder / PAYLOAD).read_bytes()
     except OSError as error:
@@ -32,7 +32,7 @@ def read_payload(folder: Path) -> Payload:
 
 
 def digest_line(data: bytes) -> bytes:
-    """What the file DIGEST holds for these bytes of a payload."""
+    """The content of the file DIGEST for a payload of these bytes."""
     return f"{hashlib.sha256(data).hexdigest()}  {PAYLOAD}\n".encode()
 
 

@@ -1,9 +1,9 @@
 """One weight file, open for positioned reads into raw memory, past the page cache where possible.
 
 Direct reads (O_DIRECT) need file offset, length and memory address to be multiples of the device's
-logical block. So where offset and address agree modulo the block, the whole blocks between them
-are read directly and only head and tail through the page cache. Elsewhere whole blocks are read to the next
-place that fits, and moved to where they belong.
+logical block. Where offset and address agree modulo the block, the whole blocks are therefore read
+directly, and only head and tail go through the page cache. Elsewhere whole blocks are read to the next
+address that fits, and moved to where they belong.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class DirectFile:
     def read_into(self, offset: int, address: int, nbytes: int, *, through_cache: bool = False) -> None:
         """Fill `nbytes` of memory at `address` from byte `offset` on, or raise SourceError.
 
-        With `through_cache` the page cache has the bytes afterwards; the system is told of all at once.
+        With `through_cache` the page cache holds the bytes afterwards; the system is told of all at once.
         """
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise SourceError(
@@ -99,7 +99,7 @@ class DirectFile:
         self._read(self.fd, offset + done, address + done, nbytes - done)
 
     def _read_and_move(self, offset: int, address: int, nbytes: int) -> bool:
-        """One direct read of all blocks that the bytes lie in; False where it did not bring them all.
+        """Read all blocks that hold the bytes at once and directly; False where that did not bring them all.
 
         The first block and the last ones go to memory of their own, those between into the range itself,
         behind where they belong. A cold GiB took 0.19 s of the processor so, 1.20 through the page cache and

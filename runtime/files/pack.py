@@ -1,7 +1,7 @@
 """Packs storages, in the order given, into one safetensors file that can be read by whole blocks.
 
-The format forbids holes, so what alignment leaves over is filled by explicit U8 tensors named
-`__penstock_pad__.N`. Nothing is ever held whole: bytes come and go in chunks of at most 16 MiB.
+The format forbids holes, so U8 tensors named `__penstock_pad__.N` fill the gaps that alignment leaves. No
+tensor is held in memory as a whole: bytes are read and written in chunks of at most 16 MiB.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Chunk = bytes | bytearray | memoryview
 
 @dataclass(frozen=True)
 class PackEntry:
-    """A tensor to pack: torch's dtype name, shape, and a callable that yields its bytes in order.
+    """A tensor to pack: torch's name of its dtype, its shape, and a function that yields its bytes in order.
 
     A dtype that safetensors does not know is stored as U8 of shape (nbytes,). `chunks` may be
     called once; what it yields is written before the next chunk is asked for.
@@ -127,7 +127,7 @@ def place(entries: Sequence[PackEntry]) -> tuple[list[int], list[tuple[int, int]
 
 
 def place_densely(entries: Sequence[PackEntry]) -> tuple[list[int], list[tuple[int, int]], int]:
-    """As `place`, one entry right behind the other."""
+    """As `place`, with each entry directly behind the one before."""
     for entry in entries:
         _check_entry(entry)
     ends = list(itertools.accumulate((entry.nbytes for entry in entries), initial=0))

@@ -44,8 +44,8 @@ def measure_read(
 
     Reads distinct blocks spread over all files, at most `nbytes` in all, and begins none after
     `seconds`. They go to about `room` bytes of memory in turn, as in an arena: into 24 MiB,
-    which the processor's cache holds, a disk read 1.09 times as fast. With a `shift` the memory is as many
-    bytes off the files' blocks.
+    which the processor's cache holds, a disk read 1.09 times as fast. With a `shift` addresses are that
+    many bytes off the blocks of the files.
 
     Raises SourceError if there is nothing to read.
     """
@@ -120,7 +120,7 @@ def _rate(places: list[Place], work: Callable[[Place], None], seconds: float, th
 
 
 def _spread(source: Source, nbytes: int, block: int) -> list[Place]:
-    """At most `nbytes` of blocks, evenly spaced, in an order in which no two neighbours follow."""
+    """At most `nbytes` of blocks, evenly spaced, in an order in which neighbours do not follow each other."""
     blocks = [
         (number, offset, min(block, file.nbytes - offset))
         for number, file in enumerate(source.files)

@@ -17,7 +17,7 @@ _PIECE = 16 << 20
 
 
 class HeldStorages:
-    """Storages held whole in ordinary memory (which torch aligns to 64 bytes), arriving in the background.
+    """Storages held whole in ordinary memory (aligned to 64 bytes), which are read in the background.
 
     `buffers[s]` is the memory of storage s; its bytes are there once `wait` has returned. The source must
     stay open until `close`.
@@ -55,7 +55,7 @@ class HeldStorages:
                 raise self._error
 
     def close(self) -> None:
-        """Begin no further read and wait for those that run; may be called again."""
+        """Begin no further read, and wait for those that run. It may be called again."""
         if os.getpid() != self._owner:
             return  # a forked child has no readers, and may have their lock
         with self._changed:
@@ -82,7 +82,7 @@ class HeldStorages:
 
 
 def _pieces(work: Iterable[tuple[Extent, int]]) -> Iterable[tuple[int, int, int, int]]:
-    """File, offset, address and bytes of each read, for extents and where their storages begin."""
+    """File, offset, address and bytes of each read, for extents and the addresses of their storages."""
     for extent, address in work:
         for at in range(0, extent.nbytes, _PIECE):
             nbytes = min(_PIECE, extent.nbytes - at)

@@ -1,6 +1,6 @@
-"""Reads the headers of safetensors files that nobody has vouched for.
+"""Reads the headers of safetensors files that are not trusted.
 
-The safetensors library takes duplicate names and leading blanks. Here a header is either exactly
+The safetensors library accepts duplicate names and leading blanks. Here a header is either exactly
 what the format specifies (length prefix, one JSON object, tensors that tile the data without
 hole or overlap) or refused with a `SourceError`, before any of its numbers is used.
 """
@@ -61,7 +61,7 @@ FLOATS = frozenset(
 """The floating-point dtypes that torch converts into one another, by torch's name."""
 
 SAFETENSORS_NAMES: Mapping[str, str] = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
-"""The way back. A torch dtype that is missing (complex128, packed float4) is stored as U8 bytes."""
+"""safetensors' name of each torch dtype. One that is missing (complex128, packed float4) is stored as U8."""
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,9 @@ def index_files(path: Path | Sequence[Path], wanted: Callable[[str], bool] | Non
     """The safetensors files that `path` stands for, in order, each once.
 
     `path` is a `.safetensors` file, several, a checkpoint's `*.safetensors.index.json`, or a folder
-    (its index if it has one, else all its `.safetensors` files by name). Of an index, the files that hold a
-    tensor whose name is `wanted`. SourceError names what is
-    missing, or an index that reaches outside its own folder.
+    (its index if it has one, else all its `.safetensors` files by name). Of an index, only files that hold a
+    tensor whose name is `wanted` are taken. SourceError names what is missing, or an index that reaches
+    outside its own folder.
     """
     if not isinstance(path, Path):
         return tuple(dict.fromkeys(file for one in path for file in index_files(one, wanted)))

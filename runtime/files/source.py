@@ -75,7 +75,7 @@ class Source:
 
     @property
     def mode(self) -> Mode:
-        """How whole blocks are really read: `direct` only if every file can be."""
+        """How whole blocks are read: `direct` only if every file can be read so."""
         return "direct" if self._direct and all(file.block for file in self._files) else "buffered"
 
     @property
@@ -94,7 +94,7 @@ class Source:
         return tuple(self._files)
 
     def path(self, file: int) -> Path:
-        """Where a file lies."""
+        """The path of a file."""
         return self._open(file).path
 
     def fd(self, file: int) -> int:
@@ -202,7 +202,7 @@ def reading_mode(files: Sequence[WeightFile], folder: Path) -> Mode:
 def _in_order(
     opening: Callable[[WeightFile], DirectFile], files: Sequence[WeightFile]
 ) -> Iterator[DirectFile]:
-    """What `opening` makes of each file, in order, by some threads; what nobody took is closed."""
+    """The files that `opening` opens, in order, by several threads. Those that nobody took are closed."""
     pool = ThreadPoolExecutor(_OPENERS)
     running: deque[Future[DirectFile]] = deque()
     try:
@@ -225,9 +225,9 @@ def _in_order(
 class _Keeping:
     """Whether reads go through the page cache, decided after each pass.
 
-    Past it at first, which is the faster way to read something once. Later through it, where what every pass
-    reads has room in the memory that is available: what it holds costs a copy then. A cache that has lost
-    it is given up: reading through it is slower.
+    At first they go past it, which is the faster way to read something once. Later they go through it, where
+    available memory has room for what every pass reads: a pass then costs a copy and no disk. A cache that
+    did not keep the bytes is given up, because reading through it is slower.
     """
 
     def __init__(self, source: Source, nbytes: int) -> None:
@@ -238,7 +238,7 @@ class _Keeping:
         self._lock = threading.Lock()
 
     def count(self, nbytes: int) -> None:
-        """So many bytes were read."""
+        """Count bytes that were read, and decide where they complete a pass."""
         with self._lock:
             self._left -= nbytes
             if self._left > 0 or not self._tries:

@@ -3,7 +3,7 @@
 A stamp holds size, modification time, inode, the sha256 of length prefix and header, and the
 sha256 of sampled blocks. It catches another model of the same shapes. What it cannot catch is an
 edit that misses every sampled block (and, in a file used in place, also forges the modification
-time): only `hash_storage`, which reads everything, does.
+time). Only `hash_storage` catches that: it reads everything.
 """
 
 from __future__ import annotations

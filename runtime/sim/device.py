@@ -206,7 +206,7 @@ class SimDevice:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Holds what is enqueued to the rules of CUDA's graphs; it runs all the same.
+        """Apply the rules of CUDA graphs to what is enqueued, which runs all the same.
 
         A stream takes part once it waits for an event of the capture, which must not wait for any other, and
         the kernels have to wait for all that it has done in the end.
@@ -227,7 +227,7 @@ class SimDevice:
     # How operations come to run.
 
     def _operation(self, stream: SimStream) -> None:
-        """The host enqueues another operation, which comes after all that the host knows of."""
+        """Count an operation that the host enqueues, which comes after all that the host knows of."""
         if stream.capture != self._capture:
             raise StreamError(f"{stream.name} is used in a capture that it takes no part in")
         self.detector.tick(HOST)

@@ -1,10 +1,10 @@
 """Finds accesses to the same bytes that nothing orders, by vector clocks.
 
-Each stream, and the host, is a thread with a clock: for every thread, up to which of its operations all
+Each stream, and the host, is a thread with a clock, which says for every thread how many of its operations
 are known to come before (Fidge 1988, Mattern 1989). An access is stamped with its thread's own count.
-Two accesses of one byte, one of them a write, race unless the later one's clock has reached the stamp
-of the earlier, whatever order they happened to run in (as FastTrack keeps for each variable the last
-write and the reads since; Flanagan and Freund 2009; here for each range of bytes).
+Two accesses of one byte, one of them a write, race unless the clock of the later one has reached the stamp
+of the earlier one, in whatever order they ran. As in FastTrack (Flanagan and Freund 2009) the last write and
+the reads since are kept, here for each range of bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Access:
 
 
 class RaceDetector:
-    """The clocks of all threads and what was accessed last, of every byte."""
+    """The clocks of all threads, and the last accesses of every byte."""
 
     def __init__(self) -> None:
         self._clocks: dict[str, Clock] = {}
@@ -51,17 +51,17 @@ class RaceDetector:
         return sum(map(len, self._last.values()))
 
     def tick(self, thread: str) -> int:
-        """Another operation of the thread; returns its stamp."""
+        """Count another operation of the thread, and return its stamp."""
         clock = self._clocks.setdefault(thread, {})
         clock[thread] = clock.get(thread, 0) + 1
         return clock[thread]
 
     def clock_of(self, thread: str) -> Clock:
-        """What the thread knows now, to be joined by others later."""
+        """A copy of the thread's clock, for others to join later."""
         return dict(self._clocks.get(thread, {}))
 
     def join(self, thread: str, known: Clock) -> None:
-        """From now on the thread comes after all that `known` has counted."""
+        """Have the thread come after all operations that `known` has counted."""
         clock = self._clocks.setdefault(thread, {})
         for other, stamp in known.items():
             clock[other] = max(clock.get(other, 0), stamp)

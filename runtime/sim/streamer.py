@@ -13,10 +13,10 @@ from penstock.schedule.facts.model import Step, Trace
 
 
 class SimStreamer:
-    """Stands between the probes of a program and its streamer.
+    """Stands between the probes of a program and its streamer, and reads what the kernels of a step read.
 
-    What a step reads is taken from its trace and from where its weights lie, not from the streamer: bytes
-    that the streamer forgot to bring, or brings again too early, are found by what is read.
+    That is known from the trace and from the places of weights, not from the streamer: so bytes that the
+    streamer forgot to bring, or overwrites too early, are found.
     """
 
     def __init__(
@@ -28,17 +28,17 @@ class SimStreamer:
 
     @property
     def counters(self) -> Counters:
-        """Those of the streamer."""
+        """The streamer's counters."""
         return self._streamer.counters
 
     @property
     def methods(self) -> dict[int, MethodTable]:
-        """Those of the streamer."""
+        """The streamer's methods."""
         return self._streamer.methods
 
     @property
     def in_reader(self) -> bool:
-        """That of the streamer."""
+        """Whether the streamer says so of the caller."""
         return self._streamer.in_reader
 
     def begin(self, graph: int) -> None:
@@ -73,7 +73,7 @@ class SimStreamer:
         self._streamer.close()
 
     def _pass_over(self, graph: int, step: int) -> None:
-        """The steps without probes, whose weights always stay."""
+        """Run the steps without probes before `step`: their weights always stay."""
         probed = self._streamer.methods[graph].probed
         for number in range(self._reached, step):
             if number not in probed:

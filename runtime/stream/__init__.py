@@ -1,1 +1,1 @@
-"""The two probes at run time: what is waited for at an acquire, and freed at a release."""
+"""The two probes at run time: an acquire waits for weights, and a release lets others take their place."""

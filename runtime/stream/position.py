@@ -1,4 +1,4 @@
-"""Where issuing stands: which piece comes next, and which pieces may start."""
+"""The position of a streamer in its queue: the piece that is issued next, and the pieces that may start."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Position:
 
     @classmethod
     def before(cls, queue: Queue, method: MethodTable) -> Position:
-        """Before a pass that begins with `queue`, after one that has ended."""
+        """The position before a pass that begins with `queue`, after a pass that has ended."""
         return cls(queue, method, left_ahead=list(queue.counts), ended=method.steps)
 
     def begin(self, method: MethodTable) -> None:
-        """The pass that was ahead begins, as one of `method`."""
+        """Begin the pass that was ahead, as a pass of `method`."""
         if self.method is not method:
             self.queue, self.method = method.steady, method
             self.left_ahead = list(method.steady.counts)
@@ -71,7 +71,7 @@ class Position:
         return pieces[self.index : end]
 
     def advance(self, count: int) -> None:
-        """The next `count` pieces are issued; behind the last of a pass come those of the next."""
+        """Go past the next `count` pieces, which are issued, and behind the last one into the next pass."""
         self.index += count
         self._turn()
 

@@ -16,7 +16,7 @@ _Result = TypeVar("_Result")
 
 
 def probe_calls(order: ProbeOrder, probed: Collection[int], streamer: Probes | None) -> CompiledCalls:
-    """What the probes of a compiled program talk to where `streamer` streams the steps `probed`."""
+    """What the probes of a compiled program call where `streamer` streams the steps `probed`."""
     return NOTHING_STREAMS if streamer is None else ProbeCalls(order, probed, streamer)
 
 
@@ -62,9 +62,9 @@ class Stopwatch:
     """Stands between the probes of every step and the streamer, which sees only those it asked for.
 
     A step's read runs from the end of its acquire to its release, its lead from there to the next acquire,
-    so what a step waited for weights is in neither. What the caller's own thread does for streaming is in
-    the lead: a release drops what was read, and maps what the page cache holds. So is the first touch of
-    memory that the kernel has yet to map in the read, for it happens inside the kernels.
+    so neither has the time that a step waited for weights. The lead includes what the caller's own thread
+    does for streaming: a release drops what was read, and maps what the page cache holds. The read includes
+    the first touch of memory that the kernel has yet to map, which happens inside the kernels.
     """
 
     def __init__(self, streamer: Probes | None, probed: Collection[int], steps: int) -> None:

@@ -1,4 +1,4 @@
-"""What a streamer looks up while a method runs: pieces in issue order, drops, and which steps are probed."""
+"""The tables that a streamer looks up: pieces in issue order, drops, and the steps that are probed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Queue:
 
 @dataclass(frozen=True)
 class MethodTable:
-    """One method's steady pass. `needs[k]` is what step k reads beside the resident ranges."""
+    """The steady pass of a method. `needs[k]` are the ranges that step k reads beside the resident ones."""
 
     graph: int
     needs: tuple[tuple[Range, ...], ...]
@@ -88,10 +88,10 @@ def tabulate(
 
 
 def first_pass(plan: Plan, method: MethodTable, *, resident_loaded: bool, piece: int | None = PIECE) -> Queue:
-    """The queue of a pass that starts with nothing but, perhaps, the resident ranges on the device.
+    """The queue of a pass that starts with nothing on the device, or with the resident ranges alone.
 
-    It loads the method's boundary in its order, then what the pass itself copies. The call waits for
-    resident ranges, a step for the rest of the boundary that it is the first to read.
+    It has the method's boundary in its order, then what the pass itself copies. The call waits for the
+    resident ranges, and each step for the rest of the boundary that it is the first to read.
     """
     resident, n = merged(plan.resident), method.steps
     most = _piece_bytes(plan, piece)
@@ -121,7 +121,7 @@ def _piece_bytes(plan: Plan, piece: int | None) -> int:
 
 
 def cut(ranges: Iterable[Range], piece: int) -> list[Range]:
-    """`ranges` in order, each cut every `piece` bytes, so that several readers can share one."""
+    """Cut `ranges` every `piece` bytes, in order, so that several readers can share one."""
     return [
         Range(start, min(start + piece, whole.stop))
         for whole in ranges
@@ -130,7 +130,7 @@ def cut(ranges: Iterable[Range], piece: int) -> list[Range]:
 
 
 def _step_ranges(plan: Plan, storages: Sequence[Storage], reads: Iterable[int]) -> list[Range]:
-    """What a step that reads the storages `reads` needs on the device beside the resident ranges."""
+    """The ranges that a step which reads the storages `reads` needs beside the resident ones."""
     arena = plan.arena
     needed = [
         _whole_granules(arena, Range(arena.layout[s], arena.layout[s] + storages[s].nbytes))

@@ -1,4 +1,4 @@
-"""Writes a file or a folder so that, whatever happens, the path holds the old one, or the new one whole.
+"""Writes files and folders atomically: a path holds the old one or the complete new one, whatever happens.
 
 Everything is built under a temporary name beside its target, flushed to the disk and renamed. The
 writer holds a lock on the temporary, so that a later writer can tell one left by a killed process
@@ -99,7 +99,7 @@ def _refuse_foreign(folder: Path, marker: str) -> None:
 
 @contextmanager
 def _temporary(target: Path, create: Callable[[Path], int]) -> Iterator[tuple[Path, int]]:
-    """A locked temporary beside `target`; what bears its name at the end is removed."""
+    """A locked temporary file or folder beside `target`, which is removed at the end."""
     for stale in _siblings(target, "tmp"):
         _remove_stale(stale)
     temporary, fd = _create_locked(target, create)
@@ -161,7 +161,7 @@ def _remove(path: Path) -> None:
 
 
 def _exchange(new: Path, old: Path) -> None:
-    """Put `new` in the place of `old` and remove `old`."""
+    """Put `new` in the place of `old`, and remove `old`."""
     if exchange_paths(new, old):
         return  # The old one now has the temporary's name, and goes with it.
     aside = _sibling(old, "old")

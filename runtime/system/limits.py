@@ -1,4 +1,4 @@
-"""How much memory this process could still use, its control group's limit included."""
+"""How much memory this process could still use, within the limits of its control groups."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def available_bytes(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgr
 
 
 def usable_bytes() -> int | None:
-    """What a process may reserve for good, locked, without asking: four fifths of what is available."""
+    """Bytes that may be locked without asking the user: four fifths of what is available."""
     available = available_bytes()
     return None if available is None else int(available * _SHARE)
 

@@ -1,4 +1,4 @@
-"""Virtual memory of this process: reserving, mapping, advising, and asking what is really there.
+"""Virtual memory of this process: reserving it, mapping it, advising the system, and asking what is mapped.
 
 A thin layer over mmap(2), madvise(2) and mprotect(2). Everything goes through `ctypes.CDLL`, which
 releases the GIL while a call runs: other threads compute while one waits here for a disk.
@@ -86,7 +86,7 @@ def round_up(value: int, unit: int) -> int:
 
 
 def advise(address: int, nbytes: int, advice: int) -> None:
-    """madvise(2) on page-aligned memory, again after an interruption; raises OSError."""
+    """madvise(2) on page-aligned memory, repeated after an interruption; raises OSError."""
     _madvise(_LIBC, address, nbytes, advice)
 
 
@@ -98,7 +98,7 @@ def _madvise(libc: ctypes.CDLL, address: int, nbytes: int, advice: int) -> None:
 
 
 def hint(address: int, nbytes: int, advice: int) -> None:
-    """Like `advise`, where a kernel that does not know the advice may go on without it."""
+    """As `advise`, but ignored by a kernel that does not know the advice."""
     with suppress(OSError):
         advise(address, nbytes, advice)
 
@@ -218,7 +218,7 @@ class Reservation:
 
 
 class FreshMemory:
-    """Takes memory that nobody has touched, piece by piece, from any thread.
+    """Takes memory that has never been touched, piece by piece, from any thread.
 
     Huge pages mostly come faster than small ones, and cost fewer misses of the TLB later. But what a virtual
     machine has free in whole huge pages its host may have taken back: 514 MiB then took 0.7 s where small
@@ -230,7 +230,7 @@ class FreshMemory:
         self._slow = 0
 
     def take(self, address: int, nbytes: int) -> None:
-        """Have memory for whole pages behind `address`; StreamError when there is not enough."""
+        """Take memory for whole pages at `address`; StreamError where there is not enough."""
         huge = self._slow < _PATIENCE
         hint(address, nbytes, MADV_HUGEPAGE if huge else MADV_NOHUGEPAGE)
         began = time.thread_time()  # not what other threads had meanwhile
