@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from penstock.runtime.arena.opening import WeightArena, open_arena
 from penstock.runtime.files.source import Source
 from penstock.runtime.system.memory import HUGE_PAGE, PAGE
@@ -90,10 +88,3 @@ def whole(storage: int, nbytes: int) -> Part:
 
 def content(arena: WeightArena, weights: Weights, storage: int) -> bytes:
     return arena.view(whole(storage, weights.storages[storage].nbytes)).numpy().tobytes()
-
-
-@pytest.fixture(name="weights")
-def weights_fixture(tmp_path: Path) -> Iterator[Weights]:
-    made = Weights(tmp_path)
-    yield made
-    made.source.close()

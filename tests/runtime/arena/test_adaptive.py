@@ -13,12 +13,13 @@ from dataclasses import replace
 import pytest
 
 from penstock.runtime.arena import adaptive as arena_adaptive
+from penstock.runtime.arena import base
 from penstock.runtime.arena.adaptive import PATIENCE, AdaptiveArena
 from penstock.runtime.arena.mapped import MappedArena
 from penstock.runtime.arena.opening import open_arena
 from penstock.runtime.system.memory import HUGE_PAGE
 from penstock.schedule.facts.errors import SourceError, StreamError
-from tests.runtime.arena.arena_weights import LARGE, SMALL, Weights, content, weights_fixture  # noqa: F401
+from tests.runtime.arena.arena_weights import LARGE, SMALL, Weights, content
 
 GRANULES = 3
 SMALL_BASE = 6 * HUGE_PAGE
@@ -152,7 +153,7 @@ def test_a_move_that_the_system_refuses_is_an_error_and_loses_nothing(crowded, w
 
     crowded.fill(2 * HUGE_PAGE, 3 * HUGE_PAGE)
     with monkeypatch.context() as limited:
-        limited.setattr(arena_adaptive, "move", refuse)
+        limited.setattr(base, "move", refuse)
         crowded.drop(2 * HUGE_PAGE, 3 * HUGE_PAGE)
         for _ in range(2 * GRANULES):
             with pytest.raises(StreamError, match="max_map_count"):

@@ -14,7 +14,7 @@ from penstock.runtime.arena.opening import open_arena
 from penstock.runtime.system.memory import HUGE_PAGE, PAGE
 from penstock.schedule.facts.errors import PlanError, SourceError, StreamError
 from penstock.schedule.facts.model import Range
-from tests.runtime.arena.arena_weights import KINDS, LARGE, SMALL, Weights, content, weights_fixture  # noqa: F401
+from tests.runtime.arena.arena_weights import KINDS, LARGE, SMALL, Weights, content
 
 
 @pytest.mark.parametrize("kind", KINDS)

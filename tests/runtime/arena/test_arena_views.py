@@ -12,7 +12,7 @@ from penstock.runtime.arena.base import HeldRanges
 from penstock.runtime.system.memory import HUGE_PAGE
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import Part
-from tests.runtime.arena.arena_weights import KINDS, Weights, weights_fixture, whole  # noqa: F401
+from tests.runtime.arena.arena_weights import KINDS, Weights
 
 DTYPES = sorted(
     name

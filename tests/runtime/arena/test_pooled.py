@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.runtime.arena import base
 from penstock.runtime.arena.anonymous import AnonymousArena
 from penstock.runtime.arena.opening import open_arena
 from penstock.runtime.arena.pooled import PooledArena
@@ -138,13 +139,12 @@ def test_a_layout_that_reaches_into_the_pool_is_refused(stack, plan, source):
 
 
 def test_a_move_that_the_system_refuses_loses_nothing(arena, monkeypatch):
-    from penstock.runtime.arena import pooled as arena_pooled
 
     def refuse(*args):
         raise OSError(12, "Cannot allocate memory")
 
     with monkeypatch.context() as limited:
-        limited.setattr(arena_pooled, "move", refuse)
+        limited.setattr(base, "move", refuse)
         for _ in range(20):
             with pytest.raises(StreamError, match="max_map_count"):
                 arena.fill(0, GRANULE)
