@@ -16,7 +16,7 @@ from penstock.runtime.device.protocol import Device
 from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.runtime.sim.device import Policy, SimDevice
 from penstock.runtime.sim.streamer import SimStreamer
-from penstock.runtime.stream.interface import StepStreamer
+from penstock.runtime.stream.interface import Streamer
 from penstock.schedule.facts.model import Extent, Hardware, Step, Storage, Trace, Wrap
 from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.plan import Plan
@@ -184,7 +184,7 @@ class Parts:
     def plan_of_streamer(self, plan: Plan) -> Plan:
         return plan
 
-    def streamer(self, streamer: DeviceStreamer) -> StepStreamer:
+    def streamer(self, streamer: DeviceStreamer) -> Streamer:
         """What the program's probes call."""
         return streamer
 

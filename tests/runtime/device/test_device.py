@@ -14,7 +14,7 @@ from penstock.runtime.device.memory import DeviceWeights
 from penstock.runtime.device.protocol import Device, FileRead, Move
 from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.runtime.sim.device import SimDevice
-from penstock.runtime.stream.interface import StepStreamer
+from penstock.runtime.stream.interface import Streamer
 from penstock.schedule.facts.errors import SourceError, StreamError
 from tests.runtime.device.device_runs import HARDWARE, Case, Memory, WrongBytesError, cases, disk_cases
 from tests.runtime.sim.faults import COPIES, READS, Fault
@@ -151,7 +151,7 @@ def run_on(kind: type[CpuDevice] | type[CudaDevice], fault: Fault) -> None:
             device.close()
 
 
-def run_pass(one: Case, weights: DeviceWeights, streamer: StepStreamer) -> None:
+def run_pass(one: Case, weights: DeviceWeights, streamer: Streamer) -> None:
     method = streamer.methods[0]
     for storage in one.plan.outside:
         compare(one, weights, storage)
