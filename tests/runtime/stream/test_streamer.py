@@ -128,7 +128,7 @@ def test_a_transfer_that_waits_for_its_own_step_is_an_error_and_no_endless_wait(
     (schedule,) = plan.schedules
     late = replace(schedule.transfers[2], after=schedule.transfers[2].step)
     schedule = replace(schedule, transfers=(*schedule.transfers[:2], late))
-    streamer = Streamer(replace(plan, schedules=(schedule,)), STORAGES, arena)
+    streamer = ArenaStreamer(replace(plan, schedules=(schedule,)), STORAGES, arena)
     raised: list[BaseException] = []
 
     def call() -> None:
