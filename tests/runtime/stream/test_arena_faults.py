@@ -19,7 +19,7 @@ import pytest
 
 from penstock.runtime.arena.opening import WeightArena, open_arena
 from penstock.runtime.files.source import Source
-from penstock.runtime.stream.streamer import Streamer
+from penstock.runtime.stream.streamer import ArenaStreamer
 from penstock.runtime.system.memory import PAGE
 from penstock.schedule.facts.errors import PenstockError
 from penstock.schedule.facts.model import (
@@ -108,7 +108,7 @@ def run(kind: str, source: Source, fault: Fault) -> tuple[str, tuple[int, ...]]:
     fault.fired += given != plan
     arena = open_arena(plan, STORAGES, source, poison=True, populate=True)
     faulty: Any = FaultyArena(arena, fault)
-    streamer = Streamer(given, STORAGES, faulty, readers=0)
+    streamer = ArenaStreamer(given, STORAGES, faulty, readers=0)
     wrong, held = "", []
     try:
         for _ in range(3):
@@ -121,7 +121,7 @@ def run(kind: str, source: Source, fault: Fault) -> tuple[str, tuple[int, ...]]:
     return wrong, counts
 
 
-def run_pass(streamer: Streamer, arena: WeightArena, held: list[int]) -> str:
+def run_pass(streamer: ArenaStreamer, arena: WeightArena, held: list[int]) -> str:
     """`bits` where a step reads other bytes than its weights'; what is held at each step goes to `held`."""
     wrong = ""
     streamer.begin(0)
