@@ -14,8 +14,10 @@ the disk, kernels the times of their trace. Nothing here takes real time into ac
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -25,8 +27,7 @@ from penstock.runtime.device.protocol import FileRead, Move, aligned_bytes
 from penstock.runtime.device.resident import BLOCK
 from penstock.runtime.files.rates import READERS
 from penstock.runtime.files.source import Source
-from penstock.runtime.sim.races import RaceDetector
-from penstock.runtime.sim.streams import SimDisk, SimEvent, SimStream, make_event
+from penstock.runtime.sim.races import Clock, RaceDetector
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Hardware
 from penstock.schedule.facts.sizes import format_size
@@ -34,6 +35,58 @@ from penstock.schedule.facts.sizes import format_size
 Policy = Literal["earliest", "latest", "random", "lagging"]
 HOST = "the host"
 KERNELS = "the stream of the kernels"
+
+
+@dataclass
+class SimEvent:
+    """Complete once the streams in `reached` have run so many operations, and `after` are complete.
+
+    Times are virtual, in nanoseconds.
+    """
+
+    reached: tuple[tuple[SimStream, int], ...]
+    after: tuple[SimEvent, ...]
+    known: Clock
+    time_ns: int
+    capture: int
+    of_disk: bool = False
+
+
+@dataclass
+class SimStream:
+    """Operations still to run, and how far the virtual clock of the stream is.
+
+    An operation is a function, and the events it must wait for before it runs. After an error none runs.
+    """
+
+    name: str
+    waiting: deque[tuple[Callable[[], object], tuple[SimEvent, ...]]] = field(default_factory=deque)
+    pending: list[SimEvent] = field(default_factory=list)
+    enqueued: int = 0
+    done: int = 0
+    time_ns: int = 0
+    last_stamp: int = 0
+    capture: int = 0
+    error: BaseException | None = None
+
+
+@dataclass
+class SimDisk:
+    """A disk whose lanes share its reads. On the clock they follow one another; only waits order them."""
+
+    lanes: tuple[SimStream, ...]
+    read_into: Callable[[int, int, int, int], None]
+    count: int = 0
+    time_ns: int = 0
+
+
+def _make_event(
+    streams: Sequence[SimStream], known: Clock, time_ns: int, *, of_disk: bool = False, capture: int = 0
+) -> SimEvent:
+    """An event behind all that was enqueued on `streams` so far."""
+    reached = tuple((stream, stream.enqueued) for stream in streams)
+    after = tuple(event for stream in streams for event in stream.pending)
+    return SimEvent(reached, after, known, time_ns, capture, of_disk)
 
 
 class SimDevice:
@@ -149,9 +202,9 @@ class SimDevice:
                 self._operation(lane)
                 self.detector.join("all readers", self.detector.clock_of(lane.name))
             known = self.detector.clock_of("all readers")
-            return make_event(stream.lanes, known, stream.time_ns, of_disk=True)
+            return _make_event(stream.lanes, known, stream.time_ns, of_disk=True)
         self._operation(stream)
-        return make_event(
+        return _make_event(
             (stream,), self.detector.clock_of(stream.name), stream.time_ns, capture=self._capture
         )
 
