@@ -5,6 +5,7 @@
 - `mixed`: many short lives beside a few long ones, sizes over three orders of magnitude.
 - `dense`: long lives everywhere, so that nearly all blocks conflict.
 - `around`: lives that wrap around the pass.
+- `scattered`: lives of a few steps anywhere, as weights have that are read several times.
 - `layers`: a decoder's layers, one product alive while the next is copied, and caches that live for long.
 """
 
@@ -25,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from penstock.schedule.space.packing import conflicts_of, first_fit, height, pack_blocks
 
-FAMILIES = {"cut": 1.25, "mixed": 1.1, "dense": 1.15, "around": 1.2, "layers": 1.1}
+FAMILIES = {"cut": 1.25, "mixed": 1.1, "dense": 1.15, "around": 1.2, "scattered": 1.2, "layers": 1.1}
 """Each family with the ratio to its bound that the tests accept at 60 blocks."""
 
 STEPS = 96
@@ -80,6 +81,8 @@ def _block(draw: random.Random, family: str, number: int) -> tuple[int, list[int
     if family == "around":
         size, length = draw.choice((1, 2, 3, 5, 8)) << 14, draw.randint(4, STEPS // 3)
         return size, [(start + k) % STEPS for k in range(length)]
+    if family == "scattered":
+        return draw.randint(1, 9) << 16, sorted(draw.sample(range(7), draw.randint(1, 4)))
     if family == "layers":
         start = number * STEPS // 64 % STEPS
         size = (4, 1, 1, 4, 14, 14, 14)[number % 7] << 16

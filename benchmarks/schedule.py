@@ -5,6 +5,9 @@ all, for both kinds of arena. Of each case: the plan's predicted time over the b
 the time of every policy of schedule/report/baselines.py in the same model over the plan's, and the
 seconds that planning took, bound included. Compute is a roofline at the vendors' peaks, so it is at its
 shortest and the link's share at its largest: the hardest case for the planner.
+
+With `--against` a sample is planned by this code and by another checkout's side by side, each in a process of
+its own and both with the same case before the next one.
 """
 
 from __future__ import annotations
@@ -13,10 +16,12 @@ import dataclasses
 import json
 import os
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -47,6 +52,22 @@ COLUMNS = (
 
 HOST = "server"
 """The machine that computes what does not fit, for the policy that does so."""
+
+RECORD = Path(__file__).parent / "results" / "schedule.json"
+HARD = 8
+"""Cases of each arena, the furthest from the bound on record, that every sample of cases has."""
+
+_EVERY = 29
+"""One of so many chosen cases is planned side by side: coprime to the numbers of presets and budgets."""
+
+_WORKER = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from benchmarks import schedule
+schedule.compare = lambda *_: {}
+for line in sys.stdin:
+    print(json.dumps(schedule.run(schedule.Case(**json.loads(line)))), flush=True)
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +180,77 @@ def _compact(results: Sequence[dict[str, Any]]) -> str:
     return f'{{"columns": {json.dumps([*COLUMNS, *policies])},\n "rows": [\n{lines}\n]}}\n'
 
 
+def hardest_cases() -> list[Case]:
+    """The cases that were furthest from the bound when the scoreboard was last recorded."""
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    rows = [dict(zip(record["columns"], row, strict=True)) for row in record["rows"]]
+    rows = sorted(
+        (row for row in rows if row["lower_bound_ns"]),
+        key=lambda row: row["lower_bound_ns"] / row["predicted_ns"],
+    )
+    return [
+        Case(row["program"], row["hardware"], arena, row["share"])
+        for arena in GRANULES
+        for row in [row for row in rows if row["arena"] == arena][:HARD]
+    ]
+
+
+def compare_codes(other: Path, cases: Sequence[Case]) -> str:
+    """Ratios, seconds and the worst regression of the code in the checkout around `other` and of this one."""
+    here = Path(__file__).resolve().parent.parent
+    found: dict[str, list[dict[str, Any]]] = {"other": [], "this": []}
+    with ExitStack() as stack, typer.progressbar(cases, label="planning twice") as bar:
+        workers = {}
+        for name, root in (("other", other.resolve().parent), ("this", here)):
+            workers[name] = subprocess.Popen(
+                [sys.executable, "-c", _WORKER, str(root)],
+                env=os.environ | {"PYTHONPATH": str(root / "src")},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            stack.callback(workers[name].wait)
+            stack.callback(workers[name].communicate)  # closes what it reads, and so ends it
+        for number, case in enumerate(bar):
+            for name in sorted(workers, reverse=bool(number % 2)):
+                found[name].append(_ask(workers[name], case))
+    return "\n".join(_side_by_side(found["other"], found["this"]))
+
+
+def _ask(worker: subprocess.Popen[str], case: Case) -> dict[str, Any]:
+    assert worker.stdin
+    assert worker.stdout
+    worker.stdin.write(json.dumps(dataclasses.asdict(case)) + "\n")
+    worker.stdin.flush()
+    result: dict[str, Any] = json.loads(worker.stdout.readline())
+    return result
+
+
+def _side_by_side(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield "| arena | code | cases | median | 95th percentile | worst | seconds |"
+    yield "|---|---|---|---|---|---|---|"
+    for arena in GRANULES:
+        for name, results in (("other", before), ("this", after)):
+            mine = [one for one in results if one["arena"] == arena and one["ratio"] is not None]
+            if mine:
+                figures = " | ".join(f"{value:.4f}" for value in spread([one["ratio"] for one in mine]))
+                seconds = sum(one["plan_seconds"] for one in mine)
+                yield f"| {arena} | {name} | {len(mine)} | {figures} | {seconds:.1f} |"
+    yield ""
+    yield "Predicted time of this code over the other's, where it is most and least:"
+    yield ""
+    pairs = [(new["predicted_ns"] / old["predicted_ns"], new) for old, new in zip(before, after, strict=True)]
+    pairs.sort(key=lambda pair: -pair[0])
+    for times, one in (*pairs[:3], *pairs[-3:]):
+        yield f"- {times:.4f}: {one['program']}, {one['hardware']}, {one['arena']}, {one['share']:g}"
+
+
+def spread(ratios: Sequence[float]) -> tuple[float, float, float]:
+    """The median, the 95th percentile (of rank 0.95 n, rounded up) and the largest."""
+    ordered = sorted(ratios)
+    return median(ordered), ordered[-(-95 * len(ordered) // 100) - 1], ordered[-1]
+
+
 def _chosen(given: str, known: Sequence[str]) -> list[str]:
     chosen = [name for name in known if not given or any(part.strip() in name for part in given.split(";"))]
     if not chosen:
@@ -175,6 +267,9 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
     docs: Annotated[Path | None, typer.Option(help="Write the tables into this document.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = os.cpu_count() or 1,
+    against: Annotated[
+        Path | None, typer.Option(help="Another checkout's src: plan a sample with both.")
+    ] = None,
 ) -> None:
     """Score the planner on the corpus.
 
@@ -183,6 +278,8 @@ def main(
       python benchmarks/schedule.py --json schedule.json --docs docs/planning.md
 
       python benchmarks/schedule.py --programs "llama-3.1-8b;flux" --hardware rtx4090
+
+      python benchmarks/schedule.py --against ../before/src
     """
     machines = (
         [find_hardware(name.strip()).name for name in hardware.split(",")] if hardware else list(PRESETS)
@@ -194,6 +291,10 @@ def main(
         for arena in (arenas.split(",") if arenas else GRANULES)
         for share in SHARES
     ]
+    if against:
+        hard = [case for case in hardest_cases() if case in cases]
+        typer.echo(compare_codes(against, list(dict.fromkeys([*hard, *cases[::_EVERY]]))))
+        return
     began = time.perf_counter()
     with ProcessPoolExecutor(jobs) as pool, typer.progressbar(length=len(cases), label="planning") as bar:
         results = []

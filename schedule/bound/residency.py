@@ -1,62 +1,34 @@
 """Which spans of a paged arena stay on the device, for each gap between two reads: keep, or copy again.
 
 A gap reaches from one read of a group of spans to the next; the last of a pass reaches into the
-next pass. Keeping it costs memory at the steps inside it and saves one copy. Gaps of short duration
-are kept first, and what is left is spread evenly over gaps of like duration: on a cyclic scan that
-is the fluid optimum, where keeping the most recent is the worst there is.
+next pass. Keeping it costs memory at the steps inside it and saves one copy.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy
 
-from penstock.schedule.facts.model import Hardware, Trace
+from penstock.schedule.facts.model import Trace
 from penstock.schedule.space.spans import Group
-
-_BISECTIONS = 10
-_CLASS_RATIO = 1.5
-"""Gaps whose cost differs by less than this are like one another."""
 
 
 @dataclass(frozen=True)
 class Gap:
-    """From the read at step `opens` to the next, at `closes` (n more than the step when it wraps).
-
-    `hidden` is the share of what the closing step copies that its compute hides.
-    """
+    """From the read at step `opens` to the next, at `closes` (n more than the step when it wraps)."""
 
     group: int
     opens: int
     closes: int
-    hidden: float = 1.0
 
     @property
     def inside(self) -> int:
         """Steps at which the spans are on the device only because they are kept."""
         return self.closes - self.opens - 1
-
-
-def gaps_between_reads(
-    groups: Sequence[Group], trace: Trace, hardware: Hardware, *, which: int = 0
-) -> tuple[Gap, ...]:
-    """As `gaps_of`, with the share that compute hides."""
-    n = len(trace.steps)
-    copied = needed_bytes(groups, n, which=which)
-    idle_ns = [step.lead_ns + step.read_ns for step in trace.steps]
-    if n:
-        idle_ns[0] += trace.tail_ns + trace.gap_ns
-    hidden = [
-        min(1.0, ns * hardware.link_bytes_per_s / 1e9 / max(1, nbytes))
-        for ns, nbytes in zip(idle_ns, copied, strict=True)
-    ]
-    gaps = gaps_of(groups, trace, which=which)
-    return tuple(replace(gap, hidden=hidden[gap.closes % n]) for gap in gaps)
 
 
 def gaps_of(groups: Sequence[Group], trace: Trace, *, which: int = 0) -> tuple[Gap, ...]:
@@ -80,7 +52,7 @@ def needed_bytes(groups: Sequence[Group], steps: int, *, which: int = 0) -> list
 
 
 class Residency:
-    """Counts the memory of one pass of a trace, and decides how many leading spans to keep over each gap."""
+    """Counts the memory of one pass of a trace, and rounds what is kept over each gap to whole spans."""
 
     def __init__(self, groups: Sequence[Group], gaps: Sequence[Gap], needed: Sequence[int]) -> None:
         self.groups = groups
@@ -88,23 +60,6 @@ class Residency:
         self.needed = numpy.array(needed, dtype=numpy.int64)
         self._opens = numpy.array([gap.opens for gap in gaps], dtype=numpy.int64)
         self._closes = numpy.array([gap.closes for gap in gaps], dtype=numpy.int64)
-
-    def keep(self, level: int, *, latency_bytes: float, spread: bool) -> list[int]:
-        """Leading spans kept over each gap, so that no step holds more than `level` bytes.
-
-        A step that needs more than `level` by itself holds just what it needs. With `spread`, copies go first
-        to gaps whose closing steps can hide them behind compute; without, all gaps get equal shares.
-        """
-        limit = numpy.maximum(self.needed, level)
-        held = self.needed.copy()
-        counts = [0] * len(self.gaps)
-        for alike in self._alike(latency_bytes):
-            chosen = self._largest_share(alike, limit - held, spread=spread)
-            for gap, count in zip(alike, chosen, strict=True):
-                counts[gap] = count
-            held += self._profile(alike, chosen)
-        self._fill(counts, limit - held, latency_bytes)
-        return counts
 
     def rounded(self, kept: Sequence[float], *, quantum: int = 0) -> list[int]:
         """Leading spans to keep over each gap, near to `kept` bytes.
@@ -171,52 +126,6 @@ class Residency:
     def _short(self, gap: int, counts: Sequence[int], kept: Sequence[float]) -> float:
         return kept[gap] - self.groups[self.gaps[gap].group].bytes_of_first[counts[gap]]
 
-    def _cost(self, gap: Gap, latency_bytes: float) -> float:
-        """Steps of memory for each byte of copying saved; a copy's latency counts as bytes."""
-        nbytes = self.groups[gap.group].nbytes
-        return gap.inside * nbytes / (nbytes + latency_bytes)
-
-    def _alike(self, latency_bytes: float) -> list[list[int]]:
-        """The gaps in classes of like cost, cheapest first."""
-        classes: dict[int, list[int]] = {}
-        for index, gap in enumerate(self.gaps):
-            cost = self._cost(gap, latency_bytes)
-            key = round(math.log(cost, _CLASS_RATIO)) if gap.inside else -(10**6)
-            classes.setdefault(key, []).append(index)
-        return [classes[key] for key in sorted(classes)]
-
-    def _largest_share(self, alike: Sequence[int], room: numpy.ndarray, *, spread: bool) -> list[int]:
-        """Spans of each gap for the largest common share that leaves no step without room."""
-        full = [len(self.groups[self.gaps[gap].group].spans) for gap in alike]
-        if (self._profile(alike, full) <= room).all():
-            return full
-        best, low, high = [0] * len(alike), 0.0, 1.0
-        for _ in range(_BISECTIONS):
-            share = (low + high) / 2
-            counts = self._shares(alike, share, spread=spread)
-            if (self._profile(alike, counts) <= room).all():
-                best, low = counts, share
-            else:
-                high = share
-        return best
-
-    def _shares(self, alike: Sequence[int], share: float, *, spread: bool) -> list[int]:
-        """`share` of the bytes in whole spans, what is rounded off carried to the next gap."""
-        sizes = [self.groups[self.gaps[gap].group].nbytes for gap in alike]
-        hidden = [self.gaps[gap].hidden if spread else 1.0 for gap in alike]
-        mean = sum(h * size for h, size in zip(hidden, sizes, strict=True)) / sum(sizes)
-        copied = 1.0 - share
-        first = min(1.0, copied / mean) if mean else 0.0
-        then = (copied - mean) / (1.0 - mean) if copied > mean else 0.0
-        counts, carry = [], 0.0
-        for gap, size, h in zip(alike, sizes, hidden, strict=True):
-            prefix = self.groups[self.gaps[gap].group].bytes_of_first
-            carry += size * (1.0 - h * first - (1.0 - h) * then)
-            count = max(0, bisect_right(prefix, carry + 1e-6) - 1)
-            carry -= prefix[count]
-            counts.append(count)
-        return counts
-
     def _profile(self, gaps: Sequence[int], counts: Sequence[int]) -> numpy.ndarray:
         """Bytes held at each step only because these gaps keep that many spans."""
         which = numpy.fromiter(gaps, dtype=numpy.int64, count=len(gaps))
@@ -237,22 +146,3 @@ class Residency:
         twice = change[:-1].cumsum()
         folded: numpy.ndarray = twice[:steps] + twice[steps:]
         return folded
-
-    def _fill(self, counts: list[int], room: numpy.ndarray, latency_bytes: float) -> None:
-        """Gives what is still free, step by step, to the cheapest gaps that can use it."""
-        steps = len(room)
-        order = sorted(range(len(counts)), key=lambda gap: self._cost(self.gaps[gap], latency_bytes))
-        for index in order:
-            gap = self.gaps[index]
-            prefix = self.groups[gap.group].bytes_of_first
-            if not gap.inside or counts[index] == len(prefix) - 1:
-                continue
-            here = [room[gap.opens + 1 : min(gap.closes, steps)], room[: max(0, gap.closes - steps)]]
-            free = min(int(part.min()) for part in here if len(part))
-            if free <= 0:
-                continue
-            count = bisect_right(prefix, prefix[counts[index]] + free) - 1
-            taken = prefix[count] - prefix[counts[index]]
-            room[gap.opens + 1 : min(gap.closes, steps)] -= taken
-            room[: max(0, gap.closes - steps)] -= taken
-            counts[index] = count

@@ -6,7 +6,6 @@ What is copied, and when a copy may start, follows from the addresses alone (`oc
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,20 +19,11 @@ from penstock.schedule.space.pieces import Block
 _SIZES = 8
 """How many largest sizes of streaming blocks are tried: small blocks need little memory on their way."""
 
-_SMALLEST = (0.0, 0.1, 0.5)
-"""Smallest sizes of streaming blocks, as shares of the largest: few large copies pay few latencies."""
-
 _ROOMS = (1.0, 1.06, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0)
 """Memory that streaming blocks share, in multiples of the most of their bytes that one step reads."""
 
-_FINER = ((0.8, 0.87, 0.93, 0.97, 1.03, 1.07, 1.15, 1.25), (0.98, 0.99, 1.01, 1.02))
-"""Multiples of the best room that are tried next; those of the second row refine the best of the first."""
-
-_PARTS = (0, 4, 64, 1 << 20)
+_LEAST_PART = 16
 """The least part of a block that is a copy of its own, in multiples of the bytes that one latency costs."""
-
-_USUAL = 16
-"""The least part while residencies are compared."""
 
 _EFFORT = 40_000
 """Addresses, at most, that one search chooses."""
@@ -46,13 +36,11 @@ _CLOSE = 1.0001
 class _Family:
     """Blocks of which some stream, and the most of their bytes that one step reads.
 
-    They are chosen so that bytes stream in proportion to `wanted`, which has a number for every block. The
-    blocks `ends` stream besides, at the two ends of the memory, and stick out of what is shared.
+    The blocks `ends` stream besides, at the two ends of the memory, and stick out of what is shared.
     """
 
     able: frozenset[int]
     read: int
-    wanted: Sequence[float]
     ends: tuple[int, ...] = ()
 
 
@@ -60,8 +48,6 @@ class _Family:
 class _Candidate:
     """What stays, the bytes that the rest shares (None: all that are left), and the least time of a pass."""
 
-    family: _Family
-    room: float
     resident: frozenset[int]
     ring: int | None
     least_ns: int
@@ -90,74 +76,38 @@ class _Search:
         self.period: float = math.inf
         self.copied = 0
         self.found: Draft | None = None
-        self.placement: Addressing | None = None
-        self.best: _Candidate | None = None
-        self.tried: set[tuple[int, tuple[int, ...]]] = set()
+        self.tried: set[tuple[int, ...]] = set()
         self.effort = int(_EFFORT * task.effort)
         self.compute_ns = sum(trace.compute_ns for trace in self.traces)
 
     def run(self, relaxed: Sequence[Relaxation | None]) -> Draft | None:
-        """Tries coarse rooms, then finer ones around the best, and then parts of blocks of several sizes."""
-        enough = sum(one.bound_ns if one else 0 for one in relaxed) * _CLOSE
-        shares = [[float(block.size) for block in self.blocks]]
-        known = [one for one in relaxed if one]
-        if len(known) == len(self.traces):
-            shares.append(self._copied(known))
-        families = [family for wanted in shares for family in self._families(wanted)]
-        self._try([(family, room) for family in families for room in _ROOMS], enough)
-        for multiples in _FINER:
-            if self.best:
-                family, room = self.best.family, self.best.room
-                self._try([(family, room * finer) for finer in multiples], enough)
-        # Last, because of two plans that take the same time the one that copies less is better.
-        self._time(tight(self.blocks), _USUAL)
-        for parts in _PARTS:
-            if self.placement:
-                self._time(self.placement, parts)
-        return self.found
-
-    def _try(self, rooms: Sequence[tuple[_Family, float]], enough: float) -> None:
         """Times the candidates in the order of their least times, until none can be faster than the best."""
-        candidates = [self._candidate(family, room) for family, room in rooms]
+        enough = sum(one.bound_ns if one else 0 for one in relaxed) * _CLOSE
+        candidates = [self._candidate(family, room) for family in self._families() for room in _ROOMS]
         for one in sorted((one for one in candidates if one), key=lambda one: one.least_ns):
             hopeless = one.least_ns >= self.period or self.period <= enough or self.effort <= 0
             if self.found and hopeless:
                 break
             self.effort -= len(self.blocks)
             placement = place_oldest(self.blocks, one.resident, cap=self.cap, ring=one.ring)
-            if placement and self._time(placement, _USUAL):
-                self.best = one
+            if placement:
+                self._time(placement)
+        # Last, because of two plans that take the same time the one that copies less is better.
+        self._time(tight(self.blocks))
+        return self.found
 
-    def _copied(self, relaxed: Sequence[Relaxation]) -> list[float]:
-        """Bytes of each block that the relaxation copies."""
-        wanted = [0.0] * len(self.blocks)
-        starts = [block.range.start for block in self.blocks]
-        for one in relaxed:
-            for gap, kept in zip(one.gaps, one.kept, strict=True):
-                group = one.groups[gap.group]
-                mine: Counter[int] = Counter()
-                for span in group.spans:
-                    mine[bisect_right(starts, span.start) - 1] += span.nbytes
-                for b, nbytes in mine.items():
-                    wanted[b] = max(wanted[b], (group.nbytes - kept) * nbytes / group.nbytes)
-        return wanted
-
-    def _families(self, wanted: Sequence[float]) -> Iterator[_Family]:
-        """The blocks of some range of sizes; and all but the two largest, where those are much larger."""
+    def _families(self) -> Iterator[_Family]:
+        """The blocks up to some size; and all but the two largest, where those are much larger."""
         free = sorted(
             (b for b, block in enumerate(self.blocks) if not block.kept), key=lambda b: self.blocks[b].size
         )
         sizes = sorted({self.blocks[b].size for b in free})
-        known = set()
-        for largest in sizes[:: max(1, len(sizes) // _SIZES)] + sizes[-1:]:
-            for share in _SMALLEST:
-                able = frozenset(b for b in free if share * largest <= self.blocks[b].size <= largest)
-                if able not in known:
-                    known.add(able)
-                    yield _Family(able, self._most_read(able), wanted)
+        for largest in dict.fromkeys(sizes[:: max(1, len(sizes) // _SIZES)] + sizes[-1:]):
+            able = frozenset(b for b in free if self.blocks[b].size <= largest)
+            yield _Family(able, self._most_read(able))
         if len(free) > 2 and self.blocks[free[-2]].size >= 2 * self.blocks[free[-3]].size:
             able = frozenset(free[:-2]) - self._read_with(free[-2:])
-            yield _Family(able, self._most_read(able), wanted, tuple(free[-2:]))
+            yield _Family(able, self._most_read(able), tuple(free[-2:]))
 
     def _candidate(self, family: _Family, room: float) -> _Candidate | None:
         """What stays of a family when the rest shares `room` times the most that one step reads of it."""
@@ -168,7 +118,7 @@ class _Search:
         ring = max(ring, ends - self.cap + others)
         beside = max(0, ends - ring)  # the bytes at the ends, those of the ring with them
         left = self.cap - beside + ends if ends else self.cap - ring
-        resident = self._spread(family.able, family.wanted, left)
+        resident = self._spread(family.able, left)
         if resident is None:
             return None
         resident -= set(family.ends)
@@ -176,7 +126,7 @@ class _Search:
         copied = sum(streamed) - max(0, beside - ring)
         latencies = (len(streamed) - 1) * self.hardware.link_latency_ns
         least = max(self.compute_ns, self.hardware.copy_ns(copied) + latencies)
-        return _Candidate(family, room, resident, ring if ends else None, least)
+        return _Candidate(resident, ring if ends else None, least)
 
     def _read_with(self, some: Collection[int]) -> set[int]:
         """The blocks that a step reads which reads some of these."""
@@ -195,19 +145,20 @@ class _Search:
                 reads.update({(which, k): self.blocks[b].size for k in steps})
         return max(reads.values(), default=0)
 
-    def _spread(self, able: frozenset[int], wanted: Sequence[float], room: int) -> frozenset[int] | None:
-        """Residents of at most `room` bytes: all but some of `able`, spread as the relaxation copies.
+    def _spread(self, able: frozenset[int], room: int) -> frozenset[int] | None:
+        """Residents of at most `room` bytes: all but some of `able`, spread evenly over their bytes.
 
         None where the others alone take more.
         """
         streamed = sum(block.size for block in self.blocks) - room
-        if sum(self.blocks[b].size for b in able) < streamed:
+        total = sum(self.blocks[b].size for b in able)
+        if total < streamed:
             return None
-        scale = streamed / max(1.0, sum(wanted[b] for b in able))
+        share = streamed / max(1, total)
         order = sorted(able, key=lambda b: first_use(self.blocks[b]))
         chosen, free, owed = set(range(len(self.blocks))), -streamed, 0.0
         for b in order:
-            owed += scale * wanted[b]
+            owed += share * self.blocks[b].size
             if owed >= self.blocks[b].size / 2:
                 chosen.remove(b)
                 owed -= self.blocks[b].size
@@ -222,13 +173,12 @@ class _Search:
                 free -= self.blocks[b].size
         return frozenset(chosen)
 
-    def _time(self, placement: Addressing, parts: int) -> bool:
-        """Whether the placement takes less time than any before, or as much for fewer bytes copied."""
-        if (parts, placement.addresses) in self.tried or placement.nbytes > self.cap:
-            return False
-        better = False
-        self.tried.add((parts, placement.addresses))
-        least = int(parts * self.hardware.link_latency_ns * self.hardware.link_bytes_per_s / 1e9)
+    def _time(self, placement: Addressing) -> None:
+        """Keeps the placement if it takes less time than any before, or as much for fewer bytes copied."""
+        if placement.addresses in self.tried or placement.nbytes > self.cap:
+            return
+        self.tried.add(placement.addresses)
+        least = int(_LEAST_PART * self.hardware.link_latency_ns * self.hardware.link_bytes_per_s / 1e9)
         last = max((len(trace.steps) for trace in self.traces), default=1) - 1
         choices = (last,) if self.wrap == "overlap" else (last, 0)
         occupancy = Occupancy(self.problem, self.blocks, placement)
@@ -237,6 +187,4 @@ class _Search:
             period = sum(draft.periods_ns(self.problem))
             copied = sum(t.stop - t.start for transfers, _ in draft.streams for t in transfers)
             if (period, copied) < (self.period, self.copied):
-                self.period, self.copied, self.found, self.placement = period, copied, draft, placement
-                better = True
-        return better
+                self.period, self.copied, self.found = period, copied, draft

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy
 
-from penstock.schedule.bound.residency import Residency, gaps_between_reads, needed_bytes
+from penstock.schedule.bound.residency import Residency, gaps_of, needed_bytes
 from penstock.schedule.clock.event_graph import steady_period_ns
 from penstock.schedule.clock.transfers import Loads, Streaming
 from penstock.schedule.facts.model import Arena, Drop, Range, Schedule, Transfer
@@ -32,15 +32,12 @@ def search(task: Task) -> Draft:
     problem, pieces = task.problem, task.pieces
     if len(problem.traces) == 1:
         streaming, stays = OneTrace(task).best(task.relaxed[0])
-        streams: tuple[Streaming, ...] = (streaming,)
-    else:
-        streams, stays = _share_for_all(problem, pieces, task.cap)
-    found = _draft(pieces, streams, stays)
+        return _draft(pieces, (streaming,), stays)
+    found = _draft(pieces, *_share_for_all(problem, pieces, task.cap))
     period_ns = sum(found.periods_ns(problem))
     bounds = [one.bound_ns for one in task.relaxed if one]
-    near = len(bounds) == len(problem.traces) and period_ns <= sum(bounds) * _NEAR
-    if near or (problem.hardware.link_in_flight_bytes and len(problem.traces) == 1):
-        return found  # the other search leaves no room for copies on their way
+    if len(bounds) == len(problem.traces) and period_ns <= sum(bounds) * _NEAR:
+        return found
     other = _search_runs(task)
     return other if other and sum(other.periods_ns(problem)) < period_ns else found
 
@@ -65,7 +62,7 @@ def _share_for_all(
     best: tuple[int, tuple[Streaming, ...], Sequence[bool]] | None = None
     plans = []
     for which, trace in enumerate(problem.traces):
-        gaps = gaps_between_reads(groups, trace, problem.hardware, which=which)
+        gaps = gaps_of(groups, trace, which=which)
         steps = len(trace.steps)
         residency = Residency(groups, gaps, needed_bytes(groups, steps, which=which))
         plans.append((trace, residency, Loads(groups, gaps, steps, breaks=pieces.breaks)))

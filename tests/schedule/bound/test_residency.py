@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.schedule.bound.residency import Residency, gaps_between_reads, needed_bytes
+from penstock.schedule.bound.residency import Residency, gaps_of, needed_bytes
 from penstock.schedule.facts.model import Range, Step, Storage, Trace
 from penstock.schedule.facts.problem import Demand
 from penstock.schedule.space.layout import packed_arena
 from penstock.schedule.space.pieces import Pieces
 from penstock.schedule.space.spans import merged
-from tests.schedule.traces import RandomProblem, equal_problem, machine, problems
+from tests.schedule.traces import RandomProblem, problems
 
 
 def trace_of(*reads: tuple[int, ...], read_ns: int = 10) -> Trace:
@@ -22,7 +22,7 @@ def trace_of(*reads: tuple[int, ...], read_ns: int = 10) -> Trace:
 def residency_of(storages: tuple[Storage, ...], trace: Trace) -> Residency:
     arena = packed_arena(storages, (trace,), kind="paged", granule=64, alignment=64)
     groups = Pieces(Demand(storages, (trace,), arena)).groups
-    gaps = gaps_between_reads(groups, trace, machine(1e9))
+    gaps = gaps_of(groups, trace)
     return Residency(groups, gaps, needed_bytes(groups, len(trace.steps)))
 
 
@@ -62,41 +62,24 @@ def test_merging_stops_at_breaks() -> None:
 def test_reads_in_a_row_are_one_visit() -> None:
     """No step lies between the reads of storage 0, so keeping it there costs nothing."""
     residency = residency_of((Storage(64, "streamable"),) * 3, trace_of((0, 1), (0, 2), (2,)))
-    counts = dict(zip(residency.gaps, residency.keep(0, latency_bytes=0, spread=False), strict=True))
-    free = [count for gap, count in counts.items() if gap.inside == 0]
-    assert free == [1, 1]
-    assert all(count == 0 for gap, count in counts.items() if gap.inside)
+    counts = residency.rounded([0.0] * len(residency.gaps))
+    assert [gap.inside for gap, count in zip(residency.gaps, counts, strict=True) if count] == [0, 0]
+    assert (residency.held(counts) == residency.needed).all()
 
 
-def test_short_gaps_are_kept_before_long_ones() -> None:
-    """Room for one more storage: the one that returns after two steps, not those of a whole pass."""
-    residency = residency_of((Storage(64, "streamable"),) * 5, trace_of((0,), (1,), (0,), (2,), (3,), (4,)))
-    counts = dict(zip(residency.gaps, residency.keep(128, latency_bytes=0, spread=False), strict=True))
-    assert counts[min(counts, key=lambda gap: gap.inside)] == 1
-
-
-def test_equal_weights_get_equal_shares() -> None:
-    problem = equal_problem(10, 0.5)
-    groups = Pieces(problem).groups
-    trace = problem.traces[0]
-    gaps = gaps_between_reads(groups, trace, problem.hardware)
-    residency = Residency(groups, gaps, needed_bytes(groups, len(trace.steps)))
-    counts = residency.keep(5 * 4096, latency_bytes=0, spread=False)
-    assert max(counts) - min(counts) <= 1 + len(groups[0].spans) // 20
-
-
-@given(problems("paged"), st.floats(0, 1), st.booleans())
-def test_no_step_holds_more_than_the_level_or_what_it_needs(
-    p: RandomProblem, share: float, spread: bool
+@given(problems("paged"), st.floats(0, 1), st.floats(0, 1))
+def test_what_is_trimmed_holds_no_more_than_the_limit_or_what_a_step_needs(
+    p: RandomProblem, share: float, wanted: float
 ) -> None:
     trace = p.traces[0]
     groups = Pieces(p).groups
-    gaps = gaps_between_reads(groups, trace, p.hardware)
+    gaps = gaps_of(groups, trace)
     residency = Residency(groups, gaps, needed_bytes(groups, len(trace.steps)))
-    level = int(share * sum(group.nbytes for group in groups))
-    counts = residency.keep(level, latency_bytes=100.0, spread=spread)
+    limit = int(share * sum(group.nbytes for group in groups))
+    kept = [wanted * groups[gap.group].nbytes for gap in gaps]
+    counts = residency.trim(residency.rounded(kept), kept, limit)
     for held, needed in zip(residency.held(counts).tolist(), residency.needed.tolist(), strict=True):
-        assert needed <= held <= max(level, needed)
+        assert needed <= held <= max(limit, needed)
 
 
 @given(problems("paged"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 
-from penstock.schedule.bound.residency import gaps_between_reads
+from penstock.schedule.bound.residency import gaps_of
 from penstock.schedule.clock.transfers import Join, Loads, Streaming
 from penstock.schedule.facts.model import Drop, Hardware, Range, Step, Storage, Trace, Transfer
 from penstock.schedule.facts.problem import Demand
@@ -22,7 +22,7 @@ def loads_of(sizes: tuple[int, ...], *reads: tuple[int, ...]) -> Loads:
     trace = Trace("forward", 0, "", steps, 0, 0, "modelled")
     arena = packed_arena(storages, (trace,), kind="paged", granule=64, alignment=64)
     groups = Pieces(Demand(storages, (trace,), arena)).groups
-    return Loads(groups, gaps_between_reads(groups, trace, HARDWARE), len(steps), breaks={0})
+    return Loads(groups, gaps_of(groups, trace), len(steps), breaks={0})
 
 
 def streamed(loads: Loads, counts: list[int], *, cap: int, early: int, join: Join | None = None) -> Streaming:

@@ -1,0 +1,187 @@
+"""The stages of the planner that can be left out, and what stands in for each where it is."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
+
+from penstock.schedule.search.contiguous import _Search
+from penstock.schedule.search.one_trace import OneTrace
+
+_SCHEDULE = "penstock.schedule"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage by name: what the planner does in its place, and how it is made to.
+
+    `swaps` has what stands in for names below `penstock.schedule`, written `module:name`. The stage takes
+    part in a plan that calls the function `reached` (the first of the swaps unless another is given). It
+    changes what the function `within` returns, if it is a part of one that the benchmark remembers.
+    """
+
+    name: str
+    instead: str
+    swaps: Mapping[str, Any]
+    reached: str = ""
+    effort: float = 1.0
+    within: str = ""
+
+    @property
+    def entry(self) -> str:
+        return self.reached or next(iter(self.swaps))
+
+
+def locate(path: str) -> tuple[Any, str]:
+    """The module or class that has the name, and the name."""
+    module, _, name = path.partition(":")
+    owner: Any = import_module(f"{_SCHEDULE}.{module}")
+    *outer, last = name.split(".")
+    for part in outer:
+        owner = getattr(owner, part)
+    return owner, last
+
+
+@contextmanager
+def replaced(swaps: Mapping[str, Any]) -> Iterator[None]:
+    """Other values for these names, for as long as it lasts; AttributeError where there is no such name."""
+    with ExitStack() as stack:
+        for path, value in swaps.items():
+            stack.enter_context(patch.object(*locate(path), value))
+        yield
+
+
+@contextmanager
+def watched(stages: Sequence[Stage]) -> Iterator[set[str]]:
+    """The names of the stages that take part, collected while plans are made."""
+    seen: set[str] = set()
+    with ExitStack() as stack:
+        for entry, some in itertools.groupby(
+            sorted(stages, key=lambda one: one.entry), lambda one: one.entry
+        ):
+            owner, name = locate(entry)
+            stack.enter_context(patch.object(owner, name, _noting(getattr(owner, name), list(some), seen)))
+        yield seen
+
+
+def _noting(function: Callable[..., Any], stages: Sequence[Stage], seen: set[str]) -> Callable[..., Any]:
+    @wraps(function)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        seen.update(stage.name for stage in stages)
+        return function(*args, **kwargs)
+
+    return noted
+
+
+def _unrelaxed(self: OneTrace, relaxed: Any, best: Any = OneTrace.best) -> Any:
+    return best(self, None)
+
+
+def _one_margin(
+    self: OneTrace, kept: Any, margin: int, *, quantum: int, most: int, timed: Any = OneTrace._time_rounded
+) -> None:
+    timed(self, kept, self.cap - self.highest, quantum=quantum, most=most)
+
+
+def _no_quanta(
+    self: OneTrace, kept: Any, margin: int, *, quantum: int, most: int, timed: Any = OneTrace._time_rounded
+) -> None:
+    if not quantum:
+        timed(self, kept, margin, quantum=quantum, most=most)
+
+
+def _no_ends(self: _Search, families: Any = _Search._families) -> Iterator[Any]:
+    return (family for family in families(self) if not family.ends)
+
+
+_ONE_TRACE, _CONTIGUOUS = "search.one_trace", "search.contiguous"
+
+STAGES = (
+    Stage("a quarter of the search", "`effort=0.25`, as `Program.load` plans", {}, "planner:_fastest", 0.25),
+    Stage(
+        "ladder of budgets",
+        "small problems are planned for the given budget alone",
+        {"planner:_rungs_below": lambda *_: []},
+        "planner:_least_ns",
+    ),
+    # Paged arenas.
+    Stage("relaxation", "an equal share of every gap is kept", {f"{_ONE_TRACE}:OneTrace.best": _unrelaxed}),
+    Stage(
+        "memory left free",
+        "none is left for rounding and for copies on their way",
+        {f"{_ONE_TRACE}:OneTrace._time_rounded": _one_margin},
+    ),
+    Stage(
+        "rounding in copies",
+        "rounded to single spans only",
+        {f"{_ONE_TRACE}:OneTrace._time_rounded": _no_quanta},
+    ),
+    Stage(
+        "joining by size",
+        "the roundings' copies stay apart",
+        {f"{_ONE_TRACE}:in_sizes": lambda pieces, **_: list(pieces)},
+    ),
+    Stage(
+        "joining",
+        "the copies of runs stay apart",
+        {"clock.joining:Joiner.fastest": lambda self, pieces: list(pieces)},
+    ),
+    Stage("ends moved", "runs stay as rounded", {f"{_ONE_TRACE}:OneTrace._improve": lambda *_: None}),
+    Stage(
+        "ends moved in pairs",
+        "one end at a time, where spans are few too",
+        {f"{_ONE_TRACE}:_shuffled_pairs": lambda _: []},
+        f"{_ONE_TRACE}:OneTrace._neighbours",
+    ),
+    Stage(
+        "plans by age",
+        "the search for a contiguous arena is not asked",
+        {"search.paged:_search_runs": lambda *_: None},
+    ),
+    # Contiguous arenas.
+    Stage(
+        "largest sizes",
+        "blocks up to the smallest or the largest size stream",
+        {f"{_CONTIGUOUS}:_SIZES": 1},
+        f"{_CONTIGUOUS}:search",
+    ),
+    Stage(
+        "two largest at the ends",
+        "they stay or stream as others do",
+        {f"{_CONTIGUOUS}:_Search._families": _no_ends},
+        f"{_CONTIGUOUS}:search",
+    ),
+    Stage(
+        "joining parts of blocks",
+        "each is copied by itself",
+        {"search.occupancy:_joined": lambda pieces, *_: iter(pieces)},
+        f"{_CONTIGUOUS}:search",
+    ),
+    Stage(
+        "fewest young bytes",
+        "of equal places the lowest is taken",
+        {"space.addresses:_Room._bytes_of": lambda *_: 0},
+        f"{_CONTIGUOUS}:search",
+        within=f"{_CONTIGUOUS}:place_oldest",
+    ),
+    # Memory for blocks.
+    Stage(
+        "squeaky wheel",
+        "the best of the orders",
+        {"space.packing:_tries": lambda *_: 0},
+        "space.packing:_squeaked",
+    ),
+    Stage(
+        "branch and bound",
+        "few blocks as many",
+        {"space.packing:_EXACT": -1},
+        "space.packing:_BranchAndBound.run",
+    ),
+)
+"""In the order of the tables. Those of the search for a contiguous arena are left out of its plans only."""

@@ -1,0 +1,80 @@
+"""The ablation of the planner: without any stage some plan is another, and a tiny run ends in its tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks import ablation, schedule
+from benchmarks.ablation import Case
+from benchmarks.stages import STAGES, replaced
+
+SHOWING = (
+    Case("blocks", "scattered", "", "", 8),
+    Case("blocks", "around", "", "", 30),
+    Case("methods", "llama-3.1-8b, 1 layers, decode", "h100", "paged", 0.5),
+    Case("small", "tiny 9", "laptop", "paged", 0.25),
+    Case("small", "tiny 11", "t4", "contiguous", 0.02),
+    Case("small", "tiny 17", "h200", "contiguous", 0.25),
+)
+"""Cases that together show every stage but one."""
+
+
+def test_without_any_stage_some_plan_is_another() -> None:
+    shown = {"ladder of budgets"}  # test_a_larger_budget_keeps_the_plan_of_a_smaller_one shows it
+    for case in SHOWING:
+        result = ablation.measure(case)
+        assert result is not None
+        assert result.full[0] >= 1
+        shown |= {name for name, (ratio, _) in result.without.items() if ratio != result.full[0]}
+    assert sorted(shown) == sorted(stage.name for stage in STAGES)
+
+
+def test_what_is_replaced_comes_back() -> None:
+    from penstock.schedule.search import contiguous
+
+    before = contiguous._SIZES
+    with replaced({"search.contiguous:_SIZES": 1}):
+        assert contiguous._SIZES == 1
+    assert before == contiguous._SIZES
+    with pytest.raises(AttributeError), replaced({"search.contiguous:_NO_SUCH_NAME": 1}):
+        pass
+
+
+def test_a_tiny_run_ends_in_tables_with_the_rows_of_deleted_stages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ablation, "list_cases", lambda _: list(SHOWING[:2]))
+    figures, document = tmp_path / "ablation.json", tmp_path / "page.md"
+    gone = {"reached": 3, "no_plan": 0, "median": 1.1, "p95": 1.2, "worst": 1.3, "most": 1.5, "where": "x"}
+    full = {"median": 1.0, "p95": 1.0, "worst": 1.0}
+    row = gone | {"seconds": 0.9, "deleted": "2026-11-22"}
+    figures.write_text(json.dumps({"tables": {"blocks": {"full": full, "stages": {"old": row}}}}))
+    document.write_text(f"before\n{ablation.BEGIN}\n<!-- to here -->\nafter\n")
+    app = ablation.typer.Typer()
+    app.command()(ablation.main)
+    command = ["--jobs", "1", "--json", str(figures), "--docs", str(document), "--note", "a test"]
+    done = CliRunner().invoke(app, command)
+
+    assert done.exit_code == 0, done.output
+    table = json.loads(figures.read_text())["tables"]["blocks"]
+    assert table["cases"] == 2
+    assert {"branch and bound", "squeaky wheel", "old"} <= table["stages"].keys()
+    page = document.read_text()
+    assert "| old (deleted 2026-11-22) | 3 | +10.00% | +20.00% | +30.00% | +50.0% (x) | -10% |" in page
+    assert "a test" in page
+    assert page.startswith("before\n")
+    assert page.endswith("after\n")
+
+
+def test_two_codes_plan_the_same_cases_side_by_side() -> None:
+    here = Path(schedule.__file__).resolve().parent.parent
+    cases = [schedule.Case("gpt-oss-120b, decode", "t4", "contiguous", 0.9)]
+    lines = schedule.compare_codes(here / "src", cases).splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "contiguous |" in line]
+    assert [row[:3] for row in rows] == [["contiguous", "other", "1"], ["contiguous", "this", "1"]]
+    assert rows[0][3:6] == rows[1][3:6]
+    assert "- 1.0000: gpt-oss-120b, decode, t4, contiguous, 0.9" in lines
