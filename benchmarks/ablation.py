@@ -37,9 +37,8 @@ from benchmarks.stages import STAGES, locate, replaced, watched
 from benchmarks.table import write_between
 from benchmarks.tracing import Builder, Program
 from penstock.schedule import planner
-from penstock.schedule.facts.costs import with_times
 from penstock.schedule.facts.errors import BudgetError
-from penstock.schedule.facts.hardware import PRESETS
+from penstock.schedule.facts.hardware import PRESETS, with_times
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.space import packing
 from penstock.schedule.space.layout import packed_arena
