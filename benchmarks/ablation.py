@@ -46,7 +46,7 @@ from penstock.schedule.space.layout import packed_arena
 BEGIN = "<!-- benchmarks/ablation.py writes from here -->"
 RESULTS = Path(__file__).parent / "results"
 
-BLOCKS = (5, 6, 7, 8, 9, 10, 30, 100)
+BLOCKS = (5, 6, 7, 8, 9, 10, 30, 60, 100)
 """Sizes of the instances whose memory is compared."""
 
 FIGURES = ("median", "p95", "worst")

@@ -96,8 +96,17 @@ def _no_quanta(
         timed(self, kept, margin, quantum=quantum, most=most)
 
 
-def _no_ends(self: _Search, families: Any = _Search._families) -> Iterator[Any]:
-    return (family for family in families(self) if not family.ends)
+def _as_relaxed(self: _Search, wanted: Any, families: Any = _Search._families) -> Iterator[Any]:
+    if wanted != [float(block.size) for block in self.blocks]:
+        yield from families(self, wanted)
+
+
+def _no_ends(self: _Search, wanted: Any, families: Any = _Search._families) -> Iterator[Any]:
+    return (family for family in families(self, wanted) if not family.ends)
+
+
+def _by_size(sizes: Sequence[int], alive: Any) -> Iterator[list[int]]:
+    yield sorted(range(len(sizes)), key=lambda block: -sizes[block])
 
 
 _ONE_TRACE, _CONTIGUOUS = "search.one_trace", "search.contiguous"
@@ -152,6 +161,24 @@ STAGES = (
         f"{_CONTIGUOUS}:search",
     ),
     Stage(
+        "smallest sizes",
+        "blocks from any size on stream",
+        {f"{_CONTIGUOUS}:_SMALLEST": (0.0,)},
+        f"{_CONTIGUOUS}:search",
+    ),
+    Stage(
+        "spread as the relaxation copies",
+        "spread evenly only",
+        {f"{_CONTIGUOUS}:_Search._copied": lambda self, _: [float(block.size) for block in self.blocks]},
+        f"{_CONTIGUOUS}:search",
+    ),
+    Stage(
+        "spread evenly",
+        "spread as the relaxation copies only",
+        {f"{_CONTIGUOUS}:_Search._families": _as_relaxed},
+        f"{_CONTIGUOUS}:search",
+    ),
+    Stage(
         "two largest at the ends",
         "they stay or stream as others do",
         {f"{_CONTIGUOUS}:_Search._families": _no_ends},
@@ -171,6 +198,12 @@ STAGES = (
         within=f"{_CONTIGUOUS}:place_oldest",
     ),
     # Memory for blocks.
+    Stage(
+        "orders",
+        "first fit by size alone is improved",
+        {"space.packing:_orders": _by_size},
+        "space.packing:_squeaked",
+    ),
     Stage(
         "squeaky wheel",
         "the best of the orders",

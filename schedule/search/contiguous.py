@@ -6,6 +6,7 @@ What is copied, and when a copy may start, follows from the addresses alone (`oc
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from penstock.schedule.space.pieces import Block
 
 _SIZES = 8
 """How many largest sizes of streaming blocks are tried: small blocks need little memory on their way."""
+
+_SMALLEST = (0.0, 0.1, 0.5)
+"""Smallest sizes of streaming blocks, as shares of the largest: few large copies pay few latencies."""
 
 _ROOMS = (1.0, 1.06, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0)
 """Memory that streaming blocks share, in multiples of the most of their bytes that one step reads."""
@@ -36,11 +40,13 @@ _CLOSE = 1.0001
 class _Family:
     """Blocks of which some stream, and the most of their bytes that one step reads.
 
-    The blocks `ends` stream besides, at the two ends of the memory, and stick out of what is shared.
+    They are chosen so that bytes stream in proportion to `wanted`, which has a number for every block. The
+    blocks `ends` stream besides, at the two ends of the memory, and stick out of what is shared.
     """
 
     able: frozenset[int]
     read: int
+    wanted: Sequence[float]
     ends: tuple[int, ...] = ()
 
 
@@ -83,7 +89,12 @@ class _Search:
     def run(self, relaxed: Sequence[Relaxation | None]) -> Draft | None:
         """Times the candidates in the order of their least times, until none can be faster than the best."""
         enough = sum(one.bound_ns if one else 0 for one in relaxed) * _CLOSE
-        candidates = [self._candidate(family, room) for family in self._families() for room in _ROOMS]
+        shares = [[float(block.size) for block in self.blocks]]
+        known = [one for one in relaxed if one]
+        if len(known) == len(self.traces):
+            shares.append(self._copied(known))
+        families = (family for wanted in shares for family in self._families(wanted))
+        candidates = [self._candidate(family, room) for family in families for room in _ROOMS]
         for one in sorted((one for one in candidates if one), key=lambda one: one.least_ns):
             hopeless = one.least_ns >= self.period or self.period <= enough or self.effort <= 0
             if self.found and hopeless:
@@ -96,18 +107,36 @@ class _Search:
         self._time(tight(self.blocks))
         return self.found
 
-    def _families(self) -> Iterator[_Family]:
-        """The blocks up to some size; and all but the two largest, where those are much larger."""
+    def _copied(self, relaxed: Sequence[Relaxation]) -> list[float]:
+        """Bytes of each block that the relaxation copies."""
+        wanted = [0.0] * len(self.blocks)
+        starts = [block.range.start for block in self.blocks]
+        for one in relaxed:
+            for gap, kept in zip(one.gaps, one.kept, strict=True):
+                group = one.groups[gap.group]
+                mine: Counter[int] = Counter()
+                for span in group.spans:
+                    mine[bisect_right(starts, span.start) - 1] += span.nbytes
+                for b, nbytes in mine.items():
+                    wanted[b] = max(wanted[b], (group.nbytes - kept) * nbytes / group.nbytes)
+        return wanted
+
+    def _families(self, wanted: Sequence[float]) -> Iterator[_Family]:
+        """The blocks of some range of sizes; and all but the two largest, where those are much larger."""
         free = sorted(
             (b for b, block in enumerate(self.blocks) if not block.kept), key=lambda b: self.blocks[b].size
         )
         sizes = sorted({self.blocks[b].size for b in free})
-        for largest in dict.fromkeys(sizes[:: max(1, len(sizes) // _SIZES)] + sizes[-1:]):
-            able = frozenset(b for b in free if self.blocks[b].size <= largest)
-            yield _Family(able, self._most_read(able))
+        known = set()
+        for largest in sizes[:: max(1, len(sizes) // _SIZES)] + sizes[-1:]:
+            for share in _SMALLEST:
+                able = frozenset(b for b in free if share * largest <= self.blocks[b].size <= largest)
+                if able not in known:
+                    known.add(able)
+                    yield _Family(able, self._most_read(able), wanted)
         if len(free) > 2 and self.blocks[free[-2]].size >= 2 * self.blocks[free[-3]].size:
             able = frozenset(free[:-2]) - self._read_with(free[-2:])
-            yield _Family(able, self._most_read(able), tuple(free[-2:]))
+            yield _Family(able, self._most_read(able), wanted, tuple(free[-2:]))
 
     def _candidate(self, family: _Family, room: float) -> _Candidate | None:
         """What stays of a family when the rest shares `room` times the most that one step reads of it."""
@@ -118,7 +147,7 @@ class _Search:
         ring = max(ring, ends - self.cap + others)
         beside = max(0, ends - ring)  # the bytes at the ends, those of the ring with them
         left = self.cap - beside + ends if ends else self.cap - ring
-        resident = self._spread(family.able, left)
+        resident = self._spread(family.able, family.wanted, left)
         if resident is None:
             return None
         resident -= set(family.ends)
@@ -145,20 +174,19 @@ class _Search:
                 reads.update({(which, k): self.blocks[b].size for k in steps})
         return max(reads.values(), default=0)
 
-    def _spread(self, able: frozenset[int], room: int) -> frozenset[int] | None:
-        """Residents of at most `room` bytes: all but some of `able`, spread evenly over their bytes.
+    def _spread(self, able: frozenset[int], wanted: Sequence[float], room: int) -> frozenset[int] | None:
+        """Residents of at most `room` bytes: all but some of `able`, spread as the relaxation copies.
 
         None where the others alone take more.
         """
         streamed = sum(block.size for block in self.blocks) - room
-        total = sum(self.blocks[b].size for b in able)
-        if total < streamed:
+        if sum(self.blocks[b].size for b in able) < streamed:
             return None
-        share = streamed / max(1, total)
+        scale = streamed / max(1.0, sum(wanted[b] for b in able))
         order = sorted(able, key=lambda b: first_use(self.blocks[b]))
         chosen, free, owed = set(range(len(self.blocks))), -streamed, 0.0
         for b in order:
-            owed += share * self.blocks[b].size
+            owed += scale * wanted[b]
             if owed >= self.blocks[b].size / 2:
                 chosen.remove(b)
                 owed -= self.blocks[b].size

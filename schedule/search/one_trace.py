@@ -43,7 +43,7 @@ _SHARED = 0.1
 _JOINED = 4
 """Choices of spans, the fastest, whose copies are joined in every way."""
 
-_EFFORT, _SMALL_EFFORT = 20_000, 2_000
+_EFFORT, _SMALL_EFFORT = 40_000, 2_000
 """Copies, counted before joining, that one search may join in every way; and the same of a small problem."""
 
 

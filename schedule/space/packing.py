@@ -1,10 +1,12 @@
 """Addresses for blocks of which those that are alive together may not overlap, in little memory.
 
 This is offline dynamic storage allocation. First fit, in the order of the addresses that an optimum has,
-finds that optimum (push every block down); so what is searched for is an order. Blocks are placed in the
-order of their sizes, and then again and again, each time with the blocks that ended highest placed earlier
-(squeaky wheel optimisation: Joslin and Clements, JAIR 10, 1999). A few blocks are then searched through by
-branch and bound, in ascending order of address.
+finds that optimum (push every block down); so what is searched for is an order:
+
+- a few blocks are searched through by branch and bound, in ascending order of address;
+- more are placed in several orders that do well in compilers, and then again and again, each time with
+  the blocks that ended highest placed earlier (squeaky wheel optimisation: Joslin and Clements, JAIR
+  10, 1999).
 
 The most bytes alive at one step is a bound that no placement beats: what is alive together is a clique
 of the conflict graph. (Buchsbaum et al., OPT versus LOAD in dynamic storage allocation, SIAM J. Comput.
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 _EXACT = 10
@@ -45,17 +47,9 @@ def pack_blocks(
     `bound` is the most bytes alive at one step, and `nbytes` itself where the search was complete.
     `work` limits the search, in pairs of conflicting blocks.
     """
-    draw = random.Random(seed)
-    conflicts, load = conflicts_of(alive), _load(sizes, alive)
-    order = sorted(range(len(sizes)), key=lambda block: -sizes[block])
-    best = current = first_fit(sizes, conflicts, order)
-    for _ in range(_tries(conflicts, work)):
-        if height(sizes, best) <= load:
-            break
-        order = _squeaked(sizes, current, order, load, draw)
-        current = first_fit(sizes, conflicts, order)
-        if height(sizes, current) <= height(sizes, best):
-            best = current
+    conflicts = conflicts_of(alive)
+    load = _load(sizes, alive)
+    best = _improved(sizes, alive, conflicts, load=load, tries=_tries(conflicts, work), seed=seed)
     top = height(sizes, best)
     if top > load and len(sizes) <= _EXACT:
         found, complete = _BranchAndBound(sizes, alive, conflicts, top).run()
@@ -114,6 +108,40 @@ def _load(sizes: Sequence[int], alive: Sequence[Collection[int]]) -> int:
 
 def _tries(conflicts: Sequence[Sequence[int]], work: int) -> int:
     return 1 + work // (1 + len(conflicts) + sum(len(others) for others in conflicts))
+
+
+def _orders(sizes: Sequence[int], alive: Sequence[Collection[int]]) -> Iterator[list[int]]:
+    """Orders that do well: large first, long-lived first, both, and by first use."""
+    blocks = range(len(sizes))
+    yield sorted(blocks, key=lambda b: -sizes[b])
+    yield sorted(blocks, key=lambda b: -len(alive[b]))
+    yield sorted(blocks, key=lambda b: -len(alive[b]) * sizes[b])
+    yield sorted(blocks, key=lambda b: min(alive[b], default=0))
+
+
+def _improved(
+    sizes: Sequence[int],
+    alive: Sequence[Collection[int]],
+    conflicts: Sequence[Sequence[int]],
+    *,
+    load: int,
+    tries: int,
+    seed: int,
+) -> list[int]:
+    """The best of some orders and of what squeaky wheels make of the best of them."""
+    draw = random.Random(seed)
+    placed = [(first_fit(sizes, conflicts, order), order) for order in _orders(sizes, alive)]
+    best, order = min(placed, key=lambda one: height(sizes, one[0]))
+    top = height(sizes, best)
+    current = best
+    for _ in range(tries):
+        if top <= load:
+            break
+        order = _squeaked(sizes, current, order, load, draw)
+        current = first_fit(sizes, conflicts, order)
+        if height(sizes, current) <= top:
+            best, top = current, height(sizes, current)
+    return best
 
 
 def _squeaked(
