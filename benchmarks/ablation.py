@@ -65,7 +65,7 @@ Attempt = Callable[[float], float | None]
 
 @dataclass(frozen=True)
 class Case:
-    """A plan to make; or, of the table `blocks`, a family of instances and the number of their blocks."""
+    """A plan to make; or, of the table `blocks`, a family of instances, the seed and the number of blocks."""
 
     table: str
     program: str
@@ -195,7 +195,7 @@ def _plan(case: Case) -> Attempt:
 
 
 def _blocks(case: Case) -> Attempt:
-    instance = make_instance(case.program, blocks=int(case.share), seed=0)
+    instance = make_instance(case.program, blocks=int(case.share), seed=int(case.hardware))
     return lambda _: packing.pack_blocks(instance.sizes, instance.alive).nbytes / instance.bound
 
 
@@ -215,7 +215,8 @@ def list_cases(count: int | None) -> list[Case]:
             chosen.append(Case("small", program, hardware, arena, share))
             if "decode" in program and arena == "paged":
                 chosen.append(Case("methods", program, hardware, arena, share))
-    chosen += [Case("blocks", family, "", "", n) for family in FAMILIES for n in BLOCKS]
+    chosen += [Case("blocks", family, "0", "", n) for family in FAMILIES for n in BLOCKS]
+    chosen += [Case("blocks", "scattered", str(seed), "", 8) for seed in range(40, 400, 40)]
     random.Random(0).shuffle(chosen)  # so that a run that is cut short has some of everything
     return list(dict.fromkeys(chosen))
 

@@ -13,11 +13,11 @@ from benchmarks.ablation import Case
 from benchmarks.stages import STAGES, replaced
 
 SHOWING = (
-    Case("blocks", "scattered", "", "", 8),
-    Case("blocks", "scattered", "", "", 60),
+    Case("blocks", "scattered", "280", "", 8),
+    Case("blocks", "scattered", "0", "", 60),
     Case("methods", "llama-3.1-8b, 1 layers, decode", "h100", "paged", 0.5),
     Case("small", "tiny 9", "laptop", "paged", 0.25),
-    Case("small", "tiny 11", "t4", "contiguous", 0.02),
+    Case("small", "llama-3.1-8b, 1 layers, decode", "l4", "contiguous", 0.5),
     Case("small", "tiny 17", "h200", "contiguous", 0.25),
     Case("small", "gemma-3-27b, 2 layers, decode", "gh200", "contiguous", 0.9),
     Case("small", "qwen3-235b-a22b, 1 layers, prefill", "l4", "contiguous", 0.98),
