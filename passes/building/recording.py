@@ -11,9 +11,9 @@ would have had, which takes drawing all numbers before it, in their order, thoug
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -72,6 +72,7 @@ class Operation:
     """`function` on arguments in which tensors are Specs; `outputs` are the tensors that it returned.
 
     `draws` is the number of its place among those that draw random numbers, None for all others.
+    `default_dtype` is torch's when it was recorded, which decides what `torch.ones(4)` makes.
     """
 
     function: Callable[..., Any]
@@ -79,6 +80,18 @@ class Operation:
     kwargs: Mapping[str, Any]
     outputs: tuple[Spec, ...]
     draws: int | None
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+
+    def run(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs it on other arguments of the same dtypes."""
+        before = torch.get_default_dtype()
+        if self.default_dtype == before:
+            return self.function(*args, **kwargs)
+        torch.set_default_dtype(self.default_dtype)
+        try:
+            return self.function(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(before)
 
     @property
     def storages(self) -> set[int]:
@@ -200,7 +213,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if operation.function in _FACTORIES:
                 args = ([len(elements)], *args[1:])
             if operation.draws is None:
-                made.setdefault(operation.outputs[0].storage, operation.function(*args, **kwargs))
+                made.setdefault(operation.outputs[0].storage, operation.run(args, kwargs))
                 continue
             position = 0
             with self._draws.at(operation, self._operations):
@@ -236,7 +249,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for operation in operations:
             args, kwargs = pytree.tree_map(real, (operation.args, dict(operation.kwargs)))
             with self._draws.at(operation, self._operations):
-                result = operation.function(*args, **kwargs)
+                result = operation.run(args, kwargs)
             leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
             for leaf, output in zip(leaves, operation.outputs, strict=True):
                 if output.storage not in memory:
@@ -339,7 +352,7 @@ def _drawn(operation: Operation) -> Iterator[torch.Tensor]:
         count = _elements(target)
         scratch = torch.empty(_CHUNK + count % _CHUNK, dtype=target.dtype)
         for piece in [*[scratch[:_CHUNK]] * (count // _CHUNK - 1), scratch]:
-            operation.function(piece, *operation.args[1:], **operation.kwargs)
+            operation.run((piece, *operation.args[1:]), operation.kwargs)
             yield piece
         return
 
@@ -347,7 +360,7 @@ def _drawn(operation: Operation) -> Iterator[torch.Tensor]:
         return torch.zeros(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Spec) else leaf
 
     args, kwargs = pytree.tree_map(scratch_like, (operation.args, dict(operation.kwargs)))
-    result = operation.function(*args, **kwargs)
+    result = operation.run(args, kwargs)
     yield result.flatten() if isinstance(result, torch.Tensor) else torch.empty(0)
 
 

@@ -146,6 +146,34 @@ def test_rows_are_what_the_constructor_gives_however_it_makes_them(name) -> None
     assert torch.equal(found.materialize_slice(name, slice(3, 7)), expected[3:7])
 
 
+def in_bfloat16() -> nn.Module:
+    """A model built as transformers builds one: what is given no dtype gets torch's default."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        module = nn.Module()
+        module.linear, module.norm = nn.Linear(6, 5), nn.LayerNorm(5)
+        module.filled = nn.Parameter(torch.full((4, 3), 0.1))
+        module.register_buffer("counted", torch.arange(8) / 3)
+        module.register_buffer("drawn", torch.rand(7, 2))
+        return module
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("name", ["linear.weight", "norm.weight", "filled", "counted", "drawn"])
+def test_values_are_those_of_the_default_dtype_of_the_constructor(name) -> None:
+    torch.manual_seed(2)
+    found = penstock.deferred_init(in_bfloat16)
+    torch.manual_seed(2)
+    expected = in_bfloat16().state_dict()[name]
+    rows = found.materialize_slice(name, slice(1, 4))
+    assert rows.dtype == torch.bfloat16
+    assert torch.equal(rows, expected[1:4])
+    assert torch.equal(found.materialize().state_dict()[name], expected)
+    assert torch.get_default_dtype() == torch.float32
+
+
 @pytest.mark.parametrize("draw", [nn.init.normal_, nn.init.uniform_])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1024, 1039, 3 * 256 + 5])
