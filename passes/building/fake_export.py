@@ -94,7 +94,6 @@ class Built:
         with asked, capable():
             deferred = record(build)
         module = deferred.module
-        refuse_scripted(module)
         buffers = _computed(module, deferred.values)
         devices = place(module, asked, placement)
         return cls(module, buffers, devices, home=home_of(placement, devices), allocated=deferred.allocated)
@@ -141,6 +140,8 @@ class Built:
                     root.eval(), args, kwargs, dynamic_shapes=dynamic_shapes, strict=False
                 )
         except Exception as error:
+            if isinstance(error, TypeError):  # torch.export calls a scripted part with an argument too many
+                refuse_scripted(root)
             said = sentence(error).rstrip(". ")
             raise PassError(f"the model cannot be exported{where(error)}: {said}; {remedy(error)}") from error
         prefix = next(name for name, child in root.named_modules() if child is self.module)

@@ -40,7 +40,8 @@ _REMEDIES: tuple[tuple[type[BaseException], str], ...] = (
 def refuse_scripted(model: object, name: str = "the model") -> None:
     """Raises PassError for a module that `torch.jit` compiled, and for one that contains such a module.
 
-    Neither torch.export nor Dynamo takes one, and its parameters cannot be replaced.
+    torch.export takes one only as a part, and only if it was traced. Dynamo takes none, and the parameters of
+    one cannot be replaced.
     """
     parts = [("", model)]
     if isinstance(model, nn.Module) and not isinstance(model, torch.jit.ScriptModule):

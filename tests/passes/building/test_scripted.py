@@ -78,6 +78,26 @@ def test_a_scripted_part_of_a_module_is_refused_by_its_name(name: str, tmp_path:
         TAKES_A_MODULE[name](model, tmp_path)
 
 
+class Traced(Outer):
+    """A part that torch.jit traced, which torch.export takes, and a scripted one that no call reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.traced = torch.jit.trace(Inner(), X)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.traced(x))
+
+
+def test_a_traced_part_and_one_that_is_not_called_are_exported_unbuilt(tmp_path: Path) -> None:
+    model = Traced()
+    save(model, tmp_path)
+    exported = penstock.fake_export(Traced, X)
+    program = penstock.compile(exported, tmp_path / "m.penstock", weights=tmp_path / "m.safetensors")
+    with program.load("100%") as module, torch.no_grad():
+        assert torch.equal(module(*X), model(*X))
+
+
 def test_a_scripted_part_can_be_initialised_later() -> None:
     torch.manual_seed(3)
     found = penstock.deferred_init(Outer).materialize("inner")
