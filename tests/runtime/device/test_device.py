@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.runtime.device.cpu import CpuDevice
 from penstock.runtime.device.cuda import CudaDevice
 from penstock.runtime.device.memory import DeviceWeights
 from penstock.runtime.device.protocol import Device, FileRead, Move
@@ -16,6 +15,7 @@ from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.runtime.sim.device import SimDevice
 from penstock.runtime.stream.interface import Streamer
 from penstock.schedule.facts.errors import SourceError, StreamError
+from tests.runtime.device.cpu_device import CpuDevice
 from tests.runtime.device.device_runs import HARDWARE, Case, Memory, WrongBytesError, cases, disk_cases
 from tests.runtime.sim.faults import COPIES, READS, Fault
 

@@ -12,7 +12,6 @@ import torch
 
 import penstock
 from penstock.runtime.device import cuda
-from penstock.runtime.device.cpu import CpuDevice
 from penstock.runtime.device.cuda import CudaDevice
 from penstock.runtime.device.memory import DeviceWeights
 from penstock.runtime.device.streamer import DeviceStreamer
@@ -20,6 +19,7 @@ from penstock.runtime.loading import LoadOptions, load_module
 from penstock.runtime.memory_split import MemorySplit
 from penstock.runtime.sim.device import SimDevice
 from penstock.runtime.stream.passes import Resources
+from tests.runtime.device.cpu_device import CpuDevice
 from tests.runtime.device.device_runs import case, disk_cases
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.runtime.device.cpu import CpuDevice
 from penstock.runtime.device.disk import DiskStream
 from penstock.runtime.device.memory import DeviceWeights
 from penstock.runtime.device.protocol import FileRead
 from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.schedule.facts.errors import StreamError
+from tests.runtime.device.cpu_device import CpuDevice
 from tests.runtime.device.device_runs import UNIT, Case, Memory, case
 
 CONTENTS = bytes(range(256)) * 16

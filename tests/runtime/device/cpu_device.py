@@ -1,7 +1,8 @@
 """A CPU as a device: each stream copies on a thread of its own, and kernels run where they are called.
 
+The shortest implementation of the protocol, with which the suite of devices compares the others.
 `load(device="cpu")` does not stream this way: where device and host share one memory, mapping the
-files is faster than copying them (arena/mapped.py). Tests compare the other devices with this one.
+files is faster than copying them (runtime/arena/mapped.py).
 """
 
 from __future__ import annotations
