@@ -112,7 +112,7 @@ def _by_size(sizes: Sequence[int], alive: Any) -> Iterator[list[int]]:
 _ONE_TRACE, _CONTIGUOUS = "search.one_trace", "search.contiguous"
 
 STAGES = (
-    Stage("a quarter of the search", "`effort=0.25`, as `Program.load` plans", {}, "planner:_fastest", 0.25),
+    Stage("a quarter of the search", "`effort=0.25`", {}, "planner:_fastest", 0.25),
     Stage(
         "ladder of budgets",
         "small problems are planned for the given budget alone",
@@ -141,12 +141,17 @@ STAGES = (
         "the copies of runs stay apart",
         {"clock.joining:Joiner.fastest": lambda self, pieces: list(pieces)},
     ),
+    Stage(
+        "runs",
+        "no choice of runs is tried, only the roundings",
+        {"search.runs:Runs.choices": lambda *_: iter(())},
+    ),
     Stage("ends moved", "runs stay as rounded", {f"{_ONE_TRACE}:OneTrace._improve": lambda *_: None}),
     Stage(
         "ends moved in pairs",
         "one end at a time, where spans are few too",
-        {f"{_ONE_TRACE}:_shuffled_pairs": lambda _: []},
-        f"{_ONE_TRACE}:OneTrace._neighbours",
+        {"search.runs:_shuffled_pairs": lambda _: []},
+        "search.runs:Runs.neighbours",
     ),
     Stage(
         "plans by age",

@@ -1,17 +1,16 @@
 """The search for what one trace streams through a paged arena, timed on the exact event graph.
 
 The more bytes stay, the fewer are copied, and the less room there is to copy ahead. The bytes that the
-relaxation keeps are rounded to whole spans, in several ways and leaving several amounts of memory free. The
-copies of the fastest candidates are then joined in other ways, and the best one is improved: its runs of rows
-grow and shrink at their ends, and where rows are few, any two of them are changed.
+relaxation keeps are rounded to whole spans, in several ways and leaving several amounts of memory free, and
+those that it copies are chosen in runs of several lengths. The copies of the fastest candidates are then
+joined in other ways, and the best one is improved: its runs grow and shrink at their ends, and where rows
+are few, any two of them are changed.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +22,7 @@ from penstock.schedule.clock.event_graph import steady_period_ns
 from penstock.schedule.clock.joining import Joiner, in_sizes
 from penstock.schedule.clock.transfers import Join, Loads, Streaming
 from penstock.schedule.facts.model import Schedule, Transfer
+from penstock.schedule.search.runs import Runs
 from penstock.schedule.search.task import Task
 
 _SMALL = 128
@@ -92,9 +92,12 @@ class OneTrace:
         relaxed = relaxed or self._even_relaxation()
         self._round(relaxed)
         if self.period_ns > relaxed.bound_ns * _NEAR:
+            runs = Runs(self.loads, self.residency, relaxed.kept, self.highest)
+            for rows in runs.choices(relaxed.shared_bytes):
+                self._time_joined(rows)
             for candidate in self.ranked[:_JOINED]:
                 self._time_joined(candidate.rows)
-            self._improve(relaxed)
+            self._improve(runs, relaxed.bound_ns)
         found = self.ranked[0]
         stays: list[bool] = self.loads.never_in(found.rows).tolist()
         return found.streaming, stays
@@ -147,48 +150,19 @@ class OneTrace:
             join = partial(in_sizes, most=most, breaks=self.breaks) if most else None
             self._time(self.loads.after_first(counts), join)
 
-    def _improve(self, relaxed: Relaxation) -> None:
+    def _improve(self, runs: Runs, bound_ns: int) -> None:
         """Takes the first of the neighbours of the best candidate that is better, as long as there is one."""
+        few = len(self.loads.step) <= _SMALL
         while self.effort > 0:
             before = self.period_ns
-            for rows in self._neighbours(self.ranked[0].rows, relaxed.kept):
+            for rows in runs.neighbours(self.ranked[0].rows, any_two=few):
                 self._time_joined(rows)
-                if self.effort <= 0 or self.period_ns <= relaxed.bound_ns * _NEAR:
+                if self.effort <= 0 or self.period_ns <= bound_ns * _NEAR:
                     return
                 if self.period_ns < before:
                     break
             else:
                 return
-
-    def _neighbours(self, rows: numpy.ndarray, kept: Sequence[float]) -> Iterator[numpy.ndarray]:
-        """Choices that differ in one end of one run, in two ends of any, or in two spans of few, and fit.
-
-        What is dropped over less than half a pass is copied only where the relaxation copies it, which keeps
-        `kept` bytes of each gap.
-        """
-        loads = self.loads
-        may = numpy.zeros(len(self.gaps), dtype=bool)
-        for g, gap in enumerate(self.gaps):
-            copied = kept[g] < self.groups[gap.group].nbytes
-            may[g] = gap.inside > loads.steps // 2 or (gap.inside > 0 and copied)
-        order = numpy.nonzero(may[loads.gap])[0]
-        chosen = rows[order]
-        edges = numpy.nonzero(chosen != numpy.roll(chosen, 1))[0]
-        ends = [end for edge in edges.tolist() for end in (order[edge], order[edge - 1])]
-        pairs = _shuffled_pairs(ends)
-        if len(loads.step) <= _SMALL:
-            pairs += _shuffled_pairs(order.tolist())
-        for changed in itertools.chain(((end,) for end in ends), pairs):
-            other = rows.copy()
-            other[list(changed)] ^= True
-            if self._fits(other):
-                yield other
-
-    def _fits(self, rows: numpy.ndarray) -> bool:
-        """Whether no step holds too much where these rows are copied."""
-        loads = self.loads
-        kept = numpy.bincount(loads.gap[~rows], weights=loads.nbytes[~rows], minlength=len(loads.gaps))
-        return bool((self.residency.held_bytes(kept.tolist()) <= self.highest).all())
 
     def _time_joined(self, rows: numpy.ndarray) -> None:
         """Times rows with their copies joined in the best way found, unless that was done before."""
@@ -214,9 +188,3 @@ class OneTrace:
             self.ranked.append(_Candidate(period, copied, streaming, rows))
         self.ranked.sort(key=lambda one: (one.period_ns, one.copied))
         del self.ranked[2 * _JOINED :]
-
-
-def _shuffled_pairs(rows: Sequence[int]) -> list[tuple[int, ...]]:
-    pairs: list[tuple[int, ...]] = list(itertools.combinations(rows, 2))
-    random.Random(len(pairs)).shuffle(pairs)
-    return pairs

@@ -1,0 +1,112 @@
+"""Runs of neighbouring rows that one copy can bring, spread over the trace as the relaxation copies bytes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+
+import numpy
+
+from penstock.schedule.bound.residency import Residency
+from penstock.schedule.clock.transfers import Loads
+
+_ATTEMPTS = 5
+"""How often a choice that does not fit is made again with more bytes to copy."""
+
+_RINGS = (0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 2.8)
+"""Memory that is refilled, as multiples of what the relaxation refills."""
+
+_PARTS = (1, 1.5, 2, 3)
+"""Runs that fit into the memory that is refilled."""
+
+_AHEAD = (0.0, 0.5)
+"""The share of a run that is owed at the start of a pass."""
+
+
+class Runs:
+    """Choices of the rows of one trace that are copied, so that all others fit into `cap` bytes.
+
+    `kept` are the bytes that the relaxation keeps over each gap.
+    """
+
+    def __init__(self, loads: Loads, residency: Residency, kept: Sequence[float], cap: int) -> None:
+        self._loads, self._residency, self._cap = loads, residency, cap
+        inside = numpy.array([gap.inside for gap in loads.gaps])
+        nbytes = numpy.bincount(loads.gap, weights=loads.nbytes, minlength=len(inside))
+        copied = numpy.clip(1 - numpy.array(kept) / nbytes, 0.0, 1.0)
+        # What is dropped over less than half a pass is copied only where the relaxation copies it.
+        self._may = ((inside > loads.steps // 2) | ((inside > 0) & (copied > 0)))[loads.gap]
+        self._share = copied[loads.gap]
+        self._excess = int(loads.span_bytes.sum()) - cap
+
+    def choices(self, shared_bytes: float) -> Iterator[numpy.ndarray]:
+        """Rows in runs of several lengths; the relaxation refills `shared_bytes` of memory."""
+        for ring, parts, ahead in itertools.product(_RINGS, _PARTS, _AHEAD):
+            rows = self._choose(int(shared_bytes * ring), int(shared_bytes * ring / parts), ahead)
+            if rows is not None:
+                yield rows
+
+    def _choose(self, shared: int, run: int, ahead: float) -> numpy.ndarray | None:
+        """Rows in runs of about `run` bytes that refill `shared` bytes of memory; None where none fit."""
+        copied = self._excess + shared
+        for _ in range(_ATTEMPTS):
+            rows = self._spread(copied, run, ahead)
+            short = self._short(rows)
+            if short <= 0:
+                return rows
+            copied += short
+        return None
+
+    def neighbours(self, rows: numpy.ndarray, *, any_two: bool) -> Iterator[numpy.ndarray]:
+        """Choices that differ in one end of one run, in two ends of any, or in `any_two` rows, and fit."""
+        order = numpy.nonzero(self._may)[0]
+        chosen = rows[order]
+        edges = numpy.nonzero(chosen != numpy.roll(chosen, 1))[0]
+        ends = [end for edge in edges.tolist() for end in (order[edge], order[edge - 1])]
+        pairs = _shuffled_pairs(ends) + (_shuffled_pairs(order.tolist()) if any_two else [])
+        for changed in itertools.chain(((end,) for end in ends), pairs):
+            other = rows.copy()
+            other[list(changed)] ^= True
+            if self._short(other) <= 0:
+                yield other
+
+    def _spread(self, copied: int, run: int, ahead: float) -> numpy.ndarray:
+        """Rows of about `copied` bytes: a run begins when half of it is owed, and ends half in advance."""
+        weights = (self._wanted(copied) * self._loads.nbytes).tolist()
+        rows = numpy.zeros(len(weights), dtype=bool)
+        owed, running = ahead * run, False
+        may, nbytes = self._may.tolist(), self._loads.nbytes.tolist()
+        for index, weight in enumerate(weights):
+            if not may[index]:
+                continue
+            owed += weight
+            running = owed > -run / 2 if running else owed >= run / 2
+            if running:
+                rows[index] = True
+                owed -= nbytes[index]
+        return rows
+
+    def _wanted(self, copied: int) -> numpy.ndarray:
+        """The share of each row to copy: the relaxation's, less or more in proportion."""
+        nbytes = self._loads.nbytes * self._may
+        given = float((self._share * nbytes).sum())
+        if copied <= given:
+            return self._share * (copied / given)
+        left = float(nbytes.sum()) - given
+        wanted: numpy.ndarray = self._share + (1 - self._share) * min(
+            1.0, (copied - given) / left if left else 0.0
+        )
+        return wanted
+
+    def _short(self, rows: numpy.ndarray) -> int:
+        """Bytes by which the fullest step holds more than the cap; negative where all fit."""
+        loads = self._loads
+        kept = numpy.bincount(loads.gap[~rows], weights=loads.nbytes[~rows], minlength=len(loads.gaps))
+        return int(self._residency.held_bytes(kept.tolist()).max()) - self._cap
+
+
+def _shuffled_pairs(rows: Sequence[int]) -> list[tuple[int, ...]]:
+    pairs: list[tuple[int, ...]] = list(itertools.combinations(rows, 2))
+    random.Random(len(pairs)).shuffle(pairs)
+    return pairs
