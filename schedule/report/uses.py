@@ -16,9 +16,13 @@ Lives = Literal["resident", "in part", "streamed", "outside", "not read"]
 
 @dataclass(frozen=True)
 class Use:
-    """Where a weight lives, the first step that reads it (-1 for none), its bytes copied a pass, and why."""
+    """Where a weight lives, the first step that reads it (-1 for none), its bytes copied a pass, and why.
+
+    `where` says the same as `lives`, and how much of it stays.
+    """
 
     lives: Lives
+    where: str
     first: int
     streamed: int
     why: str
@@ -61,7 +65,8 @@ def uses_of(picture: Picture) -> list[Use]:
         else:
             wait = sum(waits.get(k, 0) for k in stream.steps.intersection(reads[s]))
             why = f"{_times_read(times)}; {_reason(stream, times, wait)}"
-        found.append(Use(lives, reads[s][0] if times else -1, stream.nbytes, why))
+        where = f"{format_share(stream.share)} stays" if lives == "in part" else lives
+        found.append(Use(lives, where, reads[s][0] if times else -1, stream.nbytes, why))
     return found
 
 

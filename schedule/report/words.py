@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from penstock.schedule.facts.model import Decisions
+from penstock.schedule.facts.model import Decisions, Range
 from penstock.schedule.facts.sizes import format_size, format_time
 from penstock.schedule.report.pictures import Picture, waits_of
 from penstock.schedule.report.uses import format_share, resident_bytes
-from penstock.schedule.report.views import View
+from penstock.schedule.report.views import View, storage_ranges
 from penstock.schedule.report.whatif import limit_of, verdict
 
 Lines = list[tuple[str, str]]
@@ -141,13 +141,33 @@ class Sayings:
     def __init__(self, picture: Picture, names: Sequence[str]) -> None:
         self._picture, self._steps, self._names = picture, picture.trace.steps, names
         self._sizes, self._resident = picture.plan.sizes, resident_bytes(picture.plan)
+        self._places = storage_ranges(picture.plan)
         self._brought = weights_of_copies(picture)
         self._late: dict[int, set[int]] = {}
         for copy, weights in zip(picture.copies, self._brought, strict=True):
             self._late.setdefault(copy.step, set()).update(weights)
 
-    def of(self, kind: str, number: int | None) -> dict[str, Any]:
-        """A title for such intervals, the weights they are about, lines, and a name to show on them."""
+    def of_interval(self, kind: str, number: int | None, waited: int) -> dict[str, Any]:
+        """A title, the weights that it is about, lines, and a name to show on it where there is one.
+
+        `waited` are the nanoseconds of the stall before it.
+        """
+        said = self._about(kind, number)
+        stalled = [("waited", format_time(waited))] if kind == "read" and waited else []
+        return said | {"lines": [*said["lines"], *stalled]}
+
+    def of_box(self, storage: int, piece: Range, until: int | None) -> dict[str, Any]:
+        """The same of a range of a storage that leaves the arena when step `until` ends, or never."""
+        place, n = self._places[storage], len(self._steps)
+        whole = f" of {format_size(place.nbytes)}" if place else ""
+        lines = [("bytes", format_size(piece.nbytes) + whole), ("here", "always: it never leaves")]
+        if until is not None:
+            after = "" if until < n else " in the pass after"
+            lines[1] = ("leaves", f"when {self._steps[until % n].name} ends{after}")
+        return {"title": self._names[storage], "weights": [storage], "lines": lines}
+
+    def _about(self, kind: str, number: int | None) -> dict[str, Any]:
+        """What all intervals of a kind with a number have in common."""
         if kind in {"copy", "disk"} and number is not None:
             weights = self._brought[number]
             name = self._title(weights)

@@ -16,45 +16,39 @@ const figure = {
   step: -1, // the step that the keyboard is at
   hit: null, // what the pointer or the keyboard is at
   chosen: null, // the weight that is followed
-  queued: false,
 };
 const limitsOf = { time: () => figure.view.limits, address: () => [0, Math.max(1, DATA.addresses)] };
 
-/** Rows and numbers of the data become what they stand for. */
-function link(method) {
-  for (const view of [method.steady, method.first]) {
-    const itemOf = ([kind, start, end, about]) => ({ kind, start, end, about: method.about[about] });
-    view.lanes = Object.entries(view.lanes).map(([name, rows]) => ({ name, items: rows.map(itemOf) }));
-    view.boxes = view.boxes.map(([stay, start, ready, end]) => ({ stay: method.stays[stay], start, ready, end }));
-    view.reads = view.lanes[0].items.filter(({ kind }) => kind === "read");
-    view.top = view.held[1].reduce((top, value) => Math.max(top, value), Math.max(1, DATA.arena_bytes));
-  }
-  method.streamed = method.stays.filter(({ until }) => until !== null);
-}
-
-function makeChart(name, height, { data = [figure.view.limits, [null, null]], series = [{}], y, axis, paint, title }) {
+function makeChart(name, height, { data, series = [{}], y, axis, paint, title }) {
   const top = name === "lanes" ? TOP : 0;
   const time = axisOf(TIME, { side: 0, size: top, space: 110, ...(top ? {} : { values: () => [] }) });
   figure.charts[name] = new uPlot({
     title, class: name, width: figure.root.clientWidth, height: height + top, legend: { show: false },
     padding: name === "arena" ? [8, 0, 8, 0] : [0, 0, 0, 0],
-    cursor: { ...STILL, points: { show: false }, sync: { key: "pass" } },
+    cursor: { y: false, drag: { x: false }, points: { show: false }, sync: { key: "pass" } },
     scales: { x: { time: false, range: () => figure.time }, y },
     axes: [time, { ...axis, size: GUTTER, grid: { show: false } }],
     series: [{}, ...series],
     hooks: { drawAxes: paint ? [painted(paint)] : [], draw: [painted(drawPasses)] },
-  }, data, figure.root);
+  }, data || [figure.view.limits, [null, null]], figure.root);
+  listen(name, figure.charts[name].over);
 }
 
 /** Makes the charts of a view anew: lanes for compute and every link, what is held, and the arena. */
 function showView() {
   for (const chart of Object.values(figure.charts)) chart.destroy();
   const view = figure.method[figure.key];
+  const { lanes, boxes, period, held: [times, held] } = view;
+  const known = [...lanes.flatMap(({ items }) => items), ...boxes];
+  for (const one of known) Object.assign(one, figure.method.about[one.about]);
+  view.streamed = boxes.filter(({ paint }) => paint === "held");
+  view.reads = lanes[0].items.filter(({ paint }) => paint === "compute");
+  view.steps = view.reads.filter(({ start }) => start >= 0 && start < period);
+  view.top = held.reduce((top, nbytes) => Math.max(top, nbytes), Math.max(1, DATA.arena_bytes));
   Object.assign(figure, { charts: {}, view, step: -1 });
   showHit(null);
   fit();
-  const named = (places, names) => axisOf(TIME, { stroke: () => colour("ink"), splits: () => places, values: () => names });
-  const { lanes, held: [times, held] } = view;
+  const named = (at, names) => axisOf(TIME, { stroke: () => colour("ink"), splits: () => at, values: () => names });
   makeChart("lanes", LANE * lanes.length, {
     y: { range: () => [0, lanes.length], dir: -1 },
     axis: named(lanes.map((_, i) => i + 0.5), lanes.map(({ name }) => name)),
@@ -76,14 +70,9 @@ function showView() {
   });
 }
 
-/** Draws once before the next frame, however often it is asked for. */
+/** Draws when the running task is over, once, however often it is asked for. */
 function redraw() {
-  if (figure.queued) return;
-  figure.queued = true;
-  requestAnimationFrame(() => {
-    figure.queued = false;
-    for (const chart of Object.values(figure.charts)) chart.redraw();
-  });
+  for (const chart of Object.values(figure.charts)) chart.redraw();
 }
 
 /** Shows an axis from `start` to `end`, or as far as there is something. */
@@ -113,32 +102,29 @@ function fit() {
 
 /** Shows the addresses of some ranges, from the first to the last. */
 function showRanges(ranges) {
-  const low = ranges.reduce((least, one) => Math.min(least, one.address), Infinity);
-  const high = ranges.reduce((most, one) => Math.max(most, one.address + one.nbytes), 0);
-  if (ranges.length) show("address", low, high);
+  const edges = ranges.flatMap(({ address, nbytes }) => [address, address + nbytes]);
+  if (edges.length) show("address", Math.min(...edges), Math.max(...edges));
 }
-
-/** The reads of the pass that is looked at, which are its steps. */
-const stepsOf = ({ reads, period }) => reads.filter(({ start }) => start >= 0 && start < period);
 
 /** The steps around one, and the addresses that they stream through. */
 function showSteps(step, around = 6) {
-  const steps = stepsOf(figure.view);
+  const { steps, streamed } = figure.view;
   const low = clamp(step - around, 0, Math.max(0, steps.length - 1 - 2 * around));
   show("time", steps[low].start, steps[Math.min(steps.length - 1, low + 2 * around)].end);
-  showRanges(figure.view.boxes.filter((box) => inSight(box) && box.stay.until !== null).map(({ stay }) => stay));
+  showRanges(streamed.filter(inSight));
 }
 
 /** Shows a step of the pass that is looked at, and says what it is. */
 function goToStep(step) {
-  const steps = stepsOf(figure.view);
+  const { steps, period } = figure.view;
   if (!steps.length) return;
   figure.step = (step + steps.length) % steps.length;
-  const { start, end } = steps[figure.step];
+  const hit = steps[figure.step];
+  const { start, end } = hit;
   const span = figure.time[1] - figure.time[0];
-  if (steps.length > MANY && span > figure.view.period / 4) showSteps(figure.step);
+  if (steps.length > MANY && span > period / 4) showSteps(figure.step);
   else if (start < figure.time[0] || end > figure.time[1]) show("time", start - span / 2, start + span / 2);
   const share = ((start + end) / 2 - figure.time[0]) / (figure.time[1] - figure.time[0]);
-  showHit(hitOf(steps[figure.step]), GUTTER + share * (figure.root.clientWidth - GUTTER), TOP + LANE);
-  byId("announce").textContent = `${figure.hit.title}: ${figure.hit.lines.map((line) => line.join(" ")).join("; ")}`;
+  showHit(hitOf(hit), "lanes", { left: share * figure.charts.lanes.over.clientWidth, top: LANE });
+  byId("announce").textContent = `${hit.title}: ${figure.hit.lines.map((line) => line.join(" ")).join("; ")}`;
 }

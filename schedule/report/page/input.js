@@ -15,90 +15,73 @@ const KEYS = {
   n: () => goToStep(figure.step + 1),
   p: () => goToStep(figure.step - 1),
   f: () => showSteps(figure.step < 0 ? figure.method.steps.length >> 1 : figure.step),
-  s: () => showRanges(figure.method.streamed),
+  s: () => showRanges(figure.view.streamed),
   Escape: () => { showHit(null); follow(null); },
 };
 
-/** Which chart the pointer is in, and at which time and value; null outside their plots. */
-function placeOf({ target, clientX, clientY }) {
-  const [name, chart] = Object.entries(figure.charts).find(([, { over }]) => over === target) || [];
-  if (!chart) return null;
-  const { left, top, width, height } = chart.over.getBoundingClientRect();
-  const [time, value] = [chart.posToVal(clientX - left, "x"), chart.posToVal(clientY - top, "y")];
-  return { name, width, height, time, value, x: clientX, y: clientY };
+/** Where in a chart an event is, in pixels and in time and value, and what the chart shows of these. */
+function placeOf(name, { target, offsetX: left, offsetY: top }) {
+  const { clientWidth: width, clientHeight: height } = target;
+  const times = figure.time;
+  const values = name === "lanes" ? [0, figure.view.lanes.length] : figure.address;
+  const at = ([low, high], share) => low + (high - low) * share;
+  const [time, value] = [at(times, left / width), at(values, top / height)];
+  return { left, top, width, height, times, values, time, value };
 }
 
-function onWheel(event) {
-  const at = placeOf(event);
-  const sideways = event.shiftKey ? event.deltaY || event.deltaX : event.deltaX;
-  if (at && event.altKey && at.name === "arena") zoom("address", 1.0015 ** event.deltaY, at.value);
-  else if (at && (event.ctrlKey || event.metaKey)) zoom("time", 1.002 ** event.deltaY, at.time);
-  else if (at && Math.abs(sideways) > (event.shiftKey ? 0 : Math.abs(event.deltaY))) move("time", sideways / at.width);
-  else return;
-  event.preventDefault();
-}
-
-function listen({ root } = figure) {
-  let drag = null;
-  const on = (kind, handle) => root.addEventListener(kind, handle, { passive: false });
-  on("wheel", onWheel);
-  on("pointerdown", (event) => {
-    const at = placeOf(event);
-    drag = at && { ...at, far: false, begin: figure.time, low: figure.address };
+/** Wheel and pointer over the plot of a chart. */
+function listen(name, plot) {
+  let grip = null; // where the pointer went down, until it goes up
+  const on = (kind, handle) => {
+    plot.addEventListener(kind, (event) => handle(placeOf(name, event), event), { passive: false });
+  };
+  on("wheel", (at, event) => {
+    const { deltaX, deltaY, shiftKey } = event;
+    const sideways = shiftKey ? deltaY || deltaX : deltaX;
+    if (event.altKey && name === "arena") zoom("address", 1.0015 ** deltaY, at.value);
+    else if (event.ctrlKey || event.metaKey) zoom("time", 1.002 ** deltaY, at.time);
+    else if (Math.abs(sideways) > (shiftKey ? 0 : Math.abs(deltaY))) move("time", sideways / at.width);
+    else return;
+    event.preventDefault();
   });
-  on("pointermove", (event) => {
-    const [x, y] = drag ? [drag.x - event.clientX, drag.y - event.clientY] : [0, 0];
-    if (drag && (drag.far || Math.hypot(x, y) > 4)) {
-      if (!drag.far) root.setPointerCapture(event.pointerId);
-      drag.far = true;
-      showHit(null);
-      move("time", x / drag.width, drag.begin);
-      if (drag.name === "arena") move("address", y / drag.height, drag.low);
-    } else {
-      const { left, top } = root.getBoundingClientRect();
-      showHit(findHit(placeOf(event)), event.clientX - left, event.clientY - top);
-    }
+  on("pointerdown", (at, { pointerId }) => {
+    grip = at;
+    plot.setPointerCapture(pointerId);
+  });
+  on("pointermove", (at) => {
+    const [x, y] = grip ? [grip.left - at.left, grip.top - at.top] : [0, 0];
+    if (Math.hypot(x, y) > 4) grip.far = true;
+    showHit(grip?.far ? null : findHit(name, at), name, at);
+    if (!grip?.far) return;
+    move("time", x / at.width, grip.times);
+    if (name === "arena") move("address", y / at.height, grip.values);
   });
   on("pointerup", () => {
-    if (drag && !drag.far) follow(figure.hit && figure.hit.weights.length ? figure.hit.weights[0] : null);
-    drag = null;
+    if (grip && !grip.far) follow(figure.hit?.weights[0] ?? null);
+    grip = null;
   });
-  on("pointercancel", () => { drag = null; });
-  on("pointerleave", () => { if (!drag) showHit(null); });
-  on("dblclick", (event) => {
-    const at = placeOf(event);
-    if (at) zoom("time", 0.2, at.time);
-    if (at && at.name === "arena") zoom("address", 0.2, at.value);
+  on("pointercancel", () => { grip = null; });
+  on("pointerleave", () => showHit(null));
+  on("dblclick", (at) => {
+    zoom("time", 0.2, at.time);
+    if (name === "arena") zoom("address", 0.2, at.value);
   });
-  on("keydown", (event) => {
-    if (!(event.key in KEYS) || event.ctrlKey || event.metaKey || event.altKey) return;
-    event.preventDefault();
-    KEYS[event.key]();
-  });
+}
+
+function onKey(event) {
+  if (!(event.key in KEYS) || event.ctrlKey || event.metaKey || event.altKey) return;
+  event.preventDefault();
+  KEYS[event.key]();
 }
 
 const spanOf = (start, end) => `${formatTime(end - start)}, from ${formatTime(Math.max(0, start))} on`;
 
-/** What an item of a lane is: a title, lines of a name and a value, and the weights that it is about. */
-function hitOf({ kind, start, end, about }) {
-  const lines = [[kind === "stall" ? "waits" : "takes", spanOf(start, end)], ...about.lines];
-  const stall = kind === "read" && figure.view.lanes[0].items.find((one) => one.kind === "stall" && one.end === start);
-  if (stall) lines.push(["waited", formatTime(stall.end - stall.start)]);
-  return { ...about, lines };
-}
-
-/** What a range of the arena is, and how long it stays. */
-function hitOfBox({ start, ready, end, stay: { weight, nbytes, until } }) {
-  const { steps } = figure.method;
-  const { name, nbytes: all } = DATA.weights[weight];
-  const lines = [["bytes", formatBytes(nbytes) + (all === null ? "" : ` of ${formatBytes(all)}`)]];
-  if (ready > start) lines.push(["arrives", spanOf(start, ready)]);
-  if (until === null) lines.push(["here", "always: it never leaves"]);
-  else {
-    lines.push(["leaves", `when ${steps[until % steps.length]} ends${until < steps.length ? "" : " in the pass after"}`]);
-    lines.push(["here for", formatTime(end - start)]);
-  }
-  return { title: name, weights: [weight], lines };
+/** What is known of an item or a box, and when it happens. */
+function hitOf({ paint, start, ready = start, end, title, weights, lines }) {
+  const verb = { stall: "waits", held: "here for" }[paint] || "takes";
+  const times = paint === "resident" ? [] : [[verb, spanOf(start, end)]];
+  if (ready > start) times.push(["arrives", spanOf(start, ready)]);
+  return { title, weights, lines: [...times, ...lines] };
 }
 
 /** What is held at a time, between two corners of the line. */
@@ -109,36 +92,39 @@ function hitOfMemory(time) {
   const held = values[next - 1] + (values[next] - values[next - 1]) * share;
   return { title: "In memory", weights: [], lines: [
     ["at", formatTime(Math.max(0, time))],
-    ["held", `${formatBytes(held)}, ${formatShare(held / top)} of the arena`],
+    ["held", `${formatBytes(held)}, ${Math.round((held / top) * 100)} % of the arena`],
     ["resident", formatBytes(DATA.resident_bytes)],
   ] };
 }
 
 /** What lies at a place, or within two pixels of it; else null. */
-function findHit(at) {
-  if (!at || at.name === "memory") return at && hitOfMemory(at.time);
-  const { view, time, address } = figure;
+function findHit(name, { width, height, times, values, time, value }) {
+  if (name === "memory") return hitOfMemory(time);
+  const { lanes, boxes } = figure.view;
   for (const pixels of [0, 2]) {
-    const [late, far] = [(pixels / at.width) * (time[1] - time[0]), (pixels / at.height) * (address[1] - address[0])];
-    const now = ({ start, end }) => start - late <= at.time && at.time <= end + late;
-    const here = ({ stay }) => stay.address - far <= at.value && at.value <= stay.address + stay.nbytes + far;
-    const lane = view.lanes[clamp(Math.floor(at.value), 0, view.lanes.length - 1)];
-    const found = at.name === "lanes" ? lane.items.find(now) : view.boxes.find((one) => now(one) && here(one));
-    if (found) return found.stay ? hitOfBox(found) : hitOf(found);
+    const late = (pixels / width) * (times[1] - times[0]);
+    const far = (pixels / height) * (values[1] - values[0]);
+    const now = ({ start, end }) => start - late <= time && time <= end + late;
+    const here = ({ address, nbytes }) => address - far <= value && value <= address + nbytes + far;
+    const lane = lanes[clamp(Math.floor(value), 0, lanes.length - 1)];
+    const found = name === "lanes" ? lane.items.find(now) : boxes.find((one) => now(one) && here(one));
+    if (found) return hitOf(found);
   }
   return null;
 }
 
-/** Says beside a place of the picture what is there; no hit hides it. */
-function showHit(hit, x, y) {
-  const [tip, { clientWidth, clientHeight }] = [byId("tip"), figure.root];
+/** Says beside a place of a chart what is there; no hit hides it. */
+function showHit(hit, name = "lanes", { left, top } = {}) {
+  const tip = byId("tip");
   figure.hit = hit;
   tip.hidden = !hit;
   redraw();
   if (!hit) return;
-  const rowOf = ([name, value]) => element("tr", {}, element("th", { scope: "row" }, name), element("td", {}, value));
+  const rowOf = ([title, said]) => element("tr", {}, element("th", { scope: "row" }, title), element("td", {}, said));
   tip.replaceChildren(element("strong", {}, hit.title), element("table", {}, ...hit.lines.map(rowOf)));
-  const { offsetWidth: width, offsetHeight: height } = tip;
-  tip.style.left = `${Math.max(0, x + 16 + width > clientWidth ? x - 16 - width : x + 16)}px`;
-  tip.style.top = `${y + 18 + height > clientHeight + 40 ? Math.max(0, y - height - 12) : y + 18}px`;
+  const { over } = figure.charts[name];
+  const [x, y] = [over.offsetLeft + left, over.parentElement.offsetTop + over.offsetTop + top];
+  const [right, below] = [x + 16 + tip.offsetWidth, y + 18 + tip.offsetHeight];
+  tip.style.left = `${right > figure.root.clientWidth ? Math.max(0, x - 16 - tip.offsetWidth) : x + 16}px`;
+  tip.style.top = `${below > figure.root.clientHeight + 40 ? Math.max(0, y - 12 - tip.offsetHeight) : y + 18}px`;
 }

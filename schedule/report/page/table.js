@@ -7,26 +7,24 @@ const collator = new Intl.Collator("en", { numeric: true });
 /** A name that may be broken behind its dots and underscores, and nowhere else if possible. */
 const breakable = (name) => name.split(/(?<=[._])/).flatMap((part, i) => (i ? [element("wbr"), part] : [part]));
 
-/** What the table says of a weight, what it is ordered by, and its line. */
+/** The line of a weight in the table, and what it is ordered by. */
 function rowOf(weight, index) {
-  const { steps, uses } = figure.method;
-  const { lives, first, streamed, why } = uses[index];
-  const share = weight.nbytes ? Math.min(1, weight.resident / weight.nbytes) : 0;
-  const step = first < 0 ? "\u2013" : `${first} ${steps[first]}`;
-  const name = element("button", { type: "button", title: "Show in the picture" }, ...breakable(weight.name));
-  name.onclick = () => follow(index, true);
-  const bar = element("span", { class: share || streamed ? "share" : "share none" }, element("i", { style: `width: ${share * 100}%` }));
+  const { name, nbytes, resident, lives, where, first, streamed, why } = { ...weight, ...figure.method.uses[index] };
+  const share = nbytes ? Math.min(1, resident / nbytes) : 0;
+  const button = element("button", { type: "button", title: "Show in the picture" }, ...breakable(name));
+  button.onclick = () => follow(index, true);
+  const rest = share || streamed ? "held" : "soft";
+  const paint = `background: linear-gradient(90deg, var(--muted) ${share * 100}%, var(--${rest}) 0)`;
   const line = element("tr", {}, ...[
-    ["name", name],
-    ["number", weight.nbytes === null ? "unknown" : formatBytes(weight.nbytes)],
-    ["where", bar, lives === "in part" ? `${formatShare(share)} stays` : lives],
+    ["name", button],
+    ["number", nbytes === null ? "unknown" : formatBytes(nbytes)],
+    ["where", element("span", { class: "share", style: paint }), where],
     ["number", streamed ? formatBytes(streamed) : "\u2013"],
-    ["step", ...breakable(step)],
+    ["step", ...breakable(first < 0 ? "\u2013" : `${first} ${figure.method.steps[first]}`)],
     ["why", why],
   ].map(([kind, ...content]) => element("td", { class: kind }, ...content)));
-  const text = `${weight.name} ${lives} ${why} ${step}`.toLowerCase();
-  const orders = { name: weight.name, nbytes: weight.nbytes ?? -1, where: LIVES.indexOf(lives) * 2 - share, streamed, why };
-  return { ...orders, step: first < 0 ? Infinity : first, index, lives, line, text };
+  const orders = { name, nbytes: nbytes ?? -1, where: LIVES.indexOf(lives) * 2 - share, streamed, why };
+  return { ...orders, step: first < 0 ? Infinity : first, line, index, lives };
 }
 
 /** Orders the rows, and shows those that are searched for. */
@@ -34,8 +32,9 @@ function showTable() {
   const { rows, order, down, lives } = table;
   const compared = (a, b) => (typeof a === "string" ? collator.compare(a, b) : a === b ? 0 : a - b);
   rows.sort((a, b) => compared(a[order], b[order]) * (down ? -1 : 1) || a.index - b.index);
-  const words = byId("search").value.toLowerCase().split(/\s+/).filter(Boolean);
-  const shown = rows.filter((row) => ["all", row.lives].includes(lives) && words.every((word) => row.text.includes(word)));
+  const words = byId("search").value.toLowerCase().split(/\s+/);
+  const found = ({ line }) => words.every((word) => line.textContent.toLowerCase().includes(word));
+  const shown = rows.filter((row) => ["all", row.lives].includes(lives) && found(row));
   byId("weights").tBodies[0].replaceChildren(...shown.map((row) => row.line));
   each("[data-order]", (button, key) => {
     button.parentElement.setAttribute("aria-sort", key !== order ? "none" : down ? "descending" : "ascending");
@@ -49,11 +48,12 @@ function showTable() {
 /** The rows of the method; search and order stay. */
 function fillTable() {
   table.rows = DATA.weights.map(rowOf);
-  const kinds = LIVES.map((lives) => [lives, table.rows.filter((row) => row.lives === lives).length]).filter(([, n]) => n);
+  const of = (lives) => [lives, table.rows.filter((row) => row.lives === lives).length];
+  const kinds = LIVES.map(of).filter(([, count]) => count);
   if (!kinds.some(([lives]) => lives === table.lives)) table.lives = "all";
   const shown = [["all", table.rows.length], ...(kinds.length > 1 ? kinds : [])];
-  byId("lives").replaceChildren(...shown.map(([lives, n]) => element(
-    "button", { type: "button", "data-lives": lives }, lives, element("small", {}, n.toLocaleString("en")),
+  byId("lives").replaceChildren(...shown.map(([lives, count]) => element(
+    "button", { type: "button", "data-lives": lives }, lives, element("small", {}, count.toLocaleString("en")),
   )));
   onClick("lives", (lives) => { table.lives = lives; showTable(); });
   showTable();
@@ -73,45 +73,44 @@ function follow(index, fromTable = false) {
   figure.root.focus({ preventScroll: true });
 }
 
+/** Shows a pass of a method, what the colours in it mean, and the buttons that do something in it. */
 function showPass() {
   const { method, key } = figure;
-  const kinds = new Set(method[key].lanes.flatMap(({ items }) => items.map(({ kind }) => kind)));
-  if (DATA.resident_bytes) kinds.add("resident");
-  byId("pass-note").textContent = method[key].note;
-  each("[data-kinds]", (item, some) => { item.hidden = !some.split(" ").some((kind) => kinds.has(kind)); });
+  showView();
+  const { lanes, boxes, streamed, note } = figure.view;
+  const drawn = new Set([...lanes.flatMap(({ items }) => items), ...boxes].map(({ paint }) => paint));
+  const meanings = Object.entries(PAINTS).filter(([paint]) => drawn.has(paint));
+  const styleOf = (paint) => ({ style: `--paint: var(--${paint})`, "data-paint": paint });
+  const signOf = ([paint, text]) => element("span", styleOf(paint), text);
+  byId("legend").replaceChildren(...meanings.map(signOf));
+  byId("pass-note").textContent = note;
   each("[data-view]", (button, view) => button.setAttribute("aria-pressed", view === key));
   each("[data-key=f]", (button) => { button.hidden = method.steps.length <= MANY; });
-  each("[data-key=s]", (button) => { button.hidden = !method.streamed.length || !DATA.addresses; });
-  showView();
+  each("[data-key=s]", (button) => { button.hidden = !streamed.length || !DATA.addresses; });
 }
 
 let curve = null;
 function drawAll() {
-  colours.clear();
+  colours = {};
   for (const chart of Object.values(figure.charts)) chart.setSize({ width: figure.root.clientWidth, height: chart.height });
-  if (curve) curve.destroy();
+  curve?.destroy();
   curve = drawCurve();
 }
 
-function start() {
-  const select = byId("method");
-  select.parentElement.hidden = DATA.methods.length < 2;
-  select.replaceChildren(...DATA.methods.map(({ name }, index) => element("option", { value: index }, name)));
-  select.onchange = () => { figure.method = DATA.methods[select.value]; showPass(); fillTable(); };
-  onClick("view", (key) => { figure.key = key; showPass(); });
-  onClick("key", (key) => KEYS[key]());
-  onClick("order", (order, button) => {
-    Object.assign(table, { order, down: order === table.order ? !table.down : button.closest(".number") !== null });
-    showTable();
-  });
-  byId("search").oninput = showTable;
-  each(".addresses", (part) => { part.hidden = !DATA.addresses; });
-  DATA.methods.forEach(link);
-  listen();
-  if (figure.method) { showPass(); fillTable(); }
-  new ResizeObserver(drawAll).observe(byId("curve-title"));
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
-  document.documentElement.dataset.ready = "";
-}
-
-start();
+const select = byId("method");
+select.parentElement.hidden = DATA.methods.length < 2;
+select.replaceChildren(...DATA.methods.map(({ name }, index) => element("option", { value: index }, name)));
+select.onchange = () => { figure.method = DATA.methods[select.value]; showPass(); fillTable(); };
+onClick("view", (key) => { figure.key = key; showPass(); });
+onClick("key", (key) => KEYS[key]());
+onClick("order", (order, button) => {
+  Object.assign(table, { order, down: order === table.order ? !table.down : button.closest(".number") !== null });
+  showTable();
+});
+byId("search").oninput = showTable;
+each(".addresses", (part) => { part.hidden = !DATA.addresses; });
+figure.root.onkeydown = onKey;
+if (figure.method) select.onchange();
+new ResizeObserver(drawAll).observe(byId("curve-title"));
+matchMedia("(prefers-color-scheme: dark)").onchange = drawAll;
+document.documentElement.dataset.ready = "";

@@ -25,7 +25,7 @@ from penstock.schedule.facts.problem import Problem
 from penstock.schedule.plan import Plan
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.report.drawing import save_report, save_timeline
-from penstock.schedule.report.page.data import page_data
+from penstock.schedule.report.page.render import page_data
 from penstock.schedule.report.views import (
     Copy,
     Views,
