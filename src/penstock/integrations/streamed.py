@@ -214,10 +214,11 @@ class Component:
 
     def _loaded(self, beside: int) -> StreamedModule:
         """The loaded module, whose plan leaves `beside` bytes for the call. Other components unload first."""
+        if self._module is None:
+            self.refuse_lost()
         self._cap.turn(self)
         plan = self._plan_for(beside)
         if self._module is None:
-            self.refuse_lost()
             self._module = self._compiled().load(plan=plan, device=self._where.device)
         return self._module
 
@@ -234,6 +235,7 @@ class Component:
                 f"{format_size(floor + beside)}, or call it with smaller inputs",
                 floor_bytes=floor + beside,
             )
+        self.refuse_lost()
         self.unload()
         left = min(max(self._beside, int(beside * _ROOM)), cap - floor)
         budget = min(cap - left, program.weight_bytes)

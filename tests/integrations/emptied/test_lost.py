@@ -45,6 +45,13 @@ def test_another_kind_of_call_says_so_and_the_ones_before_run_on(lost):
     assert torch.equal(model(X), expected)
 
 
+def test_a_call_that_needs_another_plan_says_so_and_smaller_ones_run_on(lost):
+    model, expected, _, _ = lost
+    with pytest.raises(SourceError, match=GONE):
+        model(X.repeat(500, 1))
+    assert torch.equal(model(X), expected)
+
+
 def test_a_load_after_close_says_so_and_works_when_they_are_back(lost):
     model, expected, applied, put_back = lost
     applied.close()
