@@ -84,8 +84,10 @@ class Pipeline(Generic[Value]):
 
 
 def _facts(run: Callable[..., Any], which: str) -> tuple[str, ...]:
-    facts: tuple[str, ...] = getattr(run.func if isinstance(run, partial) else run, which, ())
-    return facts
+    own: tuple[str, ...] | None = getattr(run, which, None)
+    if own is None and isinstance(run, partial):
+        own = getattr(run.func, which, None)
+    return own or ()
 
 
 def _name(run: Callable[..., Any]) -> str:

@@ -100,6 +100,15 @@ def test_a_pass_with_some_arguments_given_declares_what_it_did_without():
         Pipeline((LOAD, partial(add, other="more")))([])
 
 
+def test_a_pass_with_some_arguments_given_can_declare_by_itself():
+    def add(names, name):
+        return [*names, name]
+
+    more = declare(requires=("data",))(partial(add, name="more"))
+    assert Pipeline((more, LOAD))([]) == ["load", "more"]
+    assert Pipeline((partial(add, name="less"), LOAD))([]) == ["less", "load"]
+
+
 def test_what_holds_from_the_start_is_required_of_nobody():
     nested = Pipeline((FIT, CLEAN), requires=("data",))
     assert nested([]) == ["clean", "fit"]
