@@ -27,6 +27,9 @@ def declare(
 
     A fact is a name, such as "plain parts". What holds of a program holds after every other pass, too.
     """
+    for facts in (requires, ensures):
+        if isinstance(facts, str):
+            raise PassError(f"facts are a tuple of names, got {facts!r}: give ({facts!r},)")
 
     def mark(function: _Function) -> _Function:
         vars(function).update(requires=requires, ensures=ensures)

@@ -48,7 +48,8 @@ def _files(folder: Path) -> Iterator[Path]:
 def imports_of(tree: ast.AST) -> Iterator[tuple[str, int]]:
     """Names of modules, or of what is imported from them, that a file imports when it is not type-checked."""
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
+            yield from imports_of(ast.Module(node.orelse, []))
             continue
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)

@@ -140,3 +140,8 @@ def test_passes_that_cannot_be_ordered_are_refused_when_the_pipeline_is_made(pas
 def test_passes_in_order_need_no_graph_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "networkx", None)
     assert Pipeline((LOAD, CLEAN, FIT))([]) == ["load", "clean", "fit"]
+
+
+def test_facts_that_are_no_tuple_are_refused() -> None:
+    with pytest.raises(PassError, match=r"facts are a tuple of names, got 'probes': give \('probes',\)"):
+        declare(requires="probes")  # type: ignore[arg-type]

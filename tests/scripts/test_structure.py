@@ -53,6 +53,8 @@ def test_nothing_is_found_in_a_package_in_order(package: Path) -> None:
         "import penstock.schedule.typed\n",
         "def late():\n    from penstock.schedule.typed import Y\n",
         "def late():\n    if True:\n        import penstock.schedule.typed\n",
+        "if not TYPE_CHECKING:\n    import penstock.schedule.typed\n",
+        "if TYPE_CHECKING:\n    pass\nelse:\n    import penstock.schedule.typed\n",
     ],
 )
 def test_a_circle_is_found_wherever_its_imports_stand(package: Path, back: str) -> None:
