@@ -27,7 +27,8 @@ def declare(
 
     A fact is a name, such as "plain parts". What holds of a program holds after every other pass, too.
     """
-    for facts in (requires, ensures):
+    given: tuple[object, ...] = (requires, ensures)
+    for facts in given:
         if isinstance(facts, str):
             raise PassError(f"facts are a tuple of names, got {facts!r}: give ({facts!r},)")
 
