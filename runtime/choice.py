@@ -1,7 +1,8 @@
 """Decides what a load runs: which kind of arena, on which machine, and by which plan.
 
 On a CPU the arena is chosen by measurement: the plan's `hardware.note` says why. Plans are remembered
-(runtime/remembered.py), so that a budget has one plan, whether it is asked for or loaded.
+(runtime/remembered.py), so that a budget has one plan, whether it is asked for or loaded, until the page
+cache holds more or less of the files.
 """
 
 from __future__ import annotations

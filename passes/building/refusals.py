@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.exc import UserError
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -33,7 +32,6 @@ _REMEDIES: tuple[tuple[type[BaseException], str], ...] = (
     (DynamicOutputShapeException, "values decide about sizes: give the result a size that its inputs decide"),
     (UnsupportedOperatorException, _OPERATOR),
     (UnsupportedFakeTensorException, _OPERATOR),
-    (UserError, "export it for fewer dynamic sizes, or with what it asks for"),
 )
 
 
@@ -76,10 +74,14 @@ def check_inputs(module: nn.Module, example: Any, giver: str = "the caller") -> 
 
 def remedy(error: BaseException) -> str:
     """Returns what to try after an export failed, by the class of its error or of that error's cause."""
+    from torch._dynamo.exc import UserError  # a second's import, needed only here
+
     if "fake impl" in str(error):
         return _OPERATOR
     causes = [error, error.__cause__, error.__context__]
-    found = [text for cause in causes for kind, text in _REMEDIES if isinstance(cause, kind)]
+    remedies: list[tuple[type[BaseException], str]]
+    remedies = [*_REMEDIES, (UserError, "export it for fewer dynamic sizes, or with what it asks for")]
+    found = [text for cause in causes for kind, text in remedies if isinstance(cause, kind)]
     return next(iter(found), _PLAIN)
 
 
