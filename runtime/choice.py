@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from penstock.runtime.calibrate import measure_cuda, measure_hardware
-from penstock.runtime.device.opening import device_kind, hardware_of
+from penstock.runtime.device.opening import device_kind, hardware_of, product_of
 from penstock.runtime.files.rates import measure_populate, measure_read
 from penstock.runtime.files.source import Source, open_source
 from penstock.runtime.memory_split import fits_host
@@ -64,17 +64,21 @@ def find_plan(folder: Path, payload: Payload, request: PlanRequest) -> Plan:
     """
     if request.hardware != "auto" or request.traces:
         return decide(folder, payload, request)
-    asked = (replace(request, keep=tuple(sorted(request.keep))), tuple(cpu_arenas(payload)))
+    key = replace(request, keep=tuple(sorted(request.keep)))
+    asked = (key, product_of(request.device), tuple(cpu_arenas(payload)))
     return remembered_plan(folder, payload, request.budget, asked, lambda: decide(folder, payload, request))
 
 
 def find_plan_to_load(folder: Path, payload: Payload, request: PlanRequest) -> Plan:
-    """As `find_plan`; where the host cannot hold all that streams to a device, with the host's limit."""
+    """As `find_plan`; where the host cannot hold all that streams to a device, with the host's limit.
+
+    That limit is another at every load, so such a plan is not remembered.
+    """
     plan = find_plan(folder, payload, request)
     limit = usable_bytes()
     if device_kind(request.device) == "cpu" or fits_host(plan, limit):
         return plan
-    return find_plan(folder, payload, replace(request, host_memory=limit))
+    return decide(folder, payload, replace(request, host_memory=limit))
 
 
 def decide(folder: Path, payload: Payload, request: PlanRequest) -> Plan:

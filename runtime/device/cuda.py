@@ -57,6 +57,12 @@ class CudaDevice(DiskedDevice):
         return cls(int(index) if index else None, page_lock=page_lock)
 
     @property
+    def product(self) -> str:
+        """The model and the memory of the device, which its index does not tell."""
+        facts = torch.cuda.get_device_properties(self.torch_device)
+        return f"{facts.name}, {facts.total_memory} bytes"
+
+    @property
     def held_by_others(self) -> int:
         """Bytes of the device that are taken, but not by torch's allocator in this process."""
         free, total = torch.cuda.mem_get_info(self.torch_device)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from penstock.runtime import choice, remembered
+from penstock.schedule.facts.hardware import find_hardware
 from penstock.schedule.planner import make_plan
 
 
@@ -18,11 +21,11 @@ def made(stack, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     plans = []
 
-    def count(*args, **kwargs):
+    def remember(*args, **kwargs):
         plans.append(make_plan(*args, **kwargs))
         return plans[-1]
 
-    monkeypatch.setattr(choice, "make_plan", count)
+    monkeypatch.setattr(choice, "make_plan", remember)
     return plans
 
 
@@ -113,3 +116,25 @@ def test_given_hardware_and_times_are_planned_with_every_time(stack, made, tmp_p
         program.plan("45%", traces=program.plan("45%", hardware="h200").traces)
     assert len(made) == 6
     assert not stored(tmp_path)
+
+
+def test_another_gpu_of_the_same_name_has_a_plan_of_its_own(stack, made, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for product, plans in (("h100", 1), ("t4", 2), ("h100", 2)):
+        hardware = find_hardware(product)
+        facts = SimpleNamespace(name=product, total_memory=hardware.memory_nbytes)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, facts=facts: facts)
+        monkeypatch.setattr(choice, "measure_cuda", lambda *args, hardware=hardware: hardware)
+        assert stack.open().plan("45%", device="cuda").hardware == hardware
+        assert len(made) == plans
+
+
+def test_the_plan_for_what_the_host_has_free_now_is_not_kept(stack, made, monkeypatch, tmp_path):
+    free = count(2 << 20, 4096)
+    monkeypatch.setattr(choice, "usable_bytes", lambda: next(free))
+    first, second = load(stack, device="sim:h200"), load(stack, device="sim:h200")
+    assert second.host.nbytes == first.host.nbytes + 4096
+    assert len(made) == 3
+    assert len(stored(tmp_path)) == 1
