@@ -57,14 +57,18 @@ def event_graph(plan: Decisions, method: str | None = None) -> networkx.DiGraph:
 
 
 def to_dot(graph: networkx.DiGraph) -> str:
-    """The graph in Graphviz' language; every attribute of a node or an edge is written as text."""
+    """The graph in Graphviz' language; every attribute of a node or an edge is written as text.
+
+    `weight` is written as `weight_ns`: Graphviz adds up the weights of edges in 32 bits to lay them out.
+    """
     numbers = {node: number for number, node in enumerate(graph)}
     lines = [
         f"  n{numbers[node]} [{_attributes(_labelled(node, facts))}];" for node, facts in graph.nodes.items()
     ]
     for source, target, facts in graph.edges(data=True):
         label = {"label": facts["why"]} if "why" in facts else {}
-        lines.append(f"  n{numbers[source]} -> n{numbers[target]} [{_attributes(label | facts)}];")
+        named = {"weight_ns" if name == "weight" else name: value for name, value in facts.items()}
+        lines.append(f"  n{numbers[source]} -> n{numbers[target]} [{_attributes(label | named)}];")
     return "\n".join(["digraph penstock {", *lines, "}"]) + "\n"
 
 

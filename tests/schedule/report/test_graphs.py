@@ -94,5 +94,12 @@ def test_dot_quotes_what_names_hold() -> None:
     assert text.count(" -> ") == plan.event_graph().number_of_edges()
 
 
+def test_nanoseconds_are_no_weights_for_the_layout() -> None:
+    graph = equal_plan().event_graph()
+    text = to_dot(graph)
+    assert '"weight"=' not in text
+    assert text.count('"weight_ns"=') == graph.number_of_edges()
+
+
 def test_a_graph_without_attributes_is_written_too() -> None:
     assert to_dot(networkx.DiGraph([("a", "b")])).count('"label"="a"') == 1
