@@ -7,11 +7,10 @@ import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING
 
-from penstock.runtime.arena.anonymous import FileRanges, file_ranges, read_ranges
 from penstock.runtime.arena.base import move_granule
 from penstock.runtime.arena.mapped import MappedArena
+from penstock.runtime.files.source import Source
 from penstock.runtime.system.limits import available_bytes
 from penstock.runtime.system.memory import (
     HUGE_PAGE,
@@ -29,9 +28,6 @@ from penstock.runtime.system.memory import (
 from penstock.runtime.system.page_cache import may_ask_mincore
 from penstock.schedule.facts.model import Storage
 from penstock.schedule.plan import Plan
-
-if TYPE_CHECKING:
-    from penstock.runtime.files.source import Source
 
 PATIENCE = 32
 """Reads past the cache before a granule that was lost from it is brought into it again; then doubled."""
@@ -64,17 +60,15 @@ class AdaptiveArena(MappedArena):
         room = available_bytes()
         self._cache_holds_all = room is None or sum(f.nbytes for f in source.files) <= room
         super().__init__(plan, storages, source, debug=debug)
-        try:
-            self._pieces = FileRanges(file_ranges(plan, storages, self._places, self._memory), gap=PAGE)
-            if all(may_ask_mincore(file.fd) for file in source.files):
-                # Only ever asked about: mincore(2) tells nothing of places that are private.
-                self._cache = Reservation(self._memory.nbytes)
-                for segment in self._files:
-                    start, nbytes = self._segment_pages(segment)
-                    self._map_file(self._cache, segment, start, nbytes)
-        except BaseException:
-            self.close()
-            raise
+
+    def _map(self) -> None:
+        super()._map()
+        self._pieces = self._file_ranges(gap=PAGE)
+        if all(may_ask_mincore(file.fd) for file in self._source.files):
+            # Only ever asked about: mincore(2) tells nothing of places that are private.
+            self._cache = Reservation(self._memory.nbytes)
+            for segment in self._files:
+                self._map_file(self._cache, segment, *self._segment_pages(segment))
 
     def fill_ready(self, start: int, stop: int) -> int | None:
         granules = range(round_down(start, self._granule), stop, self._granule)
@@ -137,7 +131,7 @@ class AdaptiveArena(MappedArena):
                     self._moved.add(granule)
         if self._debug:
             protect(address + start, stop - start, mmap.PROT_READ | mmap.PROT_WRITE)
-        return read_ranges(self._source, self._pieces.within(start, stop))
+        return self._pieces.read(self._source, start, stop)
 
     def _make_room(self) -> None:
         """Give spare memory back until it and what is held or being filled are within the budget."""

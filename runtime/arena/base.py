@@ -1,4 +1,4 @@
-"""What all arenas share (accounting, views, closing), and what paged arenas share."""
+"""What all arenas are and share (accounting, views, closing), and what paged arenas share."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_char
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from penstock.runtime.files.ranges import FileRanges
+from penstock.runtime.files.source import Source
 from penstock.runtime.system.memory import (
     HUGE_PAGE,
     MADV_HUGEPAGE,
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 64
 """Bytes to which storages are aligned: kernels round differently at addresses off 16."""
+
+POISON = 0xFF
+"""A number whose bytes all have this value is NaN in every floating-point format."""
 
 
 class HeldRanges:
@@ -72,16 +77,20 @@ class HeldRanges:
         return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-class BaseArena(ABC):
-    """A reservation of address space in which every storage has a fixed place.
+class WeightArena(ABC):
+    """Memory for one layout: a reservation of address space in which every storage has a fixed place.
 
-    `places[s]` is where storage s begins, in bytes from the reservation's start, or -1.
+    Ranges are half-open, in bytes of the layout. In a paged arena a range begins and ends at a page, or at an
+    end of its segment. A subclass calls this constructor, which maps the memory, when its own fields are set.
     """
 
-    def __init__(self, storages: Sequence[Storage], places: Sequence[int], nbytes: int) -> None:
+    def __init__(self, plan: Plan, storages: Sequence[Storage], source: Source, nbytes: int) -> None:
+        self._layout = plan.arena.layout
         self._storages = storages
-        self._places = places
-        for index, (storage, place) in enumerate(zip(storages, places, strict=True)):
+        self._source = source
+        # Where each storage begins, in bytes from the start of the reservation, or -1.
+        self._places = _places(plan)
+        for index, (storage, place) in enumerate(zip(storages, self._places, strict=True)):
             if place >= 0 and (place % ALIGNMENT or place + storage.nbytes > nbytes):
                 raise PlanError(
                     f"storage {index} lies at byte {place} of an arena of {nbytes} bytes: expected a "
@@ -90,20 +99,36 @@ class BaseArena(ABC):
         self._held = HeldRanges()
         self._memory = Reservation(nbytes)
         self._closed = False
+        try:
+            self._map()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def held_bytes(self) -> int:
+        """Bytes of the layout that are filled or being filled, and not dropped."""
         return self._held.nbytes
 
     @property
     def peak_bytes(self) -> int:
+        """The most that `held_bytes` has been."""
         return self._held.peak_nbytes
 
     def check(self) -> None:
+        """Raise SourceError when bytes that are held can no longer be read, or may not be the file's.
+
+        Called every few milliseconds, and when a pass ends.
+        """
         # What private memory holds, no one can take away: only closing ends it.
         self._require_open()
 
     def fill(self, start: int, stop: int) -> int:
+        """Make a range hold its bytes, and return how many were brought.
+
+        Blocks without the GIL; disjoint ranges may be filled from several threads at once. Raises
+        SourceError when the bytes cannot be had: the range is then dropped.
+        """
         return self._fill(start, stop, self._bring)
 
     def _fill(self, start: int, stop: int, bring: Callable[[int, int], int]) -> int:
@@ -117,14 +142,17 @@ class BaseArena(ABC):
             raise
 
     def fill_ready(self, start: int, stop: int) -> int | None:
+        """As `fill` where nothing has to be waited for; elsewhere nothing is filled, and None returned."""
         return None
 
     def drop(self, start: int, stop: int) -> None:
+        """Drop a range, of which nothing may be read until it is filled again."""
         self._require_open()
         self._discard(start, stop)
         self._held.remove(start, stop)
 
     def view(self, part: Part) -> torch.Tensor:
+        """The strided tensor at the one address of a part. It must not be used after `close`."""
         self._require_open()
         place = self._places[part.storage]
         reach = part.offset + _reach(part)
@@ -136,15 +164,29 @@ class BaseArena(ABC):
         return tensor_at(self._memory.address + place + part.offset, part)
 
     def mapped_bytes(self) -> int:
+        """Bytes of whole pages that the process's page tables really hold for the arena.
+
+        Raises StreamError where the system does not tell (only Linux does).
+        """
         return 0 if self._closed else self._memory.resident_bytes()
 
     def close(self) -> None:
+        """Unmap everything. No thread may be filling it; a second call does nothing."""
         self._closed = True
         self._memory.close()
 
     def _require_open(self) -> None:
         if self._closed:
             raise StreamError("the weights' memory has been closed; load the program again")
+
+    def _file_ranges(self, *, gap: int) -> FileRanges:
+        """The bytes of the storages that have a place here, by layout offset."""
+        base = self._memory.address
+        return FileRanges.of(self._storages, self._layout, self._places, base=base, gap=gap)
+
+    @abstractmethod
+    def _map(self) -> None:
+        """Put memory or files behind the reservation; what fails closes the arena again."""
 
     @abstractmethod
     def _bring(self, start: int, stop: int) -> int:
@@ -165,17 +207,22 @@ class Pages(NamedTuple):
     nbytes: int
 
 
-class PagedArena(BaseArena):
-    """An arena in which every storage lies at its layout offset, and pages come and go."""
+class PagedArena(WeightArena):
+    """An arena in which every storage lies at its layout offset, and pages come and go.
 
-    def __init__(self, plan: Plan, storages: Sequence[Storage], *, debug: bool, protection: int) -> None:
+    With `debug`, what is not held cannot be read, and what is held has the protection of its class.
+    """
+
+    _protection: ClassVar[int]
+
+    def __init__(
+        self, plan: Plan, storages: Sequence[Storage], source: Source, *, debug: bool = False
+    ) -> None:
         self._segments = sorted(plan.arena.segments)
         self._starts = [s.start for s in self._segments]
         self._debug = debug
-        self._protection = protection
         self._whole_huge_pages = plan.arena.granule % HUGE_PAGE == 0
-        places = [-1 if s in plan.outside else place for s, place in enumerate(plan.arena.layout)]
-        super().__init__(storages, places, max((s.stop for s in self._segments), default=0))
+        super().__init__(plan, storages, source, max((s.stop for s in self._segments), default=0))
 
     def _segment_pages(self, index: int) -> tuple[int, int]:
         """The first byte of a segment's pages, counted from the arena's start, and their size in bytes."""
@@ -223,6 +270,12 @@ class PagedArena(BaseArena):
     @abstractmethod
     def _bring_pages(self, pages: Pages) -> int:
         """Bring the bytes of `pages`, and return how many."""
+
+
+def _places(plan: Plan) -> Sequence[int]:
+    if plan.arena.kind == "contiguous":
+        return plan.addresses
+    return [-1 if s in plan.outside else start for s, start in enumerate(plan.arena.layout)]
 
 
 def move_granule(old: int, new: int, nbytes: int) -> None:

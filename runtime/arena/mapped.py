@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import mmap
 from bisect import bisect_right
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from penstock.runtime.arena.base import PagedArena, Pages
 from penstock.runtime.system.memory import MADV_POPULATE_READ, PAGE, Reservation, advise
 from penstock.schedule.facts.errors import PlanError, SourceError
-from penstock.schedule.facts.model import Storage
-from penstock.schedule.plan import Plan
-
-if TYPE_CHECKING:
-    from penstock.runtime.files.source import Source
 
 
 class MappedArena(PagedArena):
@@ -32,35 +25,29 @@ class MappedArena(PagedArena):
     20), and MADV_RANDOM reads page by page (cold 0.1).
     """
 
-    def __init__(
-        self, plan: Plan, storages: Sequence[Storage], source: Source, *, debug: bool = False
-    ) -> None:
-        super().__init__(plan, storages, debug=debug, protection=mmap.PROT_READ)
-        self._source = source
-        self._files: dict[int, tuple[int, int]] = {}
-        try:
-            self._find_files()
-            for segment in self._files:
-                self._map(segment)
-            self._prepare()
-        except BaseException:
-            self.close()
-            raise
+    _protection = mmap.PROT_READ
+
+    def _map(self) -> None:
+        self._files = self._find_files()
+        for segment in self._files:
+            self._map_segment(segment)
+        self._prepare()
 
     def check(self) -> None:
         # Truncating a file takes its pages from every mapping: the next read would be a SIGBUS. What is
         # written into it appears in every mapping.
         self._source.check_all_unchanged()
 
-    def _find_files(self) -> None:
+    def _find_files(self) -> dict[int, tuple[int, int]]:
         """The file behind each segment, and the layout offset at which that file begins."""
+        files: dict[int, tuple[int, int]] = {}
         for index, storage in enumerate(self._storages):
             place = self._places[index]
             for extent in storage.extents if place >= 0 else ():
                 start = place + extent.storage_offset
                 base = start - extent.file_offset
                 segment = bisect_right(self._starts, start) - 1
-                found = self._files.setdefault(segment, (extent.file, base))
+                found = files.setdefault(segment, (extent.file, base))
                 inside = segment >= 0 and start + extent.nbytes <= self._segments[segment].stop
                 if found != (extent.file, base) or base % PAGE or not inside:
                     raise PlanError(
@@ -68,13 +55,14 @@ class MappedArena(PagedArena):
                         f"{extent.file} in one piece, at a multiple of {PAGE} bytes, got base {base}; "
                         "plan it again"
                     )
+        return files
 
     def _map_file(self, memory: Reservation, segment: int, start: int, nbytes: int) -> None:
         """Map layout bytes of a segment, whole pages, at the same offset of `memory`."""
         file, base = self._files[segment]
         memory.map_file(start, nbytes, self._source.fd(file), start - base)
 
-    def _map(self, segment: int) -> None:
+    def _map_segment(self, segment: int) -> None:
         file, base = self._files[segment]
         start, nbytes = self._segment_pages(segment)
         if start < base:

@@ -6,20 +6,16 @@ import ctypes
 import mmap
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from penstock.runtime.arena.anonymous import POISON, FileRanges, file_ranges, read_ranges
-from penstock.runtime.arena.base import BaseArena, move_granule
+from penstock.runtime.arena.base import POISON, WeightArena, move_granule
+from penstock.runtime.files.source import Source
 from penstock.runtime.system.memory import PAGE, PROT_NONE, FreshMemory, protect
 from penstock.schedule.facts.errors import PlanError, StreamError
 from penstock.schedule.facts.model import Storage
 from penstock.schedule.plan import Plan
 
-if TYPE_CHECKING:
-    from penstock.runtime.files.source import Source
 
-
-class PooledArena(BaseArena):
+class PooledArena(WeightArena):
     """Storages lie at their layout offsets; a pool of granules provides the memory of what is filled.
 
     The pool has the plan's size. Filling moves free granules to the range's addresses and reads into them,
@@ -37,36 +33,34 @@ class PooledArena(BaseArena):
         poison: bool = False,
     ) -> None:
         self._granule = plan.arena.granule
-        self._source, self._debug, self._poison = source, debug, poison
-        layout_bytes = max((s.stop for s in plan.arena.segments), default=0)
-        places = [-1 if s in plan.outside else place for s, place in enumerate(plan.arena.layout)]
-        super().__init__(storages, places, layout_bytes + plan.arena_bytes)
-        reach = max((p + s.nbytes for p, s in zip(places, storages, strict=True) if p >= 0), default=0)
-        if reach > layout_bytes or plan.arena_bytes % self._granule:
-            self.close()
-            raise PlanError(
-                f"storages reach to byte {reach} of a layout of {layout_bytes} bytes, in an arena of "
-                f"{plan.arena_bytes} bytes: expected whole granules of {self._granule} bytes; plan again"
-            )
-        try:
-            self._pieces = FileRanges(file_ranges(plan, storages, self._places, self._memory), gap=PAGE)
-            self._memory.map_anonymous(0, self._memory.nbytes)
-            self._pool = pool = self._memory.address + layout_bytes
-            if debug:
-                protect(self._memory.address, layout_bytes, PROT_NONE)
-        except BaseException:
-            self.close()
-            raise
-        # Free granules by their present address: in the pool at first, later wherever they were dropped.
-        self._free = dict.fromkeys(range(pool, pool + plan.arena_bytes, self._granule))
+        self._debug, self._poison = debug, poison
         self._filled: set[int] = set()
         self._fresh = FreshMemory()
         self._lock = threading.Lock()
+        self._layout_bytes = max((s.stop for s in plan.arena.segments), default=0)
+        self._pool_bytes = plan.arena_bytes
+        super().__init__(plan, storages, source, self._layout_bytes + self._pool_bytes)
+
+    def _map(self) -> None:
+        placed = zip(self._places, self._storages, strict=True)
+        reach = max((place + storage.nbytes for place, storage in placed if place >= 0), default=0)
+        if reach > self._layout_bytes or self._pool_bytes % self._granule:
+            raise PlanError(
+                f"storages reach to byte {reach} of a layout of {self._layout_bytes} bytes, in an arena of "
+                f"{self._pool_bytes} bytes: expected whole granules of {self._granule} bytes; plan again"
+            )
+        self._pieces = self._file_ranges(gap=PAGE)
+        self._memory.map_anonymous(0, self._memory.nbytes)
+        self._pool = self._memory.address + self._layout_bytes
+        # Free granules by their present address: in the pool at first, later wherever they were dropped.
+        self._free = dict.fromkeys(range(self._pool, self._pool + self._pool_bytes, self._granule))
+        if self._debug:
+            protect(self._memory.address, self._layout_bytes, PROT_NONE)
 
     def _bring(self, start: int, stop: int) -> int:
         for address in self._granules(start, stop):
             self._put(address)
-        return read_ranges(self._source, self._pieces.within(start, stop))
+        return self._pieces.read(self._source, start, stop)
 
     def _put(self, address: int) -> None:
         """Put a granule at `address`: the one that was dropped there, or any other."""

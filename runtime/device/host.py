@@ -8,8 +8,8 @@ from itertools import accumulate
 
 import torch
 
-from penstock.runtime.arena.anonymous import FileRange, FileRanges
 from penstock.runtime.device.protocol import Device, FileRead
+from penstock.runtime.files.ranges import FileRanges
 from penstock.schedule.facts.model import Range, Storage
 from penstock.schedule.host import copied_ranges
 from penstock.schedule.plan import Plan
@@ -47,20 +47,11 @@ class HostWeights:
             HostRange(item.start, item.stop, self.slab, offset)
             for item, offset in zip(self._held, offsets, strict=False)
         ]
-        layout = plan.arena.layout
         self._stop = max((segment.stop for segment in plan.arena.segments), default=0)
         # A plan copies the same ranges again and again.
         self._held_of: dict[Range, tuple[HostRange, ...]] = {}
         self._missing_of: dict[Range, list[Range]] = {}
-        self._files = FileRanges(
-            [
-                FileRange.of(e, layout[s], layout[s])
-                for s, storage in enumerate(storages)
-                if layout[s] >= 0
-                for e in storage.extents
-            ],
-            gap=0,
-        )
+        self._files = FileRanges.of(storages, plan.arena.layout, plan.arena.layout)
 
     @property
     def pinned_bytes(self) -> int:

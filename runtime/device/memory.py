@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from penstock.runtime.arena.anonymous import FileRange, FileRanges
 from penstock.runtime.arena.base import tensor_in
 from penstock.runtime.device.host import HostRange, HostWeights
 from penstock.runtime.device.protocol import Device, Move, aligned_bytes
 from penstock.runtime.device.resident import Load, load_resident
+from penstock.runtime.files.ranges import FileRanges
 from penstock.runtime.files.source import Source
 from penstock.schedule.facts.model import Part, Range, Storage
 from penstock.schedule.plan import Plan
@@ -33,12 +33,9 @@ class DeviceWeights:
         self.outside = {s: device.allocate(storages[s].nbytes, "resident weights") for s in plan.outside}
         self.arena = device.allocate(plan.arena_bytes, "the arena")
         layout = plan.arena.layout
-        inside = [s for s, place in enumerate(plan.addresses) if place >= 0] if plan.arena_bytes else []
-        self._by_start = sorted((layout[s], s) for s in inside)
-        self._pieces = FileRanges(
-            [FileRange.of(e, layout[s], plan.addresses[s]) for s in inside for e in storages[s].extents],
-            gap=0,
-        )
+        places = plan.addresses if plan.arena_bytes else (-1,) * len(storages)
+        self._by_start = sorted((layout[s], s) for s, place in enumerate(places) if place >= 0)
+        self._pieces = FileRanges.of(storages, layout, places)
         self.host = HostWeights(plan, storages, device)
         self.disk = device.open_disk(source)
         load_resident(device, self.disk, self._loading_memory(), list(self._staying()))

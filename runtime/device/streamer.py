@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 
-from penstock.runtime.arena.anonymous import POISON
+from penstock.runtime.arena.base import POISON
 from penstock.runtime.device.memory import DeviceWeights
 from penstock.runtime.device.protocol import Device, Event
 from penstock.runtime.device.staging import StagedRead, Staging

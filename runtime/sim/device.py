@@ -22,7 +22,7 @@ from typing import Literal
 
 import torch
 
-from penstock.runtime.arena.anonymous import POISON
+from penstock.runtime.arena.base import POISON
 from penstock.runtime.device.protocol import FileRead, Move, aligned_bytes
 from penstock.runtime.device.resident import BLOCK
 from penstock.runtime.files.rates import READERS

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from penstock.runtime.arena.opening import WeightArena
+from penstock.runtime.arena.base import WeightArena
 from penstock.runtime.files.rates import READERS
 from penstock.runtime.stream.engine import StreamEngine
 from penstock.runtime.stream.queue import MethodTable, Piece

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-from penstock.runtime.arena.opening import WeightArena, open_arena
+from penstock.runtime.arena.base import WeightArena
+from penstock.runtime.arena.opening import open_arena
 from penstock.runtime.files.source import Source
 from penstock.runtime.system.memory import HUGE_PAGE, PAGE
 from penstock.schedule.facts.model import Arena, Extent, Hardware, Part, Range, Storage, WeightFile

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.arena.opening import WeightArena, open_arena
+from penstock.runtime.arena.base import WeightArena
+from penstock.runtime.arena.opening import open_arena
 from penstock.runtime.files.source import Source
 from penstock.runtime.stream.streamer import ArenaStreamer
 from penstock.runtime.system.memory import PAGE
