@@ -1,4 +1,8 @@
-"""Sizes as users write them (`32MiB`, `8GB`, `50%`, or bytes), and sizes and times as people read them."""
+"""Sizes as users write them (`32MiB`, `8GB`, `50%`, or bytes), and sizes and times as people read them.
+
+`8GB` is 8 * 10^9 bytes and `8GiB` 8 * 2^30. A letter alone is a power of two, as docker and systemd read it:
+`8G` is `8GiB`.
+"""
 
 from __future__ import annotations
 
@@ -11,36 +15,41 @@ _UNITS = {
     "": 1,
     "b": 1,
     **{f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)},
-    **{f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)},
+    **{p + rest: 1024**i for i, p in enumerate("kmgt", 1) for rest in ("", "i", "ib")},
 }
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(%|[a-z]*)\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\+?\d{1,2})?)\s*(%|[a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_size(size: int | str, *, total: int | None = None, name: str = "budget") -> int:
     """Bytes that `size` stands for, rounded down; a percentage is of `total` bytes.
 
-    Raises `BudgetError` for what is no size, or is not positive.
+    Raises `BudgetError` for what is no size, for a fraction without a unit, and for what is not positive.
     """
-    if isinstance(size, bool) or not isinstance(size, int | str):
+    if isinstance(size, bool) or not isinstance(size, int | float | str):
         raise BudgetError(f"{name} must be bytes or a size such as '32MiB', got {size!r}")
-    match = None if isinstance(size, int) else _SIZE.fullmatch(size)
-    if isinstance(size, int):
-        nbytes = size
-    elif match is None:
-        forms = "bytes, '32MiB' or '8GB'" if total is None else "bytes, '32MiB', '8GB' or '50%'"
-        raise BudgetError(f"{name} {size!r} is not a size: write {forms}")
-    elif match[2] == "%":
-        if total is None:
-            raise BudgetError(f"{name} {size!r} is a percentage of an unknown total: write bytes or '32MiB'")
-        nbytes = int(Fraction(match[1]) * total / 100)
-    elif match[2].lower() in _UNITS:
-        nbytes = int(Fraction(match[1]) * _UNITS[match[2].lower()])
-    else:
-        units = "KiB, MiB, GiB, kB, MB, GB" + ("" if total is None else " or %")
-        raise BudgetError(f"{name} {size!r} has the unknown unit {match[2]!r}: use {units}")
+    nbytes = size if isinstance(size, int) else _parse(str(size), total, name)
     if nbytes <= 0:
         raise BudgetError(f"{name} {size!r} is not positive: give at least one byte")
     return nbytes
+
+
+def _parse(size: str, total: int | None, name: str) -> int:
+    forms = "bytes, '32MiB' or '8GB'" if total is None else "bytes, '32MiB', '8GB' or '50%'"
+    match = _SIZE.fullmatch(size)
+    if match is None:
+        raise BudgetError(f"{name} {size!r} is not a size: write {forms}")
+    number, unit = Fraction(match[1]), match[2].lower()
+    if unit == "%":
+        if total is None:
+            raise BudgetError(f"{name} {size!r} is a percentage of an unknown total: write bytes or '32MiB'")
+        return int(number * total / 100)
+    if unit not in _UNITS:
+        units = "KiB, MiB, GiB, kB, MB, GB" + ("" if total is None else " or %")
+        raise BudgetError(f"{name} {size!r} has the unknown unit {match[2]!r}: use {units}")
+    if not unit and number.denominator > 1:
+        share = f"'{float(100 * number):g}%'" if number < 1 and total is not None else forms
+        raise BudgetError(f"{name} {size!r} is a fraction, not a number of bytes: write {share}")
+    return int(number * _UNITS[unit])
 
 
 def format_size(nbytes: int) -> str:

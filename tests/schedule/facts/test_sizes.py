@@ -12,6 +12,15 @@ from penstock.schedule.facts.sizes import format_size, parse_size
         ("32MiB", 32 << 20),
         ("8GB", 8 * 10**9),
         ("1.5 kib", 1536),
+        ("8G", 8 << 30),
+        ("8g", 8 << 30),
+        ("8Gi", 8 << 30),
+        ("8GiB", 8 << 30),
+        ("512m", 512 << 20),
+        ("1e9", 10**9),
+        (1e9, 10**9),
+        ("1.5GB", 1_500_000_000),
+        ("2e3 MB", 2 * 10**9),
         ("50%", 500),
         ("12.5%", 125),
         ("100%", 1000),
@@ -22,11 +31,30 @@ def test_sizes_as_users_write_them(size, nbytes):
 
 
 @pytest.mark.parametrize(
-    "size", [0, -1, "0", "0%", "-5MiB", "", "many", "5 furlongs", "1e9", True, 1.5, None, "nan"]
+    "size", [0, -1, "0", "0%", "-5MiB", "", "many", "5 furlongs", "1e-3", "1e999", True, None, "nan"]
 )
 def test_what_is_no_budget_is_refused(size):
     with pytest.raises(BudgetError, match="budget"):
         parse_size(size, total=1000)
+
+
+@pytest.mark.parametrize(
+    ("size", "total", "words"),
+    [
+        ("0.5", 1000, "budget '0.5' is a fraction, not a number of bytes: write '50%'"),
+        (0.125, 1000, "budget '0.125' is a fraction, not a number of bytes: write '12.5%'"),
+        ("0.5", None, "budget '0.5' is a fraction, not a number of bytes: write bytes, '32MiB' or '8GB'"),
+        (
+            "1.5",
+            1000,
+            "budget '1.5' is a fraction, not a number of bytes: write bytes, '32MiB', '8GB' or '50%'",
+        ),
+    ],
+)
+def test_a_fraction_is_refused_as_what_it_is(size, total, words):
+    with pytest.raises(BudgetError) as caught:
+        parse_size(size, total=total)
+    assert str(caught.value) == words
 
 
 def test_a_percentage_needs_a_total():
