@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +18,7 @@ from torch import nn
 from torch.export import Dim, export
 from torch.export import save as save_exported
 
+from penstock.cli import main as cli
 from tests.cli.command_line import Command, Result, penstock_fixture  # noqa: F401
 
 
@@ -122,8 +126,46 @@ def test_numbers_come_from_sizes_and_from_files(penstock: Command, files: Files,
 
 def test_version_and_help(penstock: Command) -> None:
     assert penstock("--version").out.startswith("penstock ")
-    for command in ("compile", "plan", "inspect", "verify", "run", "demo"):
-        assert "Example" in penstock(command, "--help").out
+    assert penstock("-h").out == penstock("--help").out
+    for module in cli.COMMANDS:
+        command = module.__name__.rpartition(".")[2]
+        text = penstock(command, "--help").out
+        assert "Example" in text
+        assert f"Usage: penstock {command} " in text
+        assert penstock(command, "-h").out == text
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("penstock pl", {"plan"}),
+        ("penstock plan model.penstock --hard", {"--hardware"}),
+        ("penstock plan model.penstock --hardware h", {"h100", "h200"}),
+        ("penstock run model.penstock --device sim:rtx4", {"sim:rtx4090"}),
+        ("penstock simulate model.penstock --arena p", {"pooled", "paged"}),
+    ],
+)
+def test_a_shell_completes_commands_options_and_names(
+    penstock: Command, monkeypatch: pytest.MonkeyPatch, typed: str, offered: set[str]
+) -> None:
+    monkeypatch.setenv("_PENSTOCK_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", typed)
+    monkeypatch.setenv("COMP_CWORD", str(typed.count(" ")))
+    assert set(penstock().out.split()) == offered
+
+
+def test_what_show_completion_prints_makes_bash_complete(tmp_path: Path) -> None:
+    command = tmp_path / "penstock"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m penstock.cli.main "$@"\n')
+    command.chmod(0o755)
+    script = (
+        'eval "$(penstock --show-completion)"; COMP_WORDS=(penstock si); COMP_CWORD=1; '
+        '$(complete -p penstock | sed "s/.*-F \\([^ ]*\\).*/\\1/") penstock; echo "${COMPREPLY[@]}"'
+    )
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command_line = ["bash", "-c", script]
+    done = subprocess.run(command_line, env=environment, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("simulate\n", "")
 
 
 # Wrong input.
@@ -144,6 +186,7 @@ def refused(done: Result) -> str:
         (["--budget", "0"], "not positive"),
         (["--budget", "-1"], "not a size"),
         (["--budget", "much"], "not a size"),
+        (["--budget", "0.5"], "--budget '0.5' is a fraction, not a number of bytes: write '50%'"),
         (["--budget", "12parsecs"], "unknown unit"),
         (["--budget", "1"], "below the floor"),
         (["--budget", "100%", "--keep", "lm_head.*"], "matches no weight"),

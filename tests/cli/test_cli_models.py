@@ -85,11 +85,26 @@ def test_a_factory_that_cannot_be_used_is_refused_in_one_line(
     assert message in said[0]
 
 
-def test_a_size_that_is_none_is_refused_and_not_called_too_small(penstock: Command) -> None:
-    options = ("--hardware", "h200", "--host-memory", "5x")
-    done = penstock("preflight", "factory_of_a_user:build", *options)
+@pytest.mark.parametrize(
+    ("command", "options", "words"),
+    [
+        ("preflight", ("--hardware", "h20"), "did you mean 'h200'"),
+        ("preflight", ("--hardware", "auto"), "a model that was never built has none"),
+        (
+            "preflight",
+            ("--hardware", "t4", "--budget", "1GB", "--budget", "0.3"),
+            "--budget '0.3' is a fraction",
+        ),
+        ("preflight", ("--hardware", "t4", "--host-memory", "5x"), "--host-memory '5x' has the unknown unit"),
+        ("compile", ("model.penstock", "--resident-below", "5%"), "--resident-below '5%' is a percentage"),
+    ],
+)
+def test_sizes_and_hardware_are_checked_before_a_model_is_read(
+    penstock: Command, command: str, options: tuple[str, ...], words: str
+) -> None:
+    done = penstock(command, "no_such_module:build", *options)
     assert (done.status, done.out) == (2, "")
-    assert "host_memory '5x' has the unknown unit" in done.err
+    assert words in done.err
 
 
 def test_the_table_keeps_each_value_whole_in_80_columns(penstock: Command) -> None:

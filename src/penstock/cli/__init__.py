@@ -1,1 +1,1 @@
-"""The command line `penstock`: a file for each command, and what it is given and prints."""
+"""The command line `penstock`: a file for each command; what they share is in `terminal/`."""

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli import console
-from penstock.cli.inputs import load_exported, pairs, weight_files
-from penstock.cli.options import Json
+from penstock.cli.terminal import console
+from penstock.cli.terminal.inputs import load_exported, pairs, weight_files
+from penstock.cli.terminal.options import Json, check_size
 from penstock.schedule.facts.sizes import format_size
 
 EXAMPLES = (
@@ -53,7 +53,11 @@ def compile(
         str, typer.Option(help="eager (the exported graph itself) or inductor (compiled with AOTInductor).")
     ] = "eager",
     resident_below: Annotated[
-        str | None, typer.Option(help="With inductor: weights smaller than this stay in memory (64KiB).")
+        str | None,
+        typer.Option(
+            help="With inductor: weights smaller than this stay in memory (64KiB).",
+            callback=check_size("--resident-below", share=False),
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an artifact that exists.")] = False,
     json: Json = False,

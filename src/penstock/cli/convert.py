@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli import console
-from penstock.cli.options import Json
+from penstock.cli.terminal import console
+from penstock.cli.terminal.options import Json, check_size
 
 EXAMPLES = (
     "penstock convert model.pt -o model.safetensors",
@@ -28,7 +28,10 @@ def convert(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="A .safetensors file, or a folder of shards.")
     ],
-    shard_size: Annotated[str | None, typer.Option(help="Bytes of a shard at most: 5GB.")] = None,
+    shard_size: Annotated[
+        str | None,
+        typer.Option(help="Bytes of a shard at most: 5GB.", callback=check_size("--shard-size", share=False)),
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="For floating-point tensors: bfloat16, float16, float32.")
     ] = None,

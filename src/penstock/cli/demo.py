@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.options import Json
+from penstock.cli.terminal.options import Json
 
 EXAMPLES = ("penstock demo --part real",)
 

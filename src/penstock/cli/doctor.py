@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli import console
-from penstock.cli.options import Json
+from penstock.cli.terminal import console
+from penstock.cli.terminal.options import Json
 
 EXAMPLES = ("penstock doctor my_models:build",)
 

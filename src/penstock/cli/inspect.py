@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli import console
-from penstock.cli.inputs import fail
-from penstock.cli.options import Artifact, Json
+from penstock.cli.terminal import console
+from penstock.cli.terminal.inputs import fail
+from penstock.cli.terminal.options import Artifact, Json, check_size
 from penstock.schedule.facts.sizes import format_size
 
 if TYPE_CHECKING:
@@ -45,7 +45,11 @@ def inspect(
         typer.Option(help="Print which step reads which weights instead, for Graphviz or as node-link JSON."),
     ] = None,
     budget: Annotated[
-        str | None, typer.Option(help="With --graph: the events of a plan within 32MiB, 8GB or 50% instead.")
+        str | None,
+        typer.Option(
+            help="With --graph: the events of a plan within 32MiB, 8GB or 50% instead.",
+            callback=check_size("--budget"),
+        ),
     ] = None,
     method: Annotated[
         str | None, typer.Option(help="With --budget: of which method, where there are several.")

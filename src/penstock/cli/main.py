@@ -23,16 +23,16 @@ from penstock.cli import (
     simulate,
     verify,
 )
-from penstock.cli.inputs import fail
+from penstock.cli.terminal.inputs import fail
 from penstock.schedule.facts.errors import PenstockError
 
-_COMMANDS = (preflight, doctor, convert, compile, plan, simulate, inspect, verify, run, demo)
+COMMANDS = (preflight, doctor, convert, compile, plan, simulate, inspect, verify, run, demo)
 """In the order of `penstock --help`. Each file has a function of its own name, and EXAMPLES of it."""
 
 app = typer.Typer(
     help="Run exported PyTorch programs whose weights are bigger than the memory they run in.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
@@ -54,14 +54,14 @@ def _add(command: ModuleType) -> None:
     app.command(name, epilog=examples)(getattr(command, name))
 
 
-for _command in _COMMANDS:
+for _command in COMMANDS:
     _add(_command)
 
 
 def main() -> None:
     """Run the command line; every error of the tree becomes one sentence and status 2."""
     try:
-        app()
+        app(prog_name="penstock")
     except PenstockError as error:
         fail(str(error))
     except OSError as error:  # a path that the system does not look up

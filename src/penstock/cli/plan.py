@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli import console
-from penstock.cli.inputs import refuse_existing
-from penstock.cli.options import ArenaName, Artifact, Budget, HardwareName, HostMemory, Json, Keep
+from penstock.cli.terminal import console
+from penstock.cli.terminal.inputs import refuse_existing
+from penstock.cli.terminal.options import ArenaName, Artifact, Budget, HardwareName, HostMemory, Json, Keep
 from penstock.schedule.facts.sizes import format_size
 
 if TYPE_CHECKING:

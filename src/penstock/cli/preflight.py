@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli import console
-from penstock.cli.inputs import refuse_existing
-from penstock.cli.options import HostMemory, Json
+from penstock.cli.terminal import console
+from penstock.cli.terminal.inputs import refuse_existing
+from penstock.cli.terminal.options import HostMemory, Json, PresetNames, check_size
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.sizes import format_size, format_time
 
@@ -33,13 +33,13 @@ def preflight(
         ),
     ],
     *,
-    hardware: Annotated[
-        list[str],
-        typer.Option(help="A preset (t4, rtx4090, h200, ...), or auto: this machine. May be given again."),
-    ],
+    hardware: PresetNames,
     budget: Annotated[
         list[str] | None,
-        typer.Option(help="For weights: 80GiB, 25%. May be given again. Default: what the memory leaves."),
+        typer.Option(
+            help="For weights: 80GiB, 25%. May be given again. Default: what the memory leaves.",
+            callback=check_size("--budget"),
+        ),
     ] = None,
     host_memory: HostMemory = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a call: 1 is a decoding step.")] = 1,

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli import console
-from penstock.cli.inputs import integer, pairs, refuse_existing
-from penstock.cli.options import ArenaName, Artifact, Budget, DeviceName, HostMemory, Json, Keep
+from penstock.cli.terminal import console
+from penstock.cli.terminal.inputs import integer, pairs, refuse_existing
+from penstock.cli.terminal.options import ArenaName, Artifact, Budget, DeviceName, HostMemory, Json, Keep
 from penstock.schedule.facts.sizes import format_size
 
 if TYPE_CHECKING:

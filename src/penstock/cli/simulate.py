@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from penstock.cli import console
-from penstock.cli.options import (
+from penstock.cli.terminal import console
+from penstock.cli.terminal.options import (
     ArenaName,
     Artifact,
     Budget,

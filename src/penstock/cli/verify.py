@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.cli import console
-from penstock.cli.options import Artifact, Json
+from penstock.cli.terminal import console
+from penstock.cli.terminal.options import Artifact, Json
 from penstock.schedule.facts.sizes import format_size
 
 EXAMPLES = ("penstock verify model.penstock",)

@@ -1,0 +1,1 @@
+"""What all commands share: their options, checks of what they are given, progress, tables and JSON."""
