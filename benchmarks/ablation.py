@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.allocation import FAMILIES, make_instance
 from benchmarks.corpus import DECODERS, decoder_of, list_programs
 from benchmarks.schedule import GRANULES, SHARES, hardest_cases, spread
-from benchmarks.stages import STAGES, locate, replaced, watched
+from benchmarks.stages import STAGES, Stage, locate, replaced, watched
 from benchmarks.table import write_between
 from benchmarks.tracing import Builder, Program
 from penstock.schedule import planner
@@ -136,8 +136,8 @@ def small_programs() -> dict[str, Callable[[], Program]]:
     }
 
 
-def measure(case: Case) -> Result | None:
-    """A case with all stages and without each that takes part; None where it has no bound."""
+def measure(case: Case, stages: Sequence[Stage] = STAGES) -> Result | None:
+    """A case with all stages and without each of these that takes part; None where it has no bound."""
     attempt = _blocks(case) if case.table == "blocks" else _plan(case)
     memory = _Memory()
 
@@ -147,12 +147,12 @@ def measure(case: Case) -> Result | None:
         return ratio, time.process_time() - began + memory.saved_s - saved
 
     remembering = {path: memory.remembering(path) for path in KEYS}
-    with replaced(remembering), watched(STAGES) as reached:
+    with replaced(remembering), watched(stages) as reached:
         ratio, seconds = timed(1.0)
     if ratio is None:
         return None
     without = {}
-    for stage in (stage for stage in STAGES if stage.name in reached):
+    for stage in (stage for stage in stages if stage.name in reached):
         kept = {path: function for path, function in remembering.items() if path != stage.within}
         with replaced(kept), replaced(stage.swaps):
             without[stage.name] = timed(stage.effort)

@@ -190,6 +190,12 @@ STAGES = (
         f"{_CONTIGUOUS}:search",
     ),
     Stage(
+        "sizes of parts",
+        "parts are joined up to one size",
+        {f"{_CONTIGUOUS}:_LEAST_PARTS": (16,)},
+        f"{_CONTIGUOUS}:search",
+    ),
+    Stage(
         "joining parts of blocks",
         "each is copied by itself",
         {"search.occupancy:_joined": lambda pieces, *_: iter(pieces)},

@@ -26,8 +26,11 @@ _SMALLEST = (0.0, 0.1, 0.5)
 _ROOMS = (1.0, 1.06, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0)
 """Memory that streaming blocks share, in multiples of the most of their bytes that one step reads."""
 
-_LEAST_PART = 16
-"""The least part of a block that is a copy of its own, in multiples of the bytes that one latency costs."""
+_LEAST_PARTS = (16, 0, 4, 64, 1 << 20)
+"""The least part of a block that is a copy of its own, in multiples of the bytes that one latency costs.
+
+Addresses are compared with the first; the others are tried with the best of them.
+"""
 
 _EFFORT = 40_000
 """Addresses, at most, that one search chooses."""
@@ -82,6 +85,7 @@ class _Search:
         self.period: float = math.inf
         self.copied = 0
         self.found: Draft | None = None
+        self.best: Addressing | None = None
         self.tried: set[tuple[int, ...]] = set()
         self.effort = int(_EFFORT * task.effort)
         self.compute_ns = sum(trace.compute_ns for trace in self.traces)
@@ -105,6 +109,8 @@ class _Search:
                 self._time(placement)
         # Last, because of two plans that take the same time the one that copies less is better.
         self._time(tight(self.blocks))
+        for part in _LEAST_PARTS[1:] if self.best else ():
+            self._decide(self.best, part)
         return self.found
 
     def _copied(self, relaxed: Sequence[Relaxation]) -> list[float]:
@@ -202,11 +208,14 @@ class _Search:
         return frozenset(chosen)
 
     def _time(self, placement: Addressing) -> None:
+        """Times a placement that fits, unless that was done before."""
+        if placement.addresses not in self.tried and placement.nbytes <= self.cap:
+            self.tried.add(placement.addresses)
+            self._decide(placement, _LEAST_PARTS[0])
+
+    def _decide(self, placement: Addressing, part: int) -> None:
         """Keeps the placement if it takes less time than any before, or as much for fewer bytes copied."""
-        if placement.addresses in self.tried or placement.nbytes > self.cap:
-            return
-        self.tried.add(placement.addresses)
-        least = int(_LEAST_PART * self.hardware.link_latency_ns * self.hardware.link_bytes_per_s / 1e9)
+        least = int(part * self.hardware.link_latency_ns * self.hardware.link_bytes_per_s / 1e9)
         last = max((len(trace.steps) for trace in self.traces), default=1) - 1
         choices = (last,) if self.wrap == "overlap" else (last, 0)
         occupancy = Occupancy(self.problem, self.blocks, placement)
@@ -215,4 +224,4 @@ class _Search:
             period = sum(draft.periods_ns(self.problem))
             copied = sum(t.stop - t.start for transfers, _ in draft.streams for t in transfers)
             if (period, copied) < (self.period, self.copied):
-                self.period, self.copied, self.found = period, copied, draft
+                self.period, self.copied, self.found, self.best = period, copied, draft, placement

@@ -30,14 +30,17 @@ _SHARES = 64
 def search(task: Task) -> Draft:
     """The best draft that is found."""
     problem, pieces = task.problem, task.pieces
-    if len(problem.traces) == 1:
+    alone = len(problem.traces) == 1
+    if alone:
         streaming, stays = OneTrace(task).best(task.relaxed[0])
-        return _draft(pieces, (streaming,), stays)
-    found = _draft(pieces, *_share_for_all(problem, pieces, task.cap))
+        found = _draft(pieces, (streaming,), stays)
+    else:
+        found = _draft(pieces, *_share_for_all(problem, pieces, task.cap))
     period_ns = sum(found.periods_ns(problem))
     bounds = [one.bound_ns for one in task.relaxed if one]
-    if len(bounds) == len(problem.traces) and period_ns <= sum(bounds) * _NEAR:
-        return found
+    near = len(bounds) == len(problem.traces) and period_ns <= sum(bounds) * _NEAR
+    if near or (alone and problem.hardware.link_in_flight_bytes):
+        return found  # the other search leaves no room for copies on their way
     other = _search_runs(task)
     return other if other and sum(other.periods_ns(problem)) < period_ns else found
 
