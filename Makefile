@@ -25,8 +25,8 @@ docs: $(STAMP) ## these pages and the reference of the Python interface, in buil
 bench: $(STAMP) ## measure against the disk, memory and the peers (SIZE=4GiB)
 	@$(VENV)/bin/python benchmarks/disk.py $(if $(SIZE),--size $(SIZE))
 
-soak: $(STAMP) ## random plans in random orders on the simulated device, by the thousand (SEEDS=5000)
-	@PENSTOCK_SEEDS=$(or $(SEEDS),5000) $(VENV)/bin/python -m pytest tests/runtime/sim/test_sim.py -k random --timeout=0
+soak: $(STAMP) ## random problems, plans and orders, many times as many as in the tests (TIMES=50)
+	@PENSTOCK_SOAK=$(or $(TIMES),50) $(VENV)/bin/python -m pytest -n $(WORKERS) -m random --timeout=0
 
 gpu: $(STAMP) ## on a machine with CUDA: the devices' tests, then benchmarks/gpu.py
 	@$(VENV)/bin/python -m pytest -n 0 tests/runtime/device/test_device.py tests/integrations/test_apply_on_devices.py

@@ -109,8 +109,9 @@ class _Search:
                 self._time(placement)
         # Last, because of two plans that take the same time the one that copies less is better.
         self._time(tight(self.blocks))
-        for part in _LEAST_PARTS[1:] if self.best else ():
-            self._decide(self.best, part)
+        if self.best:
+            for part in _LEAST_PARTS[1:]:
+                self._decide(self.best, part)
         return self.found
 
     def _copied(self, relaxed: Sequence[Relaxation]) -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -18,11 +17,9 @@ from penstock.schedule.facts.hardware import find_hardware
 from penstock.schedule.facts.model import Extent
 from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.planner import floor, make_plan
+from tests.hunt import scaled
 from tests.runtime.device.device_runs import Case, Run, cases
 from tests.schedule.traces import RandomProblem, problems
-
-SEEDS = int(os.environ.get("PENSTOCK_SEEDS", "100"))
-"""Random problems and orders: a hundred here, thousands in `make soak`."""
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.6, 1.0])
@@ -144,7 +141,8 @@ def case_of(p: RandomProblem, host_share: float | None = None) -> Case:
     )
 
 
-@settings(max_examples=SEEDS, deadline=None)
+@pytest.mark.random
+@settings(max_examples=scaled(100), deadline=None)
 @seed(0)
 @given(problems("contiguous", methods=1))
 def test_random_plans_run_in_random_orders(p: RandomProblem) -> None:
@@ -154,7 +152,8 @@ def test_random_plans_run_in_random_orders(p: RandomProblem) -> None:
             Run(one, SimDevice(one.plan.hardware, policy="random", seed=number)).go()
 
 
-@settings(max_examples=SEEDS // 2, deadline=None)
+@pytest.mark.random
+@settings(max_examples=scaled(50), deadline=None)
 @seed(1)
 @given(problems("contiguous", methods=2))
 def test_random_plans_of_two_methods_run_in_random_orders(p: RandomProblem) -> None:
@@ -163,7 +162,8 @@ def test_random_plans_of_two_methods_run_in_random_orders(p: RandomProblem) -> N
         Run(one, SimDevice(one.plan.hardware, policy="random", seed=1)).go()
 
 
-@settings(max_examples=SEEDS, deadline=None)
+@pytest.mark.random
+@settings(max_examples=scaled(100), deadline=None)
 @seed(2)
 @given(problems("contiguous", methods=1), st.floats(0, 0.6))
 def test_random_plans_with_a_host_between_run_in_random_orders(p: RandomProblem, share: float) -> None:
@@ -178,7 +178,8 @@ def test_random_plans_with_a_host_between_run_in_random_orders(p: RandomProblem,
             assert sum(times[-4:]) <= 4 * schedule.predicted_ns + 4
 
 
-@settings(max_examples=SEEDS // 4, deadline=None)
+@pytest.mark.random
+@settings(max_examples=scaled(25), deadline=None)
 @seed(3)
 @given(problems("contiguous", methods=2), st.floats(0, 0.6))
 def test_random_plans_of_two_methods_with_a_host_between(p: RandomProblem, share: float) -> None:

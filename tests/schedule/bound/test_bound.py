@@ -21,6 +21,7 @@ from penstock.schedule.facts.model import ArenaKind, Step, Storage, Trace, Wrap
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.space.layout import packed_arena
 from penstock.schedule.space.pieces import Pieces
+from tests.hunt import scaled
 from tests.schedule.bound.exhaustive import TICK_NS, Memory, Tiny, least_ticks, tiny_of
 from tests.schedule.traces import GRANULE, RandomProblem, equal_problem, machine, problems
 
@@ -106,7 +107,8 @@ def ratios(seeds: range, *, passes: int = 0, **options: Any) -> list[tuple[Case,
     return found
 
 
-@pytest.mark.parametrize("first", range(0, 2000, 500))
+@pytest.mark.random
+@pytest.mark.parametrize("first", range(0, scaled(1000), 500))
 def test_the_bound_is_below_every_behaviour_and_near_the_best(first: int) -> None:
     found = ratios(range(first, first + 500))
     link_bound = [r for case, r in found if case.tiny.link_ticks * TICK_NS > case.compute_ns]
@@ -115,14 +117,15 @@ def test_the_bound_is_below_every_behaviour_and_near_the_best(first: int) -> Non
     assert sum(ratio > 0.9999 for ratio in link_bound) > len(link_bound) / 4
 
 
+@pytest.mark.random
 @pytest.mark.parametrize(
     ("count", "near", "options"),
     [
-        (400, 0.5, {"wrap": "barrier"}),
-        (300, 0.01, {"latency": True, "chunks": 4, "passes": 1}),
-        (100, 0.01, {"latency": True, "chunks": 4, "passes": 1, "wrap": "barrier"}),
-        (200, 0.5, {"disk": True, "chunks": 4}),
-        (50, 0.5, {"disk": True, "chunks": 4, "wrap": "barrier"}),
+        (200, 0.5, {"wrap": "barrier"}),
+        (150, 0.01, {"latency": True, "chunks": 4, "passes": 1}),
+        (50, 0.01, {"latency": True, "chunks": 4, "passes": 1, "wrap": "barrier"}),
+        (100, 0.5, {"disk": True, "chunks": 4}),
+        (25, 0.5, {"disk": True, "chunks": 4, "wrap": "barrier"}),
     ],
 )
 def test_the_bound_is_below_every_behaviour(count: int, near: float, options: dict[str, Any]) -> None:
@@ -130,8 +133,8 @@ def test_the_bound_is_below_every_behaviour(count: int, near: float, options: di
 
     With latency, it is below what repeats every pass, as plans do; see `test_known_periods`.
     """
-    found = [ratio for _, ratio in ratios(range(count), **options)]
-    assert sum(ratio > 0.96 for ratio in found) > near * count
+    found = [ratio for _, ratio in ratios(range(scaled(count)), **options)]
+    assert sum(ratio > 0.96 for ratio in found) > near * len(found)
 
 
 @pytest.mark.parametrize(
@@ -149,11 +152,12 @@ def test_known_bounds(compute: float, lead: float, weights: float, period: int) 
     assert relaxed.bound_ns in (period * 1000 - 1, period * 1000)
 
 
-@pytest.mark.parametrize(("kind", "examples"), [("paged", 250), ("contiguous", 300)])
-def test_no_plan_beats_its_bound(kind: ArenaKind, examples: int) -> None:
+@pytest.mark.random
+@pytest.mark.parametrize("kind", ["paged", "contiguous"])
+def test_no_plan_beats_its_bound(kind: ArenaKind) -> None:
     near = []
 
-    @settings(max_examples=examples)
+    @settings(max_examples=scaled(80))
     @given(st.one_of(problems(kind), problems(kind, methods=2)), st.sampled_from(["overlap", "barrier"]))
     def check(p: RandomProblem, wrap: Wrap) -> None:
         lowest = floor(p).upper_bytes
@@ -204,7 +208,7 @@ def tolerance_ns(case: Case) -> float:
 
 def test_fewer_steps_only_lower_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     lower = above = 0
-    for seed in range(200):
+    for seed in range(100):
         case = random_case(Random(seed), wrap=("overlap", "barrier")[seed % 2])
         whole = case.relax().bound_ns
         for most in range(1, len(case.problem.traces[0].steps)):
@@ -215,7 +219,7 @@ def test_fewer_steps_only_lower_the_bound(monkeypatch: pytest.MonkeyPatch) -> No
             assert aggregated <= case.best_ns()
             lower += aggregated < whole - 10
             above += aggregated > case.compute_ns + 10
-    assert min(lower, above) > 100
+    assert min(lower, above) > 50
 
 
 def test_more_memory_never_raises_the_bound() -> None:

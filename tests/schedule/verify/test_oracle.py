@@ -17,10 +17,11 @@ from penstock.schedule.plan import Plan
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.verify.proof import verify_plan
 from tests import oracle
+from tests.hunt import scaled
 from tests.schedule.traces import RandomProblem, problems
 from tests.schedule.verify.random_plans import Case, random_case, spoil
 
-SEEDS = 1_500
+SEEDS = scaled(1_500)
 SPOILED = 6
 
 
@@ -81,6 +82,7 @@ def test_the_oracle_accepts_what_is_safe(plan: Plan) -> None:
     oracle.check_plan(STORAGES, TRACES, plan)
 
 
+@pytest.mark.random
 def test_verifier_and_oracle_agree_on_random_plans_safe_and_spoiled() -> None:
     counts: Counter[tuple[str, bool, bool]] = Counter()
     for seed in range(SEEDS):
