@@ -6,7 +6,7 @@ They are all that a call needs besides the graph, and have a form in JSON.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, OutputKind
 from torch.utils import _pytree as pytree
 
-from penstock.passes.calls.checks import ConstantLeaf, Dimension, Leaf, NumberLeaf, TensorLeaf
+from penstock.passes.calls.checks import Leaf
 from penstock.passes.calls.inputs import guards_of, leaves_of, user_placeholders
 from penstock.passes.calls.stored_graph import decode_value, encode_value
 from penstock.passes.graph.retarget import exported_device
@@ -23,7 +23,6 @@ from penstock.schedule.facts.errors import PassError
 
 _WRITTEN_BACK = {OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION, OutputKind.USER_INPUT_MUTATION}
 _UNDERSTOOD = {*_WRITTEN_BACK, OutputKind.USER_OUTPUT}
-_NUMBERS = {kind.__name__: kind for kind in (int, float, bool)}
 
 
 @dataclass(frozen=True)
@@ -88,54 +87,9 @@ def encode_signature(signature: CallSignature) -> dict[str, Any]:
     Raises PassError for a value that has none, NotImplementedError for a class in its trees that was
     registered without a name.
     """
-    return {
-        "device": str(signature.device),
-        "in_spec": None if signature.in_spec is None else pytree.treespec_dumps(signature.in_spec),
-        "out_spec": pytree.treespec_dumps(signature.out_spec),
-        "leaves": [_encode_leaf(leaf) for leaf in signature.leaves],
-        "guards": [list(guard) for guard in signature.guards],
-        "to_leaf": list(signature.to_leaf.items()),
-        "to_weight": list(signature.to_weight.items()),
-        "results": signature.results,
-        "constants": [[k, encode_value(value)] for k, value in signature.constants.items()],
-    }
+    return {field.name: encode_value(getattr(signature, field.name)) for field in fields(signature)}
 
 
 def decode_signature(stored: Mapping[str, Any]) -> CallSignature:
     """The signature again. Raises NotImplementedError for a class that nothing has registered here."""
-    return CallSignature(
-        device=torch.device(stored["device"]),
-        in_spec=None if stored["in_spec"] is None else pytree.treespec_loads(stored["in_spec"]),
-        out_spec=pytree.treespec_loads(stored["out_spec"]),
-        leaves=tuple(_decode_leaf(leaf) for leaf in stored["leaves"]),
-        guards=tuple((text, source) for text, source in stored["guards"]),
-        to_leaf=dict(stored["to_leaf"]),
-        to_weight=dict(stored["to_weight"]),
-        results=stored["results"],
-        constants={k: decode_value(value) for k, value in stored["constants"]},
-    )
-
-
-def _encode_leaf(leaf: Leaf) -> dict[str, Any]:
-    if isinstance(leaf, TensorLeaf):
-        sizes = [size if isinstance(size, int) else asdict(size) for size in leaf.sizes]
-        return {"tensor": leaf.name, "dtype": encode_value(leaf.dtype), "device": leaf.device, "sizes": sizes}
-    if isinstance(leaf, NumberLeaf):
-        dimension = None if leaf.dimension is None else asdict(leaf.dimension)
-        return {"number": leaf.name, "type": leaf.type.__name__, "dimension": dimension}
-    return {"constant": leaf.name, "value": encode_value(leaf.value)}
-
-
-def _decode_leaf(stored: Mapping[str, Any]) -> Leaf:
-    if "tensor" in stored:
-        sizes = tuple(size if isinstance(size, int) else _dimension(size) for size in stored["sizes"])
-        return TensorLeaf(stored["tensor"], decode_value(stored["dtype"]), stored["device"], sizes)
-    if "number" in stored:
-        dimension = None if stored["dimension"] is None else _dimension(stored["dimension"])
-        return NumberLeaf(stored["number"], _NUMBERS[stored["type"]], dimension)
-    return ConstantLeaf(stored["constant"], decode_value(stored["value"]))
-
-
-def _dimension(stored: Mapping[str, Any]) -> Dimension:
-    linear = None if stored["linear"] is None else tuple(stored["linear"])
-    return Dimension(**{**stored, "linear": linear, "symbols": tuple(stored["symbols"])})
+    return CallSignature(**{name: decode_value(value) for name, value in stored.items()})

@@ -1,4 +1,4 @@
-"""An FX graph as JSON, and back: what is run, and nothing else.
+"""An FX graph as JSON, and back: what is run, and nothing else; and the values that it and its calls have.
 
 `torch.export.load` takes about half a second for a thousand nodes, since it rebuilds all that export knew
 of each. A program that only runs needs operators and their arguments. `encode_graph` refuses what it has no
@@ -11,7 +11,7 @@ import builtins
 import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +19,9 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx.graph import CodeGen
+from torch.utils import _pytree as pytree
 
+from penstock.passes.calls.checks import ConstantLeaf, Dimension, NumberLeaf, TensorLeaf
 from penstock.passes.graph.retarget import TRANSFER, is_transfer
 from penstock.schedule.facts.errors import PassError
 
@@ -129,7 +131,7 @@ def _decode_target(name: str) -> Callable[..., Any]:
 
 
 def encode_value(value: Any) -> Any:
-    """An argument as JSON: itself, a list, or an object whose one key says what it is.
+    """A value as JSON: itself, a list, or an object whose one key says what it is.
 
     Raises PassError for a value of another kind than those below.
     """
@@ -179,6 +181,16 @@ def _named(kind: type) -> _Kind:
     return _Kind(kind, lambda v: str(v).removeprefix("torch."), lambda name, _: getattr(torch, name))
 
 
+def _record(kind: type) -> _Kind:
+    """A dataclass, stored as the values of its fields in order."""
+    names = [field.name for field in fields(kind)]
+    return _Kind(
+        kind,
+        lambda record: [encode_value(getattr(record, name)) for name in names],
+        lambda content, nodes: kind(*(decode_value(one, nodes) for one in content)),
+    )
+
+
 _KINDS = {
     "node": _Kind(fx.Node, lambda node: node.name, lambda name, nodes: nodes[name]),
     "float": _Kind(float, repr, lambda text, _: float(text)),
@@ -186,11 +198,13 @@ _KINDS = {
     "slice": _Kind(slice, _encode_slice, lambda v, n: slice(*decode_value(v, n))),
     "dict": _Kind(dict, _encode_items, _decode_items),
     "operator": _Kind(
-        (OpOverload, HigherOrderOperator), _encode_target, lambda name, _: _decode_target(name)
+        (OpOverload, HigherOrderOperator, type), _encode_target, lambda name, _: _decode_target(name)
     ),
     "device": _Kind(torch.device, str, lambda text, _: torch.device(text)),
     "dtype": _named(torch.dtype),
     "layout": _named(torch.layout),
     "memory_format": _named(torch.memory_format),
+    "tree": _Kind(pytree.TreeSpec, pytree.treespec_dumps, lambda text, _: pytree.treespec_loads(text)),
+    **{one.__name__: _record(one) for one in (Dimension, TensorLeaf, NumberLeaf, ConstantLeaf)},
 }
 """By the key that their objects have in JSON. Subclasses of tuple and dict come back as these."""

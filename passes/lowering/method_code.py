@@ -21,7 +21,7 @@ from penstock.passes.calls.stored_graph import Bodies, check_operators, decode_g
 from penstock.passes.graph.nodes import copy_graph_module
 from penstock.schedule.facts.errors import PassError
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from penstock.passes.calls.stored_graph import decode_graph, decode_value, encod
 from penstock.passes.graph.retarget import move_graph, nested_modules
 from penstock.passes.lowering import eager
 from penstock.passes.lowering.archive import PROGRAM
-from penstock.passes.lowering.method_code import decode_method, encode_method, method_code
+from penstock.passes.lowering.method_code import VERSION, decode_method, encode_method, method_code
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.payload.codec import ProgramFile
 from tests.passes.pass_models import CASES
@@ -46,7 +46,7 @@ def test_every_method_comes_back_node_by_node(name):
     [
         *(None, True, 1, 1.0, -0.0, 0.1, math.inf, -math.inf, "x", [1, [2.5, None]], (1, (2,), [3])),
         *(slice(1, None, (2,)), {"a": (1,), 2: []}, torch.float8_e4m3fn, torch.device("cuda", 1)),
-        *(torch.strided, torch.channels_last, torch.ops.aten.add.Tensor, torch.ops.higher_order.cond),
+        *(torch.strided, torch.channels_last, torch.ops.aten.add.Tensor, torch.ops.higher_order.cond, float),
     ],
     ids=str,
 )
@@ -124,7 +124,9 @@ def test_json_of_another_version_is_not_read(tmp_path):
         program, stored = archive.read("forward.pt2"), json.loads(archive.read("forward.json"))
     with zipfile.ZipFile(tmp_path / PROGRAM, "w") as archive:
         archive.writestr("forward.pt2", program)
-        archive.writestr("forward.json", json.dumps({**stored, "version": 2, "graph": "of the future"}))
+        archive.writestr(
+            "forward.json", json.dumps({**stored, "version": VERSION + 1, "graph": "of the future"})
+        )
     code = eager.load(tmp_path, payload).methods["forward"]
     targets = [node.target for node in code.graph().graph.nodes]
     assert targets[-2:] == [
