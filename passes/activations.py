@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from penstock.passes.calls.checks import Dimension
 from penstock.passes.calls.inputs import dimension_of
 from penstock.passes.graph.nodes import tensors_of
 from penstock.passes.graph.propagation import fake_inputs, propagate, storages_of
@@ -30,34 +31,46 @@ _BYTE = _Unit()
 
 def activation_bytes(exported: ExportedProgram) -> int:
     """The most bytes of intermediate values that are alive at once, at the exported sizes."""
-    return Activations(exported).peak()
+    return Activations.of(exported).peak()
 
 
+@dataclass(frozen=True)
 class Activations:
     """The most bytes of intermediate values that are alive at once, by the sizes of a call.
 
     Values live from the node that makes them to the last one that reads them through any alias, as in the
     code that a graph module generates. Inputs and weights are not counted, results are. What a kernel takes
     for itself while it runs is not in the graph: leave room for it.
+
+    `moments` are what may be the most: each is a number of bytes, and how often each dynamic size of `sizes`,
+    which is in bytes too, comes on top of them.
     """
 
-    def __init__(self, exported: ExportedProgram) -> None:
-        graph_module = exported.graph_module
-        found = list(_alive(propagate(graph_module, fake_inputs(graph_module))))
-        symbolic = {unit for held in found for unit in held} - {_BYTE}
-        self._dimensions = {unit: dimension_of(exported, unit.symbolic) for unit in symbolic}
-        self._held: list[Counter[_Unit]] = []
-        for held in sorted(found, key=Counter.total, reverse=True):
-            if not any(held <= larger for larger in self._held):
-                self._held.append(held)
+    sizes: tuple[Dimension, ...]
+    moments: tuple[tuple[int, tuple[int, ...]], ...]
+
+    @classmethod
+    def of(cls, exported: ExportedProgram, propagated: fx.GraphModule | None = None) -> Activations:
+        """Those of a program; `propagated` is its graph where somebody has propagated it before."""
+        if propagated is None:
+            propagated = propagate(exported.graph_module, fake_inputs(exported.graph_module))
+        found = {frozenset(held.items()): held for held in _alive(propagated)}
+        largest: list[Counter[_Unit]] = []
+        for held in sorted(found.values(), key=Counter.total, reverse=True):
+            if not any(held <= larger for larger in largest):
+                largest.append(held)
+        units = list(dict.fromkeys(unit for held in largest for unit in held if unit != _BYTE))
+        moments = [(held[_BYTE], tuple(held[unit] for unit in units)) for held in largest]
+        return cls(tuple(dimension_of(exported, unit.symbolic) for unit in units), tuple(moments))
 
     def peak(self, sizes: Mapping[str, int] = MappingProxyType({})) -> int:
         """Bytes where symbols have these sizes; at the exported ones where they have none."""
-        nbytes = {_BYTE: 1}
-        for unit, dimension in self._dimensions.items():
-            value = dimension.value(sizes)
-            nbytes[unit] = dimension.example if value is None else int(value)
-        peaks = (sum(nbytes[unit] * count for unit, count in held.items()) for held in self._held)
+        values = [(size, size.value(sizes)) for size in self.sizes]
+        units = [size.example if value is None else int(value) for size, value in values]
+        peaks = (
+            nbytes + sum(count * unit for count, unit in zip(counts, units, strict=True))
+            for nbytes, counts in self.moments
+        )
         return max(peaks, default=0)
 
 

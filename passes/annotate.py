@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import wraps
 
 import torch
+from torch import fx
 from torch.export import ExportedProgram
 
 from penstock.passes.building.fake_export import with_computed_buffers
@@ -37,12 +38,13 @@ class Annotated:
     """A payload, and the torch objects behind it.
 
     `values[s]` is a tensor whose untyped storage is storage s; `programs` are the programs by method,
-    without regions of another grad mode.
+    without regions of another grad mode, and `propagated` are copies of their graphs, with fake values.
     """
 
     payload: Payload
     values: tuple[torch.Tensor, ...]
     programs: dict[str, ExportedProgram]
+    propagated: dict[str, fx.GraphModule]
 
 
 def annotate(
@@ -70,7 +72,8 @@ def annotate_with_values(
         methods=found.methods,
         traces=found.traces,
     )
-    return Annotated(payload, found.catalog.values, dict(found.programs))
+    propagated = {name: usage.graph_module for name, usage in found.usage.items()}
+    return Annotated(payload, found.catalog.values, dict(found.programs), propagated)
 
 
 def _by_method(exported: object) -> dict[str, ExportedProgram]:

@@ -126,9 +126,9 @@ def _write_payload(payload: Payload, folder: Path) -> None:
 
 def _save_program(annotated: Annotated, compiled: inductor.Compiled | None, folder: Path) -> ProgramFile:
     if compiled is None:
-        programs, machine = eager.save(annotated.programs, folder), ""
+        programs, machine = eager.save(annotated, folder), ""
     else:
-        programs, machine = inductor.save(compiled, annotated.programs, folder), compiled.machine
+        programs, machine = inductor.save(compiled, annotated, folder), compiled.machine
     return ProgramFile(programs, hashlib.sha256((folder / programs).read_bytes()).hexdigest(), machine)
 
 

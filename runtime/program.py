@@ -9,9 +9,8 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.passes.activations import activation_bytes
 from penstock.passes.lowering import eager
-from penstock.passes.lowering.archive import load_exported
+from penstock.passes.lowering.archive import open_programs, read_code
 from penstock.runtime.choice import PlanRequest, cpu_arenas, find_floors, find_plan, find_plan_to_load
 from penstock.runtime.device.cuda import CudaDevice
 from penstock.runtime.device.opening import device_kind
@@ -208,7 +207,9 @@ class Program:
     @cached_property
     def activation_bytes(self) -> int:
         """The most bytes of intermediate values that any method keeps at once, at the exported sizes."""
-        return max(map(activation_bytes, load_exported(self.path, self.payload).values()), default=0)
+        with open_programs(self.path, self.payload) as archive:
+            codes = [read_code(archive, method.name) for method in self.payload.methods]
+            return max(code.activations().peak() for code in codes)
 
     @cached_property
     def lowered(self) -> eager.LoweredProgram:

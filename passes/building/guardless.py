@@ -52,7 +52,7 @@ def capable() -> Iterator[None]:
 
 
 def _with_index(value: Any) -> Any:
-    if isinstance(value, torch.device) or value == "cuda":
+    if isinstance(value, torch.device) or (isinstance(value, str) and value == "cuda"):
         return indexed(torch.device(value))
     return value
 

@@ -1,11 +1,11 @@
-"""The zip that holds an artifact's programs: of each method the exported program, and what runs of it."""
+"""The zip that holds an artifact's programs: of each method what runs of it, or else the exported program."""
 
 from __future__ import annotations
 
 import copy
 import io
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
+from penstock.passes.activations import Activations
+from penstock.passes.annotate import Annotated
 from penstock.passes.building.refusals import sentence
 from penstock.passes.calls.stored_program import load_stored, with_types
 from penstock.passes.lowering.method_code import MethodCode, decode_method, encode_method, method_code
@@ -22,24 +24,29 @@ from penstock.schedule.payload.codec import Payload
 PROGRAM = "program.zip"
 
 
-def write_programs(archive: zipfile.ZipFile, programs: Mapping[str, ExportedProgram]) -> None:
-    """Adds for each method `METHOD.pt2`, without weights, and `METHOD.json`, if it has that form.
+def write_programs(archive: zipfile.ZipFile, annotated: Annotated) -> None:
+    """Adds for each method `METHOD.json`, or `METHOD.pt2`, without weights, where it has no form in JSON.
 
-    Raises PassError for a program that torch cannot save.
+    Raises PassError for a program that has neither form.
     """
-    for name, exported in programs.items():
-        buffer = io.BytesIO()
-        try:
-            torch.export.save(strip_weights(exported), buffer)
-        except Exception as error:
-            raise PassError(
-                f"method {name!r} cannot be saved ({type(error).__name__}: {error}): "
-                "torch.export.save must accept the program"
-            ) from error
-        archive.writestr(f"{name}.pt2", buffer.getvalue())
-        code = encode_method(exported)
+    for name, exported in annotated.programs.items():
+        code = encode_method(exported, Activations.of(exported, annotated.propagated[name]))
         if code is not None:
             archive.writestr(f"{name}.json", code)
+        else:
+            archive.writestr(f"{name}.pt2", _saved(exported, name))
+
+
+def _saved(exported: ExportedProgram, name: str) -> bytes:
+    buffer = io.BytesIO()
+    try:
+        torch.export.save(strip_weights(exported), buffer)
+    except Exception as error:
+        raise PassError(
+            f"method {name!r} cannot be saved ({type(error).__name__}: {error}): "
+            "torch.export.save must accept the program"
+        ) from error
+    return buffer.getvalue()
 
 
 def strip_weights(exported: ExportedProgram) -> ExportedProgram:
@@ -76,17 +83,11 @@ def open_programs(folder: Path, payload: Payload) -> Iterator[zipfile.ZipFile]:
 
 
 def read_code(archive: zipfile.ZipFile, method: str) -> MethodCode:
-    """Returns what runs of a method: as it was stored, or else made again from its exported program."""
+    """Returns what runs of a method."""
     stored = f"{method}.json"
-    data = archive.read(stored) if stored in archive.namelist() else b""
-    code = with_types(lambda: decode_method(data)) if data else None
-    return code or method_code(load_stored(archive.read(f"{method}.pt2")))
-
-
-def load_exported(folder: Path, payload: Payload) -> dict[str, ExportedProgram]:
-    """The exported program of each method, without its weights. Raises what `open_programs` raises."""
-    with open_programs(folder, payload) as archive:
-        return {m.name: load_stored(archive.read(f"{m.name}.pt2")) for m in payload.methods}
+    if stored in archive.namelist():
+        return with_types(lambda: decode_method(archive.read(stored)))
+    return method_code(load_stored(archive.read(f"{method}.pt2")))
 
 
 def _emptied(value: Any) -> Any:

@@ -1,8 +1,7 @@
 """The eager lowering: the raw exported graph itself, run as generated Python code.
 
 Nothing is decomposed or fused, so the numerics are those of the eager model, bit for bit. What
-is saved is the exported program without its weights; probes go in when it is loaded, where the plan
-is known.
+is saved is the graph without weights; probes go in when it is loaded, where the plan is known.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from penstock.passes.annotate import Annotated
 from penstock.passes.calls.convention import CallingConvention
 from penstock.passes.graph.nodes import dtype_name
 from penstock.passes.graph.retarget import move_graph, nested_modules
@@ -30,13 +30,13 @@ from penstock.schedule.facts.model import Method, Weight
 from penstock.schedule.payload.codec import Payload
 
 
-def save(programs: Mapping[str, ExportedProgram], folder: Path) -> str:
+def save(annotated: Annotated, folder: Path) -> str:
     """Writes the programs without their weights to one file of `folder`, whose name it returns.
 
     Raises PassError for a program that torch cannot save.
     """
     with zipfile.ZipFile(folder / PROGRAM, "w", zipfile.ZIP_STORED) as archive:
-        write_programs(archive, programs)
+        write_programs(archive, annotated)
     return PROGRAM
 
 

@@ -23,6 +23,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from penstock.passes.annotate import Annotated
 from penstock.passes.graph.retarget import exported_device
 from penstock.passes.lowering.archive import PROGRAM, write_programs
 from penstock.passes.lowering.emitted import Observation, observe_cpp
@@ -154,10 +155,10 @@ def mark_small(storages: Sequence[Storage], resident_below: int) -> tuple[Storag
     )
 
 
-def save(compiled: Compiled, programs: Mapping[str, ExportedProgram], folder: Path) -> str:
-    """Writes the package of all methods, and their exported programs without weights, as one zip.
+def save(compiled: Compiled, annotated: Annotated, folder: Path) -> str:
+    """Writes the package of all methods, and their programs without weights, as one zip.
 
-    Returns the file's name in `folder`. The exported programs say how the methods are called.
+    Returns the file's name in `folder`. The programs say how the methods are called.
     """
     from torch._inductor.package.package import package_aoti
 
@@ -168,7 +169,7 @@ def save(compiled: Compiled, programs: Mapping[str, ExportedProgram], folder: Pa
         package = Path(temporary) / PACKAGE
         package_aoti(str(package), {name: list(one.files) for name, one in compiled.emitted.items()})
         archive.write(package, PACKAGE)
-        write_programs(archive, programs)
+        write_programs(archive, annotated)
     return PROGRAM
 
 

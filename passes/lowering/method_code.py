@@ -1,6 +1,6 @@
-"""What runs of a method: its graph, the weights that it takes, and how it is called.
+"""What runs of a method: its graph, the weights it takes, how it is called, and the memory for its values.
 
-It is stored as JSON beside the exported program, from which it can be made again but twenty times slower.
+It is stored as JSON, which is read twenty times as fast as an exported program, and which is no code.
 """
 
 from __future__ import annotations
@@ -16,12 +16,20 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from penstock.passes.activations import Activations
 from penstock.passes.calls.signature import CallSignature, decode_signature, encode_signature, signature_of
-from penstock.passes.calls.stored_graph import Bodies, check_operators, decode_graph, encode_graph
+from penstock.passes.calls.stored_graph import (
+    Bodies,
+    check_operators,
+    decode_graph,
+    decode_value,
+    encode_graph,
+    encode_value,
+)
 from penstock.passes.graph.nodes import copy_graph_module
 from penstock.schedule.facts.errors import PassError
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -37,19 +45,25 @@ class MethodCode:
     """A method that can be given weights.
 
     `graph()` makes a new graph, which the caller may change. `weights` are the placeholders that come first
-    in it, each with its FQN.
+    in it, each with its FQN. `activations()` says what memory its intermediate values take.
     """
 
     graph: Callable[[], MethodGraph]
     signature: CallSignature
     weights: tuple[tuple[str, str], ...]
+    activations: Callable[[], Activations]
 
 
 def method_code(exported: ExportedProgram) -> MethodCode:
     """What runs of a program, whose weights may be on the meta device."""
     specs = exported.graph_signature.input_specs
     weights = [(spec.arg.name, str(spec.target)) for spec in specs if spec.kind is not InputKind.USER_INPUT]
-    return MethodCode(partial(_copied, exported.graph_module), signature_of(exported), tuple(weights))
+    return MethodCode(
+        partial(_copied, exported.graph_module),
+        signature_of(exported),
+        tuple(weights),
+        partial(Activations.of, exported),
+    )
 
 
 def _copied(graph_module: fx.GraphModule) -> MethodGraph:
@@ -62,7 +76,7 @@ def _decoded(stored: Mapping[str, Any]) -> MethodGraph:
     return MethodGraph(*decode_graph(stored))
 
 
-def encode_method(exported: ExportedProgram) -> bytes | None:
+def encode_method(exported: ExportedProgram, activations: Activations) -> bytes | None:
     """What runs of a program, as JSON; None where it has values, operators or classes that have no JSON."""
     code = method_code(exported)
     try:
@@ -71,21 +85,30 @@ def encode_method(exported: ExportedProgram) -> bytes | None:
             "graph": encode_graph(exported.graph_module),
             "weights": [list(pair) for pair in code.weights],
             "signature": encode_signature(code.signature),
+            "activations": encode_value([activations.sizes, activations.moments]),
         }
     except (PassError, NotImplementedError):
         return None
     return json.dumps(stored, separators=(",", ":"), allow_nan=False).encode()
 
 
-def decode_method(data: bytes) -> MethodCode | None:
-    """The method again; None where another version of penstock wrote it.
+def decode_method(data: bytes) -> MethodCode:
+    """The method again.
 
     Raises NotImplementedError for a class in its trees that nothing has registered here, PassError for
-    an operator that does not exist here.
+    an operator that does not exist here, and for JSON of another version of penstock.
     """
     stored = json.loads(data)
     if stored["version"] != VERSION:
-        return None
+        raise PassError(f"expected JSON of version {VERSION}, got {stored['version']}: compile again")
     check_operators(stored["graph"])
-    weights = tuple((name, fqn) for name, fqn in stored["weights"])
-    return MethodCode(partial(_decoded, stored["graph"]), decode_signature(stored["signature"]), weights)
+    return MethodCode(
+        partial(_decoded, stored["graph"]),
+        decode_signature(stored["signature"]),
+        tuple((name, fqn) for name, fqn in stored["weights"]),
+        partial(_activations, stored["activations"]),
+    )
+
+
+def _activations(stored: Any) -> Activations:
+    return Activations(*decode_value(stored))

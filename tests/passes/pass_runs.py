@@ -96,7 +96,7 @@ def decompose(exported: ExportedProgram, table: dict[Any, Any] | None) -> Export
 def stored(annotated: Annotated) -> eager.LoweredProgram:
     """Saves the programs and loads them again, as an artifact does."""
     with tempfile.TemporaryDirectory() as folder:
-        name = eager.save(annotated.programs, Path(folder))
+        name = eager.save(annotated, Path(folder))
         payload = replace(annotated.payload, lowering="eager", program=ProgramFile(name, "0" * 64))
         return eager.load(Path(folder), Payload.from_bytes(payload.to_bytes()))
 

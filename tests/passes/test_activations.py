@@ -77,7 +77,7 @@ def test_sizes_of_a_call_count_as_the_graph_says_and_not_in_proportion() -> None
     rows = torch.export.Dim("rows", min=2, max=4096)
     exported = torch.export.export(Scores(), (torch.zeros(4, 16),), dynamic_shapes=({0: rows},))
     (symbol,) = map(str, exported.range_constraints)
-    found = Activations(exported)
+    found = Activations.of(exported)
     assert found.peak() == activation_bytes(exported) == 2 * 4 * 4 * 4
     assert found.peak({symbol: 400}) == 2 * 400 * 400 * 4
 

@@ -15,8 +15,8 @@ from typing import Any
 from torch import nn
 
 from penstock.models.configuration import builder, cache_bytes_per_token, inputs_of, notes_of, read_config
-from penstock.passes.activations import activation_bytes
-from penstock.passes.annotate import annotate
+from penstock.passes.activations import Activations
+from penstock.passes.annotate import annotate_with_values
 from penstock.passes.building.fake_export import Built
 from penstock.passes.building.refusals import check_inputs, sentence, where
 from penstock.runtime.memory_split import CUDA_WORKSPACE, MemorySplit, parse_host_memory
@@ -133,7 +133,9 @@ def read_model(source: str, *, tokens: int = 1, context: int = 0, dtype: str | N
     if Path(source).exists():
         config = read_config(Path(source))
         cache, notes = context * cache_bytes_per_token(config, source, dtype), notes_of(config)
-    return Model(source, annotate(exported), activation_bytes(exported), cache, notes)
+    annotated = annotate_with_values(exported)
+    activations = Activations.of(exported, annotated.propagated["forward"])
+    return Model(source, annotated.payload, activations.peak(), cache, notes)
 
 
 Inputs = Callable[[], Sequence[Any] | Mapping[str, Any]]

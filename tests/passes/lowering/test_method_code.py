@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import fx, nn
 
+from penstock.passes.activations import Activations
 from penstock.passes.annotate import annotate_with_values
 from penstock.passes.calls.stored_graph import decode_graph, decode_value, encode_graph, encode_value
 from penstock.passes.graph.retarget import move_graph, nested_modules
 from penstock.passes.lowering import eager
 from penstock.passes.lowering.archive import PROGRAM
 from penstock.passes.lowering.method_code import VERSION, decode_method, encode_method, method_code
-from penstock.schedule.facts.errors import PassError
+from penstock.schedule.facts.errors import PassError, PayloadError
 from penstock.schedule.payload.codec import ProgramFile
 from tests.passes.pass_models import CASES
 from tests.passes.pass_runs import export, prepare, retarget, same_bits, streaming
@@ -33,12 +34,16 @@ def all_rows(made):
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_method_comes_back_node_by_node(name):
-    exported = annotate_with_values(export(CASES[name])[1]).programs["forward"]
-    expected, got = method_code(exported), decode_method(encode_method(exported))
+    annotated = annotate_with_values(export(CASES[name])[1])
+    exported = annotated.programs["forward"]
+    activations = Activations.of(exported, annotated.propagated["forward"])
+    expected, got = method_code(exported), decode_method(encode_method(exported, activations))
     assert all_rows(got.graph())[0] == rows(exported.graph)
     assert all_rows(got.graph()) == all_rows(expected.graph())
     assert got.weights == expected.weights
     assert got.signature == expected.signature
+    assert got.activations() == activations
+    assert activations.peak() == expected.activations().peak()
 
 
 @pytest.mark.parametrize(
@@ -46,7 +51,7 @@ def test_every_method_comes_back_node_by_node(name):
     [
         *(None, True, 1, 1.0, -0.0, 0.1, math.inf, -math.inf, "x", [1, [2.5, None]], (1, (2,), [3])),
         *(slice(1, None, (2,)), {"a": (1,), 2: []}, torch.float8_e4m3fn, torch.device("cuda", 1)),
-        *(torch.strided, torch.channels_last, torch.ops.aten.add.Tensor, torch.ops.higher_order.cond, float),
+        *(torch.strided, torch.channels_last, torch.ops.aten.add.Tensor, torch.ops.higher_order.cond),
     ],
     ids=str,
 )
@@ -108,31 +113,27 @@ class Turned(nn.Module):
 def test_a_program_that_has_no_json_runs_from_its_export():
     model, x = Turned(), torch.randn(2, 4)
     exported = torch.export.export(model, (x,))
-    assert encode_method(exported) is None
+    assert encode_method(exported, Activations.of(exported)) is None
     lowered, streamer = prepare(exported)
     program = eager.instantiate(lowered, streamer.tensors(), lowered.payload.methods[0], [0])
     with torch.no_grad(), streaming(streamer):
         assert same_bits(program(x), model(x))
 
 
-def test_json_of_another_version_is_not_read(tmp_path):
+def test_json_of_another_version_is_refused(tmp_path):
     exported = torch.export.export(nn.Linear(4, 4), (torch.randn(2, 4),))
     annotated = annotate_with_values(exported)
     payload = replace(annotated.payload, program=ProgramFile(PROGRAM, "0" * 64))
-    eager.save(annotated.programs, tmp_path)
+    eager.save(annotated, tmp_path)
     with zipfile.ZipFile(tmp_path / PROGRAM) as archive:
-        program, stored = archive.read("forward.pt2"), json.loads(archive.read("forward.json"))
+        assert archive.namelist() == ["forward.json"]  # and nothing that is code
+        stored = json.loads(archive.read("forward.json"))
     with zipfile.ZipFile(tmp_path / PROGRAM, "w") as archive:
-        archive.writestr("forward.pt2", program)
         archive.writestr(
             "forward.json", json.dumps({**stored, "version": VERSION + 1, "graph": "of the future"})
         )
-    code = eager.load(tmp_path, payload).methods["forward"]
-    targets = [node.target for node in code.graph().graph.nodes]
-    assert targets[-2:] == [
-        torch.ops.aten.linear.default,
-        "output",
-    ]
+    with pytest.raises(PayloadError, match=r"expected JSON of version .*: compile again"):
+        eager.load(tmp_path, payload)
 
 
 def test_what_is_no_stored_graph_is_refused():

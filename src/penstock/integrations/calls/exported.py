@@ -72,7 +72,7 @@ class ExportedCall:
             exported,
             InputChecks(leaves_of(exported), guards_of(exported)),
             results[-1],
-            Activations(exported),
+            Activations.of(exported),
             truth_of(exported, len(results[-1].decisions.answers)),
         )
 
