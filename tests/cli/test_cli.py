@@ -318,24 +318,3 @@ def test_wrong_usage(penstock: Command, arguments: list[str]) -> None:
     done = penstock(*arguments)
     assert (done.status, "Traceback" in done.err) == (2, False)
     assert "Usage" in done.err
-
-
-@pytest.mark.parametrize("command", ["compile", "plan", "verify", "run"])
-def test_an_interrupt(
-    penstock: Command, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
-    def interrupt(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    place = {
-        "compile": "penstock.runtime.artifact.write_artifact",
-        "plan": "penstock.runtime.program.find_plan",
-        "verify": "penstock.runtime.program.hash_storage",
-        "run": "penstock.runtime.module.StreamedModule.call",
-    }[command]
-    monkeypatch.setattr(place, interrupt)
-    given = [files.exported, tmp_path / "a.penstock"] if command == "compile" else [files.artifact]
-    budget = ["--budget", "100%"] if command in ("plan", "run") else []
-    done = penstock(command, *given, *budget)
-    assert (done.status, "Traceback" in done.err, done.out) == (130, False, "")
-    assert not list(tmp_path.iterdir())

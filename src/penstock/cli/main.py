@@ -24,6 +24,7 @@ from penstock.cli import (
     verify,
 )
 from penstock.cli.terminal.inputs import fail
+from penstock.cli.terminal.interrupts import STATUS, answered
 from penstock.schedule.facts.errors import PenstockError
 
 COMMANDS = (preflight, doctor, convert, compile, plan, simulate, inspect, verify, run, demo)
@@ -61,14 +62,14 @@ for _command in COMMANDS:
 def main() -> None:
     """Run the command line; every error of the tree becomes one sentence and status 2."""
     try:
-        app(prog_name="penstock")
+        with answered():
+            app(prog_name="penstock")
     except PenstockError as error:
         fail(str(error))
     except OSError as error:  # a path that the system does not look up
         fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except KeyboardInterrupt:
-        typer.echo("penstock: interrupted", err=True)
-        sys.exit(130)
+        sys.exit(STATUS)
 
 
 if __name__ == "__main__":

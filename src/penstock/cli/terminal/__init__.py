@@ -1,1 +1,1 @@
-"""What all commands share: their options, checks of what they are given, progress, tables and JSON."""
+"""What commands share: options, checks of what they are given, progress, tables, and how Ctrl-C ends them."""

@@ -1,0 +1,54 @@
+"""Answers Ctrl-C at once, also while the main thread is in a library that Python cannot interrupt."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Event, Thread
+
+STATUS = 128 + signal.SIGINT
+"""The exit status of a command that was interrupted, as shells have it."""
+
+
+@contextmanager
+def answered() -> Iterator[None]:
+    """Say "stopping ..." on stderr as soon as Ctrl-C is pressed, and exit with STATUS at the end.
+
+    Python raises KeyboardInterrupt in the main thread between two of its own instructions only, for which a
+    solver or a kernel may let it wait. The wakeup descriptor hears of a signal when it comes. A library that
+    was interrupted while it was imported may raise anything: the status does not depend on what was raised.
+    To be used in the main thread.
+    """
+    pressed = Event()
+    heard, told = os.pipe()
+    os.set_blocking(told, False)
+    before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    thread = Thread(target=_answer, args=(heard, pressed), name="interrupts", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(told)  # ends the thread
+        thread.join()
+        os.close(heard)
+        if pressed.is_set():
+            sys.exit(STATUS)
+
+
+def _answer(heard: int, pressed: Event) -> None:
+    while numbers := os.read(heard, 1):
+        if numbers[0] == signal.SIGINT:
+            pressed.set()
+            _say("penstock: stopping ...")
+            return
+
+
+def _say(sentence: str) -> None:
+    """Print on the process's own stderr, on a new line where a terminal shows a spinner and `^C`."""
+    if sys.__stderr__ is not None:
+        begin = "\n" if sys.__stderr__.isatty() else ""
+        print(f"{begin}{sentence}", file=sys.__stderr__, flush=True)

@@ -1,0 +1,123 @@
+"""Ctrl-C in a real process: a word at once, status 130, no traceback, and nothing half-written."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import IO
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as api
+
+HOOKED = """
+import functools, pkgutil, sys
+from penstock.cli import main as cli
+
+owner, _, name = sys.argv.pop(1).rpartition(".")
+place = pkgutil.resolve_name(owner)
+real = getattr(place, name)
+
+@functools.wraps(real)
+def announced(*args, **kwargs):
+    print("begun", file=sys.__stdout__, flush=True)
+    LONG
+    return real(*args, **kwargs)
+
+setattr(place, name, announced)
+sys.argv[0] = "penstock"
+cli.main()
+"""
+"""Runs the command line, and says on stdout when a function of it begins."""
+
+UNINTERRUPTIBLE = "import torch; torch.mm(torch.ones(4096, 4096), torch.ones(4096, 4096))"
+"""One call of a library, which returns to Python after about a second or more."""
+
+
+def interrupted(folder: Path, place: str, *arguments: str, long: str = "") -> tuple[float, float, str]:
+    """Interrupts a command when it enters `place`: seconds to its words and to its end, and the words."""
+    command = [sys.executable, "-c", HOOKED.replace("LONG", long), place, *arguments]
+    with subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "begun\n", process.stderr.read()
+        process.send_signal(signal.SIGINT)
+        began = time.perf_counter()
+        said = first_line(process.stderr)
+        answered = time.perf_counter() - began
+        rest, errors = process.communicate()
+        ended = time.perf_counter() - began
+        assert (process.returncode, rest) == (130, "")
+    return answered, ended, said + errors
+
+
+def first_line(stream: IO[str]) -> str:
+    """The first line that is the command's word and not its log."""
+    said = ""
+    for line in stream:
+        said += line
+        if "writing" not in line:
+            break
+    return said
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An exported program, its artifact, and a function that makes the model."""
+    folder = tmp_path_factory.mktemp("interrupts")
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
+    exported = torch.export.export(model, (torch.randn(2, 512),))
+    torch.export.save(exported, folder / "model.pt2")
+    api.compile(exported, folder / "model.penstock")
+    (folder / "factory_of_interrupts.py").write_text(
+        "import torch\n"
+        "def build():\n"
+        "    layers = [torch.nn.Linear(512, 512) for _ in range(6)]\n"
+        "    return torch.nn.Sequential(*layers), (torch.zeros(1, 512),)\n"
+    )
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("place", "arguments"),
+    [
+        ("penstock.runtime.artifact.write_packed", ("compile", "model.pt2", "new.penstock")),
+        (
+            "penstock.runtime.choice.make_plan",
+            ("plan", "model.penstock", "--budget", "50%", "--report", "plan.html"),
+        ),
+        (
+            "penstock.runtime.module.StreamedModule.call",
+            ("run", "model.penstock", "--budget", "50%", "--output", "out.safetensors"),
+        ),
+        (
+            "penstock.passes.building.fake_export.Built.export",
+            ("preflight", "factory_of_interrupts:build", "--hardware", "t4", "--report", "plan.html"),
+        ),
+    ],
+)
+def test_a_command_says_that_it_stops_and_leaves_nothing(
+    folder: Path, place: str, arguments: tuple[str, ...]
+) -> None:
+    before = {path.name for path in folder.iterdir()}
+    answered, _, said = interrupted(folder, place, *arguments)
+    assert said.endswith("penstock: stopping ...\n")
+    assert "Traceback" not in said
+    assert answered < 2
+    assert {path.name for path in folder.iterdir()} - {"__pycache__"} == before - {"__pycache__"}
+
+
+def test_the_word_does_not_wait_for_a_library_that_is_busy(folder: Path) -> None:
+    arguments = ("inspect", "model.penstock", "--json")
+    answered, ended, said = interrupted(
+        folder, "penstock.runtime.program.open", *arguments, long=UNINTERRUPTIBLE
+    )
+    assert said == "penstock: stopping ...\n"
+    assert answered < ended / 2
