@@ -16,9 +16,10 @@ from pathlib import Path
 
 import torch
 
+from penstock.runtime.cache import user_cache
 from penstock.runtime.files.rates import READERS, measure_read
 from penstock.runtime.files.source import Source
-from penstock.runtime.remembered import remember, user_cache
+from penstock.runtime.remembered import remember
 from penstock.runtime.stream.queue import PIECE
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Hardware, Weight

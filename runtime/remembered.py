@@ -1,4 +1,4 @@
-"""The user's cache folder: what penstock can make again, among it the plans that were made before."""
+"""Remembers in the user's cache what takes time to find out, above all the plans that were made."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from penstock._version import __version__
+from penstock.runtime.cache import PLANS, user_cache
 from penstock.runtime.files.artifact_files import DIGEST
 from penstock.runtime.files.source import reading_mode
 from penstock.runtime.system.atomic import replace_file
@@ -22,11 +23,6 @@ from penstock.schedule.verify.proof import verify_plan
 
 MOST = 64
 """Plans that are kept; the ones that were not used for the longest time are removed first."""
-
-
-def user_cache() -> Path:
-    """The folder for machine rates, plans, and the weights of applied models. It may not exist yet."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
 
 
 def remember(path: Path, data: bytes) -> None:
@@ -53,7 +49,7 @@ def remembered_plan(
     machine = (platform.node(), platform.machine(), torch.get_num_threads())
     facts = (digest, str(folder.resolve()), mode, machine, __version__, asked)
     name = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
-    path = user_cache() / "plans" / f"{name}.json"
+    path = user_cache() / PLANS / f"{name}.json"
     with suppress(OSError, PenstockError, RecursionError):
         plan = plan_from_json(path.read_bytes(), source=str(path))
         verify_plan(payload.storages, payload.traces, plan)

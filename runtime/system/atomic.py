@@ -74,6 +74,32 @@ def check_output(path: Path, *, force: bool, marker: str | None = None) -> None:
         raise SourceError(f"{path.parent} is no folder that can be written to; choose another output")
 
 
+def remove_folder(folder: Path) -> None:
+    """Take a folder away in one step, so that nobody finds a part of it. Raises OSError where that fails."""
+    aside = _sibling(folder, "tmp")
+    os.rename(folder, aside)
+    _remove(aside)
+
+
+def is_unfinished(path: Path) -> bool:
+    """Whether a path has the name of what is being written, or of what a killed writer left."""
+    return path.name.startswith(".") and ".tmp-" in path.name
+
+
+def remove_stale(path: Path, *, dry_run: bool = False) -> bool:
+    """Remove what a killed writer left; False for what a live one is writing. A dry run only says which."""
+    with suppress(OSError):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not dry_run:
+                _remove(path)
+            return True
+        finally:
+            os.close(fd)
+    return False
+
+
 @contextmanager
 def _reporting(target: Path) -> Iterator[None]:
     try:
@@ -101,7 +127,7 @@ def _refuse_foreign(folder: Path, marker: str) -> None:
 def _temporary(target: Path, create: Callable[[Path], int]) -> Iterator[tuple[Path, int]]:
     """A locked temporary file or folder beside `target`, which is removed at the end."""
     for stale in _siblings(target, "tmp"):
-        _remove_stale(stale)
+        remove_stale(stale)
     temporary, fd = _create_locked(target, create)
     try:
         yield temporary, fd
@@ -142,16 +168,6 @@ def _siblings(target: Path, purpose: str) -> list[Path]:
     return [path for path in target.parent.iterdir() if path.name.startswith(prefix)]
 
 
-def _remove_stale(path: Path) -> None:
-    with suppress(OSError):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove(path)
-        finally:
-            os.close(fd)
-
-
 def _remove(path: Path) -> None:
     with suppress(FileNotFoundError):
         if path.is_dir():
@@ -180,7 +196,7 @@ def _recover(folder: Path) -> None:
         raise SourceError(f"{folder.parent} is not a folder that exists; create it, or choose another output")
     for aside in _siblings(folder, "old"):
         if folder.exists():
-            _remove_stale(aside)
+            remove_stale(aside)
         else:
             os.rename(aside, folder)
 

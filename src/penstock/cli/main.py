@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli import (
+    cache,
     compile,
     convert,
     demo,
@@ -27,8 +28,8 @@ from penstock.cli.terminal.inputs import fail
 from penstock.cli.terminal.interrupts import STATUS, answered
 from penstock.schedule.facts.errors import PenstockError
 
-COMMANDS = (preflight, doctor, convert, compile, plan, simulate, inspect, verify, run, demo)
-"""In the order of `penstock --help`. Each file has a function of its own name, and EXAMPLES of it."""
+COMMANDS = (preflight, doctor, convert, compile, plan, simulate, inspect, verify, run, cache, demo)
+"""In the order of `penstock --help`. Each file has what its name says, a function or a group, and EXAMPLES."""
 
 app = typer.Typer(
     help="Run exported PyTorch programs whose weights are bigger than the memory they run in.",
@@ -52,7 +53,11 @@ def _add(command: ModuleType) -> None:
     name = command.__name__.rpartition(".")[2]
     title = "Examples:" if len(command.EXAMPLES) > 1 else "Example:"
     examples = "\n\n".join([title, *(f"- `{one}`" for one in command.EXAMPLES)])
-    app.command(name, epilog=examples)(getattr(command, name))
+    made = getattr(command, name)
+    if isinstance(made, typer.Typer):
+        app.add_typer(made, name=name, epilog=examples)
+    else:
+        app.command(name, epilog=examples)(made)
 
 
 for _command in COMMANDS:

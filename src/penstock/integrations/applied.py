@@ -40,8 +40,8 @@ from penstock.integrations.libraries import (
 )
 from penstock.integrations.streamed import Cap, Component, Where
 from penstock.passes.building.fake_export import Built
+from penstock.runtime.cache import user_cache
 from penstock.runtime.checkpoint.binding import Names
-from penstock.runtime.remembered import user_cache
 from penstock.schedule.facts.errors import BudgetError, PenstockError, StreamError
 from penstock.schedule.facts.sizes import format_size, parse_size
 

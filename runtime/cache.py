@@ -1,0 +1,354 @@
+"""The user's cache folder: what is in it, who uses it, and what goes when it grows too large.
+
+    weights/NAME/             weights of applied models, named by their bytes
+    programs/NAME.penstock/   what was exported and compiled of models, named by what it computes
+    plans/NAME.json           plans that were made, named by what was asked
+    hardware.json             rates of this machine
+
+Each folder among them has a record, `entry.json`, which says for whom it was made. The record's time is when
+the entry was used last. Whoever uses an entry holds a shared lock on its record, which the system takes away
+from a process that ends, however it ends. All of it can be made again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import math
+import os
+import re
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from penstock.runtime.files.artifact_files import PAYLOAD
+from penstock.runtime.system.atomic import is_unfinished, remove_folder, remove_stale
+from penstock.schedule.facts.errors import SourceError
+from penstock.schedule.facts.sizes import format_size, parse_size
+
+_log = logging.getLogger(__name__)
+
+Kind = Literal["weights", "program", "plan", "rates", "leftover"]
+
+LIMIT = "PENSTOCK_CACHE_LIMIT"
+"""The variable that says how many bytes a cache may hold: `20GB`. Not set: any number."""
+
+WEIGHTS, PROGRAMS, PLANS = "weights", "programs", "plans"
+
+_KINDS: dict[str, Kind] = {WEIGHTS: "weights", PROGRAMS: "program", PLANS: "plan"}
+
+_RECORD, _MADE_FOR = "entry.json", "made_for"
+
+_OWN = re.compile(r"[0-9a-f]{32}(\.\w+)?")
+"""Names that penstock gives. Nothing else in a folder of the cache is listed or removed."""
+
+_ATTEMPTS = 5
+"""How often an entry is written again that another process removes before it can be held."""
+
+
+def user_cache() -> Path:
+    """The folder for machine rates, plans, and the weights of applied models. It may not exist yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Something in the cache: its bytes, and when it was used last, in seconds since the epoch.
+
+    `made_for` is empty where that is not known.
+    """
+
+    path: Path
+    kind: Kind
+    made_for: str
+    nbytes: int
+    used: float
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a live process uses the entry, or writes it."""
+        with ExitStack() as locks:
+            return not _locked(self, locks, make=False)
+
+    @cached_property
+    def reads(self) -> frozenset[Path]:
+        """The folders of the weight files that a program refers to, without which it is worth nothing."""
+        if self.kind != "program":
+            return frozenset()
+        try:
+            files = json.loads((self.path / PAYLOAD).read_bytes())["files"]
+            return frozenset(Path(file["path"]).resolve().parent for file in files)
+        except (OSError, ValueError, TypeError, KeyError):  # damaged: it refers to nothing
+            return frozenset()
+
+
+class Hold:
+    """An entry that is in use, until `close`, or until nobody has this object any more."""
+
+    def __init__(self, path: Path, record: int | None) -> None:
+        self.path = path
+        self._end = weakref.finalize(self, _let_go, record)
+
+    def close(self) -> None:
+        """Let the entry go; may be called again."""
+        self._end()
+
+
+class Cache:
+    """A cache folder that is written to. It may hold `limit` bytes, None for any number."""
+
+    def __init__(self, folder: Path, limit: int | None = None) -> None:
+        self.folder, self.limit = folder, limit
+        self._warned = False
+
+    @classmethod
+    def at(cls, folder: str | os.PathLike[str] | None) -> Cache:
+        """A folder, or None for the user's, with the limit of the environment.
+
+        Raises BudgetError for a limit that is no size.
+        """
+        limit = os.environ.get(LIMIT)
+        return cls(
+            user_cache() if folder is None else Path(folder),
+            parse_size(limit, name=LIMIT) if limit else None,
+        )
+
+    @property
+    def weights(self) -> Path:
+        return self.folder / WEIGHTS
+
+    @property
+    def programs(self) -> Path:
+        return self.folder / PROGRAMS
+
+    def keep(self, path: Path, made_for: str, write: Callable[[], object], nbytes: int = 0) -> Hold:
+        """Use the entry at `path`, which `write` makes unless it is there.
+
+        Room is made for its `nbytes` before it is written; where they are not known, afterwards. Another
+        process that writes it first writes the same. Raises SourceError where it cannot be written.
+        """
+        for _ in range(_ATTEMPTS):
+            if (held := _hold(path, made_for)) is not None:
+                return held
+            self._write(path, write, nbytes)
+            if (held := _hold(path, made_for)) is not None:
+                self.make_room(0)
+                return held
+        raise SourceError(f"{path} was removed whenever it had been written: let nobody empty the cache now")
+
+    def _write(self, path: Path, write: Callable[[], object], nbytes: int) -> None:
+        if nbytes:
+            self.make_room(nbytes)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SourceError(
+                f"{path.parent} cannot be made ({error.strerror}): choose another cache"
+            ) from error
+        try:
+            write()
+        except SourceError:
+            if not path.exists():
+                raise
+
+    def make_room(self, nbytes: int) -> None:
+        """Remove what was not used for the longest time until `nbytes` more are within the limit.
+
+        What is in use stays. Where too much of it is, that is logged as a warning, once.
+        """
+        if self.limit is None:
+            return
+        done = prune(self.folder, most=self.limit - nbytes)
+        if done.removed:
+            _log.info("%s removed from the cache, to keep %s", format_size(done.freed_bytes), LIMIT)
+        total = done.left_bytes + nbytes
+        if total > self.limit and not self._warned:
+            self._warned = True
+            _log.warning(
+                "the cache %s takes %s, and %s is %s: what is left there is in use or is being written",
+                self.folder,
+                format_size(total),
+                LIMIT,
+                format_size(self.limit),
+            )
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What went, what should have gone and is in use, and the bytes of all that is left."""
+
+    removed: tuple[Entry, ...]
+    in_use: tuple[Entry, ...]
+    left_bytes: int
+
+    @property
+    def freed_bytes(self) -> int:
+        return sum(one.nbytes for one in self.removed)
+
+
+def list_entries(folder: Path) -> tuple[Entry, ...]:
+    """What a cache holds, what was not used for the longest time first."""
+    return tuple(sorted(_entries(folder), key=lambda one: (one.used, one.path)))
+
+
+def prune(
+    folder: Path, *, before: float = -math.inf, most: float = math.inf, dry_run: bool = False
+) -> Pruned:
+    """Remove what killed writers left, what was used last before a time, and what is beyond `most` bytes.
+
+    Of the latter what was not used for the longest time goes first, and rates, which take no room, never.
+    Programs go with the weights that they read. What is in use stays. A dry run only says what would go.
+    Raises SourceError where the system refuses.
+    """
+    entries = list_entries(folder)
+    left = sum(one.nbytes for one in entries)
+    removed: dict[Path, Entry] = {}
+    in_use: list[Entry] = []
+    for one in sorted(entries, key=lambda one: one.kind != "leftover"):
+        beyond = left > most and one.kind != "rates"
+        if one.path in removed or not (one.kind == "leftover" or one.used < before or beyond):
+            continue
+        place = one.path.resolve()
+        together = [other for other in entries if other.path not in removed and place in other.reads]
+        if _remove([*together, one], dry_run=dry_run):
+            removed |= {each.path: each for each in (*together, one)}
+            left -= sum(each.nbytes for each in (*together, one))
+        else:
+            in_use.append(one)
+    return Pruned(tuple(removed.values()), tuple(in_use), left)
+
+
+def _remove(entries: Sequence[Entry], *, dry_run: bool) -> bool:
+    """Remove entries, in this order, unless one of them is in use."""
+    with ExitStack() as locks:
+        if not all(_locked(one, locks, make=not dry_run) for one in entries):
+            return False
+        for one in entries if not dry_run else ():
+            try:
+                _remove_one(one)
+            except OSError as error:
+                raise SourceError(
+                    f"{one.path} cannot be removed ({error.strerror}): check its permissions"
+                ) from error
+    return True
+
+
+def _remove_one(entry: Entry) -> None:
+    with suppress(FileNotFoundError):  # another process was faster
+        if entry.kind == "leftover":
+            remove_stale(entry.path)
+        elif entry.path.is_dir():
+            remove_folder(entry.path)
+        else:
+            entry.path.unlink()
+
+
+def _entries(folder: Path) -> Iterator[Entry]:
+    for name, kind in _KINDS.items():
+        for path in _inside(folder / name):
+            if is_unfinished(path):
+                yield _entry(path, "leftover")
+            elif _OWN.fullmatch(path.name):
+                yield _entry(path, kind)
+    yield from (_entry(path, "rates") for path in _inside(folder) if path.name == "hardware.json")
+
+
+def _inside(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _entry(path: Path, kind: Kind) -> Entry:
+    record, made_for = path / _RECORD, ""
+    with suppress(OSError, ValueError):
+        said = json.loads(record.read_bytes())
+        made_for = str(said.get(_MADE_FOR, "")) if isinstance(said, dict) else ""
+    used = 0.0
+    for place in (path, record):  # the record, where there is one, is newer
+        with suppress(OSError):
+            used = place.stat().st_mtime
+    return Entry(path, kind, made_for, _nbytes(path), used)
+
+
+def _nbytes(path: Path) -> int:
+    """Bytes of a file, or of all files in a folder; what vanishes meanwhile counts nothing."""
+    with suppress(OSError):
+        if not path.is_dir():
+            return path.lstat().st_size
+        return sum(_nbytes(one) for one in path.iterdir() if not one.is_symlink())
+    return 0
+
+
+def _hold(path: Path, made_for: str) -> Hold | None:
+    """Use an entry, from now on; None where it is not there.
+
+    Waits for a process that is about to remove it, and finds it gone then.
+    """
+    while path.is_dir():
+        _make_record(path, made_for)
+        record = _open_record(path)
+        if record is None:  # in a folder that is not ours to write to, nobody can say what is in use
+            return Hold(path, None) if path.is_dir() else None
+        with suppress(OSError):  # nor on a file system without locks
+            fcntl.flock(record, fcntl.LOCK_SH)
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(record), (path / _RECORD).stat()):
+                with suppress(OSError):
+                    os.utime(record)
+                return Hold(path, record)
+        os.close(record)
+    return None
+
+
+def _make_record(path: Path, made_for: str) -> None:
+    """Make the record of an entry, unless it has one."""
+    with suppress(OSError):
+        record = os.open(path / _RECORD, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            os.write(record, json.dumps({_MADE_FOR: made_for}).encode() + b"\n")
+        finally:
+            os.close(record)
+
+
+def _open_record(path: Path) -> int | None:
+    """The record of an entry, open; None where there is none, or where it may not be read."""
+    for flags in (os.O_RDWR, os.O_RDONLY):  # some file systems lock for writing only what is open for it
+        with suppress(OSError):
+            return os.open(path / _RECORD, flags | os.O_CLOEXEC)
+    return None
+
+
+def _let_go(record: int | None) -> None:
+    if record is not None:
+        with suppress(OSError):
+            os.utime(record)
+        os.close(record)
+
+
+def _locked(entry: Entry, locks: ExitStack, *, make: bool) -> bool:
+    """Whether nobody uses an entry; with its record locked, nobody begins to until `locks` is closed.
+
+    With `make`, one that has no record gets one, so that there is something to lock.
+    """
+    if entry.kind == "leftover":
+        return remove_stale(entry.path, dry_run=True)
+    if not entry.path.is_dir():
+        return True
+    if make:
+        _make_record(entry.path, entry.made_for)
+    record = _open_record(entry.path)
+    if record is None:
+        return not make or not entry.path.is_dir()
+    locks.callback(os.close, record)
+    try:
+        fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

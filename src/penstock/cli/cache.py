@@ -1,0 +1,173 @@
+"""`penstock cache`: what is in the cache, and what of it goes."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock.cli.terminal import console
+from penstock.cli.terminal.inputs import fail
+from penstock.cli.terminal.options import Json, check_size
+from penstock.runtime.cache import LIMIT, Entry, Pruned, list_entries, user_cache
+from penstock.runtime.cache import prune as prune_entries
+from penstock.schedule.facts.sizes import format_size, parse_size
+
+EXAMPLES = (
+    "penstock cache list",
+    "penstock cache prune --older-than 30d --to 20GB",
+    "penstock cache clear",
+)
+
+cache = typer.Typer(
+    help="What penstock keeps of models: weights, programs and plans. All of it can be made again.",
+    no_args_is_help=True,
+)
+
+Folder = Annotated[
+    Path | None, typer.Option("--cache", help="The folder. Default: penstock in the user's cache folder.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Remove nothing, and say what would go.")]
+
+_AGE = re.compile(r"(\d+(?:\.\d+)?)\s*(min|h|d|w)", re.IGNORECASE)
+_SECONDS = {"min": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+
+_SMALL = ("plan", "rates")
+"""Kinds that a table has in one line each."""
+
+_SHOWN = 8  # letters of a name that is a hash
+
+
+@cache.command()
+def list(*, cache: Folder = None, json: Json = False) -> None:
+    """List what is in the cache, whose it is, its size and when it was used last; the oldest first."""
+    folder = cache or user_cache()
+    entries = list_entries(folder)
+    total = sum(one.nbytes for one in entries)
+    limit = _limit()
+    if json:
+        facts = [_facts(one) | {"in_use": one.in_use} for one in entries]
+        console.print_json({"cache": str(folder), "bytes": total, "limit": limit, "entries": facts})
+        return
+    bound = f", {LIMIT} is {format_size(limit)}" if limit else ""
+    console.print_table(
+        f"{folder}: {format_size(total)}{bound}",
+        ("what", "made for", "size", "last used"),
+        _rows(entries),
+    )
+
+
+@cache.command()
+def prune(
+    *,
+    older_than: Annotated[
+        str | None, typer.Option(help="Remove what was last used longer ago: 12h, 30d, 6w.")
+    ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            help="Remove what was used least recently, until so much is left: 20GB.",
+            callback=check_size("--to", share=False),
+        ),
+    ] = None,
+    dry_run: DryRun = False,
+    cache: Folder = None,
+    json: Json = False,
+) -> None:
+    """Remove what killed runs left, what is too old, and what is too much. What is in use stays.
+
+    Without options it keeps the limit of PENSTOCK_CACHE_LIMIT, if that is set.
+    """
+    before = -math.inf if older_than is None else time.time() - _seconds(older_than)
+    limit = _limit() if older_than is None else None
+    most = parse_size(to, name="--to") if to else limit or math.inf
+    folder = cache or user_cache()
+    _report(prune_entries(folder, before=before, most=most, dry_run=dry_run), dry_run, json)
+
+
+@cache.command()
+def clear(
+    *,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    dry_run: DryRun = False,
+    cache: Folder = None,
+    json: Json = False,
+) -> None:
+    """Remove everything that is not in use. On a terminal you are asked first."""
+    folder = cache or user_cache()
+    if not yes and not dry_run and sys.stdin.isatty():
+        total = sum(one.nbytes for one in list_entries(folder))
+        if not typer.confirm(f"remove {format_size(total)} from {folder}?", err=True):
+            fail("nothing was removed")
+    _report(prune_entries(folder, before=math.inf, dry_run=dry_run), dry_run, json)
+
+
+def _limit() -> int | None:
+    said = os.environ.get(LIMIT)
+    return parse_size(said, name=LIMIT) if said else None
+
+
+def _seconds(age: str) -> float:
+    """The seconds that `12h`, `30d` or `6w` stand for."""
+    match = _AGE.fullmatch(age.strip())
+    if match is None:
+        fail(f"--older-than {age!r} is no age: write 90min, 12h, 30d or 6w")
+    return float(match[1]) * _SECONDS[match[2].lower()]
+
+
+def _facts(one: Entry) -> dict[str, Any]:
+    used = datetime.fromtimestamp(one.used, UTC).isoformat(timespec="seconds")
+    return {
+        "kind": one.kind,
+        "path": str(one.path),
+        "made_for": one.made_for,
+        "bytes": one.nbytes,
+        "last_used": used,
+    }
+
+
+def _rows(entries: Sequence[Entry]) -> Iterator[tuple[str, str, str, str]]:
+    for one in entries:
+        if one.kind not in _SMALL:
+            used = "in use" if one.in_use else _ago(one.used)
+            name = one.path.name.lstrip(".")[:_SHOWN]
+            yield f"{one.kind} {name}", one.made_for, format_size(one.nbytes), used
+    for kind in _SMALL:
+        if some := [one for one in entries if one.kind == kind]:
+            what = f"{len(some)} plans" if kind == "plan" else "rates of this machine"
+            used = _ago(max(one.used for one in some))
+            yield what, "", format_size(sum(one.nbytes for one in some)), used
+
+
+def _ago(used: float) -> str:
+    seconds = max(0.0, time.time() - used)
+    unit = next((unit for unit in ("d", "h", "min") if seconds >= _SECONDS[unit]), None)
+    return f"{seconds / _SECONDS[unit]:.0f} {unit} ago" if unit else "now"
+
+
+def _report(done: Pruned, dry_run: bool, json: bool) -> None:
+    if json:
+        console.print_json(
+            {
+                "dry_run": dry_run,
+                "removed": [_facts(one) for one in done.removed],
+                "in_use": [_facts(one) for one in done.in_use],
+                "freed_bytes": done.freed_bytes,
+                "left_bytes": done.left_bytes,
+            }
+        )
+        return
+    if done.removed:
+        would = "would be removed" if dry_run else "removed"
+        console.print_table(would, ("what", "made for", "size", "last used"), _rows(done.removed))
+    kept = f", of which {len(done.in_use)} in use should have gone" if done.in_use else ""
+    freed = "would be freed" if dry_run else "freed"
+    console.print_text(f"{format_size(done.freed_bytes)} {freed}, {format_size(done.left_bytes)} left{kept}")

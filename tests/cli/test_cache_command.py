@@ -1,0 +1,136 @@
+"""`penstock cache`: what it lists, removes and asks."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.runtime.cache import LIMIT, Cache
+from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
+
+DAY = 86_400
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
+    """The user's cache with 2000 bytes of weights used 40 days ago, 1000 used now, and three plans."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(LIMIT, raising=False)
+    cache = Cache.at(None)
+    for letter, days, nbytes in (("a", 40, 2000), ("b", 0, 1000)):
+        path = cache.weights / (letter * 32)
+        path.mkdir(parents=True)
+        (path / "weights.safetensors").write_bytes(bytes(nbytes))
+        cache.keep(path, f"model {letter}", lambda: None).close()
+        os.utime(path / "entry.json", (time.time() - days * DAY,) * 2)
+    (cache.folder / "plans").mkdir()
+    for number in range(3):
+        (cache.folder / "plans" / f"{number:032x}.json").write_text("{}")
+    return cache
+
+
+def held(cache: Cache) -> set[str]:
+    return {path.name[0] for path in cache.weights.iterdir()}
+
+
+def test_a_list_has_a_line_for_each_entry_and_one_for_the_plans(penstock: Command, cache: Cache) -> None:
+    use = cache.keep(cache.weights / ("b" * 32), "model b", lambda: None)
+    lines = penstock("cache", "list").out.splitlines()
+    assert lines[0].startswith(str(cache.folder)[:20])
+    (old,) = (line for line in lines if "aaaaaaaa" in line)
+    assert all(word in old for word in ("weights", "model a", "1.98 KiB", "40 d ago"))
+    (new,) = (line for line in lines if "bbbbbbbb" in line)
+    assert "in use" in new
+    (plans,) = (line for line in lines if "plan" in line and "penstock" not in line)
+    assert all(word in plans for word in ("3 plans", "6 B", "now"))
+    facts = json.loads(penstock("cache", "list", "--json").out)
+    assert facts["bytes"] == sum(one["bytes"] for one in facts["entries"])
+    assert [one["in_use"] for one in facts["entries"] if one["kind"] == "weights"] == [False, True]
+    assert facts["entries"][0]["made_for"] == "model a"
+    assert facts["entries"][0]["last_used"].endswith("+00:00")
+    use.close()
+
+
+def test_a_prune_goes_by_age_by_size_and_by_the_limit(
+    penstock: Command, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for options in (["--older-than", "6w"], ["--to", "8GB"], []):
+        assert "0 B freed" in penstock("cache", "prune", *options).out
+    said = penstock("cache", "prune", "--older-than", "30d", "--dry-run").out
+    assert "would be removed" in said
+    assert held(cache) == {"a", "b"}
+    facts = json.loads(penstock("cache", "prune", "--older-than", "30d", "--json").out)
+    assert [one["made_for"] for one in facts["removed"]] == ["model a"]
+    assert facts["freed_bytes"] == facts["removed"][0]["bytes"] > 2000
+    assert held(cache) == {"b"}
+    assert penstock("cache", "prune", "--to", "900").status == 0
+    assert held(cache) == set()
+
+
+def test_the_limit_is_shown_and_kept(
+    penstock: Command, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LIMIT, "1500")
+    assert json.loads(penstock("cache", "list", "--json").out)["limit"] == 1500
+    use = cache.keep(cache.weights / ("a" * 32), "model a", lambda: None)
+    done = penstock("cache", "prune")
+    assert "1 in use should have gone" in done.out
+    assert held(cache) == {"a"}
+    use.close()
+
+
+@pytest.mark.parametrize(("answer", "left"), [("n\n", {"a", "b"}), ("y\n", set())])
+def test_a_terminal_is_asked_before_all_is_removed(
+    penstock: Command, cache: Cache, monkeypatch: pytest.MonkeyPatch, answer: str, left: set[str]
+) -> None:
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    asked: list[str] = []
+
+    def confirm(question: str, **_: object) -> bool:
+        asked.append(question)
+        return answer == "y\n"
+
+    monkeypatch.setattr("typer.confirm", confirm)
+    assert penstock("cache", "clear", "--dry-run").status == 0
+    assert not asked
+    done = penstock("cache", "clear")
+    assert done.status == (2 if left else 0)
+    assert held(cache) == left
+    assert len(asked) == 1
+    assert str(cache.folder) in asked[0]
+
+
+def test_all_of_another_folder_is_removed_without_a_question(
+    penstock: Command, cache: Cache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("typer.confirm", lambda *_, **__: pytest.fail("it asked"))
+    other = tmp_path / "other"
+    assert penstock("cache", "clear", "--cache", other).status == 0
+    assert held(cache) == {"a", "b"}
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    assert penstock("cache", "clear", "--yes", "--cache", cache.folder).status == 0
+    assert held(cache) == set()
+    assert "0 B" in penstock("cache", "list").out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["prune", "--older-than", "30"], "no age"),
+        (["prune", "--older-than", "old"], "no age"),
+        (["prune", "--to", "10%"], "percentage of an unknown total"),
+        (["prune", "--to", "much"], "--to 'much' is not a size"),
+    ],
+)
+def test_wrong_ages_and_sizes_are_refused(
+    penstock: Command, cache: Cache, options: list[str], words: str
+) -> None:
+    done = penstock("cache", *options)
+    assert done.status == 2
+    assert words in done.err
+    assert held(cache) == {"a", "b"}

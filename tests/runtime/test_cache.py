@@ -1,0 +1,274 @@
+"""The cache folder: what is listed, what is in use, and what goes by age, by size and with what it reads."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from penstock.runtime.cache import LIMIT, Cache, Entry, list_entries, prune
+from penstock.runtime.system.atomic import write_artifact
+from penstock.schedule.facts.errors import BudgetError, SourceError
+
+DAY = 86_400
+NOW = 1_700_000_000
+
+
+def name_of(number: int) -> str:
+    return f"{number:032x}"
+
+
+def write_folder(path: Path, nbytes: int) -> None:
+    def build(folder: Path) -> None:
+        (folder / "data").write_bytes(bytes(nbytes))
+
+    write_artifact(path, force=False, build=build)
+
+
+def add_weights(cache: Cache, number: int, nbytes: int = 1000, *, days: int = 0) -> Path:
+    """Weights that nobody uses, `days` old."""
+    path = cache.weights / name_of(number)
+    cache.keep(path, f"model {number}", lambda: write_folder(path, nbytes)).close()
+    return aged(path, days)
+
+
+def add_program(cache: Cache, number: int, reads: Path, *, days: int = 0) -> Path:
+    path = cache.programs / f"{name_of(number)}.penstock"
+
+    def build(folder: Path) -> None:
+        files = [{"path": str(reads / "weights.safetensors")}]
+        (folder / "payload.json").write_text(json.dumps({"files": files}))
+
+    def write() -> None:
+        write_artifact(path, force=False, build=build)
+
+    cache.keep(path, f"model {number}", write).close()
+    return aged(path, days)
+
+
+def aged(path: Path, days: int) -> Path:
+    os.utime(path / "entry.json", (NOW - days * DAY,) * 2)
+    return path
+
+
+def paths(entries: tuple[Entry, ...]) -> set[Path]:
+    return {one.path for one in entries}
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return Cache(tmp_path)
+
+
+def test_entries_are_listed_with_kind_owner_size_and_age(cache: Cache) -> None:
+    new, old = add_weights(cache, 1, 3000), add_weights(cache, 2, 500, days=9)
+    program = add_program(cache, 3, reads=old, days=2)
+    (cache.folder / "plans").mkdir()
+    plan = cache.folder / "plans" / f"{name_of(4)}.json"
+    for file in (plan, cache.folder / "hardware.json"):
+        file.write_text("{}")
+        os.utime(file, (NOW - DAY, NOW - DAY))
+    found = list_entries(cache.folder)
+    assert [one.path for one in found] == [old, program, cache.folder / "hardware.json", plan, new]
+    assert [one.kind for one in found] == ["weights", "program", "rates", "plan", "weights"]
+    assert [one.made_for for one in found] == ["model 2", "model 3", "", "", "model 1"]
+    record = (old / "entry.json").stat().st_size
+    assert [one.nbytes for one in found if one.kind == "weights"] == [500 + record, 3000 + record]
+    assert found[0].used == NOW - 9 * DAY
+    assert not any(one.in_use for one in found)
+
+
+def test_what_penstock_did_not_name_is_neither_listed_nor_removed(cache: Cache) -> None:
+    mine = cache.weights / "thesis"
+    mine.mkdir(parents=True)
+    (cache.folder / "notes.json").touch()
+    assert prune(cache.folder, before=math.inf).removed == ()
+    assert mine.is_dir()
+    assert (cache.folder / "notes.json").is_file()
+
+
+def test_what_is_in_use_stays_and_goes_when_it_is_let_go(cache: Cache) -> None:
+    path = add_weights(cache, 1, days=1)
+    held = [cache.keep(path, "model", lambda: None) for _ in range(2)]
+    (entry,) = list_entries(cache.folder)
+    assert entry.in_use
+    assert entry.used > NOW  # to use it is what sets its time
+    for one in held:
+        assert paths(prune(cache.folder, before=math.inf).in_use) == {path}
+        assert path.is_dir()
+        one.close()
+    assert not entry.in_use
+    assert paths(prune(cache.folder, before=math.inf).removed) == {path}
+    assert not list(cache.weights.iterdir())
+
+
+def test_what_nobody_has_any_more_is_not_in_use(cache: Cache) -> None:
+    path = add_weights(cache, 1)
+    held = cache.keep(path, "model", lambda: None)
+    (entry,) = list_entries(cache.folder)
+    assert entry.in_use
+    del held
+    assert not entry.in_use
+
+
+def test_a_killed_process_uses_nothing(cache: Cache) -> None:
+    path = add_weights(cache, 1)
+    held = (
+        "import sys; from pathlib import Path; from penstock.runtime.cache import Cache\n"
+        "path = Path(sys.argv[1]); held = Cache(path.parents[1]).keep(path, 'other', lambda: None)\n"
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", held, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert child.stdin
+    assert child.stdout
+    try:
+        assert child.stdout.readline() == b"held\n"
+        assert prune(cache.folder, before=math.inf).removed == ()
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        child.stdin.close()
+        child.stdout.close()
+    assert paths(prune(cache.folder, before=math.inf).removed) == {path}
+
+
+def test_programs_go_with_the_weights_that_they_read_and_keep_them_while_in_use(cache: Cache) -> None:
+    old, new = add_weights(cache, 1, days=9), add_weights(cache, 2, days=9)
+    first, second = add_program(cache, 3, reads=old), add_program(cache, 4, reads=new)
+    held = cache.keep(second, "model", lambda: None)
+    done = prune(cache.folder, before=NOW - 8 * DAY)
+    assert paths(done.removed) == {old, first}
+    assert paths(done.in_use) == {new}
+    assert done.left_bytes == sum(one.nbytes for one in list_entries(cache.folder))
+    held.close()
+    assert paths(prune(cache.folder, before=NOW - 8 * DAY).removed) == {new, second}
+
+
+def test_by_size_what_was_not_used_for_the_longest_time_goes_first(cache: Cache) -> None:
+    added = [add_weights(cache, number, 1000, days=number) for number in range(5)]
+    (cache.folder / "hardware.json").write_text("{}")
+    os.utime(cache.folder / "hardware.json", (NOW - 99 * DAY,) * 2)
+    done = prune(cache.folder, most=3500)
+    assert paths(done.removed) == set(added[3:])
+    assert done.left_bytes <= 3500
+    assert paths(prune(cache.folder, most=0).removed) == set(added[:3])
+    assert (cache.folder / "hardware.json").is_file()  # of no size, and it takes time to measure
+
+
+def test_a_dry_run_says_the_same_and_changes_nothing(cache: Cache) -> None:
+    path = add_weights(cache, 1)
+    (path / "entry.json").unlink()
+    leftover = cache.weights / f".{name_of(2)}.tmp-0a1b2c3d"
+    leftover.mkdir()
+    done = prune(cache.folder, before=math.inf, dry_run=True)
+    assert [one.name for one in path.iterdir()] == ["data"]
+    assert leftover.is_dir()
+    assert done == prune(cache.folder, before=math.inf)
+    assert not list(cache.weights.iterdir())
+
+
+def test_what_killed_writers_left_goes_and_what_is_being_written_stays(cache: Cache) -> None:
+    leftover = cache.weights / f".{name_of(1)}.tmp-00000000"
+    leftover.mkdir(parents=True)
+    (leftover / "data").write_bytes(bytes(700))
+    found = []
+
+    def build(folder: Path) -> None:
+        (folder / "data").touch()
+        found.extend([list_entries(cache.folder), prune(cache.folder).removed, folder.is_dir()])
+
+    write_artifact(cache.weights / name_of(2), force=False, build=build)
+    listed, removed, kept = found
+    assert {one.kind for one in listed} == {"leftover"}
+    assert [one.nbytes for one in removed] == [700]
+    assert paths(removed) == {leftover}
+    assert kept
+
+
+def test_the_limit_makes_room_before_writing_and_never_takes_what_is_in_use(
+    cache: Cache, caplog: pytest.LogCaptureFixture
+) -> None:
+    old, used, new = (add_weights(cache, number, 1000, days=9 - number) for number in range(3))
+    limited = Cache(cache.folder, limit=3500)
+    held = limited.keep(used, "model", lambda: None)
+    path, seen = cache.weights / name_of(9), []
+
+    def write() -> None:
+        seen.extend(one.path for one in list_entries(cache.folder))
+        write_folder(path, 1200)
+
+    with caplog.at_level(logging.WARNING, "penstock"):
+        more = limited.keep(path, "model", write, nbytes=1200)
+        assert seen == [new, used]
+        assert not caplog.messages
+        for number in (10, 11):  # what is written last is needed, and so is all else
+            other = cache.weights / name_of(number)
+            limited.keep(other, "model", lambda other=other: write_folder(other, 2000), nbytes=2000).close()
+    assert not old.exists()
+    assert used.is_dir()
+    assert path.is_dir()
+    (said,) = caplog.messages
+    assert "PENSTOCK_CACHE_LIMIT is 3.42 KiB: what is left there is in use" in said
+    held.close()
+    more.close()
+
+
+def test_the_limit_is_that_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(LIMIT, raising=False)
+    assert Cache.at(tmp_path).limit is None
+    monkeypatch.setenv(LIMIT, "20GB")
+    assert Cache.at(tmp_path).limit == 20 * 10**9
+    monkeypatch.setenv(LIMIT, "much")
+    with pytest.raises(BudgetError, match="PENSTOCK_CACHE_LIMIT 'much' is not a size"):
+        Cache.at(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(LIMIT, "")
+    assert Cache.at(None).folder == tmp_path / "penstock"
+
+
+def test_what_cannot_be_written_is_said(cache: Cache) -> None:
+    path = cache.weights / name_of(1)
+
+    def fail() -> None:
+        raise SourceError("the disk is full")
+
+    with pytest.raises(SourceError, match="the disk is full"):
+        cache.keep(path, "model", fail)
+    (cache.folder / "taken").touch()
+    with pytest.raises(SourceError, match=r"taken.* cannot be made"):
+        Cache(cache.folder / "taken").keep(cache.folder / "taken" / "weights" / "a", "model", fail)
+
+
+def test_users_and_a_pruner_at_once(cache: Cache) -> None:
+    """Whoever holds an entry finds it whole, however often others remove it."""
+    path, failed = cache.weights / name_of(1), []
+
+    def use() -> None:
+        for _ in range(40):
+            try:
+                held = cache.keep(path, "model", lambda: write_folder(path, 10))
+                assert (path / "data").stat().st_size == 10
+                held.close()
+            except BaseException as error:
+                failed.append(error)
+
+    threads = [threading.Thread(target=use) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    removed = 0
+    while any(thread.is_alive() for thread in threads):
+        removed += len(prune(cache.folder, before=math.inf).removed)
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert removed
