@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import replace
 
@@ -10,7 +11,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import penstock
+from penstock.integrations import apply
 from penstock.integrations.cached import same_layout, store, with_other_file
+from penstock.runtime.cache import Cache, list_entries, prune
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
@@ -40,11 +43,40 @@ def test_the_values_are_those_of_the_other_file_and_are_verified(tmp_path):
 
 def test_weights_that_several_write_at_once_are_written_once(tmp_path):
     tensors, found = {"weight": torch.ones(300, 300)}, []
-    threads = [threading.Thread(target=lambda: found.append(store(tensors, tmp_path))) for _ in range(4)]
+    cache = Cache(tmp_path)
+    threads = [threading.Thread(target=lambda: found.append(store(tensors, cache, "me"))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(found) == 4
-    assert len(set(found)) == 1
-    assert found[0].is_file()
+    (path,) = {held.path for held in found}
+    assert (path / "weights.safetensors").is_file()
+
+
+def test_what_a_model_runs_on_is_in_use_until_it_is_restored(tmp_path, said):
+    model, cache = nn.Sequential(linear(1)), Cache(tmp_path)
+    expected = model(X)
+    applied = apply(model, "1MB", example=X, cache=tmp_path)
+    (weights,) = cache.weights.iterdir()
+    assert f"writing 288 bytes of weights of Sequential to {weights}" in said()
+    assert {one.made_for for one in list_entries(tmp_path)} == {"Sequential"}
+    applied.close()  # what is not loaded is needed too, as it is nowhere else
+    assert [one.kind for one in prune(tmp_path, before=math.inf).in_use] == ["weights", "program"]
+    assert torch.equal(model(X), expected)
+    applied.restore()
+    assert len(prune(tmp_path, before=math.inf).removed) == 2
+    with apply(model, "1MB", example=X, cache=tmp_path):  # written again
+        assert torch.equal(model(X), expected)
+
+
+def test_the_limit_is_kept_when_weights_are_written(tmp_path, monkeypatch):
+    first, second = nn.Sequential(linear(1, width=999)), nn.Sequential(linear(2, width=999))
+    apply(first, "1MB", example=X, cache=tmp_path).restore()
+    (old,) = Cache(tmp_path).weights.iterdir()
+    total = sum(one.nbytes for one in list_entries(tmp_path))
+    monkeypatch.setenv("PENSTOCK_CACHE_LIMIT", str(total + 10_000))
+    with apply(second, "1MB", example=X, cache=tmp_path):
+        assert not old.exists()
+        assert sum(one.nbytes for one in list_entries(tmp_path)) <= total + 10_000
+        assert [one.kind for one in list_entries(tmp_path)] == ["weights", "program"]

@@ -29,7 +29,7 @@ from penstock.cli.terminal.interrupts import STATUS, answered
 from penstock.schedule.facts.errors import PenstockError
 
 COMMANDS = (preflight, doctor, convert, compile, plan, simulate, inspect, verify, run, cache, demo)
-"""In the order of `penstock --help`. Each file has what its name says, a function or a group, and EXAMPLES."""
+"""In the order of `penstock --help`. Each file has a function or group of its own name, and EXAMPLES."""
 
 app = typer.Typer(
     help="Run exported PyTorch programs whose weights are bigger than the memory they run in.",

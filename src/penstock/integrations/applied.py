@@ -6,7 +6,7 @@ import functools
 import logging
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from os import PathLike
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from penstock.integrations.adapters import Adapter, by_adapter, by_prefix, named_adapter, other_values
-from penstock.integrations.cached import store, stored_tensors
+from penstock.integrations.cached import WEIGHTS, store, stored_tensors
 from penstock.integrations.calls.kinds import method_of
 from penstock.integrations.calls.tiny_calls import Example, make_call, tiny_call
 from penstock.integrations.emptied.hollow import Hollow, blank_copy
@@ -35,12 +35,13 @@ from penstock.integrations.libraries import (
     add_generation_config,
     components_of,
     entries_of,
+    owner_of,
     refuse_wrapped,
     without_hooks,
 )
 from penstock.integrations.streamed import Cap, Component, Where
 from penstock.passes.building.fake_export import Built
-from penstock.runtime.cache import user_cache
+from penstock.runtime.cache import Cache, Hold
 from penstock.runtime.checkpoint.binding import Names
 from penstock.schedule.facts.errors import BudgetError, PenstockError, StreamError
 from penstock.schedule.facts.sizes import format_size, parse_size
@@ -57,16 +58,16 @@ _OWN_SIZES = " (this was a tiny call in sizes of the model's own: example= makes
 class Applied:
     """A model or a pipeline whose components stream; returned by `apply`, and kept by what `load` returns.
 
-    As a context manager it restores the model at the end. `weights` is the folder to which the weights were
-    written, or None where they are used in place.
+    As a context manager it restores the model at the end, which only `apply` can: what `load` returns was
+    never in memory.
     """
 
-    def __init__(self, target: Any, cap: Cap, where: Where, weights: Path | None) -> None:
+    def __init__(self, target: Any, cap: Cap, where: Where, *, restores: bool) -> None:
         self.target = target
         self.cap = cap
         self._where = where
         self.components: dict[str, Component] = {}
-        self._weights = weights
+        self._restores = restores
         self._modules: dict[str, nn.Module] = {}
         self._hollow: dict[str, Hollow] = {}
         self._replaced: list[tuple[nn.Module, str, Any]] = []
@@ -82,7 +83,7 @@ class Applied:
         name: str,
         module: nn.Module,
         blank: Built,
-        weights: Sequence[Path],
+        weights: Mapping[Path, Hold | None],
         names: Mapping[str, Names] = MappingProxyType({}),
     ) -> None:
         """Let a module be called through a new component of its name, and free the memory of its parameters.
@@ -91,7 +92,16 @@ class Applied:
         """
         named = module.named_parameters(remove_duplicate=False)
         with_grad = [fqn for fqn, value in named if value.requires_grad]
-        component = Component(name, blank, weights, self._where, self.cap, names=names, with_grad=with_grad)
+        component = Component(
+            name,
+            blank,
+            weights,
+            self._where,
+            self.cap,
+            made_for=owner_of(name, module),
+            names=names,
+            with_grad=with_grad,
+        )
         self.components[name] = component
         self._modules[name] = module
         for entry in entries_of(module):
@@ -169,12 +179,12 @@ class Applied:
         chosen, given = named_adapter(self._modules, name), Adapter.read(Path(source))
         modules = by_prefix(self._modules, given, alone=isinstance(self.target, nn.Module))
         values = other_values(modules, given, chosen)
-        assert self._weights is not None  # None for a folder used in place, which has no adapter
-        files = {prefix: store(tensors, self._weights) for prefix, tensors in values.items()}
+        made_for = f"adapter {chosen} of {source}"
+        stored = {prefix: store(tensors, self._where.cache, made_for) for prefix, tensors in values.items()}
         components = zip(self.components.values(), modules, strict=True)
         with self.cap.lock:
             self._refuse_lost()
-            swaps = [one.swapping(files[prefix]) for one, prefix in components if prefix in files]
+            swaps = [one.swapping(stored[prefix]) for one, prefix in components if prefix in stored]
             for swap in swaps:
                 swap()
 
@@ -192,7 +202,7 @@ class Applied:
         stays loaded.
         """
         with self.cap.lock:
-            if self._weights is None:
+            if not self._restores:
                 raise StreamError(
                     "the model was never in memory: load it with its library where it should be"
                 )
@@ -214,6 +224,7 @@ class Applied:
             one.training = True
         for name, module in self._modules.items():
             self.components[name].own = functools.partial(method_of, module)
+            self.components[name].let_go()
         for held in (self._replaced, self._trained, self._hollow, self._modules):
             held.clear()
 
@@ -279,18 +290,17 @@ def apply(
     """
     nbytes = parse_size(memory, name="memory")
     parts = components_of(model)
-    folder = user_cache() if cache is None else Path(cache)
     for name, module in parts.items():
         refuse_wrapped(module, name)
-    where = Where(folder / "programs", device, lowering)
-    applied = Applied(model, Cap(nbytes), where, folder / "weights")
+    where = Where(Cache.at(cache), device, lowering)
+    applied = Applied(model, Cap(nbytes), where, restores=True)
     with ExitStack() as on_error:
         on_error.push(applied)
         for name, module in parts.items():
             applied.evaluate(module)
             groups = by_adapter(module, stored_tensors(module))
-            files = [store(tensors, folder / "weights") for tensors in groups]
-            applied.add(name, module, blank_copy(module, where.target), files)
+            held = [store(tensors, where.cache, owner_of(name, module)) for tensors in groups]
+            applied.add(name, module, blank_copy(module, where.target), {h.path / WEIGHTS: h for h in held})
         _log.info("%s of parameters given back", format_size(applied.freed_bytes))
         applied.prepare_tiny_call() if example is None else applied.prepare(example)
         on_error.pop_all()
@@ -318,14 +328,13 @@ def load(
     """
     folder = local_folder(source if isinstance(source, str) else Path(source))
     refuse_variant(folder, variant)
-    made = user_cache() if cache is None else Path(cache)
-    nbytes, where = parse_size(memory, name="memory"), Where(made / "programs", device, lowering)
-    applied = Applied(None, Cap(nbytes), where, None)
+    nbytes, where = parse_size(memory, name="memory"), Where(Cache.at(cache), device, lowering)
+    applied = Applied(None, Cap(nbytes), where, restores=False)
 
     def stream(stored: Stored) -> nn.Module:
         module = stored.make()
         blank = Built.by(stored.build, str(where.target))
-        applied.add(stored.name, module, blank, stored.files, stored.names(module))
+        applied.add(stored.name, module, blank, dict.fromkeys(stored.files), stored.names(module))
         return module
 
     if is_pipeline(folder):

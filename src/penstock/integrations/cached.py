@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from penstock.integrations.emptied.absent import AbsentTensor
 from penstock.integrations.emptied.hollow import plain_parts
 from penstock.passes.building.fake_export import with_computed_buffers
 from penstock.passes.graph.nodes import dtype_name
+from penstock.runtime.cache import Cache, Hold
 from penstock.runtime.files.pack import PackEntry, storage_bytes, tensor_chunks, write_packed
 from penstock.runtime.files.safetensors_file import read_header
 from penstock.runtime.files.stamp import hash_storage, stamp_file
@@ -25,10 +27,9 @@ from penstock.runtime.program import Program
 from penstock.runtime.system.atomic import write_artifact
 from penstock.schedule.facts.errors import PassError, SourceError
 
-WEIGHTS = "weights.safetensors"
+_log = logging.getLogger(__name__)
 
-_ATTEMPTS = 5
-"""How often writing a folder is tried while another process writes the same one."""
+WEIGHTS = "weights.safetensors"
 
 
 def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -61,29 +62,34 @@ def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def store(tensors: Mapping[str, torch.Tensor], cache: Path) -> Path:
-    """Write tensors to a file in `cache`, unless it is there, and return its path.
+def store(tensors: Mapping[str, torch.Tensor], cache: Cache, made_for: str) -> Hold:
+    """Write tensors to a file of the cache, unless it is there, and hold its folder.
 
-    Its folder is named by the sha256 of names, dtypes, shapes and bytes.
+    That is named by the sha256 of names, dtypes, shapes and bytes. How many bytes are written is logged
+    before. Raises SourceError where they cannot be written, and where what is there is not what was written.
     """
     digest = hashlib.sha256()
     for name, value in tensors.items():
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
         for chunk in tensor_chunks(_bytes_of(value)):
             digest.update(chunk)
-    folder = cache / digest.hexdigest()[:32]
+    folder = cache.weights / digest.hexdigest()[:32]
+    nbytes = sum(value.nbytes for value in tensors.values())
+    written = False
 
     def build(made: Path) -> None:
         write_packed(made / WEIGHTS, [_entry(name, value) for name, value in tensors.items()])
 
     def write() -> None:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        nonlocal written
+        _log.info("writing %s bytes of weights of %s to %s", f"{nbytes:,}", made_for, folder)
         write_artifact(folder, force=False, build=build)
+        written = True
 
-    if folder.exists():
+    held = cache.keep(folder, made_for, write, nbytes)
+    if not written:
         _refuse_damaged(folder / WEIGHTS, tensors)
-    write_once(folder, write)
-    return folder / WEIGHTS
+    return held
 
 
 def _refuse_damaged(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -98,18 +104,6 @@ def _refuse_damaged(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         whole = False
     if tensors and not whole:
         raise SourceError(f"{file} is damaged: delete its folder, and it is written again")
-
-
-def write_once(folder: Path, write: Callable[[], object]) -> None:
-    """Write a folder unless it exists; another process that writes it first writes the same."""
-    for attempt in range(_ATTEMPTS):
-        if folder.exists():
-            return
-        try:
-            write()
-        except SourceError:
-            if attempt == _ATTEMPTS - 1 and not folder.exists():
-                raise
 
 
 def _entry(name: str, value: torch.Tensor) -> PackEntry:

@@ -137,6 +137,18 @@ def components_of(model: Any) -> dict[str, nn.Module]:
     return found
 
 
+def owner_of(name: str, module: nn.Module) -> str:
+    """A component for people: its name, its class, and where its library loaded it from, if that is known."""
+    kind, origin = type(module).__name__, origin_of(module)
+    return (kind if name == kind else f"{name} ({kind})") + (f" of {origin}" if origin else "")
+
+
+def origin_of(module: nn.Module) -> str:
+    """The folder or the name that a library loaded a module from; empty where it does not say."""
+    origin = getattr(getattr(module, "config", None), "_name_or_path", None)
+    return origin if isinstance(origin, str) else ""
+
+
 def _streamed(name: str, module: nn.Module) -> tuple[str, nn.Module]:
     """The component, or the vision model of a safety checker, which decides in Python about pictures."""
     if type(module).__name__.endswith("SafetyChecker") and hasattr(module, "vision_model"):

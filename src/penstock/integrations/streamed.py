@@ -14,13 +14,14 @@ import torch
 from torch.export import ExportedProgram
 
 import penstock
-from penstock.integrations.cached import content_key, same_layout, with_other_file, write_once
+from penstock.integrations.cached import WEIGHTS, content_key, same_layout, with_other_file
 from penstock.integrations.calls.exported import ExportedCall
 from penstock.integrations.calls.kinds import Call, method_of, named, refuse_grad
 from penstock.integrations.libraries import EXPORTING
 from penstock.passes.building.fake_export import Built
 from penstock.passes.lowering.eager import LoweredProgram
 from penstock.passes.weights.lifted import with_own_constants
+from penstock.runtime.cache import Cache, Hold
 from penstock.runtime.checkpoint.binding import Names
 from penstock.runtime.device.opening import device_kind
 from penstock.runtime.module import StreamedModule
@@ -42,12 +43,12 @@ _ROOM = 1.25
 
 @dataclass(frozen=True)
 class Where:
-    """The folder for artifacts, the device that runs them, and how they are lowered.
+    """The cache that artifacts are in, the device that runs them, and how they are lowered.
 
     Raises StreamError for a device that is not here, PassError for an unknown lowering.
     """
 
-    folder: Path
+    cache: Cache
     device: str
     lowering: str
 
@@ -92,7 +93,8 @@ class Component:
 
     `check` is called before each call, and raises where the program would no longer do what the module says.
     `blank` is a copy of the module with fake parameters. `weights` are the files that hold their values,
-    under their own names or those in `names`. Parameters in `with_grad` require grad, as the module's do,
+    under their own names or those in `names`, each with what keeps it in the cache, if it is there. What is
+    put into the cache is `made_for` this module. Parameters in `with_grad` require grad, as the module's do,
     because torch chooses matrix products by that. `cap` is shared with the other components, which unload
     when this one is called.
     """
@@ -101,18 +103,20 @@ class Component:
         self,
         name: str,
         blank: Built,
-        weights: Sequence[Path],
+        weights: Mapping[Path, Hold | None],
         where: Where,
         cap: Cap,
         *,
+        made_for: str,
         names: Mapping[str, Names] = MappingProxyType({}),
         with_grad: Collection[str] = (),
     ) -> None:
-        self.name = name
+        self.name, self._made_for = name, made_for
         self._names, self._with_grad = names, with_grad
         self.check: Callable[[], None] = lambda: None
         self.own: Callable[[str], Any] | None = None  # the module's methods, once it is restored
-        self.weights = list(weights)
+        self._held = dict(weights)
+        self._artifact: Hold | None = None
         self._blank, self._where, self._cap = blank, where, cap
         self._methods: list[ExportedCall] = []
         self._program: Program | None = None
@@ -120,6 +124,11 @@ class Component:
         self._plan: Plan | None = None
         self._module: StreamedModule | None = None
         self._beside = self._rehearsed = 0
+
+    @property
+    def weights(self) -> list[Path]:
+        """The files that hold the values."""
+        return list(self._held)
 
     @property
     def stats(self) -> Any:
@@ -186,6 +195,12 @@ class Component:
         if module is not None:
             module.close()
 
+    def let_go(self) -> None:
+        """Let what is in the cache be removed. The component cannot be called any more."""
+        for held in (self._artifact, *self._held.values()):
+            if held is not None:
+                held.close()
+
     def refuse_lost(self) -> None:
         """Raise SourceError where a weight file is missing, before anything is given up for it."""
         for file in self.weights:
@@ -196,18 +211,19 @@ class Component:
                     "again with its library, and apply penstock to that"
                 )
 
-    def swapping(self, new: Path) -> Callable[[], None]:
-        """Prepare to read `new` instead of the weight file of the same layout; returns what makes the change.
+    def swapping(self, held: Hold) -> Callable[[], None]:
+        """Prepare to read other weights instead of those of the same layout; returns what makes the change.
 
         All that can fail is done before it returns. The caller holds the lock of the cap until the change is
         made.
         """
         self.unload()
+        new = held.path / WEIGHTS
         old = next(file for file in self.weights if same_layout(file, new))
         program = None if self._program is None else with_other_file(self._program, old, new)
 
         def swap() -> None:
-            self.weights[self.weights.index(old)] = new
+            self._held = {new if f == old else f: held if f == old else h for f, h in self._held.items()}
             self._program, self._plan = program, self._plan if program else None
 
         return swap
@@ -253,8 +269,9 @@ class Component:
         self.refuse_lost()
         programs = with_own_constants({method.name: method.exported for method in self._methods})
         settings = f"{self._where.lowering} {self._names}"
-        path = self._where.folder / f"{content_key(programs, self.weights, settings)}.penstock"
-        write_once(path, lambda: self._write(programs, path))
+        cache = self._where.cache
+        path = cache.programs / f"{content_key(programs, self.weights, settings)}.penstock"
+        self._artifact = cache.keep(path, self._made_for, lambda: self._write(programs, path))
         program = penstock.open(path)  # what it would read from its files is set below
         program.activation_bytes = max(method.activations.peak() for method in self._methods)
         if self._where.lowering == "eager":
@@ -263,7 +280,6 @@ class Component:
         return program
 
     def _write(self, programs: Mapping[str, ExportedProgram], path: Path) -> Program:
-        self._where.folder.mkdir(parents=True, exist_ok=True)
         return penstock.compile(
             programs,
             path,
