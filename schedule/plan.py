@@ -23,13 +23,19 @@ class Plan(Decisions):
         """The plan as JSON, as docs/payload.md specifies it."""
         return encode(self).decode()
 
-    def save_report(self, path: str | PathLike[str]) -> None:
-        """Write the plan as one page of HTML that needs nothing else; PlanError where `path` exists."""
-        save_report(self, path)
+    def save_report(self, path: str | PathLike[str], *, force: bool = False) -> None:
+        """Write the plan as one page of HTML that needs nothing else.
 
-    def save_timeline(self, path: str | PathLike[str]) -> None:
-        """Write the first passes as a trace that ui.perfetto.dev opens; PlanError where `path` exists."""
-        save_timeline(self, path)
+        Raises PlanError where `path` exists, unless `force` is given.
+        """
+        save_report(self, path, force=force)
+
+    def save_timeline(self, path: str | PathLike[str], *, force: bool = False) -> None:
+        """Write the first passes as a trace that ui.perfetto.dev opens.
+
+        Raises PlanError where `path` exists, unless `force` is given.
+        """
+        save_timeline(self, path, force=force)
 
     def event_graph(self, method: str | None = None) -> networkx.DiGraph:
         """The events of a pass of one method and what each waits for (docs/planning.md has the attributes).

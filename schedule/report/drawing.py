@@ -40,26 +40,33 @@ def save_report(
     *,
     names: Sequence[str] | None = None,
     sweep: Sequence[Mapping[str, Any]] | None = None,
+    force: bool = False,
 ) -> None:
     """Write the plan as one page of HTML that needs no network and no other file.
 
     `names` are the storages' names, those of the plan by default. `sweep` has the points of the
     budget curve: `budget`, `predicted_ns`, `lower_bound_ns` (or None) and `policies` (name to ns).
+    `force` replaces a file that exists.
 
     Raises:
         PlanError: `path` exists or cannot be written, or there is not one name for each storage.
     """
-    target = _new_file(path)
-    _write(target, [render_page(plan, names_of(plan, names), sweep)])
+    target = _new_file(path, force=force)
+    _write(target, [render_page(plan, names_of(plan, names), sweep)], force=force)
 
 
 def save_timeline(
-    plan: Decisions, path: str | PathLike[str], *, names: Sequence[str] | None = None, passes: int = 3
+    plan: Decisions,
+    path: str | PathLike[str],
+    *,
+    names: Sequence[str] | None = None,
+    passes: int = 3,
+    force: bool = False,
 ) -> None:
     """Write the first passes, from a cold start on, as a trace that ui.perfetto.dev opens.
 
     Every method is a process, compute and the links are its threads. Stalls are events of their own.
-    (Trace Event Format, Google, 2016: times are microseconds.)
+    (Trace Event Format, Google, 2016: times are microseconds.) `force` replaces a file that exists.
 
     Raises:
         PlanError: `path` exists or cannot be written, `passes` is not positive, or there is not one
@@ -68,10 +75,10 @@ def save_timeline(
     if passes < 1:
         raise PlanError(f"a timeline of {passes} passes shows nothing; ask for at least 1")
     called = names_of(plan, names)
-    target = _new_file(path)
+    target = _new_file(path, force=force)
     events = (event for which in range(len(plan.traces)) for event in _events(plan, which, called, passes))
     lines = (f"{',' if number else ''}\n{json.dumps(event)}" for number, event in enumerate(events))
-    _write(target, ['{"displayTimeUnit": "ms", "traceEvents": [', *lines, "\n]}\n"])
+    _write(target, ['{"displayTimeUnit": "ms", "traceEvents": [', *lines, "\n]}\n"], force=force)
 
 
 def terminal_timeline(plan: Decisions, width: int = 100) -> str:
@@ -168,17 +175,21 @@ def _named(what: str, name: str, pid: int, tid: int) -> Event:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
-def _new_file(path: str | PathLike[str]) -> Path:
+def _new_file(path: str | PathLike[str], *, force: bool) -> Path:
     target = Path(path)
-    if target.exists() or target.is_symlink():
-        raise PlanError(f"{target} exists; choose another output")
+    if (target.exists() or target.is_symlink()) and not force:
+        raise PlanError(_exists(target))
     if not target.parent.is_dir():
         raise PlanError(f"{target.parent} is not a folder that exists; create it, or choose another output")
     return target
 
 
-def _write(target: Path, pieces: Iterable[str]) -> None:
-    """Make `target` hold the pieces, whole or not at all, and never in the place of another file."""
+def _exists(target: Path) -> str:
+    return f"{target} exists; choose another output, or overwrite it with --force (force=True)"
+
+
+def _write(target: Path, pieces: Iterable[str], *, force: bool) -> None:
+    """Make `target` hold the pieces, whole or not at all, and with `force` only in the place of a file."""
     temporary = target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
     try:
         try:
@@ -186,12 +197,15 @@ def _write(target: Path, pieces: Iterable[str]) -> None:
                 file.writelines(pieces)
                 file.flush()
                 os.fsync(file.fileno())
-            _publish(temporary, target)
+            if force:
+                os.replace(temporary, target)
+            else:
+                _publish(temporary, target)
         finally:
             with suppress(FileNotFoundError):
                 temporary.unlink()
     except FileExistsError as error:
-        raise PlanError(f"{target} exists; choose another output") from error
+        raise PlanError(_exists(target)) from error
     except OSError as error:
         raise PlanError(
             f"{target} could not be written ({error}); check the space left and the permissions"

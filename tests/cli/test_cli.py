@@ -294,13 +294,6 @@ def test_demo_hands_its_options_on(penstock: Command, monkeypatch: pytest.Monkey
     assert (done.status, json.loads(done.out), done.err) == (1, {"asked": ["cap", "1GiB", True]}, "")
 
 
-def test_a_plan_is_not_overwritten(penstock: Command, files: Files, tmp_path: Path) -> None:
-    taken = tmp_path / "plan.json"
-    taken.write_text("mine")
-    assert "exists" in refused(penstock("plan", files.artifact, "--budget", "100%", "--output", taken))
-    assert taken.read_text() == "mine"
-
-
 @pytest.mark.parametrize(
     "arguments",
     [

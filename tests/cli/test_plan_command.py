@@ -70,8 +70,24 @@ def test_report_timeline_and_plan_are_written(penstock: Command, artifact: Path,
     assert report.read_text().startswith("<!doctype html>")
     assert json.loads(timeline.read_text())["traceEvents"]
     assert json.loads(plan.read_text())["hardware"]["name"] == "h200"
-    again = penstock(*given, "--report", report)
-    assert (again.status, "choose another output" in again.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("plan", "--output"), ("plan", "--report"), ("plan", "--timeline"), ("run", "--output")],
+)
+def test_an_output_is_replaced_with_force_only(
+    penstock: Command, artifact: Path, tmp_path: Path, command: str, option: str
+) -> None:
+    (tmp_path / "mine").write_text("mine")
+    given = (command, artifact, "--budget", "50%", option, tmp_path / "mine")
+    refused = penstock(*given)
+    assert (refused.status, refused.out) == (2, "")
+    assert "mine exists: choose another output, or overwrite it with --force" in refused.err
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert penstock(*given, "--force").status == 0
+    assert (tmp_path / "mine").read_bytes() != b"mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 @pytest.mark.parametrize("command", ["plan", "simulate"])

@@ -88,7 +88,9 @@ def test_a_configuration_is_planned_for_each_hardware_and_budget(folder: Path, f
     assert [one["streamed_bytes_per_pass"] > 0 for one in findings] == [True, False, True, False]
 
 
-def test_a_function_is_exported_without_building_what_it_returns(folder: Path, facts: Facts) -> None:
+def test_a_function_is_exported_without_building_what_it_returns(
+    folder: Path, facts: Facts, penstock: Command
+) -> None:
     found = facts("factories_of_a_test:huge", "--hardware", "h200")
     assert found["weight_bytes"] == 4 << 42
     assert not found["findings"][0]["runs"]
@@ -98,6 +100,11 @@ def test_a_function_is_exported_without_building_what_it_returns(folder: Path, f
     found = facts("factories_of_a_test:build", *options)["findings"][0]
     assert 0 < found["host_bytes"] <= 1 << 20
     assert found["disk_bytes_per_pass"] > 0
+    assert page.read_text().startswith("<!doctype html>")
+    page.write_text("mine")
+    assert "overwrite it with --force" in penstock("preflight", "factories_of_a_test:build", *options).err
+    assert page.read_text() == "mine"
+    assert penstock("preflight", "factories_of_a_test:build", *options, "--force").status == 0
     assert page.read_text().startswith("<!doctype html>")
 
 

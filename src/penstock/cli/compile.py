@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.terminal import console
+from penstock.cli.terminal import console, options
 from penstock.cli.terminal.inputs import load_exported, pairs, weight_files
-from penstock.cli.terminal.options import Json, check_size
 from penstock.schedule.facts.sizes import format_size
 
 EXAMPLES = (
@@ -56,11 +55,11 @@ def compile(
         str | None,
         typer.Option(
             help="With inductor: weights smaller than this stay in memory (64KiB).",
-            callback=check_size("--resident-below", share=False),
+            callback=options.check_size("--resident-below", share=False),
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an artifact that exists.")] = False,
-    json: Json = False,
+    force: options.Force = False,
+    json: options.Json = False,
 ) -> None:
     """Compile an exported program into an artifact that streams its weights."""
     from penstock.runtime.artifact import compile as compile_program

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.terminal import console
-from penstock.cli.terminal.options import Json, check_size
+from penstock.cli.terminal import console, options
 
 EXAMPLES = (
     "penstock convert model.pt -o model.safetensors",
@@ -30,7 +29,9 @@ def convert(
     ],
     shard_size: Annotated[
         str | None,
-        typer.Option(help="Bytes of a shard at most: 5GB.", callback=check_size("--shard-size", share=False)),
+        typer.Option(
+            help="Bytes of a shard at most: 5GB.", callback=options.check_size("--shard-size", share=False)
+        ),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="For floating-point tensors: bfloat16, float16, float32.")
@@ -39,8 +40,8 @@ def convert(
         list[str] | None,
         typer.Option(help="Names to take, such as 'model.layers.0.*'. May be given again."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an output that exists.")] = False,
-    json: Json = False,
+    force: options.Force = False,
+    json: options.Json = False,
 ) -> None:
     """Write a checkpoint in another layout or dtype, in bounded memory."""
     from penstock.runtime.checkpoint import convert as conversion

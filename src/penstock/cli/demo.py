@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.terminal.options import Json
+from penstock.cli.terminal import options
 
 EXAMPLES = ("penstock demo --part real",)
 
@@ -23,7 +23,7 @@ class Part(StrEnum):
 def demo(
     part: Annotated[Part, typer.Option(help="cap: larger than memory; real: trained weights.")] = Part.all,
     size: Annotated[str | None, typer.Option(help="Weights of the decoder, for example 1GiB.")] = None,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Show penstock at work: a decoder four times its memory, and a real sentence encoder."""
     from penstock.demo import run

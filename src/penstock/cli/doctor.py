@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.terminal import console
-from penstock.cli.terminal.options import Json
+from penstock.cli.terminal import console, options
 
 EXAMPLES = ("penstock doctor my_models:build",)
 
@@ -18,7 +17,7 @@ def doctor(
         typer.Argument(help="module:function that returns a module and example inputs, or a config.json."),
     ],
     *,
-    json: Json = False,
+    json: options.Json = False,
 ) -> None:
     """Say what of a model will export and stream, what will not, and which line is to blame."""
     from penstock.models.doctor import examine, facts

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.terminal import console
+from penstock.cli.terminal import console, options
 from penstock.cli.terminal.inputs import fail
-from penstock.cli.terminal.options import Artifact, Json, check_size
 from penstock.schedule.facts.sizes import format_size
 
 if TYPE_CHECKING:
@@ -37,9 +36,9 @@ class GraphForm(StrEnum):
 
 
 def inspect(
-    artifact: Artifact,
+    artifact: options.Artifact,
     *,
-    json: Json = False,
+    json: options.Json = False,
     graph: Annotated[
         GraphForm | None,
         typer.Option(help="Print which step reads which weights instead, for Graphviz or as node-link JSON."),
@@ -48,7 +47,7 @@ def inspect(
         str | None,
         typer.Option(
             help="With --graph: the events of a plan within 32MiB, 8GB or 50% instead.",
-            callback=check_size("--budget"),
+            callback=options.check_size("--budget"),
         ),
     ] = None,
     method: Annotated[

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.terminal import console
+from penstock.cli.terminal import console, options
 from penstock.cli.terminal.inputs import refuse_existing
-from penstock.cli.terminal.options import ArenaName, Artifact, Budget, HardwareName, HostMemory, Json, Keep
 from penstock.schedule.facts.sizes import format_size
 
 if TYPE_CHECKING:
@@ -29,13 +28,13 @@ EXAMPLES = (
 
 
 def plan(
-    artifact: Artifact,
+    artifact: options.Artifact,
     *,
-    budget: Budget,
-    keep: Keep = None,
-    arena: ArenaName = None,
-    hardware: HardwareName = "auto",
-    host_memory: HostMemory = None,
+    budget: options.Budget,
+    keep: options.Keep = None,
+    arena: options.ArenaName = None,
+    hardware: options.HardwareName = "auto",
+    host_memory: options.HostMemory = None,
     compare: Annotated[bool, typer.Option("--compare", help="Beside what other policies take.")] = False,
     sweep: Annotated[bool, typer.Option("--sweep", help="Time against budget, with all policies.")] = False,
     output: Annotated[
@@ -45,13 +44,14 @@ def plan(
         Path | None, typer.Option(help="Write one page of HTML here, with pictures of it all.")
     ] = None,
     timeline: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev here.")] = None,
-    json: Json = False,
+    force: options.Force = False,
+    json: options.Json = False,
 ) -> None:
     """Show what would stay in memory and what would stream within a budget, and whether that pays."""
     from penstock.models.advice import advise
     from penstock.runtime.program import open as open_program
 
-    refuse_existing(output, report, timeline)
+    refuse_existing(output, report, timeline, force=force)
     with console.spinner("planning") as say:
         program = open_program(artifact)
         decide = partial(program.plan, keep=keep or (), arena=arena, host_memory=host_memory)
@@ -62,25 +62,27 @@ def plan(
             return decide(nbytes, hardware=decided.hardware)
 
         found = advise(program, decided, again, compare=compare, sweep=sweep)
-    _write(found, output=output, report=report, timeline=timeline)
+    _write(found, output=output, report=report, timeline=timeline, force=force)
     if json:
         _print_json(found)
     else:
         _print(artifact, program, found)
 
 
-def _write(found: Advice, *, output: Path | None, report: Path | None, timeline: Path | None) -> None:
+def _write(
+    found: Advice, *, output: Path | None, report: Path | None, timeline: Path | None, force: bool
+) -> None:
     from penstock.runtime.system.atomic import replace_file
     from penstock.schedule.report.drawing import save_report
 
     if output is not None:
-        with replace_file(output, force=False) as fd, open(fd, "wb", closefd=False) as file:
+        with replace_file(output, force=force) as fd, open(fd, "wb", closefd=False) as file:
             file.write(found.plan.to_json().encode())
     if report is not None:
         sweep = [asdict(point) for point in found.points or ()]
-        save_report(found.plan, report, sweep=sweep or None)
+        save_report(found.plan, report, sweep=sweep or None, force=force)
     if timeline is not None:
-        found.plan.save_timeline(timeline)
+        found.plan.save_timeline(timeline, force=force)
 
 
 def _print_json(found: Advice) -> None:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.terminal import console
+from penstock.cli.terminal import console, options
 from penstock.cli.terminal.inputs import refuse_existing
-from penstock.cli.terminal.options import HostMemory, Json, PresetNames, check_size
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.sizes import format_size, format_time
 
@@ -33,23 +32,24 @@ def preflight(
         ),
     ],
     *,
-    hardware: PresetNames,
+    hardware: options.PresetNames,
     budget: Annotated[
         list[str] | None,
         typer.Option(
             help="For weights: 80GiB, 25%. May be given again. Default: what the memory leaves.",
-            callback=check_size("--budget"),
+            callback=options.check_size("--budget"),
         ),
     ] = None,
-    host_memory: HostMemory = None,
+    host_memory: options.HostMemory = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a call: 1 is a decoding step.")] = 1,
     context: Annotated[int, typer.Option(min=0, help="Tokens of a key-value cache to leave room for.")] = 0,
     dtype: Annotated[str | None, typer.Option(help="Instead of the configuration's: bfloat16, ...")] = None,
     report: Annotated[Path | None, typer.Option(help="Write the plan as a page of HTML here.")] = None,
-    json: Json = False,
+    force: options.Force = False,
+    json: options.Json = False,
 ) -> None:
     """Say whether and how a model will run on hardware that is not here, without building it."""
-    refuse_existing(report)
+    refuse_existing(report, force=force)
     with console.spinner("importing") as say, console.quiet():
         from penstock.models.preflight import find, read_model
 
@@ -61,7 +61,7 @@ def preflight(
                 say(f"planning for {name}" + (f" within {asked}" if asked else ""))
                 findings.append(find(found, name, asked, host_memory))
     if report is not None:
-        _write_report(findings, report)
+        _write_report(findings, report, force=force)
     if json:
         console.print_json(found.facts() | {"findings": [finding.facts() for finding in findings]})
     else:
@@ -70,13 +70,13 @@ def preflight(
         raise typer.Exit(1)
 
 
-def _write_report(findings: Sequence[Finding], path: Path) -> None:
+def _write_report(findings: Sequence[Finding], path: Path, *, force: bool) -> None:
     plans = [finding.plan for finding in findings if finding.plan is not None]
     if len(plans) != 1:
         raise PlanError(
             f"--report shows one plan, and there are {len(plans)}: give one hardware and one budget"
         )
-    plans[0].save_report(path)
+    plans[0].save_report(path, force=force)
 
 
 def _print(model: Model, findings: Sequence[Finding]) -> None:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.terminal import console
+from penstock.cli.terminal import console, options
 from penstock.cli.terminal.inputs import integer, pairs, refuse_existing
-from penstock.cli.terminal.options import ArenaName, Artifact, Budget, DeviceName, HostMemory, Json, Keep
 from penstock.schedule.facts.sizes import format_size
 
 if TYPE_CHECKING:
@@ -23,9 +22,9 @@ EXAMPLES = (
 
 
 def run(
-    artifact: Artifact,
+    artifact: options.Artifact,
     *,
-    budget: Budget,
+    budget: options.Budget,
     input: Annotated[
         Path | None, typer.Option(help="Safetensors file with one tensor per input; else generated.")
     ] = None,
@@ -35,15 +34,16 @@ def run(
     ] = None,
     method: Annotated[str | None, typer.Option(help="Which method to run, where there are several.")] = None,
     passes: Annotated[int, typer.Option(min=1, help="How often to run.")] = 1,
-    keep: Keep = None,
-    arena: ArenaName = None,
-    device: DeviceName = "cpu",
-    host_memory: HostMemory = None,
+    keep: options.Keep = None,
+    arena: options.ArenaName = None,
+    device: options.DeviceName = "cpu",
+    host_memory: options.HostMemory = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of generated inputs.")] = 0,
-    json: Json = False,
+    force: options.Force = False,
+    json: options.Json = False,
 ) -> None:
     """Run an artifact within a byte budget and show what moved."""
-    refuse_existing(output)
+    refuse_existing(output, force=force)
     sizes = {name: integer(value, name) for name, value in pairs(size or [], "--size", "NAME=N")}
     with console.spinner(f"loading {artifact}") as say:
         from penstock.models.trial import Trial, run_trial
@@ -53,7 +53,7 @@ def run(
         load = partial(
             program.load, budget, keep=keep or (), arena=arena, device=device, host_memory=host_memory
         )
-        done = run_trial(program, Trial(method, passes, input, output, sizes, seed), load, say)
+        done = run_trial(program, Trial(method, passes, input, output, sizes, seed, force), load, say)
     if json:
         console.print_json(done.facts())
     else:

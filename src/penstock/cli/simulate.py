@@ -5,17 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.terminal import console
-from penstock.cli.terminal.options import (
-    ArenaName,
-    Artifact,
-    Budget,
-    DeviceName,
-    HardwareName,
-    HostMemory,
-    Json,
-    Keep,
-)
+from penstock.cli.terminal import console, options
 from penstock.schedule.facts.sizes import format_size
 
 EXAMPLES = (
@@ -27,15 +17,15 @@ _STALLS = 20
 
 
 def simulate(
-    artifact: Artifact,
+    artifact: options.Artifact,
     *,
-    budget: Budget,
-    keep: Keep = None,
-    arena: ArenaName = None,
-    hardware: HardwareName = "auto",
-    host_memory: HostMemory = None,
-    device: DeviceName = "cpu",
-    json: Json = False,
+    budget: options.Budget,
+    keep: options.Keep = None,
+    arena: options.ArenaName = None,
+    hardware: options.HardwareName = "auto",
+    host_memory: options.HostMemory = None,
+    device: options.DeviceName = "cpu",
+    json: options.Json = False,
 ) -> None:
     """Execute a plan on a virtual clock, with `--device sim:NAME` the program too; show where it waits."""
     from penstock.models.advice import simulated

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from penstock.cli.terminal import console
-from penstock.cli.terminal.options import Artifact, Json
+from penstock.cli.terminal import console, options
 from penstock.schedule.facts.sizes import format_size
 
 EXAMPLES = ("penstock verify model.penstock",)
 
 
-def verify(artifact: Artifact, json: Json = False) -> None:
+def verify(artifact: options.Artifact, json: options.Json = False) -> None:
     """Hash every weight byte and prove every plan of an artifact."""
     from penstock.runtime.program import open as open_program
 

@@ -30,7 +30,8 @@ class Trial:
     """Which method is run, how often, and on what.
 
     The inputs are the tensors of the safetensors file `input`, or random ones of the recorded shapes, in
-    which `sizes` gives dynamic sizes and numbers. The outputs of the last pass are written to `output`.
+    which `sizes` gives dynamic sizes and numbers. The outputs of the last pass are written to `output`, which
+    is replaced where it exists only with `force`.
     """
 
     method: str | None = None
@@ -39,6 +40,7 @@ class Trial:
     output: Path | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     seed: int = 0
+    force: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def run_trial(
             seconds.append(time.perf_counter() - began)
         named = _named_outputs(outputs)
         if asked.output is not None:
-            _write(asked.output, named)
+            _write(asked.output, named, force=asked.force)
         return TrialResult(load_seconds, tuple(seconds), module.stats, _described(named))
 
 
@@ -232,7 +234,7 @@ def _described(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return {name: f"{_dtype(t)} {list(t.shape)}" for name, t in tensors.items()}
 
 
-def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def _write(path: Path, tensors: dict[str, torch.Tensor], *, force: bool) -> None:
     from safetensors.torch import save
 
     from penstock.runtime.system.atomic import replace_file
@@ -244,7 +246,7 @@ def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         raise SourceError(
             f"outputs of {dtypes} cannot be written to a safetensors file ({error}); leave --output out"
         ) from error
-    with replace_file(path, force=False) as fd, open(fd, "wb", closefd=False) as file:
+    with replace_file(path, force=force) as fd, open(fd, "wb", closefd=False) as file:
         file.write(data)
 
 

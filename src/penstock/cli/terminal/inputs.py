@@ -15,11 +15,11 @@ def fail(sentence: str) -> NoReturn:
     sys.exit(2)
 
 
-def refuse_existing(*paths: Path | None) -> None:
-    """Fail for outputs that exist, before anything takes time."""
+def refuse_existing(*paths: Path | None, force: bool) -> None:
+    """Fail for outputs that exist, and may not be replaced, before anything takes time."""
     for path in paths:
-        if path is not None and path.exists():
-            fail(f"{path} exists: choose another output")
+        if path is not None and path.exists() and not force:
+            fail(f"{path} exists: choose another output, or overwrite it with --force")
 
 
 def load_exported(path: Path) -> Any:

@@ -57,6 +57,7 @@ Budget = Annotated[
         show_default=False,
     ),
 ]
+Force = Annotated[bool, typer.Option("--force", help="Replace outputs that exist.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")]
 Keep = Annotated[
     list[str] | None, typer.Option(help="Pattern of weights that stay in memory; may be given again.")
