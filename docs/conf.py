@@ -76,6 +76,7 @@ docs/zoo
 :caption: Project
 
 CHANGELOG
+SECURITY
 CONTRIBUTING
 ```
 """

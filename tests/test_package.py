@@ -63,7 +63,7 @@ def test_type_checkers_see_the_same_names_as_programs() -> None:
 
 def test_errors_are_one_tree() -> None:
     names = [name for name in penstock.__all__ if name.endswith("Error")]
-    assert len(names) == 7
+    assert len(names) == 8
     assert all(issubclass(getattr(penstock, name), penstock.PenstockError) for name in names)
 
 
@@ -150,3 +150,47 @@ def test_the_pins_keep_to_a_build_for_the_cpu() -> None:
     pins = read_pins()
     assert pins["torch"] == "2.13.0"
     assert not [name for name in pins if "nvidia" in name or "triton" in name or "cuda" in name]
+
+
+@pytest.mark.parametrize(
+    ("call", "library"),
+    [
+        ("cli('preflight', 'model/config.json', '--budget', '1GiB', '--hardware', 'h200')", "transformers"),
+        ("cli('doctor', 'model/config.json')", "transformers"),
+        ("cli('compile', 'model', 'm.penstock')", "transformers"),
+        ("penstock.integrations.load('model', memory='1GiB')", "transformers"),
+        ("penstock.integrations.load('pipeline', memory='1GiB')", "diffusers"),
+        ("penstock.unpack_gguf(None)", "diffusers"),
+    ],
+)
+def test_without_an_optional_library_one_sentence_names_the_extra(
+    call: str, library: str, tmp_path: Path
+) -> None:
+    for name, file in (("model", "config.json"), ("pipeline", "model_index.json")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text("{}")
+        (tmp_path / name / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys(("transformers", "diffusers", "gguf")))  # as where none is installed
+import penstock, penstock.integrations
+from penstock.cli.main import main
+def cli(*words):
+    sys.argv = ["penstock", *words]
+    main()
+try:
+    {call}
+except penstock.PenstockError as error:
+    assert isinstance(error, ImportError)
+    sys.exit(str(error))
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode in (1, 2), done.stderr
+    said = " ".join(done.stderr.split())
+    assert f"needs {library}: pip install 'penstock[" in said
+    assert "Traceback" not in said
+
+
+def test_the_citation_names_this_version() -> None:
+    assert f"version: {penstock.__version__}" in (ROOT / "CITATION.cff").read_text().splitlines()

@@ -1,12 +1,13 @@
 """Every error that penstock raises on purpose.
 
     PenstockError
-      +-- BudgetError     the byte budget cannot run this program
-      +-- PayloadError    payload.json is not what docs/payload.md specifies
-      +-- PlanError       a plan is not safe, or does not belong to this program
-      +-- PassError       an exported program that a pass cannot take
-      +-- SourceError     weight files: missing, changed, truncated, unreadable
-      +-- StreamError     a streamed module used in a way that cannot be right
+      +-- BudgetError         the byte budget cannot run this program
+      +-- PayloadError        payload.json is not what docs/payload.md specifies
+      +-- PlanError           a plan is not safe, or does not belong to this program
+      +-- PassError           an exported program that a pass cannot take
+      +-- SourceError         weight files: missing, changed, truncated, unreadable
+      +-- StreamError         a streamed module used in a way that cannot be right
+      +-- MissingExtraError   a library that is not installed; an ImportError as well
 
 A message says what, which, expected and got, and what to do, in one sentence.
 """
@@ -58,3 +59,7 @@ class SourceError(PenstockError):
 
 class StreamError(PenstockError):
     """A call on a streamed module that cannot be right, or that failed on the way."""
+
+
+class MissingExtraError(PenstockError, ImportError):
+    """A library is not installed; the message names the extra of penstock that installs it."""

@@ -32,7 +32,7 @@ _LEAST_PARTS = (16, 0, 4, 64, 1 << 20)
 Addresses are compared with the first; the others are tried with the best of them.
 """
 
-_EFFORT = 40_000
+_EFFORT = 60_000
 """Addresses, at most, that one search chooses."""
 
 _CLOSE = 1.0001

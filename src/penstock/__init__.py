@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from penstock.runtime.program import open
     from penstock.schedule.facts.errors import (
         BudgetError,
+        MissingExtraError,
         PassError,
         PayloadError,
         PenstockError,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BudgetError",
+    "MissingExtraError",
     "PassError",
     "Payload",
     "PayloadError",

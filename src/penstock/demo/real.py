@@ -22,7 +22,6 @@ from rich.console import Console
 from rich.padding import Padding
 
 from penstock.demo.screen import make_table, shorten, show_progress
-from penstock.schedule.facts.errors import PenstockError
 from penstock.schedule.facts.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -75,10 +74,6 @@ class _Rounds:
     seconds: list[float] = field(default_factory=list)
 
 
-class MissingExtraError(PenstockError):
-    """A package that only the demo needs is not installed."""
-
-
 def run_real(console: Console) -> Embedded:
     """Embed the sentences in memory and streamed, and print how they compare.
 
@@ -96,7 +91,9 @@ def embed(console: Console, sentences: list[str], artifact: Path) -> Embedded:
     import torch
 
     with show_progress(console, "loading all-MiniLM-L6-v2"):
-        encoder = _load(sentences)
+        from penstock.demo.encoder import load_encoder
+
+        encoder = load_encoder(sentences)
     with show_progress(console, "exporting and compiling it, weights in place"):
         program = _compile(encoder, artifact)
     with ExitStack() as stack, torch.no_grad():
@@ -178,17 +175,6 @@ def _compile(encoder: Encoder, artifact: Path) -> Any:
         rename=lambda fqn: fqn.removeprefix(PREFIX),
         pack=False,
     )
-
-
-def _load(sentences: list[str]) -> Encoder:
-    try:
-        from penstock.demo.encoder import load_encoder
-
-        return load_encoder(sentences)
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(
-            f"part two needs the package {error.name!r}: pip install 'penstock[demo]', or run --part cap"
-        ) from error
 
 
 def print_embedded(console: Console, found: Embedded, count: int) -> None:

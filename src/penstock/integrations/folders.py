@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from penstock._extras import require
 from penstock.integrations.quantised import with_quantised_weights
 from penstock.models.checkpoint_names import names_in_checkpoint
 from penstock.models.configuration import builder, default_dtype, model_class, read_config
@@ -193,6 +194,7 @@ def open_pipeline(
     folder: Path, variant: str | None = None
 ) -> tuple[dict[str, Stored], Callable[[dict[str, nn.Module]], Any]]:
     """Find the modules of a pipeline by name; returned with them is what assembles the pipeline."""
+    require("diffusers", purpose="a pipeline")
     index = json.loads((folder / _PIPELINE).read_text(encoding="utf-8"))
     kind = _class(folder, "diffusers", index.pop("_class_name"))
     stored: dict[str, Stored] = {}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock._extras import require
 from penstock.schedule.facts.errors import SourceError
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -19,8 +20,9 @@ _DTYPES = ("bfloat16", "float16", "float32")
 def read_config(path: Path) -> Any:
     """Read the configuration in a `config.json` or its folder; only local files are read.
 
-    Raises SourceError for what is not one.
+    Raises SourceError for what is not one, and MissingExtraError without transformers.
     """
+    require("transformers", purpose="a model's configuration")
     from transformers import AutoConfig
 
     folder = path if path.is_dir() else path.parent

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock._extras import require
 from penstock.schedule.facts.errors import PassError
 
 
@@ -23,8 +24,9 @@ def unpack_gguf(module: nn.Module) -> nn.Module:
     name.
 
     Raises PassError for GGUF blocks in any other module, and where there are none; nothing is replaced then.
-    Raises ModuleNotFoundError where diffusers or gguf is not installed.
+    Raises MissingExtraError where diffusers or gguf is not installed.
     """
+    require("diffusers", "gguf", purpose="unpack_gguf")
     from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter
 
     if isinstance(module, GGUFLinear):

