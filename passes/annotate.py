@@ -18,19 +18,16 @@ from penstock.passes.graph.grad_regions import without_grad_regions
 from penstock.passes.graph.retarget import exported_device
 from penstock.passes.pipeline import Pipeline, declare
 from penstock.passes.trace import PRESET_CPU, observe
-from penstock.passes.weights.lifted import (
-    Weights,
-    find_weights,
-    refuse_lost_values,
-    storage_identity,
-    with_own_constants,
-)
+from penstock.passes.weights.lifted import Catalog, Weights, refuse_lost_values, with_own_constants
 from penstock.passes.weights.subclasses import parts_of, with_plain_parts
 from penstock.passes.weights.usage import Usage, find_usage
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.model import Hardware, Kind, Method, Storage, Trace, Weight
 from penstock.schedule.facts.parts import join_parts, read_together
 from penstock.schedule.payload.codec import Payload
+
+_KINDS: tuple[Kind, ...] = ("streamable", "returned", "mutable")
+"""What a storage may be used for; where methods differ, or weights that share it, the later one counts."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +64,13 @@ def annotate_with_values(
     payload = Payload(
         lowering="none",
         torch=torch.__version__.split("+", maxsplit=1)[0],
-        storages=found.catalog.storages,
-        weights=found.catalog.weights,
+        storages=found.storages,
+        weights=found.weights,
         methods=found.methods,
         traces=found.traces,
     )
     propagated = {name: usage.graph_module for name, usage in found.usage.items()}
-    return Annotated(payload, found.catalog.values, dict(found.programs), propagated)
+    return Annotated(payload, tuple(found.catalog.values), dict(found.programs), propagated)
 
 
 def _by_method(exported: object) -> dict[str, ExportedProgram]:
@@ -100,30 +97,25 @@ def _by_method(exported: object) -> dict[str, ExportedProgram]:
 
 
 @dataclass(frozen=True)
-class Catalog:
-    """The weights and storages of all methods.
-
-    `values[s]` is a tensor whose untyped storage is storage s. `numbers` has by method the number here of
-    each storage that the method has.
-    """
-
-    weights: tuple[Weight, ...] = ()
-    storages: tuple[Storage, ...] = ()
-    values: tuple[torch.Tensor, ...] = ()
-    numbers: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Programs:
-    """Exported programs by method, and what the passes have found out about them so far."""
+    """Exported programs by method, and what the passes have found out about them so far.
+
+    All methods share one catalog, whose storages are here of the kinds that their use allows.
+    """
 
     programs: Mapping[str, ExportedProgram]
     hardware: Hardware
     methods: tuple[Method, ...] = ()
-    weights: Mapping[str, Weights] = field(default_factory=dict)
+    catalog: Catalog = field(default_factory=Catalog)
+    held: Mapping[str, Weights] = field(default_factory=dict)
     usage: Mapping[str, Usage] = field(default_factory=dict)
-    catalog: Catalog = Catalog()
+    storages: tuple[Storage, ...] = ()
     traces: tuple[Trace, ...] = ()
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """The weights of the catalog, each with all of its parts."""
+        return join_parts(self.catalog.weights.values(), _parts(self.programs))
 
 
 def each(change: Callable[[ExportedProgram], ExportedProgram]) -> Callable[[Programs], Programs]:
@@ -149,37 +141,42 @@ def number_methods(found: Programs) -> Programs:
     return replace(found, methods=tuple(describe_method(one, name, graph) for graph, (name, one) in named))
 
 
-@declare(requires=("own constants", "one grad mode"), ensures=("usage",))
+@declare(requires=("own constants",), ensures=("catalog",))
+def collect_weights(found: Programs) -> Programs:
+    """Makes one catalog of the weights of all methods."""
+    catalog = Catalog()
+    held = {name: catalog.add(one) for name, one in found.programs.items()}
+    weights = {name: Weights(own, catalog.storages) for name, own in held.items()}
+    return replace(found, catalog=catalog, held=weights)
+
+
+@declare(requires=("catalog", "one grad mode"), ensures=("usage",))
 def follow_weights(found: Programs) -> Programs:
-    """Finds the weights of every method, and which nodes read or write them through any alias."""
-    weights = {name: find_weights(one) for name, one in found.programs.items()}
-    usage = {name: find_usage(one, weights[name]) for name, one in found.programs.items()}
-    return replace(found, weights=weights, usage=usage)
+    """Finds which nodes of every method read or write weights through any alias, and what may stream."""
+    usage = {name: find_usage(one, found.held[name]) for name, one in found.programs.items()}
+    kinds: list[Kind] = ["streamable"] * len(found.catalog.values)
+    for name, weights in found.held.items():
+        main = exported_device(found.programs[name].graph_module)
+        for weight in weights.held.values():
+            s = weight.parts[0].storage
+            # What lies on another device than the rest stays there whole.
+            kind = usage[name].kinds[s] if torch.device(weight.device).type == main.type else "returned"
+            kinds[s] = max(kinds[s], kind, key=_KINDS.index)
+    for s, fqn in found.catalog.joined.items():
+        if kinds[s] == "mutable":
+            raise PassError(
+                f"weight {fqn!r} is written, shares its memory with another in one method, and not in "
+                "another: export the methods from one model"
+            )
+    storages = tuple(map(Storage, (one.nbytes for one in found.catalog.storages), kinds))
+    return replace(found, usage=usage, storages=storages)
 
 
-@declare(requires=("usage",), ensures=("catalog",))
-def join_methods(found: Programs) -> Programs:
-    """Makes one catalog of the weights of all methods, and joins the parts of each weight."""
-    joined = _Joined()
-    numbers = {
-        name: joined.add(one, found.weights[name], found.usage[name].kinds)
-        for name, one in found.programs.items()
-    }
-    joined.check()
-    weights = join_parts(joined.weights.values(), _parts(found.programs))
-    storages = tuple(map(Storage, joined.nbytes, joined.kinds))
-    return replace(found, catalog=Catalog(weights, storages, tuple(joined.values), numbers))
-
-
-@declare(requires=("catalog", "methods"), ensures=("traces",))
+@declare(requires=("usage", "methods"), ensures=("traces",))
 def observe_methods(found: Programs) -> Programs:
     """Models the trace of every method, once it is known what any method writes."""
-    traces = []
-    for method in found.methods:
-        usage = _in_catalog(found.usage[method.name], found.catalog.numbers[method.name], found.catalog)
-        trace = observe(usage, method=method, hardware=found.hardware)
-        traces.append(read_together(trace, found.catalog.weights))
-    return replace(found, traces=tuple(traces))
+    modelled = [observe(found.usage[m.name], found.storages, m, found.hardware) for m in found.methods]
+    return replace(found, traces=tuple(read_together(trace, found.weights) for trace in modelled))
 
 
 PASSES: tuple[Callable[[Programs], Programs], ...] = (
@@ -190,8 +187,8 @@ PASSES: tuple[Callable[[Programs], Programs], ...] = (
     each(check_signature),
     own_constants,
     number_methods,
+    collect_weights,
     follow_weights,
-    join_methods,
     observe_methods,
 )
 """What `annotate` does."""
@@ -213,83 +210,3 @@ def _parts(programs: Mapping[str, ExportedProgram]) -> dict[str, tuple[str, str]
                 )
         known |= parts_of(program)
     return known
-
-
-class _Joined:
-    """Weights and storages of all methods; grows while they are added."""
-
-    def __init__(self) -> None:
-        self.weights: dict[str, Weight] = {}
-        self.values: list[torch.Tensor] = []
-        self.nbytes: list[int] = []
-        self.kinds: list[Kind] = []
-        self._numbers: dict[tuple[str, int], int] = {}
-        # Where one method has two storages, equal, of what is one elsewhere.
-        self._joined: dict[int, str] = {}
-
-    def check(self) -> None:
-        """Raises PassError where a method would write two weights at once that it has apart."""
-        for number, fqn in self._joined.items():
-            if self.kinds[number] == "mutable":
-                raise PassError(
-                    f"weight {fqn!r} is written, shares its memory with another in one method, and not in "
-                    "another: export the methods from one model"
-                )
-
-    def add(self, program: ExportedProgram, weights: Weights, kinds: tuple[Kind, ...]) -> dict[int, int]:
-        """Adds a method's weights; returns the catalog's number of each of its storages."""
-        main = exported_device(program.graph_module)
-        numbers: dict[int, int] = {}
-        for weight, tensor in zip(weights.weights, weights.tensors, strict=True):
-            local = weight.parts[0].storage
-            # What lies on another device than the rest stays there whole.
-            kind = kinds[local] if torch.device(weight.device).type == main.type else "returned"
-            number = self._number(weight, tensor, kind)
-            numbers[local] = number
-            if sum(other == number for other in numbers.values()) > 1:
-                self._joined.setdefault(number, weight.fqn)
-            placed = replace(weight, parts=(replace(weight.parts[0], storage=number),))
-            if self.weights.setdefault(weight.fqn, placed) != placed:
-                raise PassError(
-                    f"two methods have weights called {weight.fqn!r} that differ: export them "
-                    "from one model, or give the weights different names"
-                )
-        return numbers
-
-    def _number(self, weight: Weight, tensor: torch.Tensor, kind: Kind) -> int:
-        identity = storage_identity(tensor)
-        known = self.weights.get(weight.fqn)
-        if identity not in self._numbers and known is not None:
-            # Programs that were saved and loaded apart hold copies of one weight, or of one cache.
-            number = known.parts[0].storage
-            if _same_bytes(self.values[number], tensor):
-                self._numbers[identity] = number
-        number = self._numbers.setdefault(identity, len(self.values))
-        size = tensor.untyped_storage().nbytes()
-        if number == len(self.values):
-            self.values.append(tensor)
-            self.nbytes.append(size)
-            self.kinds.append(kind)
-        elif size > self.nbytes[number]:
-            self.values[number], self.nbytes[number] = tensor, size
-        if "mutable" in (kind, self.kinds[number]):
-            self.kinds[number] = "mutable"
-        elif kind != "streamable":
-            self.kinds[number] = kind
-        return number
-
-
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if "meta" in (one.device.type, other.device.type) or type(one) is not type(other):
-        return False
-    raw = [torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage()) for t in (one, other)]
-    return bool(torch.equal(raw[0], raw[1]))
-
-
-def _in_catalog(usage: Usage, numbers: Mapping[int, int], catalog: Catalog) -> Usage:
-    """Returns the usage in the catalog's numbers; reads of storages without bytes are none."""
-    reads = {
-        node: tuple(sorted({n for read in read_here if catalog.storages[n := numbers[read]].nbytes}))
-        for node, read_here in usage.reads.items()
-    }
-    return replace(usage, reads=reads, kinds=tuple(storage.kind for storage in catalog.storages))

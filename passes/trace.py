@@ -19,7 +19,7 @@ from penstock.passes.graph.propagation import FLOPS, fake_inputs, propagate
 from penstock.passes.weights.usage import Usage, is_view
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.hardware import with_times
-from penstock.schedule.facts.model import Hardware, Method, Step, Trace, Work
+from penstock.schedule.facts.model import Hardware, Method, Step, Storage, Trace, Work
 
 aten = torch.ops.aten
 
@@ -39,12 +39,12 @@ PRESET_CPU = Hardware(
 """What `annotate` assumes until a machine is known; planning replaces it."""
 
 
-def observe(usage: Usage, *, method: Method, hardware: Hardware = PRESET_CPU) -> Trace:
-    """Returns the trace of the eager lowering: one step per node that reads a streamable storage.
+def observe(usage: Usage, storages: Sequence[Storage], method: Method, hardware: Hardware) -> Trace:
+    """Returns the trace of the eager lowering: one step per node that reads bytes of a streamable storage.
 
     Costs are those at the sizes that the program was exported with. The body of a loop counts once.
     """
-    streamable = {s for s, kind in enumerate(usage.kinds) if kind == "streamable"}
+    streamable = {s for s, one in enumerate(storages) if one.kind == "streamable" and one.nbytes}
     steps, tail = steps_of(usage.graph_module.graph, usage.reads, streamable)
     shape = ",".join(f"{symbol.name}={symbol.example}" for symbol in method.symbols)
     untimed = Trace(method.name, method.graph, shape, steps, 0, 0, "modelled", tail)
@@ -71,9 +71,7 @@ def steps_of(
     return tuple(steps), lead
 
 
-def with_measured(
-    trace: Trace, lead_ns: Sequence[int], read_ns: Sequence[int], tail_ns: int, *, gap_ns: int = 0
-) -> Trace:
+def with_measured(trace: Trace, lead_ns: Sequence[int], read_ns: Sequence[int], tail_ns: int) -> Trace:
     """Returns the trace with measured times, one of each sequence a step, in nanoseconds.
 
     Raises PassError when the measurement has another number of steps.
@@ -88,7 +86,7 @@ def with_measured(
         replace(step, lead_ns=lead, read_ns=read)
         for step, lead, read in zip(trace.steps, lead_ns, read_ns, strict=True)
     )
-    return replace(trace, steps=steps, tail_ns=tail_ns, gap_ns=gap_ns, times="measured")
+    return replace(trace, steps=steps, tail_ns=tail_ns, gap_ns=0, times="measured")
 
 
 def work_of(node: fx.Node) -> Work:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.passes.annotate import Annotated, annotate_with_values
 from penstock.passes.building.fake_export import computed_buffers
 from penstock.passes.lowering import eager, inductor
+from penstock.passes.weights.values import has_values, storage_bytes
 from penstock.runtime.checkpoint.bind_values import with_small_values
 from penstock.runtime.checkpoint.binding import (
     Rename,
@@ -31,7 +32,6 @@ from penstock.runtime.files.pack import (
     Chunk,
     PackEntry,
     check_space,
-    storage_bytes,
     tensor_chunks,
     write_packed,
 )
@@ -265,7 +265,7 @@ class _Writer:
 
     def _value_chunks(self, s: int, weight: Weight) -> Chunks:
         value: torch.Tensor = self._values[s]
-        if type(value).__name__ == "FakeTensor" or value.device.type == "meta":
+        if not has_values(value):
             kind = "meta" if value.device.type == "meta" else "fake"
             raise PassError(f"weight {weight.fqn} has no values (it is {kind}): name the files with weights=")
         return lambda: tensor_chunks(storage_bytes(value)[: self._storages[s].nbytes])

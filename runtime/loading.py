@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.passes.lowering import compiled, eager
-from penstock.runtime.arena.base import WeightArena, tensor_in
+from penstock.passes.weights.values import tensor_in
+from penstock.runtime.arena.base import WeightArena
 from penstock.runtime.arena.opening import open_arena
 from penstock.runtime.device.cuda import CudaDevice
 from penstock.runtime.device.memory import DeviceWeights

@@ -24,6 +24,7 @@ from penstock.passes.building.placement import AskedDevices, Placement, home_of,
 from penstock.passes.building.refusals import check_inputs, refuse_scripted, remedy, sentence, where
 from penstock.passes.pipeline import declare
 from penstock.passes.weights.subclasses import each_part, has_parts
+from penstock.passes.weights.values import with_values
 from penstock.schedule.facts.errors import PassError
 
 BUFFERS = "penstock.buffers"
@@ -54,9 +55,7 @@ def with_computed_buffers(exported: ExportedProgram) -> ExportedProgram:
     computed = exported.graph_module.meta.get(BUFFERS)
     if not computed:
         return exported
-    changed = copy.copy(exported)
-    changed._constants = {name: computed.get(name, old) for name, old in exported.constants.items()}
-    return changed
+    return with_values(exported, computed.get)
 
 
 def computed_buffers(programs: Iterable[ExportedProgram]) -> set[str]:

@@ -22,6 +22,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.passes.graph.nodes import copy_graph_module, placeholders_of, size_hint, tensors_of
 from penstock.passes.weights.lifted import Weights
+from penstock.passes.weights.values import tensor_in
+from penstock.schedule.facts.model import Storage, Weight
 
 FLOPS = "penstock_flops"
 """Key of `node.meta`: floating-point operations of the node at the exported sizes."""
@@ -48,10 +50,17 @@ def fake_inputs(graph_module: fx.GraphModule, weights: Weights | None = None) ->
     recorded = {node.name: node.meta.get("val") for node in placeholders_of(graph_module.graph)}
     mode = fake_mode_of(list(recorded.values()))
     bases: dict[int, torch.Tensor] = {}
+
+    def fake(weight: Weight, storages: Sequence[Storage]) -> torch.Tensor:
+        number = weight.parts[0].storage
+        if number not in bases:
+            bases[number] = torch.empty(storages[number].nbytes, dtype=torch.uint8, device=weight.device)
+        return tensor_in(bases[number], weight.parts[0])
+
     with mode:
         return [
-            _fake_weight(weights, name, bases)
-            if weights is not None and name in weights.placeholders
+            fake(weights.held[name], weights.storages)
+            if weights is not None and name in weights.held
             # Detached, so that running the graph cannot change the metadata of export's own fake.
             else (value.detach() if isinstance(value, torch.Tensor) else value)
             for name, value in recorded.items()
@@ -69,18 +78,6 @@ def fake_mode_of(values: Sequence[object]) -> FakeTensorMode:
 def storages_of(value: object) -> list[int]:
     """Names the fake storages of the tensors in a nested value."""
     return [int(tensor.untyped_storage()._cdata) for tensor in tensors_of(value)]
-
-
-def _fake_weight(weights: Weights, placeholder: str, bases: dict[int, torch.Tensor]) -> torch.Tensor:
-    weight = weights.weights[weights.placeholders[placeholder]]
-    part = weight.parts[0]
-    dtype = getattr(torch, part.dtype)
-    if part.storage not in bases:
-        nbytes = weights.storages[part.storage].nbytes
-        bases[part.storage] = torch.empty(nbytes, dtype=torch.uint8, device=weight.device)
-    empty = torch.empty(0, dtype=dtype, device=weight.device)
-    storage = bases[part.storage].untyped_storage()
-    return empty.set_(storage, part.offset // dtype.itemsize, part.shape, part.stride)
 
 
 def _attention_flops(

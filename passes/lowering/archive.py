@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import zipfile
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from penstock.passes.annotate import Annotated
 from penstock.passes.building.refusals import sentence
 from penstock.passes.calls.stored_program import load_stored, with_types
 from penstock.passes.lowering.method_code import MethodCode, decode_method, encode_method, method_code
+from penstock.passes.weights.values import with_values
 from penstock.schedule.facts.errors import PassError, PayloadError, SourceError
 from penstock.schedule.payload.codec import Payload
 
@@ -55,9 +55,7 @@ def strip_weights(exported: ExportedProgram) -> ExportedProgram:
     Meta and not fake: `torch.export.save` turns fake weights into zeros without a word. Ties are
     lost: the payload keeps them.
     """
-    stripped = copy.copy(exported)
-    stripped._state_dict = {name: _emptied(value) for name, value in exported.state_dict.items()}
-    stripped._constants = {name: _emptied(value) for name, value in exported.constants.items()}
+    stripped = with_values(exported, _emptied)
     stripped._example_inputs = None
     return stripped
 
@@ -90,9 +88,8 @@ def read_code(archive: zipfile.ZipFile, method: str) -> MethodCode:
     return method_code(load_stored(archive.read(f"{method}.pt2")))
 
 
-def _emptied(value: Any) -> Any:
+def _emptied(name: str, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     shape, stride = tuple(value.shape), tuple(value.stride())
-    empty = torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
-    return torch.nn.Parameter(empty, requires_grad=False) if isinstance(value, torch.nn.Parameter) else empty
+    return torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")

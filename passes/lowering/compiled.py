@@ -16,6 +16,7 @@ from penstock.passes.calls.signature import CallSignature
 from penstock.passes.lowering.archive import open_programs, read_code
 from penstock.passes.lowering.eager import checked_weight
 from penstock.passes.lowering.inductor import PACKAGE
+from penstock.passes.weights.values import same_bytes
 from penstock.schedule.facts.errors import PayloadError, StreamError
 from penstock.schedule.facts.model import Method
 from penstock.schedule.payload.codec import Payload
@@ -75,8 +76,9 @@ class CompiledMethod:
         dense = [leaf.contiguous() for leaf in given]  # compiled code takes no other strides
         values = iter(self._runner.boxed_run(list(dense)))
         for before, after in zip(given, dense, strict=True):
-            if after is not before and not torch.equal(_raw(before.contiguous()), _raw(after)):
-                before.copy_(after)  # the program writes this input
+            # By their bytes, for a NaN equals no other: does the program write this input?
+            if after is not before and not same_bytes(before.contiguous(), after):
+                before.copy_(after)
         known = self._signature.constants
         results = [known[k] if k in known else next(values) for k in range(self._signature.results)]
         return self.convention.unflatten_results(results)
@@ -85,11 +87,6 @@ class CompiledMethod:
         """Destroys the runner, before the memory that it reads."""
         self._runner = None
         self._tensors = {}
-
-
-def _raw(copied: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor that has a storage of its own: two NaN may be equal."""
-    return torch.empty(0, dtype=torch.uint8).set_(copied.untyped_storage())
 
 
 def _check_machine(payload: Payload) -> None:

@@ -27,11 +27,12 @@ from penstock.passes.annotate import Annotated
 from penstock.passes.graph.retarget import exported_device
 from penstock.passes.lowering.archive import PROGRAM, write_programs
 from penstock.passes.lowering.emitted import Observation, observe_cpp
-from penstock.passes.lowering.hollow import example_arguments, has_values, without_values
+from penstock.passes.lowering.hollow import example_arguments, without_values
 from penstock.passes.lowering.post_grad import GraphPass, PlacedProbes, ProbePass
 from penstock.passes.pipeline import Pipeline, declare
 from penstock.passes.trace import PRESET_CPU, sum_of
 from penstock.passes.weights.lifted import Weights
+from penstock.passes.weights.values import has_values
 from penstock.schedule.facts.errors import PassError, PenstockError
 from penstock.schedule.facts.hardware import with_times
 from penstock.schedule.facts.model import Method, Step, Storage, Trace, Weight, Work
@@ -178,11 +179,10 @@ def _compile(compiled: Compiled, method: Method) -> Emitted:
     device = exported_device(exported.graph_module)
     if device.type != "cpu":
         raise PassError(f"method {method.name!r} is for {device}: this version compiles for the CPU")
-    hollow, found = without_values(exported)
-    weights = _in_catalog(found, compiled.payload)
+    weights = Weights({weight.fqn: weight for weight in compiled.payload.tensors}, compiled.payload.storages)
     probes = ProbePass(method.graph, weights, _fqn_among(compiled.streamed), own_passes(compiled.options))
     patches = {**compiled.options, **FIXED, "post_grad_custom_post_pass": probes}
-    files = _run_inductor(hollow, method.name, patches)
+    files = _run_inductor(without_values(exported, weights), method.name, patches)
     return Emitted(files, probes.placed or PlacedProbes((), Work()))
 
 
@@ -291,17 +291,6 @@ def _check_values(weight: Weight, programs: Mapping[str, ExportedProgram]) -> No
 
 def _is_used(program: ExportedProgram, name: str) -> bool:
     return any(node.op == "placeholder" and node.name == name and node.users for node in program.graph.nodes)
-
-
-def _in_catalog(weights: Weights, payload: Payload) -> Weights:
-    """The method's weights with the storages of the payload."""
-    known = {weight.fqn: weight for weight in payload.tensors}
-    return Weights(
-        tuple(known[weight.fqn] for weight in weights.weights),
-        payload.storages,
-        {weight.fqn: index for index, weight in enumerate(weights.weights)},
-        weights.tensors,
-    )
 
 
 def _fqn_among(streamed: Mapping[str, int]) -> Callable[[fx.Node], str | None]:

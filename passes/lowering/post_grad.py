@@ -109,7 +109,7 @@ class ProbePass(CustomGraphPass):
         for run in self._before:
             identity = run.uuid() if isinstance(run, CustomGraphPass) else repr(run)
             digest.update(repr(identity).encode())
-        digest.update(repr((self._number, self._weights.weights, self._weights.storages)).encode())
+        digest.update(repr((self._number, self._weights)).encode())
         return digest.digest()
 
 
@@ -141,17 +141,16 @@ def _insert(
 def _lifted(graph: fx.Graph, held: Mapping[fx.Node, str], weights: Weights) -> tuple[fx.GraphModule, Weights]:
     """Returns a copy of the graph in which weights are inputs, and the weights by their names there."""
     copied, values = fx.Graph(), {}
-    placeholders = {}
-    for node, fqn in held.items():
+    for node in held:
         values[node] = copied.placeholder(node.name)
         values[node].meta = dict(node.meta)
-        placeholders[values[node].name] = weights.placeholders[fqn]
+    inputs = {values[node].name: weights.held[fqn] for node, fqn in held.items()}
     for node in graph.nodes:
         if node not in values:
             values[node] = copied.node_copy(node, values.__getitem__)
             values[node].name = node.name
     module = fx.GraphModule(graph.owning_module or torch.nn.Module(), copied)
-    return module, replace(weights, placeholders=placeholders)
+    return module, replace(weights, held=inputs)
 
 
 def _check_flow(flow: Flow, held: Mapping[fx.Node, str], weights: Weights) -> None:

@@ -20,10 +20,10 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
 from torch.utils import _pytree as pytree
 
-from penstock.passes.graph.nodes import dtype_name
 from penstock.passes.pipeline import declare
+from penstock.passes.weights.values import part_of, same_bytes, storage_bytes, storage_identity
 from penstock.schedule.facts.errors import PassError
-from penstock.schedule.facts.model import Part, Storage, Weight
+from penstock.schedule.facts.model import Storage, Weight
 
 _ROLES: dict[InputKind, Literal["parameter", "buffer", "constant"]] = {
     InputKind.PARAMETER: "parameter",
@@ -38,62 +38,83 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True)
 class Weights:
-    """The catalog of one exported program, and what ties it to torch.
+    """Weights by the names of the nodes that hold them, and all storages of their catalog."""
 
-    `placeholders` maps a placeholder's name to an index of `weights`, and `tensors[i]` holds the
-    values of weight i. All storages are of kind `streamable` here: `usage.py` finds the others.
-    """
-
-    weights: tuple[Weight, ...]
+    held: Mapping[str, Weight]
     storages: tuple[Storage, ...]
-    placeholders: dict[str, int]
-    tensors: tuple[torch.Tensor, ...]
 
-    def storage_of(self, placeholder: str) -> int:
-        """Returns the storage index behind a placeholder."""
-        return self.weights[self.placeholders[placeholder]].parts[0].storage
+    def storage_of(self, name: str) -> int:
+        """Returns the number of the storage behind a node."""
+        return self.held[name].parts[0].storage
 
 
-def find_weights(exported: ExportedProgram) -> Weights:
-    """Finds the weights of an exported program and the storages behind them, in placeholder order.
+class Catalog:
+    """The weights of programs by FQN, and the storages behind them, numbered as they are found.
 
-    Raises PassError for what cannot be a weight: a tensor subclass, a sparse or quantised tensor, a
-    custom object, an effect token, or a tensor that hides in the graph instead of being lifted.
+    `values[s]` is a tensor whose untyped storage is storage s. `joined` names a weight for each storage that
+    is one storage in one program, and two with equal bytes in another.
     """
-    _refuse_hidden_tensors(exported.graph_module)
-    weights: list[Weight] = []
-    tensors: list[torch.Tensor] = []
-    placeholders: dict[str, int] = {}
-    storages: dict[tuple[str, int], int] = {}
-    sizes: dict[int, int] = {}
-    nodes = {node.name: node for node in exported.graph.nodes}
-    for spec in exported.graph_signature.input_specs:
-        if spec.kind is InputKind.USER_INPUT:
-            continue
-        tensor = _value_of(exported, spec)
-        index = storages.setdefault(storage_identity(tensor), len(storages))
-        sizes[index] = max(sizes.get(index, 0), tensor.untyped_storage().nbytes())
-        placeholders[spec.arg.name] = len(weights)
-        # The program's own: a value that is bound to a program for a GPU lies in a file, on the CPU.
-        example = nodes[spec.arg.name].meta.get("val")
-        device = example.device if isinstance(example, torch.Tensor) else tensor.device
-        weights.append(_weight(spec, tensor, index, str(device)))
-        tensors.append(tensor)
-    found = tuple(Storage(nbytes, "streamable") for nbytes in sizes.values())
-    return Weights(tuple(weights), found, placeholders, tuple(tensors))
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Weight] = {}
+        self.values: list[torch.Tensor] = []
+        self.joined: dict[int, str] = {}
+        self._numbers: dict[tuple[str, int], int] = {}
+
+    @property
+    def storages(self) -> tuple[Storage, ...]:
+        """The storages as if all of them streamed: `usage.py` finds the others."""
+        return tuple(Storage(value.untyped_storage().nbytes(), "streamable") for value in self.values)
+
+    def add(self, exported: ExportedProgram) -> dict[str, Weight]:
+        """Adds the weights of a program, and returns them by the names of their placeholders, in order.
+
+        Raises PassError for what cannot be a weight: a tensor subclass, a sparse or quantised tensor, a
+        custom object, an effect token, or a tensor that hides in the graph instead of being lifted; and for a
+        weight that differs from that of another program.
+        """
+        _refuse_hidden_tensors(exported.graph_module)
+        nodes = {node.name: node for node in exported.graph.nodes}
+        held: dict[str, Weight] = {}
+        identities: dict[int, tuple[str, int]] = {}
+        for spec in exported.graph_signature.input_specs:
+            if spec.kind is InputKind.USER_INPUT:
+                continue
+            fqn, tensor = str(spec.target), _value_of(exported, spec)
+            number = self.number(tensor, fqn)
+            if identities.setdefault(number, storage_identity(tensor)) != storage_identity(tensor):
+                self.joined.setdefault(number, fqn)
+            # The program's own: a value that is bound to a program for a GPU lies in a file, on the CPU.
+            example = nodes[spec.arg.name].meta.get("val")
+            device = example.device if isinstance(example, torch.Tensor) else tensor.device
+            weight = Weight(fqn, _ROLES[spec.kind], str(device), (part_of(tensor, number),))
+            held[spec.arg.name] = weight
+            if self.weights.setdefault(fqn, weight) != weight:
+                raise PassError(
+                    f"two methods have weights called {fqn!r} that differ: export them "
+                    "from one model, or give the weights different names"
+                )
+        return held
+
+    def number(self, tensor: torch.Tensor, fqn: str) -> int:
+        """Returns the number of the storage behind the tensor of a weight."""
+        identity, known = storage_identity(tensor), self.weights.get(fqn)
+        if identity not in self._numbers and known is not None:
+            # Programs that were saved and loaded apart hold copies of one weight, or of one cache.
+            number = known.parts[0].storage
+            if _are_copies(self.values[number], tensor):
+                self._numbers[identity] = number
+        number = self._numbers.setdefault(identity, len(self.values))
+        if number == len(self.values):
+            self.values.append(tensor)
+        elif tensor.untyped_storage().nbytes() > self.values[number].untyped_storage().nbytes():
+            self.values[number] = tensor
+        return number
 
 
-def storage_identity(tensor: torch.Tensor) -> tuple[str, int]:
-    """Names the memory behind a tensor: equal for two tensors exactly when they share it.
-
-    Real memory goes by its address, because two storages may wrap the same bytes; memory without
-    one (fake, meta, empty) goes by the storage object.
-    """
-    storage = tensor.untyped_storage()
-    real = type(tensor) is not FakeTensor and tensor.device.type != "meta"
-    if real and storage.nbytes() > 0 and storage.data_ptr():
-        return (str(tensor.device), storage.data_ptr())
-    return ("object", int(storage._cdata))
+def _are_copies(one: torch.Tensor, other: torch.Tensor) -> bool:
+    known = "meta" not in (one.device.type, other.device.type) and type(one) is type(other)
+    return known and same_bytes(one, other)
 
 
 def _value_of(exported: ExportedProgram, spec: InputSpec) -> torch.Tensor:
@@ -121,18 +142,6 @@ def _value_of(exported: ExportedProgram, spec: InputSpec) -> torch.Tensor:
 def _is_constant(spec: InputSpec) -> bool:
     """Tells whether export keeps the value outside the state dict."""
     return spec.kind is InputKind.CONSTANT_TENSOR or (spec.kind is InputKind.BUFFER and not spec.persistent)
-
-
-def _weight(spec: InputSpec, tensor: torch.Tensor, storage: int, device: str) -> Weight:
-    part = Part(
-        name="",
-        dtype=dtype_name(tensor.dtype),
-        shape=tuple(int(size) for size in tensor.shape),
-        stride=tuple(int(step) for step in tensor.stride()),
-        storage=storage,
-        offset=int(tensor.storage_offset()) * tensor.itemsize,
-    )
-    return Weight(fqn=str(spec.target), role=_ROLES[spec.kind], device=device, parts=(part,))
 
 
 def _refuse_hidden_tensors(graph_module: fx.GraphModule) -> None:
@@ -223,5 +232,5 @@ def _has_fake_inputs(exported: ExportedProgram) -> bool:
 
 def _is_zero(value: torch.Tensor) -> bool:
     """Whether the whole storage is, read no further than to the first byte that is not."""
-    raw = torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage())
+    raw = storage_bytes(value)
     return not any(bool(raw[start : start + _PIECE].any()) for start in range(0, len(raw), _PIECE))

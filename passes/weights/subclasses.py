@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from penstock.passes.graph.nodes import copy_graph_module
 from penstock.passes.graph.propagation import fake_mode_of
 from penstock.passes.pipeline import declare
+from penstock.passes.weights.values import with_values
 from penstock.schedule.facts.errors import PassError
 
 PARTS = "penstock.parts"
@@ -235,12 +236,7 @@ def _decomposed(exported: ExportedProgram, found: Mapping[str, _Subclass], hidde
 def _with_plain_memory(exported: ExportedProgram, found: Mapping[str, _Subclass]) -> ExportedProgram:
     """Returns the program with memory that is never touched where the parts of its weights are fake, which
     torch does not take apart."""
-    result = copy.copy(exported)
-    result._state_dict = dict(exported.state_dict)
-    for fqn, one in found.items():
-        if fqn in result._state_dict:
-            result._state_dict[fqn] = each_part(one.value, _plain_memory)
-    return result
+    return with_values(exported, lambda fqn, old: each_part(old, _plain_memory) if fqn in found else old)
 
 
 def _plain_memory(part: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,6 @@ may be streamed.
 
 from __future__ import annotations
 
-import copy
 import logging
 import warnings
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from torch.utils import _pytree as pytree
 from penstock.passes.graph.nodes import placeholders_of, subgraphs_of, tensors_of
 from penstock.passes.graph.propagation import fake_inputs, fake_mode_of, propagate, storages_of
 from penstock.passes.weights.lifted import Weights
+from penstock.passes.weights.values import with_values
 from penstock.schedule.facts.model import Kind
 
 aten = torch.ops.aten
@@ -80,7 +80,7 @@ def follow_weights(graph_module: fx.GraphModule, weights: Weights) -> tuple[fx.G
     aliases = {
         storages_of(value)[0]: weights.storage_of(node.name)
         for node, value in zip(placeholders_of(graph_module.graph), inputs, strict=True)
-        if node.name in weights.placeholders
+        if node.name in weights.held
     }
     propagated = propagate(graph_module, inputs)
     return propagated, follow(propagated, aliases)
@@ -251,11 +251,11 @@ def _written_back(exported: ExportedProgram, weights: Weights) -> set[int]:
                     type(error).__name__,
                     error,
                 )
-                return set(range(len(weights.storages)))
+                return {weight.parts[0].storage for weight in weights.held.values()}
     signature = exported.graph_signature
     parameters = getattr(signature, "parameters_to_mutate", {})  # not in every version of torch
     names = {*signature.buffers_to_mutate.values(), *parameters.values()}
-    return {weight.parts[0].storage for weight in weights.weights if weight.fqn in names}
+    return {weight.parts[0].storage for weight in weights.held.values() if weight.fqn in names}
 
 
 def _over_fakes(exported: ExportedProgram, weights: Weights) -> ExportedProgram:
@@ -264,17 +264,15 @@ def _over_fakes(exported: ExportedProgram, weights: Weights) -> ExportedProgram:
     torch cannot decompose a program that writes to one of several tensors of a storage, nor one whose values
     lie on another device.
     """
-    fakes: dict[str, torch.Tensor] = {}
+    devices = {weight.fqn: weight.device for weight in weights.held.values()}
+
+    def fake(name: str, old: Any) -> Any:
+        if name not in devices:
+            return old
+        return torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=devices[name])
+
     with fake_mode_of([node.meta.get("val") for node in placeholders_of(exported.graph)]):
-        for weight, value in zip(weights.weights, weights.tensors, strict=True):
-            part = weight.parts[0]
-            fake = torch.empty_strided(part.shape, part.stride, dtype=value.dtype, device=weight.device)
-            is_parameter = isinstance(value, torch.nn.Parameter)
-            fakes[weight.fqn] = torch.nn.Parameter(fake, requires_grad=False) if is_parameter else fake
-    faked = copy.copy(exported)
-    faked._state_dict = {name: fakes.get(name, value) for name, value in exported.state_dict.items()}
-    faked._constants = {name: fakes.get(name, value) for name, value in exported.constants.items()}
-    return faked
+        return with_values(exported, fake)
 
 
 def _may_write(graph_module: fx.GraphModule) -> bool:

@@ -27,6 +27,7 @@ from penstock.runtime.system.memory import (
 )
 from penstock.schedule.facts.errors import PlanError, StreamError
 from penstock.schedule.facts.model import Part, Storage
+from penstock.schedule.payload.checks import part_nbytes
 from penstock.schedule.plan import Plan
 
 if TYPE_CHECKING:
@@ -153,15 +154,26 @@ class WeightArena(ABC):
 
     def view(self, part: Part) -> torch.Tensor:
         """The strided tensor at the one address of a part. It must not be used after `close`."""
+        import torch
+
         self._require_open()
+        dtype = getattr(torch, part.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise PlanError(
+                f"{part.dtype!r} is not a dtype of this version of torch: export the program with it"
+            )
         place = self._places[part.storage]
-        reach = part.offset + _reach(part)
+        reach = part.offset + part_nbytes(part)
         if place < 0 or reach > self._storages[part.storage].nbytes:
             raise PlanError(
                 f"a view of {reach} bytes was asked of storage {part.storage}, which has "
                 f"{self._storages[part.storage].nbytes} at byte {place} of the arena; plan it again"
             )
-        return tensor_at(self._memory.address + place + part.offset, part)
+        # A ctypes array counts as writable, also over read-only pages: torch warns about others. One
+        # of no bytes is refused, so a tensor without elements gets one that it cannot reach.
+        memory = c_char * max(part_nbytes(part), dtype.itemsize)
+        flat = torch.frombuffer(memory.from_address(self._memory.address + place + part.offset), dtype=dtype)
+        return flat.as_strided(part.shape, part.stride)
 
     def mapped_bytes(self) -> int:
         """Bytes of whole pages that the process's page tables really hold for the arena.
@@ -287,39 +299,3 @@ def move_granule(old: int, new: int, nbytes: int) -> None:
             f"the system did not move {nbytes} bytes of memory for weights ({error.strerror}): "
             "raise its limit on mappings (vm.max_map_count) or lower the budget"
         ) from error
-
-
-def tensor_at(address: int, part: Part) -> torch.Tensor:
-    """A tensor over raw memory, which it neither owns nor keeps alive."""
-    import torch
-
-    dtype = _dtype(part.dtype)
-    # A ctypes array counts as writable, also over read-only pages: torch warns about others. One
-    # of no bytes is refused, so a tensor without elements gets one that it cannot reach.
-    memory = (c_char * max(_reach(part), dtype.itemsize)).from_address(address)
-    return torch.frombuffer(memory, dtype=dtype).as_strided(part.shape, part.stride)
-
-
-def tensor_in(flat: torch.Tensor, part: Part) -> torch.Tensor:
-    """The tensor of a part whose storage is `flat`, bytes in one dimension."""
-    dtype = _dtype(part.dtype)
-    flat = flat[part.offset :]
-    whole = flat[: flat.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-    return whole.as_strided(part.shape, part.stride)
-
-
-def _reach(part: Part) -> int:
-    """Bytes from a part's first element to the end of its last."""
-    if 0 in part.shape:
-        return 0
-    last = sum((n - 1) * stride for n, stride in zip(part.shape, part.stride, strict=True))
-    return (last + 1) * _dtype(part.dtype).itemsize
-
-
-def _dtype(name: str) -> torch.dtype:
-    import torch
-
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise PlanError(f"{name!r} is not a dtype of this version of torch: export the program with it")
-    return dtype

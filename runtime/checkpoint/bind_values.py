@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import mmap
 import sys
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.export import ExportedProgram
@@ -18,7 +18,7 @@ from penstock.passes.annotate import Annotated, annotate_with_values
 from penstock.passes.building.fake_export import computed_buffers, with_computed_buffers
 from penstock.passes.lowering.hollow import COPIED
 from penstock.passes.weights.subclasses import with_plain_parts
-from penstock.runtime.arena.base import tensor_in
+from penstock.passes.weights.values import has_values, tensor_in, with_values
 from penstock.runtime.checkpoint.binding import (
     Found,
     Rename,
@@ -77,14 +77,16 @@ def bind(
     check_parts(annotated.payload.weights, found.spans)
     _refuse_unexpected(weights, files, names, ignore)
     values = _values(weights, found, files)
-    exported = with_plain_parts(with_computed_buffers(exported))
-    bound = copy.copy(exported)
-    bound._state_dict = {name: _value(name, old, values) for name, old in exported.state_dict.items()}
-    bound._constants = {
-        name: _value(name, old, values) if isinstance(old, torch.Tensor) else old
-        for name, old in exported.constants.items()
-    }
-    return bound
+
+    def value(name: str, old: Any) -> Any:
+        found = values.get(name, old)
+        if isinstance(found, torch.Tensor) and not has_values(found):
+            raise SourceError(
+                f"buffer {name} has no value: it is neither in the checkpoint nor computed by its module"
+            )
+        return found
+
+    return with_values(with_plain_parts(with_computed_buffers(exported)), value)
 
 
 def with_small_values(
@@ -96,13 +98,7 @@ def with_small_values(
     found = find_values(payload.tensors, payload.storages, checkpoint, rules)
     small = [w for w in payload.tensors if payload.storages[w.parts[0].storage].nbytes <= COPIED]
     values = _values(small, found, checkpoint)
-    changed = {name: copy.copy(exported) for name, exported in annotated.programs.items()}
-    for exported in changed.values():
-        exported._state_dict = {
-            name: _as(values.get(name, old), old) for name, old in exported.state_dict.items()
-        }
-        exported._constants = {name: values.get(name, old) for name, old in exported.constants.items()}
-    return changed
+    return {name: with_values(exported, values.get) for name, exported in annotated.programs.items()}
 
 
 def _ignored(ignore: str | Sequence[str], checkpoint: Checkpoint) -> Sequence[str]:
@@ -177,19 +173,3 @@ def _mapped(extent: Extent, checkpoint: Checkpoint, maps: dict[int, mmap.mmap]) 
     return torch.frombuffer(
         maps[extent.file], dtype=torch.uint8, count=extent.nbytes, offset=extent.file_offset
     )
-
-
-def _value(name: str, old: torch.Tensor, values: dict[str, torch.Tensor]) -> torch.Tensor:
-    found = values.get(name, old)
-    if type(found).__name__ == "FakeTensor" or found.device.type == "meta":
-        raise SourceError(
-            f"buffer {name} has no value: it is neither in the checkpoint nor computed by its module"
-        )
-    return _as(found, old)
-
-
-def _as(found: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """What takes the place of `old`: a parameter where that is one."""
-    if found is old or not isinstance(old, torch.nn.Parameter):
-        return found
-    return torch.nn.Parameter(found, requires_grad=False)

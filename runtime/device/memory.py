@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from penstock.runtime.arena.base import tensor_in
+from penstock.passes.weights.values import tensor_in
 from penstock.runtime.device.host import HostRange, HostWeights
 from penstock.runtime.device.protocol import Device, Move, aligned_bytes
 from penstock.runtime.device.resident import Load, load_resident

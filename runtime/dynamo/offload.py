@@ -12,15 +12,13 @@ from typing import Any, NoReturn
 import torch
 
 from penstock.passes.building.refusals import refuse_scripted
-from penstock.passes.graph.nodes import dtype_name
-from penstock.passes.weights.lifted import storage_identity
+from penstock.passes.weights.values import part_of, storage_bytes, storage_identity, tensor_in
 from penstock.runtime.checkpoint.binding import Rename, Rules, find_values
 from penstock.runtime.checkpoint.opening import open_checkpoint
-from penstock.runtime.files.pack import storage_bytes
 from penstock.runtime.files.safetensors_file import index_files
 from penstock.runtime.files.stamp import file_chunks, stamp_file
 from penstock.schedule.facts.errors import PassError, SourceError, StreamError
-from penstock.schedule.facts.model import Part, Storage, Weight, WeightFile
+from penstock.schedule.facts.model import Storage, Weight, WeightFile
 from penstock.schedule.facts.sizes import format_size
 
 _log = logging.getLogger(__name__)
@@ -121,15 +119,7 @@ def _catalog(parameters: dict[str, torch.nn.Parameter]) -> tuple[tuple[Weight, .
             )
         number = numbers.setdefault(storage_identity(value), len(numbers))
         sizes[number] = max(sizes.get(number, 0), value.untyped_storage().nbytes())
-        part = Part(
-            "",
-            dtype_name(value.dtype),
-            tuple(value.shape),
-            tuple(value.stride()),
-            number,
-            int(value.storage_offset()) * value.itemsize,
-        )
-        weights.append(Weight(fqn, "parameter", "cpu", (part,)))
+        weights.append(Weight(fqn, "parameter", "cpu", (part_of(value, number),)))
     return tuple(weights), tuple(Storage(nbytes, "streamable") for nbytes in sizes.values())
 
 
@@ -171,10 +161,7 @@ def _replace(module: torch.nn.Module, parameters: dict[str, torch.nn.Parameter],
     for weight in record.weights:
         part, old = weight.parts[0], parameters[weight.fqn]
         if id(old) not in new:
-            empty = torch.empty(0, dtype=old.dtype).set_(
-                memory[part.storage].untyped_storage(), part.offset // old.itemsize, part.shape, part.stride
-            )
-            new[id(old)] = torch.nn.Parameter(empty, requires_grad=False)
+            new[id(old)] = torch.nn.Parameter(tensor_in(memory[part.storage], part), requires_grad=False)
             setattr(new[id(old)], HOME, Home(record, weight.fqn))
     for flat in memory:
         flat.untyped_storage().resize_(0)

@@ -44,7 +44,7 @@ class Session:
             methods=(),
             traces=(),
         )
-        self._numbers = {weight.fqn: i for i, weight in enumerate(record.weights)}
+        self._weights = Weights({weight.fqn: weight for weight in record.weights}, self._payload.storages)
         self._passes = 0  # of any piece, since they were loaded
         self._gate = Gate("an offloaded module", "load and compile the module")
         self._loaded: LoadedWeights | None = None
@@ -66,9 +66,8 @@ class Session:
         """Compile a piece and add it to the plan of all, which is made when one is called next."""
         with self._gate.changing():
             number = len(self._payload.methods)
-            names = _placeholder_names(homes, self._payload)
-            weights = Weights(self._payload.weights, self._payload.storages, self._numbers, ())
-            probes = ProbePass(number, weights, names, own_passes(options), inputs=len(inputs))
+            names = _placeholder_names(homes, self._weights)
+            probes = ProbePass(number, self._weights, names, own_passes(options), inputs=len(inputs))
             code: list[str] = []
             run = run_inductor(graph_module, inputs, {**options, **_patches(probes)}, code)
             trace, order = self._observe(number, probes, homes, code)
@@ -138,7 +137,7 @@ class Session:
         return home.fqn
 
     def _storage(self, fqn: str) -> int:
-        return self._payload.weights[self._numbers[fqn]].parts[0].storage
+        return self._weights.storage_of(fqn)
 
     def _add(self, trace: Trace, order: ProbeOrder) -> None:
         self.close()
@@ -195,9 +194,8 @@ class _CompiledPiece:
         return self._session.run(self._numbers[chosen], self._run, list(inputs), now)
 
 
-def _placeholder_names(homes: Mapping[int, Home], payload: Payload) -> Callable[[fx.Node], str | None]:
+def _placeholder_names(homes: Mapping[int, Home], weights: Weights) -> Callable[[fx.Node], str | None]:
     """The FQN of a weight among a graph's inputs, which stand in Dynamo's order."""
-    parts = {weight.fqn: weight.parts[0] for weight in payload.weights}
 
     def fqn(node: fx.Node) -> str | None:
         if node.op != "placeholder":
@@ -205,7 +203,7 @@ def _placeholder_names(homes: Mapping[int, Home], payload: Payload) -> Callable[
         position = placeholders_of(node.graph).index(node)
         if position not in homes:
             return None
-        part, value = parts[homes[position].fqn], node.meta.get("val")
+        part, value = weights.held[homes[position].fqn].parts[0], node.meta.get("val")
         if not isinstance(value, torch.Tensor) or tuple(value.shape) != part.shape:
             raise PassError(
                 f"input {position} of the graph is not weight {homes[position].fqn!r}: Inductor was given "

@@ -153,13 +153,6 @@ def tensor_chunks(flat: torch.Tensor) -> Iterator[Chunk]:
         yield flat[start : start + CHUNK_BYTES].cpu().numpy().data
 
 
-def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole storage behind a tensor, as a one-dimensional uint8 tensor that shares it."""
-    import torch
-
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-
-
 class _Writer:
     """Writes in order, hashes on the pool's thread meanwhile, and flushes often.
 

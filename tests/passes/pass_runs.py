@@ -20,6 +20,7 @@ from penstock.passes.graph.nodes import copy_graph_module
 from penstock.passes.graph.retarget import exported_device, move_graph, nested_modules
 from penstock.passes.lowering import eager
 from penstock.passes.probes import STREAMER
+from penstock.passes.weights.lifted import Catalog, Weights
 from penstock.schedule.payload.codec import Payload, ProgramFile
 from tests.passes.pass_models import Case
 
@@ -121,6 +122,11 @@ def _same_leaf(got: Any, expected: Any) -> bool:
     got, expected = got.detach().contiguous(), expected.detach().contiguous()
     alike = (got.dtype, got.shape) == (expected.dtype, expected.shape)
     return alike and torch.equal(got.flatten().view(torch.uint8), expected.flatten().view(torch.uint8))
+
+
+def weights_of(exported: ExportedProgram) -> Weights:
+    catalog = Catalog()
+    return Weights(catalog.add(exported), catalog.storages)
 
 
 def _copy_of(value: torch.Tensor, nbytes: int) -> torch.Tensor:

@@ -70,10 +70,10 @@ def test_dynamic_sizes_count_as_exported():
 
 def test_measured_times_replace_modelled_ones():
     trace = trace_of()
-    measured = with_measured(trace, [1, 2, 3], [4, 5, 6], 7, gap_ns=8)
+    measured = with_measured(trace, [1, 2, 3], [4, 5, 6], 7)
     assert [(step.lead_ns, step.read_ns) for step in measured.steps] == [(1, 4), (2, 5), (3, 6)]
-    assert (measured.tail_ns, measured.gap_ns, measured.times) == (7, 8, "measured")
-    assert measured.compute_ns == 1 + 2 + 3 + 4 + 5 + 6 + 7 + 8
+    assert (measured.tail_ns, measured.gap_ns, measured.times) == (7, 0, "measured")
+    assert measured.compute_ns == 1 + 2 + 3 + 4 + 5 + 6 + 7
     with pytest.raises(PassError, match="2 lead times and 3 read times, expected 3 of each"):
         with_measured(trace, [1, 2], [4, 5, 6], 7)
 

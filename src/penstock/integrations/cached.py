@@ -19,8 +19,9 @@ from penstock.integrations.emptied.absent import AbsentTensor
 from penstock.integrations.emptied.hollow import plain_parts
 from penstock.passes.building.fake_export import with_computed_buffers
 from penstock.passes.graph.nodes import dtype_name
+from penstock.passes.weights.values import storage_bytes
 from penstock.runtime.cache import Cache, Hold
-from penstock.runtime.files.pack import PackEntry, storage_bytes, tensor_chunks, write_packed
+from penstock.runtime.files.pack import PackEntry, tensor_chunks, write_packed
 from penstock.runtime.files.safetensors_file import read_header
 from penstock.runtime.files.stamp import hash_storage, stamp_file
 from penstock.runtime.program import Program

@@ -20,8 +20,8 @@ from penstock.models.checkpoint_names import names_in_checkpoint
 from penstock.models.configuration import builder, default_dtype, model_class, read_config
 from penstock.passes.building.deferred import Deferred, deferred_init, join
 from penstock.passes.graph.nodes import dtype_name
-from penstock.passes.weights.lifted import storage_identity
 from penstock.passes.weights.subclasses import has_parts
+from penstock.passes.weights.values import storage_identity
 from penstock.runtime.checkpoint.opening import open_checkpoint
 from penstock.runtime.checkpoint.stored_tensor import StoredTensor
 from penstock.runtime.files.safetensors_file import TORCH_NAMES, index_files

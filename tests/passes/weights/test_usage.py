@@ -11,18 +11,17 @@ import penstock
 from penstock.passes.building.fake_export import with_computed_buffers
 from penstock.passes.graph.propagation import storages_of
 from penstock.passes.lowering import eager
-from penstock.passes.weights.lifted import find_weights
 from penstock.passes.weights.usage import find_usage, follow
 from tests.passes.pass_models import CASES
-from tests.passes.pass_runs import decompose, export, prepare, same_bits, streaming
+from tests.passes.pass_runs import decompose, export, prepare, same_bits, streaming, weights_of
 
 
 def reads_of(exported):
     """For every node that reads, in order, the operator's name and the first FQN of each storage."""
-    weights = find_weights(exported)
+    weights = weights_of(exported)
     usage = find_usage(exported, weights)
     names: dict[int, str] = {}
-    for weight in weights.weights:
+    for weight in weights.held.values():
         names.setdefault(weight.parts[0].storage, weight.fqn)
     nodes = {node.name: str(node.target) for node in usage.graph_module.graph.nodes}
     kinds = {names[s]: kind for s, kind in enumerate(usage.kinds)}
@@ -229,16 +228,16 @@ def test_what_may_be_a_view_is_followed(name, tail):
 
 def test_a_higher_order_operator_without_a_body_may_write():
     _, exported = export(CASES["WithoutGrad"])
-    weights = find_weights(exported)
+    weights = weights_of(exported)
     for node in exported.graph.nodes:
         if str(node.target) == "wrap_with_set_grad_enabled":
             node.args = tuple(arg for arg in node.args if getattr(arg, "op", "") != "get_attr")
     aliases = {}
     for node in exported.graph.nodes:
-        if node.name in weights.placeholders:
+        if node.name in weights.held:
             aliases[storages_of(node.meta["val"])[0]] = weights.storage_of(node.name)
     flow = follow(exported.graph_module, aliases)
-    names = {weights.weights[s].fqn for s in flow.written}
+    names = {w.fqn for w in weights.held.values() if w.parts[0].storage in flow.written}
     assert names == {"a.weight", "a.bias", "scale"}
 
 
@@ -254,5 +253,5 @@ def test_a_kernel_that_inductor_puts_in_the_place_of_a_pattern_is_not_run():
     kernel.meta["val"] = linear.meta["val"]
     linear.replace_all_uses_with(kernel)
     graph.erase_node(linear)
-    reads = find_usage(exported, find_weights(exported)).reads
+    reads = find_usage(exported, weights_of(exported)).reads
     assert list(reads) == [kernel.name]

@@ -4,18 +4,18 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.passes.weights.lifted import find_weights, storage_identity
+from penstock.passes.weights.values import storage_identity
 from penstock.schedule.facts.errors import PassError
 from tests.passes.pass_models import CASES
-from tests.passes.pass_runs import export
+from tests.passes.pass_runs import export, weights_of
 
 
 def test_tied_and_overlapping_weights_are_one_storage():
     _, exported = export(CASES["OneStorage"])
-    found = find_weights(exported)
-    assert [w.fqn for w in found.weights] == ["a", "b", "c"]
+    found = weights_of(exported)
+    assert [w.fqn for w in found.held.values()] == ["a", "b", "c"]
     assert [s.nbytes for s in found.storages] == [800]
-    parts = [w.parts[0] for w in found.weights]
+    parts = [w.parts[0] for w in found.held.values()]
     assert [(p.offset, p.shape, p.stride) for p in parts] == [
         (0, (8, 8), (8, 1)),
         (256, (8, 8), (16, 2)),
@@ -25,14 +25,14 @@ def test_tied_and_overlapping_weights_are_one_storage():
 
 def test_tied_names_are_separate_weights():
     _, exported = export(CASES["TiedEmbedding"])
-    found = find_weights(exported)
-    assert {w.fqn: w.parts[0].storage for w in found.weights} == {"embed.weight": 0, "head.weight": 0}
+    found = weights_of(exported)
+    assert {w.fqn: w.parts[0].storage for w in found.held.values()} == {"embed.weight": 0, "head.weight": 0}
 
 
 def test_roles_dtypes_and_placeholders():
     _, exported = export(CASES["Dtypes"])
-    found = find_weights(exported)
-    facts = {w.fqn: (w.role, w.parts[0].dtype) for w in found.weights}
+    found = weights_of(exported)
+    facts = {w.fqn: (w.role, w.parts[0].dtype) for w in found.held.values()}
     assert facts.pop("fraction") == ("constant", "float32")
     assert facts.pop("lifted_tensor_0") == ("constant", "float32")
     assert facts == {
@@ -43,7 +43,7 @@ def test_roles_dtypes_and_placeholders():
         "counts": ("buffer", "int16"),
         "mask": ("buffer", "bool"),
     }
-    assert found.weights[found.placeholders["p_turned"]].parts[0].stride == (1, 8)
+    assert found.held["p_turned"].parts[0].stride == (1, 8)
     assert found.storages[found.storage_of("p_empty")].nbytes == 0
 
 
@@ -65,9 +65,9 @@ def test_meta_weights_keep_their_ties():
     with torch.device("meta"):
         model = CASES["TiedEmbedding"].build()
         exported = torch.export.export(model, (torch.zeros(1, 2, dtype=torch.int64),))
-    found = find_weights(exported)
+    found = weights_of(exported)
     assert len(found.storages) == 1
-    assert found.weights[0].device == "meta"
+    assert {w.device for w in found.held.values()} == {"meta"}
 
 
 def test_fake_weights_keep_their_ties():
@@ -76,7 +76,7 @@ def test_fake_weights_keep_their_ties():
     with FakeTensorMode():
         model = CASES["TiedEmbedding"].build()
         exported = torch.export.export(model, (torch.zeros(1, 2, dtype=torch.int64),))
-    assert len(find_weights(exported).storages) == 1
+    assert len(weights_of(exported).storages) == 1
 
 
 class Wrapped(torch.Tensor):
@@ -107,11 +107,11 @@ def test_what_cannot_be_a_weight_is_refused_by_name(change, words):
         warnings.simplefilter("ignore")
         exported = with_value(change)
     with pytest.raises(PassError, match=words):
-        find_weights(exported)
+        weights_of(exported)
 
 
 def test_a_tensor_hidden_in_the_graph_is_refused():
     exported = torch.export.export(nn.Linear(4, 4), (torch.zeros(1, 4),))
     exported.graph_module.hidden = torch.zeros(3)
     with pytest.raises(PassError, match="holds the tensor 'hidden' as an attribute"):
-        find_weights(exported)
+        weights_of(exported)

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from penstock.passes.weights.values import storage_bytes
 from penstock.runtime.files import pack as pack_module
 from penstock.runtime.files.pack import (
     PAD_PREFIX,
     Chunk,
     PackEntry,
-    storage_bytes,
     tensor_chunks,
     write_packed,
 )

@@ -1,0 +1,82 @@
+"""The memory behind tensors, in the terms of the facts, and programs over other values than their own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+
+from penstock.passes.graph.nodes import dtype_name
+from penstock.schedule.facts.model import Part
+
+
+def storage_identity(tensor: torch.Tensor) -> tuple[str, int]:
+    """Names the memory behind a tensor: equal for two tensors exactly when they share it.
+
+    Real memory goes by its address, because two storages may wrap the same bytes; memory without
+    one (fake, meta, empty) goes by the storage object.
+    """
+    storage = tensor.untyped_storage()
+    if has_values(tensor) and storage.nbytes() > 0 and storage.data_ptr():
+        return (str(tensor.device), storage.data_ptr())
+    return ("object", int(storage._cdata))
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Tells whether there is memory behind a tensor: it is neither fake nor on the meta device."""
+    return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+
+
+def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the whole storage behind a tensor, as a one-dimensional uint8 tensor that shares it."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tells whether the storages behind two tensors, which have values, hold the same bytes."""
+    return torch.equal(storage_bytes(one), storage_bytes(other))
+
+
+def part_of(tensor: torch.Tensor, storage: int) -> Part:
+    """Returns the part that a plain tensor is of storage number `storage`, which is the one behind it."""
+    return Part(
+        name="",
+        dtype=dtype_name(tensor.dtype),
+        shape=tuple(int(size) for size in tensor.shape),
+        stride=tuple(int(step) for step in tensor.stride()),
+        storage=storage,
+        offset=int(tensor.storage_offset()) * tensor.itemsize,
+    )
+
+
+def tensor_in(flat: torch.Tensor, part: Part) -> torch.Tensor:
+    """Returns the tensor of a part whose storage is `flat`, a one-dimensional uint8 tensor that it shares."""
+    # Not by slicing: that asks the driver of a fake tensor's device, which need not be there.
+    empty = torch.empty(0, dtype=getattr(torch, part.dtype), device=flat.device)
+    start = int(flat.storage_offset()) + part.offset
+    return empty.set_(flat.untyped_storage(), start // empty.itemsize, part.shape, part.stride)
+
+
+def with_values(exported: ExportedProgram, value_of: Callable[[str, Any], Any]) -> ExportedProgram:
+    """Returns a copy of the program whose weights and constants are `value_of(name, old)`.
+
+    A tensor in the place of a parameter becomes one.
+    """
+
+    def values(held: dict[str, Any]) -> dict[str, Any]:
+        return {name: _like(value_of(name, old), old) for name, old in held.items()}
+
+    copied = copy.copy(exported)
+    copied._state_dict, copied._constants = values(exported.state_dict), values(exported.constants)
+    return copied
+
+
+def _like(value: Any, old: Any) -> Any:
+    if isinstance(old, nn.Parameter) and not isinstance(value, nn.Parameter):
+        return nn.Parameter(value, requires_grad=False)
+    return value
