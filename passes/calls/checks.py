@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import CodeType
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
@@ -44,10 +44,16 @@ class InputChecks:
         for text, code in self._guards:
             if not eval(code, _NAMES, {"leaves": leaves}):
                 raise StreamError(
-                    f"the sizes {seen.sizes} break {text}, which held at export and which the program "
-                    "relies on: export it for such sizes too"
+                    f"the sizes {self._named(seen.sizes)} break {text}, which held at export and which the "
+                    "program relies on: export it for such sizes too"
                 )
         return seen.sizes
+
+    def _named(self, sizes: Mapping[str, int]) -> str:
+        """The sizes of symbols, under the names that users know."""
+        dimensions = [size for leaf in self._leaves for size in leaf.dimensions]
+        names = {one.linear[0]: one.text for one in dimensions if one.linear and one.linear[1:] == (1, 0)}
+        return ", ".join(f"{names.get(symbol, symbol)}={size}" for symbol, size in sizes.items())
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,8 @@ class _Seen:
 class Dimension:
     """A dynamic size: `linear` is (symbol, scale, shift), or None where it depends on several `symbols`.
 
-    `source` is the expression as Python, `example` its value at export.
+    `text` is the expression in names that users know, `source` the same as Python on `symbols`, and `example`
+    its value at export.
     """
 
     text: str
@@ -101,6 +108,10 @@ class TensorLeaf:
     device: str
     sizes: tuple[int | Dimension, ...]
 
+    @property
+    def dimensions(self) -> tuple[Dimension, ...]:
+        return tuple(size for size in self.sizes if isinstance(size, Dimension))
+
     def check(self, leaf: Any, seen: _Seen) -> None:
         if not isinstance(leaf, torch.Tensor):
             _refuse(self.name, "a tensor", type(leaf).__name__)
@@ -123,6 +134,10 @@ class NumberLeaf:
     type: type
     dimension: Dimension | None
 
+    @property
+    def dimensions(self) -> tuple[Dimension, ...]:
+        return () if self.dimension is None else (self.dimension,)
+
     def check(self, leaf: Any, seen: _Seen) -> None:
         if type(leaf) is not self.type:
             _refuse(self.name, f"a value of type {self.type.__name__}", type(leaf).__name__)
@@ -134,6 +149,7 @@ class NumberLeaf:
 class ConstantLeaf:
     name: str
     value: Any
+    dimensions: ClassVar[tuple[Dimension, ...]] = ()
 
     def check(self, leaf: Any, seen: _Seen) -> None:
         if isinstance(leaf, torch.Tensor):

@@ -10,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from penstock.passes.calls.checks import InputChecks, Leaf, TensorLeaf
+from penstock.passes.calls.mismatch import describe_mismatch
 from penstock.passes.calls.signature import CallSignature
 from penstock.schedule.facts.errors import StreamError
 
@@ -26,6 +27,7 @@ class CallingConvention:
         self._flat = _is_flat(self._in_spec)
         self._keywords: list[str] = list(self._in_spec.children()[1].context or ()) if self._in_spec else []
         leaves = [_moved(leaf, signature.device, target) for leaf in signature.leaves]
+        self._names = [leaf.name for leaf in leaves]
         self._checks = InputChecks(leaves, signature.guards)
         self._to_leaf, self._to_weight = signature.to_leaf, signature.to_weight
 
@@ -43,11 +45,8 @@ class CallingConvention:
         if kwargs.keys() == set(self._keywords):
             kwargs = {name: kwargs[name] for name in self._keywords}
         leaves, received = pytree.tree_flatten((args, dict(kwargs)))
-        if received != self._in_spec:
-            raise StreamError(
-                f"the arguments have another tree than at export: expected {_one_line(self._in_spec)}, got "
-                f"{_one_line(received)}; pass the same positional and keyword arguments"
-            )
+        if self._in_spec is not None and received != self._in_spec:
+            raise StreamError(describe_mismatch(self._in_spec, received, self._names))
         self._checks.check(leaves)
         return leaves
 
@@ -93,7 +92,3 @@ def _is_flat(spec: pytree.TreeSpec | None) -> int:
     positional, keywords = spec.children()
     nested = keywords.num_children or any(not child.is_leaf() for child in positional.children())
     return 0 if nested else positional.num_children
-
-
-def _one_line(spec: pytree.TreeSpec | None) -> str:
-    return " ".join(str(spec).split())

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
@@ -23,14 +26,17 @@ from penstock.schedule.facts.model import Input, Method, Symbol
 def describe_method(exported: ExportedProgram, name: str, graph: int) -> Method:
     """Returns what a method takes: its leaves in pytree order and the symbols in their shapes.
 
-    A dimension that is an expression of symbols (`2*s0`) counts as a symbol of that name.
+    Symbols have the names that dynamic sizes were given at export, or else that of the first input that has
+    the size (`x.shape[0]`). A dimension that is an expression of symbols (`2*batch`) counts as a symbol of
+    that name.
     """
+    names = _names_of_symbols(exported)
     symbols: dict[str, Symbol] = {}
     inputs: list[Input] = []
     for node in user_placeholders(exported):
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
-            sizes = [_size(exported, size) for size in value.shape]
+            sizes = [_size(exported, size, names) for size in value.shape]
             shape = tuple(size if isinstance(size, int) else size.text for size in sizes)
             inputs.append(Input(node.name, dtype_name(value.dtype), shape, str(value.device)))
             dynamic = [size for size in sizes if isinstance(size, Dimension)]
@@ -53,7 +59,8 @@ def user_placeholders(exported: ExportedProgram) -> list[fx.Node]:
 
 def leaves_of(exported: ExportedProgram) -> tuple[Leaf, ...]:
     """Returns what each leaf must be, in pytree order."""
-    return tuple(_leaf(exported, node) for node in user_placeholders(exported))
+    names = _names_of_symbols(exported)
+    return tuple(_leaf(exported, node, names) for node in user_placeholders(exported))
 
 
 def guards_of(exported: ExportedProgram) -> tuple[tuple[str, str], ...]:
@@ -62,18 +69,19 @@ def guards_of(exported: ExportedProgram) -> tuple[tuple[str, str], ...]:
     Export writes it down as Python on its own names of the inputs, which a stored program keeps.
     Raises PassError for an input that has no such name here.
     """
-    sources = _sources(exported)
+    sources, nodes = _sources(exported), user_placeholders(exported)
     guards = []
-    for text in dict.fromkeys(getattr(exported, "_guards_code", ())):
-        source = text
+    for code in dict.fromkeys(getattr(exported, "_guards_code", ())):
+        text, source = code, code
         for name, position in sources:
+            text = text.replace(name, nodes[position].name)
             source = source.replace(name, f"leaves[{position}]")
         if "L[" in source:
             raise PassError(
-                f"the program relies on {text}, which names an input that cannot be found in its calls: "
+                f"the program relies on {code}, which names an input that cannot be found in its calls: "
                 "export with strict=True, or pass inputs in lists, tuples and dictionaries only"
             )
-        guards.append((text, source))
+        guards.append((text.replace(".size()[", ".shape["), source))
     return tuple(guards)
 
 
@@ -119,28 +127,60 @@ def _keys(spec: pytree.TreeSpec) -> list[str]:
     return [f".{name}" if dataclasses.is_dataclass(spec.type) else f"[{name!r}]" for name in names]
 
 
-def _leaf(exported: ExportedProgram, node: fx.Node) -> Leaf:
+_Names = Mapping[sympy.Symbol, sympy.Symbol]
+"""Symbols of export, and symbols of the names by which users know the same sizes."""
+
+
+def _names_of_symbols(exported: ExportedProgram) -> _Names:
+    """Returns what to call each dynamic size: as the user did, or by the first input that has it.
+
+    A program that torch.export.save wrote has lost the user's names.
+    """
+    places: dict[sympy.Symbol, str] = {}
+    given: dict[sympy.Symbol, str] = {}
+    for node in user_placeholders(exported):
+        value = node.meta.get("val")
+        sizes = [(node.name, value)]
+        if isinstance(value, torch.Tensor):
+            sizes = [(f"{node.name}.shape[{position}]", size) for position, size in enumerate(value.shape)]
+        for place, size in sizes:
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                places.setdefault(size.node.expr, place)
+                given = given or _given_names(size.node.shape_env)
+    return {symbol: sympy.Symbol(given.get(symbol, place)) for symbol, place in places.items()}
+
+
+def _given_names(environment: Any) -> dict[sympy.Symbol, str]:
+    """Returns the names of `torch.export.Dim`s by the symbols that they became."""
+    symbols = getattr(environment, "source_to_var", {})
+    names = getattr(environment, "source_name_to_debug_name", {})
+    return {environment.replace(symbols[place]): name for place, name in names.items() if place in symbols}
+
+
+def _leaf(exported: ExportedProgram, node: fx.Node, names: _Names) -> Leaf:
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
-        sizes = tuple(_size(exported, size) for size in value.shape)
+        sizes = tuple(_size(exported, size, names) for size in value.shape)
         return TensorLeaf(node.name, value.dtype, value.device.type, sizes)
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        dimension = dimension_of(exported, value) if isinstance(value, torch.SymInt) else None
+        dimension = dimension_of(exported, value, names) if isinstance(value, torch.SymInt) else None
         return NumberLeaf(node.name, value.node.pytype, dimension)
     return ConstantLeaf(node.name, value)
 
 
-def _size(exported: ExportedProgram, size: int | torch.SymInt) -> int | Dimension:
-    return size if isinstance(size, int) else dimension_of(exported, size)
+def _size(exported: ExportedProgram, size: int | torch.SymInt, names: _Names) -> int | Dimension:
+    return size if isinstance(size, int) else dimension_of(exported, size, names)
 
 
-def dimension_of(exported: ExportedProgram, size: torch.SymInt) -> Dimension:
-    """Returns what a program says of a symbolic size."""
+def dimension_of(
+    exported: ExportedProgram, size: torch.SymInt, names: _Names = MappingProxyType({})
+) -> Dimension:
+    """Returns what a program says of a symbolic size; its text has `names` in place of symbols."""
     expression = size.node.expr
     ranges = bound_sympy(expression, exported.range_constraints)
     lower = 0 if ranges.lower in (-int_oo, -sympy.oo) else max(int(ranges.lower), 0)
     return Dimension(
-        text=str(expression),
+        text=str(expression.xreplace(names)),
         lower=lower,
         upper=None if ranges.upper in (int_oo, sympy.oo) else int(ranges.upper),
         example=max(size_hint(size), lower),

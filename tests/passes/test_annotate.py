@@ -33,7 +33,7 @@ def test_methods_record_leaves_and_symbols():
     (method,) = annotate(exported).methods
     (batch, length, _), (again, _) = (leaf.shape for leaf in method.inputs)
     assert length == again
-    assert [symbol.name for symbol in method.symbols] == [batch, length]
+    assert [symbol.name for symbol in method.symbols] == [batch, length] == ["batch", "length"]
     assert method.symbols[0] == Symbol(batch, 1, 64, 4)
     assert (method.symbols[1].upper, method.symbols[1].example) == (None, 6)
 

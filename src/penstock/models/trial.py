@@ -163,8 +163,8 @@ def _given(leaf: Input, value: torch.Tensor) -> Any:
 def _generated(method: Method, sizes: Mapping[str, int], seed: int) -> list[Any]:
     import torch
 
-    known = {s.name: s.example for s in method.symbols}
-    known |= {leaf.name: 2 for leaf in method.inputs if leaf.dtype in _NUMBERS and leaf.value is None}
+    known = {leaf.name: 2 for leaf in method.inputs if leaf.dtype in _NUMBERS and leaf.value is None}
+    known |= {s.name: s.example for s in method.symbols}
     unknown = sorted(set(sizes) - set(known))
     if unknown:
         raise StreamError(

@@ -46,7 +46,7 @@ def test_leaves_come_in_the_graphs_order(dynamic):
     [
         (sized(65, 7), r"input x.shape\[0\]: expected 1 to 64, got 65"),
         (sized(3, 1), r"input x.shape\[1\]: expected 2 to any size, got 1"),
-        (sized(3, 7, 6), r"input y.shape\[0\]: expected 7, which is \w+ as in the other inputs, got 6"),
+        (sized(3, 7, 6), r"input y.shape\[0\]: expected 7, which is length as in the other inputs, got 6"),
         ((torch.randn(3, 7, 9), torch.randn(7, 8)), r"input x.shape\[2\]: expected 8, a static size, got 9"),
         ((torch.randn(3, 7), torch.randn(7, 8)), r"input x: expected 3 dimensions, got shape \(3, 7\)"),
         ((torch.randn(3, 7, 8).double(), torch.randn(7, 8)), "input x: expected float32, got float64"),
@@ -55,8 +55,10 @@ def test_leaves_come_in_the_graphs_order(dynamic):
             "expected a tensor on cpu, got one on meta",
         ),
         ((torch.randn(3, 7, 8), 4), "input y: expected a tensor, got int"),
-        ((torch.randn(3, 7, 8),), "the arguments have another tree than at export"),
-        (([torch.randn(3, 7, 8)], torch.randn(7, 8)), "the arguments have another tree than at export"),
+        ((), r"does not fit the program: x is missing; y is missing. It takes \(x, y\), as it was exported"),
+        ((torch.randn(3, 7, 8),), "does not fit the program: y is missing. It"),
+        (([torch.randn(3, 7, 8)], torch.randn(7, 8)), "x is a list of 1, expected one value. It"),
+        ((*sized(3, 7), 1), "3 positional arguments are given, and it takes 2. It"),
     ],
 )
 def test_a_wrong_tensor_is_refused_by_name(dynamic, args, words):
@@ -69,13 +71,63 @@ def test_a_wrong_tensor_is_refused_by_name(dynamic, args, words):
     [
         ({"mode": "tanh"}, "input mode: expected the exported value 'relu', got 'tanh'"),
         ({"nothing": 0}, "input nothing: expected the exported value None, got 0"),
-        ({"more": 1}, "another tree"),
+        (
+            {"more": 1},
+            r"program: more is no argument of it. It takes \(x, extra, \*, scale, mode, nothing\), as it was",
+        ),
+        ({"x": torch.randn(3, 8)}, "program: x is given twice. It"),
+        ({"mode": ["relu"]}, "program: mode is a list of 1, expected one value. It"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(change, words):
     nested = convention_of(export(CASES["Nested"])[1])
     with pytest.raises(StreamError, match=words):
         nested.flatten(CASES["Nested"].args(), {**CASES["Nested"].kwargs(), **change})
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda x, extra, given: ((x, extra), {k: v for k, v in given.items() if k != "mode"}),
+            "mode is missing",
+        ),
+        (
+            lambda x, extra, given: ((x,), given | {"extra": extra}),
+            "extra is given by keyword, and is positional",
+        ),
+        (
+            lambda x, extra, given: ((x, {"pair": extra["pair"]}), given),
+            "extra is a dict of 'pair', expected a dict of 'pair', 'flag'",
+        ),
+        (
+            lambda x, extra, given: ((x, extra | {"pair": (*extra["pair"], 3)}), given),
+            r"extra\['pair'\] is a tuple of 3, expected a list of 2",
+        ),
+        (
+            lambda x, extra, given: ((), {}),
+            "x is missing; extra is missing; scale is missing; mode is missing",
+        ),
+    ],
+)
+def test_a_call_of_another_form_is_refused_in_words(call, words):
+    nested = convention_of(export(CASES["Nested"])[1])
+    args, kwargs = call(*CASES["Nested"].args(), CASES["Nested"].kwargs())
+    with pytest.raises(StreamError, match=f"the call does not fit the program: {words}") as caught:
+        nested.flatten(args, kwargs)
+    assert "TreeSpec" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_sizes_that_the_user_did_not_name_are_called_by_the_input_that_has_them(tmp_path):
+    _, exported = export(CASES["Dynamic"])
+    assert [one.name for one in describe_method(exported, "forward", 0).symbols] == ["batch", "length"]
+    torch.export.save(exported, tmp_path / "model.pt2")  # which loses the names
+    loaded = torch.export.load(tmp_path / "model.pt2")
+    names = [one.name for one in describe_method(loaded, "forward", 0).symbols]
+    assert names == ["x.shape[0]", "x.shape[1]"]
+    with pytest.raises(StreamError, match=r"expected 7, which is x.shape\[1\] as in the other inputs, got 6"):
+        convention_of(loaded).flatten(sized(3, 7, 6), {})
 
 
 def test_true_is_not_one():
@@ -100,12 +152,12 @@ def test_a_size_that_is_a_multiple_must_be_one():
     )
     convention = convention_of(exported)
     assert len(convention.flatten((torch.randn(6), torch.randn(3)), {})) == 2
-    with pytest.raises(StreamError, match=r"shape\[0\]: expected \d+, which is 2\*s"):
+    with pytest.raises(StreamError, match=r"shape\[0\]: expected \d+, which is 2\*half"):
         convention.flatten((torch.randn(7), torch.randn(3)), {})
     with pytest.raises(StreamError, match="as in the other inputs, got 4"):
         convention.flatten((torch.randn(6), torch.randn(4)), {})
     (symbol, _) = describe_method(exported, "forward", 0).symbols
-    assert (symbol.name[:3], symbol.lower, symbol.upper, symbol.example) == ("2*s", 4, 100, 8)
+    assert (symbol.name, symbol.lower, symbol.upper, symbol.example) == ("2*half", 4, 100, 8)
 
 
 def test_guards_hold_on_every_call():
