@@ -201,7 +201,8 @@ class Program:
         return find_plan_to_load(self.path, self.payload, request)
 
     def _nbytes(self, budget: int | str) -> int:
-        # Where there are no weights, any share of them is enough.
+        if budget == 0 and not isinstance(budget, bool) and not self.weight_bytes:
+            return 1  # 0 is what `floor_bytes` says, and as good as any budget
         return parse_size(budget, total=self.weight_bytes or 100)
 
     @cached_property

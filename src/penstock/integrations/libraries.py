@@ -22,6 +22,10 @@ _DECISIONS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 _CALLED = ("encode", "decode", "post_process_latents")
 """Methods besides `forward` that pipelines of diffusers call and that read parameters."""
 
+_CASTING = "layerwise_casting"
+"""The name of a hook of diffusers that converts a part's weights before each call, and back after it."""
+
+_LIBRARIES_WITH_HOOKS = ("torch", "transformers", "peft")
 
 EXPORTING = threading.RLock()
 """Held while a model is exported, lowered or compiled. torch's tracing state and the libraries' caches belong
@@ -107,13 +111,51 @@ def refuse_wrapped(module: nn.Module, name: str) -> None:
                 "(accelerate.hooks.remove_hook_from_module(model, recurse=True)), or load it without "
                 "device_map"
             )
-        if getattr(getattr(child, "_diffusers_hook", None), "hooks", None):
-            raise PassError(
-                f"{name} has hooks of diffusers (group offloading, caching): load it without them"
-            )
+        _refuse_hooks_of_diffusers(child, name)
+    _refuse_hooks(module, name)
     devices = sorted({str(p.device) for p in module.parameters()})
     if len(devices) > 1:
         raise PassError(f"{name} lies on several devices, {', '.join(devices)}: move it to one")
+
+
+def _refuse_hooks_of_diffusers(module: nn.Module, name: str) -> None:
+    """Raise PassError for a part whose `forward` diffusers has replaced, to offload, cast or cache."""
+    hooks = getattr(getattr(module, "_diffusers_hook", None), "hooks", None) or {}
+    if _CASTING in hooks:
+        raise PassError(
+            f"{name} has layerwise casting of diffusers, which converts weights in every call and has rounded "
+            "them: load it again in the dtype that it computes in, without enable_layerwise_casting(), or "
+            "quantise it with torchao (docs/quantised.md)"
+        )
+    if hooks:
+        raise PassError(f"{name} has hooks of diffusers ({', '.join(hooks)}): load it without them")
+
+
+def _refuse_hooks(module: nn.Module, name: str) -> None:
+    """Raise PassError for a hook on a part of the module, which a program would never call.
+
+    Hooks of these libraries belong to the computation: they normalise weights, or collect hidden states
+    within a call.
+    """
+    for path, child in module.named_modules():
+        for hooks in (child._forward_pre_hooks, child._forward_hooks) if path else ():
+            for hook in hooks.values():
+                if _library_of(hook) not in _LIBRARIES_WITH_HOOKS:
+                    raise PassError(
+                        f"{path} in {name} has the hook {_name_of(hook)}, which is Python that a program does "
+                        "not run: remove it (the handle's remove()), and hook the whole model or ask for "
+                        "output_hidden_states; for a hook that computes something, write a module in its place"
+                    )
+
+
+def _library_of(hook: Any) -> str:
+    made = getattr(hook, "func", hook)  # of a functools.partial
+    return str(getattr(made, "__module__", None) or type(made).__module__).partition(".")[0]
+
+
+def _name_of(hook: Any) -> str:
+    made = getattr(hook, "func", hook)
+    return getattr(made, "__qualname__", type(made).__qualname__)
 
 
 def components_of(model: Any) -> dict[str, nn.Module]:

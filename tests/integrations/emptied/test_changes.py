@@ -53,13 +53,15 @@ def changed(model, name: str) -> None:
             getattr(model, name).mul_(3)
         case "linear._forward_hooks":
             model.linear.register_forward_hook(lambda module, given, output: output * 2)
+        case "linear.forward":
+            model.linear.forward = lambda x: x
         case "linear.weight":
             model.linear.weight = nn.Parameter(torch.zeros(8, 8), requires_grad=False)
 
 
 NAMES = (
     "scale", "processor", "processor.factor", "factors.all.0", "kept", "computed", "linear._forward_hooks",
-    "linear.weight",
+    "linear.forward", "linear.weight",
 )  # fmt: skip
 
 
@@ -71,6 +73,18 @@ def test_whatever_changes_in_a_module_is_refused_by_name(tmp_path):
         with pytest.raises(StreamError, match=rf"any more: {name}(\.\d+)?(, |  *changed)"):
             model(X)
         applied.close()
+
+
+def test_a_class_whose_forward_is_replaced_is_refused_by_the_parts_of_it(tmp_path, monkeypatch):
+    class Layer(nn.Linear):
+        """A class of the test's own, as torch's own are used elsewhere."""
+
+    model = tiny()
+    model.linear = models.frozen(Layer(8, 8))
+    with apply(model, "1MB", example=models.nothing, cache=tmp_path):
+        monkeypatch.setattr(Layer, "forward", lambda self, x: x)
+        with pytest.raises(StreamError, match=r"any more: linear\.forward changed"):
+            model(X)
 
 
 def test_a_part_that_is_replaced_taken_out_or_added_is_named_by_its_path(tmp_path):

@@ -132,9 +132,10 @@ def _follow(path: str, value: Any, found: dict[str, object], seen: set[int], dep
 
 
 def _facts(module: nn.Module) -> dict[str, object]:
-    """`attributes`, and the parameters, buffers and hooks by path.
+    """`attributes`, and the parameters, buffers, hooks and methods `forward` by path.
 
-    The hooks of the module itself are left out: they are called as ever.
+    The hooks of the module itself are left out, and so is a `forward` that it is given: they are called as
+    ever.
     """
     found = attributes(module)
     for name, child in module.named_modules():
@@ -145,6 +146,8 @@ def _facts(module: nn.Module) -> dict[str, object]:
             found |= {name: _Same(value) for one in parts for name, value in one.items()}
         for hooks in _HOOKS if name else ():
             found |= {f"{prefix}{hooks}.{key}": _Same(hook) for key, hook in vars(child)[hooks].items()}
+        own = vars(child).get("forward") if name else None
+        found[f"{prefix}forward"] = _Same(own), _Same(type(child).forward)
     return found
 
 
