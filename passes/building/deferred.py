@@ -109,6 +109,10 @@ class Deferred:
         """The values of a tensor of the module, which stays as it is."""
         return self._recording.values(tensor)
 
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor was made by the constructor."""
+        return self._recording.has(tensor)
+
     def _real(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._made:
             values = self.values(tensor)

@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from penstock.passes.building.deferred import hold_attributes, join, record
+from penstock.passes.building.deferred import Deferred, hold_attributes, join, record
 from penstock.passes.building.guardless import Guardless, capable
 from penstock.passes.building.placement import AskedDevices, Placement, home_of, place
-from penstock.passes.building.refusals import check_inputs, refuse_scripted, remedy, sentence, where
+from penstock.passes.building.refusals import caller, check_inputs, refuse_scripted, remedy, sentence, where
 from penstock.passes.pipeline import declare
 from penstock.passes.weights.subclasses import each_part, has_parts
 from penstock.passes.weights.values import with_values
@@ -46,7 +46,8 @@ def fake_export(
 
     Raises PassError, with the line of the model that causes it, where the model cannot be exported so.
     """
-    return Built.by(build, placement).export(example_inputs, dynamic_shapes)
+    with unset_fake_temporarily():  # a fake tensor mode of the caller's would meet tensors of other modes
+        return Built.by(build, placement).export(example_inputs, dynamic_shapes)
 
 
 @declare(ensures=("computed buffers",))
@@ -73,17 +74,20 @@ class Built:
         devices: Mapping[str, torch.device],
         *,
         home: torch.device,
-        allocated: Sequence[tuple[int, str]] = (),
+        deferred: Deferred | None = None,
     ) -> None:
-        self.module, self.buffers, self.devices, self.allocated = module, buffers, devices, allocated
-        self._home = home
+        self.module, self.buffers, self.devices = module, buffers, devices
+        self.allocated = deferred.allocated if deferred else ()
+        self._home, self._deferred = home, deferred
         self._mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         self._fakes: dict[int, torch.Tensor] = {}
+        self._places: dict[int, tuple[torch.Tensor, dict[str, Any], str]] = {}
         self._storages: dict[int, torch.Tensor] = {}
         for name, child in self.module.named_modules(remove_duplicate=False):
             for held in (child._parameters, child._buffers):
                 for key, tensor in held.items():
                     if tensor is not None:
+                        self._places[id(tensor)] = tensor, held, key
                         held[key] = self._fake(tensor, self.devices[join(name, key)])
 
     @classmethod
@@ -95,7 +99,7 @@ class Built:
         module = deferred.module
         buffers = _computed(module, deferred.values)
         devices = place(module, asked, placement)
-        return cls(module, buffers, devices, home=home_of(placement, devices), allocated=deferred.allocated)
+        return cls(module, buffers, devices, home=home_of(placement, devices), deferred=deferred)
 
     @classmethod
     def of(cls, module: nn.Module, home: torch.device) -> Built:
@@ -134,10 +138,12 @@ class Built:
         given: Any = ((), dict(example_inputs)) if by_name else (tuple(example_inputs), {})
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._input, given)
         try:
-            with Guardless(), capable(), torch.no_grad():
+            with Guardless(self._stand_in), capable(), torch.no_grad():
                 exported = torch.export.export(
                     root.eval(), args, kwargs, dynamic_shapes=dynamic_shapes, strict=False
                 )
+        except PassError:
+            raise
         except Exception as error:
             if isinstance(error, TypeError):  # torch.export calls a scripted part with an argument too many
                 refuse_scripted(root)
@@ -171,6 +177,27 @@ class Built:
             fake = nn.Parameter(fake, requires_grad=False)
         self._fakes[id(tensor)] = fake
         return fake
+
+    def _stand_in(self, value: torch.Tensor) -> torch.Tensor:
+        """What is used for a tensor that the constructor made and kept elsewhere than as an attribute.
+
+        That is what stands in the place of a parameter or a buffer now, and for any other tensor its values.
+        Raises PassError for a view of a parameter, which the program could not follow.
+        """
+        if not value.is_meta:
+            return value
+        if id(value) in self._places:
+            _, held, key = self._places[id(value)]
+            found: torch.Tensor = held[key]
+            return found
+        if value.untyped_storage()._cdata in self._storages:
+            raise PassError(
+                f"the model uses a part or a view, {list(value.shape)}, of a parameter that its constructor "
+                f"made and keeps outside of its attributes{caller()}: make the view in forward"
+            )
+        if self._deferred is None or not self._deferred.has(value):
+            return value
+        return self._deferred.values(value)
 
     def _input(self, value: torch.Tensor) -> torch.Tensor:
         device = value.device if value.device.type == "cuda" else self._home

@@ -21,13 +21,17 @@ _aten = torch.ops.aten
 
 
 class Guardless(TorchFunctionMode):
-    """Active while a program is exported whose tensors are fake."""
+    """Active while a program is exported whose tensors are fake; `stand_in` says what is used for another."""
+
+    def __init__(self, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._stand_in = stand_in
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = {name: _with_index(value) for name, value in (kwargs or {}).items()}
-        args = tuple(_with_index(value) for value in args)
+        given = {name: self._given(value) for name, value in (kwargs or {}).items()}
+        args = tuple(self._given(value) for value in args)
         if func is torch.Tensor.cuda:
             device = (args[1] if len(args) > 1 else given.get("device")) or 0
             return args[0].to(
@@ -39,6 +43,13 @@ class Guardless(TorchFunctionMode):
         if instead is not None and args[0].device.type != "cpu":
             return instead(*args, **given)
         return func(*args, **given)
+
+    def _given(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._stand_in(value)
+        if type(value) in (list, tuple):
+            return type(value)(map(self._given, value))
+        return _with_index(value)
 
 
 @contextmanager

@@ -186,6 +186,10 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found = self._run(self._needed(spec.storage), spec)
         return found
 
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's memory would have been made in this recording."""
+        return tensor.untyped_storage()._cdata in self._storages
+
     def run_of_rows(self, tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor | None:
         """Rows `start` to `stop` of a tensor, in memory of their own, without the memory of all the others.
 

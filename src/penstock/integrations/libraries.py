@@ -123,9 +123,8 @@ def _refuse_hooks_of_diffusers(module: nn.Module, name: str) -> None:
     hooks = getattr(getattr(module, "_diffusers_hook", None), "hooks", None) or {}
     if _CASTING in hooks:
         raise PassError(
-            f"{name} has layerwise casting of diffusers, which converts weights in every call and has rounded "
-            "them: load it again in the dtype that it computes in, without enable_layerwise_casting(), or "
-            "quantise it with torchao (docs/quantised.md)"
+            f"{name} has layerwise casting of diffusers, which converts weights in each call: load it again, "
+            "without enable_layerwise_casting(), in the dtype that it computes in"
         )
     if hooks:
         raise PassError(f"{name} has hooks of diffusers ({', '.join(hooks)}): load it without them")
@@ -142,9 +141,9 @@ def _refuse_hooks(module: nn.Module, name: str) -> None:
             for hook in hooks.values():
                 if _library_of(hook) not in _LIBRARIES_WITH_HOOKS:
                     raise PassError(
-                        f"{path} in {name} has the hook {_name_of(hook)}, which is Python that a program does "
-                        "not run: remove it (the handle's remove()), and hook the whole model or ask for "
-                        "output_hidden_states; for a hook that computes something, write a module in its place"
+                        f"{path} in {name} has the hook {_name_of(hook)}, which a program would not run: "
+                        "remove it (remove() of what registered it), and hook the whole model, or ask for "
+                        "output_hidden_states; what computes something belongs into a module"
                     )
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 import penstock
@@ -107,6 +109,54 @@ def test_ties_views_buffers_and_indexing_are_kept() -> None:
     assert torch.equal(buffers["steps"], torch.arange(16.0).reciprocal())
     assert torch.equal(buffers["mask"], torch.ones(16, 16).tril().bool())
     assert "count" not in buffers
+
+
+class Keeps(nn.Module):
+    """Keeps a parameter where it is no attribute of a module: in containers, an object and a closure."""
+
+    def __init__(self, view: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        weight = self.linear.weight.t() if view else self.linear.weight
+        self.kept: Any = {"in a tuple": (weight,)}
+        self.factors = [torch.full((8,), 3.0)]
+        self.called = lambda x: x @ weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.called(self.linear(x) @ self.kept["in a tuple"][0]) * self.factors[0]
+
+
+def test_a_parameter_that_is_kept_in_a_list_or_a_closure_is_that_parameter() -> None:
+    exported = penstock.fake_export(Keeps, (torch.randn(2, 8),))
+    assert [weight.fqn for weight in penstock.annotate(exported).weights] == [
+        "linear.weight", "linear.bias", "lifted_tensor_0",
+    ]  # fmt: skip
+    assert torch.equal(exported.constants["lifted_tensor_0"], torch.full((8,), 3.0))
+    torch.manual_seed(0)
+    model = Keeps()
+    state = {name: value.detach() for name, value in model.state_dict().items()}
+    exported._state_dict = {name: nn.Parameter(value) for name, value in state.items()}
+    x = torch.randn(2, 8)
+    assert torch.equal(exported.module()(x), model(x))
+
+
+def test_a_view_of_a_parameter_that_is_kept_elsewhere_is_refused_with_its_line() -> None:
+    with pytest.raises(
+        penstock.PassError,
+        match=r"a view, \[8, 8\], of .*test_fake_export.*in forward: .*: make the view in forward",
+    ):
+        penstock.fake_export(lambda: Keeps(view=True), (torch.randn(2, 8),))
+
+
+def test_a_fake_tensor_mode_of_the_callers_changes_nothing() -> None:
+    plain = penstock.fake_export(Odd, (torch.zeros(2, 8, dtype=torch.int64),))
+    with FakeTensorMode() as mode:
+        within = penstock.fake_export(Odd, (torch.zeros(2, 8, dtype=torch.int64),))
+        assert detect_fake_mode(torch.empty(1)) is mode
+    assert within.graph_module.code == plain.graph_module.code
+    values = [one.graph_module.meta[BUFFERS]["steps"] for one in (within, plain)]
+    assert type(values[0]) is torch.Tensor
+    assert torch.equal(*values)
 
 
 def test_the_graph_is_that_of_a_real_export() -> None:
