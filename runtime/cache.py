@@ -12,6 +12,7 @@ from a process that ends, however it ends. All of it can be made again.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -47,8 +48,8 @@ _RECORD, _MADE_FOR = "entry.json", "made_for"
 _OWN = re.compile(r"[0-9a-f]{32}(\.\w+)?")
 """Names that penstock gives. Nothing else in a folder of the cache is listed or removed."""
 
-_ATTEMPTS = 5
-"""How often an entry is written again that another process removes before it can be held."""
+_ATTEMPTS = 50
+"""How often an entry is written again that other processes remove before it can be held."""
 
 
 def user_cache() -> Path:
@@ -152,8 +153,8 @@ class Cache:
             ) from error
         try:
             write()
-        except SourceError:
-            if not path.exists():
+        except SourceError as error:  # another process may have been faster, and a third have removed that
+            if getattr(error.__cause__, "errno", None) not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
 
     def make_room(self, nbytes: int) -> None:

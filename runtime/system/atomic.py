@@ -52,7 +52,8 @@ def write_artifact(
     with _reporting(folder):
         _recover(folder)
         _refuse_existing(folder, force=force)
-        _refuse_foreign(folder, marker)
+        if force:
+            _refuse_foreign(folder, marker)
         with _temporary(folder, _create_folder) as (temporary, _):
             build(temporary)
             _sync_tree(temporary)
@@ -113,7 +114,9 @@ def _reporting(target: Path) -> Iterator[None]:
 
 def _refuse_existing(path: Path, *, force: bool) -> None:
     if path.exists() and not force:
-        raise SourceError(f"{path} exists; choose another output, or overwrite it with --force (force=True)")
+        raise SourceError(
+            f"{path} exists; choose another output, or overwrite it with --force (force=True)"
+        ) from FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(path))
 
 
 def _refuse_foreign(folder: Path, marker: str) -> None:
@@ -124,7 +127,7 @@ def _refuse_foreign(folder: Path, marker: str) -> None:
 
 
 @contextmanager
-def _temporary(target: Path, create: Callable[[Path], int]) -> Iterator[tuple[Path, int]]:
+def _temporary(target: Path, create: Callable[[Path], int | None]) -> Iterator[tuple[Path, int]]:
     """A locked temporary file or folder beside `target`, which is removed at the end."""
     for stale in _siblings(target, "tmp"):
         remove_stale(stale)
@@ -140,15 +143,21 @@ def _create_file(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
 
-def _create_folder(path: Path) -> int:
+def _create_folder(path: Path) -> int | None:
+    """A descriptor of the new folder; None where another writer took it for stale at once."""
     path.mkdir()
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
 
 
-def _create_locked(target: Path, create: Callable[[Path], int]) -> tuple[Path, int]:
+def _create_locked(target: Path, create: Callable[[Path], int | None]) -> tuple[Path, int]:
     while True:
         path = _sibling(target, "tmp")
         fd = create(path)
+        if fd is None:
+            continue
         # A file system without locks does its job as well; nobody then removes what a kill left.
         with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_EX)

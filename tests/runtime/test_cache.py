@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import math
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from penstock.runtime.cache import LIMIT, Cache, Entry, list_entries, prune
-from penstock.runtime.system.atomic import write_artifact
+from penstock.runtime.system.atomic import remove_folder, write_artifact
 from penstock.schedule.facts.errors import BudgetError, SourceError
 
 DAY = 86_400
@@ -249,16 +250,34 @@ def test_what_cannot_be_written_is_said(cache: Cache) -> None:
         Cache(cache.folder / "taken").keep(cache.folder / "taken" / "weights" / "a", "model", fail)
 
 
+def test_who_waits_for_a_removal_finds_the_entry_gone_and_writes_it_again(cache: Cache) -> None:
+    path, found = add_weights(cache, 1), []
+    with (path / "entry.json").open() as record:
+        fcntl.flock(record, fcntl.LOCK_EX)  # as a pruner has it
+        thread = threading.Thread(
+            target=lambda: found.append(cache.keep(path, "again", lambda: write_folder(path, 10)))
+        )
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+        remove_folder(path)
+    thread.join()
+    assert (path / "data").stat().st_size == 10
+    (entry,) = list_entries(cache.folder)
+    assert (entry.made_for, entry.in_use) == ("again", True)
+
+
 def test_users_and_a_pruner_at_once(cache: Cache) -> None:
     """Whoever holds an entry finds it whole, however often others remove it."""
-    path, failed = cache.weights / name_of(1), []
+    path, enough, failed = cache.weights / name_of(1), threading.Event(), []
 
     def use() -> None:
-        for _ in range(40):
+        while not enough.is_set() and not failed:
             try:
                 held = cache.keep(path, "model", lambda: write_folder(path, 10))
                 assert (path / "data").stat().st_size == 10
                 held.close()
+                enough.wait(0.001)  # or some other always has it
             except BaseException as error:
                 failed.append(error)
 
@@ -266,9 +285,9 @@ def test_users_and_a_pruner_at_once(cache: Cache) -> None:
     for thread in threads:
         thread.start()
     removed = 0
-    while any(thread.is_alive() for thread in threads):
+    while removed < 10 and not failed:
         removed += len(prune(cache.folder, before=math.inf).removed)
+    enough.set()
     for thread in threads:
         thread.join()
     assert not failed
-    assert removed
