@@ -117,7 +117,7 @@ def load_module(
     except BaseException:
         weights.close()
         raise
-    return StreamedModule(methods, weights)
+    return StreamedModule(methods, weights, program.path.name)
 
 
 def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOptions) -> LoadedWeights:

@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch.utils import _pytree as pytree
 
 from penstock.passes.calls.convention import CallingConvention
 from penstock.passes.probes import CompiledCalls
@@ -58,8 +57,9 @@ class StreamedModule(torch.nn.Module):
     call starts over).
     """
 
-    def __init__(self, methods: Mapping[str, LoadedMethod], weights: LoadedWeights) -> None:
+    def __init__(self, methods: Mapping[str, LoadedMethod], weights: LoadedWeights, name: str) -> None:
         super().__init__()
+        self._name = name
         self.training = False
         self.plan = weights.plan
         self._methods = dict(methods)
@@ -84,6 +84,11 @@ class StreamedModule(torch.nn.Module):
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Run the method of that name; `module.decode(...)` is `module.call("decode", ...)`."""
         return self._call(method, args, kwargs)
+
+    def extra_repr(self) -> str:
+        """What `print(module)` says: that weights stream, and how many."""
+        closed = ", closed" if self._weights.resources.closed else ""
+        return f"{self._name}, {self.plan.residency}{closed}"
 
     @property
     def stats(self) -> Stats:
@@ -203,16 +208,12 @@ def _running(program: MethodProgram, leaves: list[Any], calls: CompiledCalls | N
 
 def _checked(program: MethodProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The call's leaves. What is wrong with them is raised before anything streams."""
-    _refuse_grad(args, kwargs)
-    return program.convention.flatten(args, kwargs)
-
-
-def _refuse_grad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if not torch.is_grad_enabled():
-        return
-    for path, leaf in pytree.tree_leaves_with_path((args, kwargs)):
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            raise StreamError(
-                f"input {pytree.keystr(path)} requires grad and grad mode is on: gradients through streamed "
-                "weights are not supported, so call under torch.no_grad() or detach the input"
-            )
+    leaves = program.convention.flatten(args, kwargs)
+    if torch.is_grad_enabled():
+        for name, leaf in zip(program.convention.names, leaves, strict=True):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                raise StreamError(
+                    f"input {name} requires grad and grad mode is on: gradients through streamed weights are "
+                    "not supported, so call under torch.no_grad() or detach the input"
+                )
+    return leaves

@@ -61,6 +61,9 @@ class Program:
         self.path = path
         self.payload = payload
 
+    def __repr__(self) -> str:
+        return f"Program({str(self.path)!r}, {self.payload!r})"
+
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights, storages counted once."""

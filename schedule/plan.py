@@ -7,6 +7,7 @@ from os import PathLike
 from typing import TYPE_CHECKING
 
 from penstock.schedule.facts.model import Decisions
+from penstock.schedule.facts.sizes import format_size, format_time
 from penstock.schedule.payload.text import encode
 from penstock.schedule.report.drawing import save_report, save_timeline
 from penstock.schedule.report.graphs import event_graph
@@ -15,9 +16,22 @@ if TYPE_CHECKING:
     import networkx
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan(Decisions):
     """What `Program.plan` returns, a payload holds and a module runs."""
+
+    def __repr__(self) -> str:
+        predicted = format_time(sum(one.predicted_ns for one in self.schedules))
+        return f"Plan({self.residency}, {predicted} a pass predicted on {self.hardware.name})"
+
+    @property
+    def residency(self) -> str:
+        """How many of the weights stay in memory and how many stream, in words."""
+        outside = sum(self.sizes[s] for s in self.outside) if self.sizes else 0
+        resident = format_size(sum(one.nbytes for one in self.resident) + outside)
+        total = f" of {format_size(sum(self.sizes))}" if self.sizes else ""
+        streamed = format_size(self.streamed_bytes)
+        return f"{resident}{total} resident, {streamed} streamed a pass, budget {format_size(self.budget)}"
 
     def to_json(self) -> str:
         """The plan as JSON, as docs/payload.md specifies it."""

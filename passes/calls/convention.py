@@ -18,7 +18,8 @@ from penstock.schedule.facts.errors import StreamError
 class CallingConvention:
     """Turns a call's arguments into checked leaves, and flat values into the call's result.
 
-    Leaves of the device that the program was exported for are expected on `target`.
+    `names` are those of the leaves. Leaves of the device that the program was exported for are expected on
+    `target`.
     """
 
     def __init__(self, signature: CallSignature, target: torch.device) -> None:
@@ -27,7 +28,7 @@ class CallingConvention:
         self._flat = _is_flat(self._in_spec)
         self._keywords: list[str] = list(self._in_spec.children()[1].context or ()) if self._in_spec else []
         leaves = [_moved(leaf, signature.device, target) for leaf in signature.leaves]
-        self._names = [leaf.name for leaf in leaves]
+        self.names = [leaf.name for leaf in leaves]
         self._checks = InputChecks(leaves, signature.guards)
         self._to_leaf, self._to_weight = signature.to_leaf, signature.to_weight
 
@@ -46,7 +47,7 @@ class CallingConvention:
             kwargs = {name: kwargs[name] for name in self._keywords}
         leaves, received = pytree.tree_flatten((args, dict(kwargs)))
         if self._in_spec is not None and received != self._in_spec:
-            raise StreamError(describe_mismatch(self._in_spec, received, self._names))
+            raise StreamError(describe_mismatch(self._in_spec, received, self.names))
         self._checks.check(leaves)
         return leaves
 

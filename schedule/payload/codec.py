@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 from penstock.schedule.facts.errors import PayloadError, PlanError
 from penstock.schedule.facts.model import STRICT, Hardware, Method, Storage, Trace, Weight, WeightFile
 from penstock.schedule.facts.parts import plain_weights, tensor_of
+from penstock.schedule.facts.sizes import format_size
 from penstock.schedule.payload.checks import check_payload, check_plan
 from penstock.schedule.payload.text import decode, encode, parse, short
 from penstock.schedule.plan import Plan
@@ -49,7 +50,7 @@ class ProbeOrder:
     closes: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Payload:
     """Catalog, traces and plans of one compiled program.
 
@@ -71,6 +72,11 @@ class Payload:
     probes: tuple[ProbeOrder, ...] = ()
     hardware: Hardware | None = None
     plans: tuple[Plan, ...] = ()
+
+    def __repr__(self) -> str:
+        nbytes = format_size(sum(storage.nbytes for storage in self.storages))
+        methods = ", ".join(method.name for method in self.methods)
+        return f"Payload({self.lowering}, {nbytes} in {len(self.weights)} weights, methods: {methods})"
 
     def to_bytes(self) -> bytes:
         """The payload as UTF-8 JSON, the same bytes for the same payload.

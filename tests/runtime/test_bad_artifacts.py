@@ -214,7 +214,7 @@ def test_inputs_of_another_dtype_shape_or_tree_are_refused(stack):
             (),
             ([stack.tokens],),
         ]:
-            with pytest.raises(penstock.StreamError, match=r"expected .*got "):
+            with pytest.raises(penstock.StreamError, match=r"expected .*got |does not fit the program: "):
                 module(*arguments)
         assert module.stats.passes == 0
         assert module.stats.bytes_moved >= moved
@@ -226,7 +226,7 @@ def test_grad_mode_with_an_input_that_requires_grad_is_refused(tmp_path):
     x = torch.randn(2, 64)
     program = penstock.compile(torch.export.export(linear, (x,)), tmp_path / "linear.penstock")
     with program.load("100%") as module:
-        with pytest.raises(penstock.StreamError, match="requires grad"):
+        with pytest.raises(penstock.StreamError, match="input input requires grad and grad mode is on"):
             module(x.clone().requires_grad_())
         with torch.no_grad():
             assert torch.equal(module(x.clone().requires_grad_()), linear(x))

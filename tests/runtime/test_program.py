@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from pathlib import Path
 
 import networkx as nx
 import pytest
 import torch
+from torch import nn
 
 import penstock
 from penstock.schedule.facts.model import Hardware
+from penstock.schedule.facts.sizes import format_size
 
 ARENAS = ("mapped", "pooled", "contiguous", "paged")
 
@@ -200,3 +203,20 @@ def test_a_device_that_is_not_there_is_refused(stack):
 def test_an_arena_that_does_not_exist_is_refused(stack):
     with pytest.raises(penstock.PlanError, match="'ring'"):
         stack.open().plan("50%", arena="ring")
+
+
+def test_what_is_printed_says_that_weights_stream(stack):
+    program = stack.open()
+    payload = r"Payload\(eager, \d+\.\d+ MiB in \d+ weights, methods: forward\)"
+    assert re.fullmatch(payload, repr(program.payload))
+    assert repr(program) == f"Program({str(stack.path)!r}, {program.payload!r})"
+    plan = program.plan("50%", hardware="server")
+    nbytes = sum(one.nbytes for one in plan.resident) + sum(plan.sizes[s] for s in plan.outside)
+    total, streamed = format_size(program.weight_bytes), format_size(plan.streamed_bytes)
+    words = f"{format_size(nbytes)} of {total} resident, {streamed} streamed a pass, budget "
+    assert plan.residency == words + format_size(plan.budget)
+    assert re.fullmatch(rf"Plan\({plan.residency}, [\d.]+ \w+ a pass predicted on server\)", repr(plan))
+    with program.load(plan=plan) as module:
+        assert str(module) == f"StreamedModule(stack.penstock, {plan.residency})"
+        assert str(nn.Sequential(module)) == f"Sequential(\n  (0): {module}\n)"
+    assert str(module) == f"StreamedModule(stack.penstock, {plan.residency}, closed)"
