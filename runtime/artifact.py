@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,15 +16,7 @@ from penstock.passes.building.fake_export import computed_buffers
 from penstock.passes.lowering import eager, inductor
 from penstock.passes.weights.values import has_values, storage_bytes
 from penstock.runtime.checkpoint.bind_values import with_small_values
-from penstock.runtime.checkpoint.binding import (
-    Rename,
-    Rules,
-    Span,
-    check_parts,
-    find_values,
-    part_names,
-    without,
-)
+from penstock.runtime.checkpoint.binding import Found, Rename, Rules, find_values, is_dense, without
 from penstock.runtime.checkpoint.opening import Checkpoint, Paths, open_checkpoint
 from penstock.runtime.checkpoint.slices import Slices
 from penstock.runtime.files.artifact_files import DIGEST, PAYLOAD, digest_line
@@ -31,7 +24,6 @@ from penstock.runtime.files.pack import (
     BLOCK_ALIGNED_FROM,
     Chunk,
     PackEntry,
-    check_space,
     tensor_chunks,
     write_packed,
 )
@@ -98,13 +90,15 @@ def compile(
     _check_packing(weights, pack, cast, slices)
     annotated = annotate_with_values(exported)
     _check_names(annotated.payload.methods)
-    rules = Rules(rename, cast, slices)
-    checkpoint = None if weights is None else _open(weights, annotated, rename, pack=pack)
+    found = None
+    if weights is not None:
+        checkpoint = _open(weights, annotated, rename, pack=pack)
+        found = find_values(annotated.payload.weights, checkpoint, Rules(rename, cast, slices))
     compiled = None
     if lowering == "inductor":
-        compiled = _compile(annotated, checkpoint, rules, options, resident_below)
+        compiled = _compile(annotated, found, options, resident_below)
         annotated = replace(annotated, payload=compiled.payload)
-    writer = _Writer(annotated, checkpoint, rules, in_place=not pack, progress=progress)
+    writer = _Writer(annotated, found, in_place=not pack, progress=progress)
     hashed = {} if earlier is None else _hashed(earlier.payload.storages, earlier.payload.files)
     folder = Path(path)
 
@@ -164,12 +158,11 @@ def _check_names(methods: Sequence[Method]) -> None:
 
 def _compile(
     annotated: Annotated,
-    checkpoint: Checkpoint | None,
-    rules: Rules,
+    found: Found | None,
     options: Mapping[str, Any] | None,
     resident_below: int | str | None,
 ) -> inductor.Compiled:
-    programs = annotated.programs if checkpoint is None else with_small_values(annotated, checkpoint, rules)
+    programs = annotated.programs if found is None else with_small_values(annotated, found)
     below = "64KiB" if resident_below is None else resident_below
     smallest = parse_size(below, name="resident_below") if below else 0
     return inductor.lower(annotated.payload, programs, options=options, resident_below=smallest)
@@ -199,26 +192,13 @@ class _Writer:
     """Decides for each storage where its bytes come from, and writes what must be written."""
 
     def __init__(
-        self,
-        annotated: Annotated,
-        checkpoint: Checkpoint | None,
-        rules: Rules,
-        *,
-        in_place: bool,
-        progress: Progress | None,
+        self, annotated: Annotated, found: Found | None, *, in_place: bool, progress: Progress | None
     ) -> None:
         self._payload, self._values = annotated.payload, annotated.values
-        self._checkpoint = checkpoint
+        self._found = found or Found((), {}, {})
         self._in_place = in_place
         self._progress = progress
-        self._storages = self._payload.storages
-        self._spans: Mapping[int, Sequence[Span]] = {}
-        if checkpoint is not None:
-            weights = self._payload.weights
-            rules = replace(rules, rename=part_names(weights, rules.rename, checkpoint.tensors))
-            bound = find_values(self._payload.tensors, self._storages, checkpoint, rules)
-            check_parts(weights, bound.spans)
-            self._storages, self._spans = bound.storages, bound.spans
+        self._storages = self._found.placed(self._payload.storages)
 
     def write_weights(self, folder: Path, hashed: Mapping[Place, str]) -> Payload:
         """Write the packed file, if one is needed, and return the payload with files and extents."""
@@ -227,14 +207,13 @@ class _Writer:
         packed = [s for s in packed if self._storages[s].nbytes]
         storages = list(self._storages)
         files: list[WeightFile] = []
-        if self._checkpoint is not None and self._in_place:
-            files = [stamp_file(p, recorded_path=str(p)) for p in self._checkpoint.files]
+        if self._in_place:
+            files = [stamp_file(p, recorded_path=str(p)) for p in self._found.files]
             for s in in_place:
                 storages[s] = replace(storages[s], sha256=hashed.get(_place(storages[s], files)))
             self._hash_in_place(storages, [s for s in in_place if not storages[s].sha256], files, folder)
         if packed:
             total = sum(storages[s].nbytes for s in packed)
-            check_space(folder, total)
             entries = [self._entry(s) for s in packed]
             _log.info("writing %s bytes of weights to %s", f"{total:,}", folder.parent)
             placed = write_packed(
@@ -258,9 +237,9 @@ class _Writer:
     def _entry(self, s: int) -> PackEntry:
         storage = self._storages[s]
         weight, part = _named_by(self._payload.tensors, s)
-        dense = _is_dense(part) and part_nbytes(part) == storage.nbytes
+        dense = is_dense(part) and part_nbytes(part) == storage.nbytes
         dtype, shape = (part.dtype, part.shape) if dense else ("uint8", (storage.nbytes,))
-        chunks = self._file_chunks(s) if s in self._spans else self._value_chunks(s, weight)
+        chunks = self._file_chunks(s) if s in self._found.spans else self._value_chunks(s, weight)
         return PackEntry(weight.fqn, dtype, shape, storage.nbytes, chunks)
 
     def _value_chunks(self, s: int, weight: Weight) -> Chunks:
@@ -271,16 +250,13 @@ class _Writer:
         return lambda: tensor_chunks(storage_bytes(value)[: self._storages[s].nbytes])
 
     def _file_chunks(self, s: int) -> Chunks:
-        assert self._checkpoint is not None
-        files, spans, nbytes = self._checkpoint.files, self._spans[s], self._storages[s].nbytes
-
         def chunks() -> Iterator[Chunk]:
             position = 0
-            for span in spans:
-                yield bytes(span.offset - position)
-                yield from span.chunks(files)
-                position = span.stop
-            yield bytes(nbytes - position)
+            for start, chunk in self._found.chunks(s):
+                yield bytes(start - position)
+                yield chunk
+                position = start + len(chunk)
+            yield bytes(self._storages[s].nbytes - position)
 
         return chunks
 
@@ -303,20 +279,4 @@ def _packing_order(payload: Payload) -> list[int]:
 def _named_by(weights: Sequence[Weight], storage: int) -> tuple[Weight, Part]:
     """The weight, and its part, that takes most of a storage; the first of several."""
     inside = [(w, p) for w in weights for p in w.parts if p.storage == storage]
-    return max(inside, key=lambda pair: _elements(pair[1]))
-
-
-def _elements(part: Part) -> int:
-    count = 1
-    for size in part.shape:
-        count *= size
-    return count
-
-
-def _is_dense(part: Part) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(part.shape), reversed(part.stride), strict=True):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+    return max(inside, key=lambda pair: prod(pair[1].shape))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from os import PathLike
 from pathlib import Path
@@ -19,23 +18,13 @@ from penstock.passes.building.fake_export import computed_buffers, with_computed
 from penstock.passes.lowering.hollow import COPIED
 from penstock.passes.weights.subclasses import with_plain_parts
 from penstock.passes.weights.values import has_values, tensor_in, with_values
-from penstock.runtime.checkpoint.binding import (
-    Found,
-    Rename,
-    Rules,
-    Span,
-    check_parts,
-    find_values,
-    part_names,
-    tensor_names,
-    without,
-)
+from penstock.runtime.checkpoint.binding import Found, Rename, Rules, find_values, listed, without
 from penstock.runtime.checkpoint.opening import Checkpoint, open_checkpoint
 from penstock.runtime.checkpoint.slices import Slices
 from penstock.schedule.facts.errors import SourceError
-from penstock.schedule.facts.model import Extent, Storage, Weight
+from penstock.schedule.facts.model import Extent, Storage
+from penstock.schedule.payload.codec import Payload
 
-_NAMED = 5
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
@@ -71,12 +60,9 @@ def bind(
     ignore = _ignored(ignore, opened)
     annotated = annotate_with_values(exported)
     files = without(opened, computed_buffers([exported]), rename)
-    names = part_names(annotated.payload.weights, rename, files.tensors)
-    weights = annotated.payload.tensors
-    found = find_values(weights, annotated.payload.storages, files, Rules(names, cast, slices))
-    check_parts(annotated.payload.weights, found.spans)
-    _refuse_unexpected(weights, files, names, ignore)
-    values = _values(weights, found, files)
+    found = find_values(annotated.payload.weights, files, Rules(rename, cast, slices))
+    _refuse_unexpected(found, files, ignore)
+    values = _values(annotated.payload, found)
 
     def value(name: str, old: Any) -> Any:
         found = values.get(name, old)
@@ -89,15 +75,9 @@ def bind(
     return with_values(with_plain_parts(with_computed_buffers(exported)), value)
 
 
-def with_small_values(
-    annotated: Annotated, checkpoint: Checkpoint, rules: Rules
-) -> dict[str, ExportedProgram]:
-    """The programs with the checkpoint's small values, which a compiler may copy into its code."""
-    payload = annotated.payload
-    rules = replace(rules, rename=part_names(payload.weights, rules.rename, checkpoint.tensors))
-    found = find_values(payload.tensors, payload.storages, checkpoint, rules)
-    small = [w for w in payload.tensors if payload.storages[w.parts[0].storage].nbytes <= COPIED]
-    values = _values(small, found, checkpoint)
+def with_small_values(annotated: Annotated, found: Found) -> dict[str, ExportedProgram]:
+    """The programs with the small values that were found, which a compiler may copy into its code."""
+    values = _values(annotated.payload, found, most=COPIED)
     return {name: with_values(exported, values.get) for name, exported in annotated.programs.items()}
 
 
@@ -111,60 +91,55 @@ def _ignored(ignore: str | Sequence[str], checkpoint: Checkpoint) -> Sequence[st
     return patterns
 
 
-def _refuse_unexpected(
-    weights: Sequence[Weight], checkpoint: Checkpoint, rename: Rename, ignore: Sequence[str]
-) -> None:
-    known = {name for weight in weights for name in tensor_names(weight.fqn, rename)}
+def _refuse_unexpected(found: Found, checkpoint: Checkpoint, ignore: Sequence[str]) -> None:
+    known = {name for names in found.names.values() for name in names}
     unexpected = [
         name
         for name in checkpoint.tensors
         if name not in known and not any(fnmatchcase(name, pattern) for pattern in ignore)
     ]
     if unexpected:
-        named = ", ".join(unexpected[:_NAMED]) + (", ..." if len(unexpected) > _NAMED else "")
         origin = checkpoint.tensors[unexpected[0]].origin
         raise SourceError(
-            f"{len(unexpected)} tensors of {origin} are no weights of the program: {named}; "
+            f"{len(unexpected)} tensors of {origin} are no weights of the program: {listed(unexpected)}; "
             "give the checkpoint that belongs to it, or patterns of what to leave out (ignore=)"
         )
 
 
-def _values(weights: Sequence[Weight], bound: Found, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """A tensor for each weight that the files hold; those of one storage share its memory."""
+def _values(payload: Payload, found: Found, *, most: int | None = None) -> dict[str, torch.Tensor]:
+    """A tensor for each weight that the files hold, in a storage of at most `most` bytes.
+
+    Those of one storage share its memory.
+    """
     maps: dict[int, mmap.mmap] = {}
-    memory: dict[int, torch.Tensor] = {}
-    values = {}
-    for weight in weights:
-        part = weight.parts[0]
-        storage = bound.storages[part.storage]
-        if part.storage not in memory and part.storage in bound.spans:
-            memory[part.storage] = _memory(storage, bound.spans[part.storage], checkpoint, maps)
-        if part.storage in memory:
-            values[weight.fqn] = tensor_in(memory[part.storage], part)
-    return values
+    storages = found.placed(payload.storages)
+    memory = {
+        s: _memory(storages[s], s, found, maps)
+        for s in found.spans
+        if most is None or storages[s].nbytes <= most
+    }
+    parts = {weight.fqn: weight.parts[0] for weight in payload.tensors}
+    return {
+        fqn: tensor_in(memory[part.storage], part) for fqn, part in parts.items() if part.storage in memory
+    }
 
 
-def _memory(
-    storage: Storage, spans: Sequence[Span], checkpoint: Checkpoint, maps: dict[int, mmap.mmap]
-) -> torch.Tensor:
+def _memory(storage: Storage, number: int, found: Found, maps: dict[int, mmap.mmap]) -> torch.Tensor:
     """The bytes of a storage, mapped where they lie together in a file, and copied otherwise."""
     if len(storage.extents) == 1 and storage.extents[0].nbytes == storage.nbytes:
-        mapped = _mapped(storage.extents[0], checkpoint, maps)
+        mapped = _mapped(storage.extents[0], found.files, maps)
         if mapped.data_ptr() % 8 == 0:
             return mapped
     whole = torch.zeros(storage.nbytes, dtype=torch.uint8)
-    for span in spans:
-        position = span.offset
-        for chunk in span.chunks(checkpoint.files):
-            if len(chunk):
-                whole[position : position + len(chunk)] = torch.frombuffer(chunk, dtype=torch.uint8)
-            position += len(chunk)
+    for start, chunk in found.chunks(number):
+        if len(chunk):
+            whole[start : start + len(chunk)] = torch.frombuffer(chunk, dtype=torch.uint8)
     return whole
 
 
-def _mapped(extent: Extent, checkpoint: Checkpoint, maps: dict[int, mmap.mmap]) -> torch.Tensor:
+def _mapped(extent: Extent, files: Sequence[Path], maps: dict[int, mmap.mmap]) -> torch.Tensor:
     if extent.file not in maps:
-        with Path(checkpoint.files[extent.file]).open("rb") as file:
+        with files[extent.file].open("rb") as file:
             # Private memory, which Linux would count in full, though next to nothing is written.
             flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", _NORESERVE)
             maps[extent.file] = mmap.mmap(file.fileno(), 0, flags, mmap.PROT_READ | mmap.PROT_WRITE)

@@ -17,7 +17,7 @@ from penstock.runtime.files.pack import Chunk
 from penstock.runtime.files.safetensors_file import FLOATS, TORCH_NAMES
 from penstock.schedule.facts.errors import SourceError
 from penstock.schedule.facts.model import Extent, Part, Storage, Weight
-from penstock.schedule.facts.parts import tensor_of
+from penstock.schedule.facts.parts import plain_weights, tensor_of
 from penstock.schedule.payload.checks import part_nbytes
 
 Names = str | Sequence[str]
@@ -28,8 +28,6 @@ Rename = Callable[[str], Names] | Mapping[str, Names] | None
 
 Readings = tuple[Reading, ...]
 """The readings that follow one another in one part of a weight."""
-
-_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -72,56 +70,70 @@ class Span:
 
 @dataclass(frozen=True)
 class Found:
-    """Storages with their extents in the files, and `spans`, the bytes of each storage.
+    """The bytes of storages in the `files` of a checkpoint: `spans[s]` are those of storage s, in order.
 
-    A storage whose bytes are gathered from many places, or cast, has spans and no extents.
+    `names` has the tensors in the files of every weight, or of each of its parts where it has several.
     """
 
-    storages: tuple[Storage, ...]
+    files: tuple[Path, ...]
+    names: Mapping[str, tuple[str, ...]]
     spans: Mapping[int, tuple[Span, ...]]
 
+    def placed(self, storages: Iterable[Storage]) -> tuple[Storage, ...]:
+        """The storages with their extents in the files; one whose bytes are gathered, or cast, has none."""
+        extents = {
+            s: tuple(extent for span in own for extent in span.extents())
+            for s, own in self.spans.items()
+            if all(span.reading.as_stored for span in own)
+        }
+        return tuple(
+            replace(one, extents=extents[s]) if s in extents else one for s, one in enumerate(storages)
+        )
 
-def find_values(
-    weights: Sequence[Weight], storages: Sequence[Storage], checkpoint: Checkpoint, rules: Rules
-) -> Found:
-    """Find the bytes that the checkpoint has for `storages`.
+    def chunks(self, storage: int) -> Iterator[tuple[int, Chunk]]:
+        """The bytes of a storage, at most 16 MiB at a time, each time with where they begin in it."""
+        for span in self.spans[storage]:
+            position = span.offset
+            for chunk in span.chunks(self.files):
+                yield position, chunk
+                position += len(chunk)
+
+
+def find_values(weights: Sequence[Weight], checkpoint: Checkpoint, rules: Rules) -> Found:
+    """Find the bytes that the checkpoint has for weights.
 
     Tied weights need one of their names in the files, and the same bytes under all that are there. A
     parameter that no file has is an error, as is one of another dtype (unless the rules say that it is cast),
-    shape or order of elements. A buffer or constant may be missing with all of its storage, which then has no
-    extents. Raises SourceError, which names what is wrong and counts the weights that are missing.
+    shape or order of elements, and a weight of which only some parts are there. A buffer or constant may be
+    missing with all of its storage, which then has no spans. Raises SourceError, which names what is wrong
+    and counts the weights that are missing.
     """
-    shares = match_slices(weights, rules.slices or {})
+    names = _part_names(weights, rules.rename, checkpoint.tensors)
+    plain = plain_weights(weights)
+    shares = match_slices(plain, rules.slices or {})
     found: dict[int, dict[tuple[int, int], Readings]] = {}
     absent: list[Weight] = []
-    for weight in weights:
-        for part in weight.parts:
-            names = [name + part.name for name in tensor_names(weight.fqn, rules.rename)]
-            if any(name not in checkpoint.tensors for name in names):
-                absent.append(weight)
-                continue
-            alone = len(names) == 1
-            readings = tuple(
-                _reading(
-                    weight, piece, (name, _taken(weight, name, checkpoint, shares, alone=alone)), rules.cast
-                )
-                for name, piece in zip(names, _pieces(weight, part, names, checkpoint), strict=True)
-            )
-            place = (part.offset, sum(reading.nbytes for reading in readings))
-            first = found.setdefault(part.storage, {}).setdefault(place, readings)
-            if first != readings:
-                _check_tie(weight, names[0], (first, readings), checkpoint.files)
+    for weight in plain:
+        part, own = weight.parts[0], names[weight.fqn]
+        if any(name not in checkpoint.tensors for name in own):
+            absent.append(weight)
+            continue
+        readings = tuple(
+            _reading(weight, piece, (name, _taken(weight, name, checkpoint, shares, len(own))), rules.cast)
+            for name, piece in zip(own, _pieces(weight, part, own, checkpoint), strict=True)
+        )
+        place = (part.offset, sum(reading.nbytes for reading in readings))
+        first = found.setdefault(part.storage, {}).setdefault(place, readings)
+        if first != readings:
+            _check_tie(weight, own[0], (first, readings), checkpoint.files)
     spans = {index: _disjoint(places) for index, places in found.items()}
-    missing = [w for w in absent if not _covered(w, spans)]
+    missing = [w for w in absent if not _covered(w.parts[0], spans)]
     # What shares a storage with a weight from the files has no other place to come from.
     _refuse_missing(
-        [w for w in missing if w.role == "parameter" or any(p.storage in found for p in w.parts)], checkpoint
+        [w.fqn for w in missing if w.role == "parameter" or w.parts[0].storage in found], checkpoint.files
     )
-    placed = list(storages)
-    for s, own in spans.items():
-        if all(span.reading.as_stored for span in own):
-            placed[s] = replace(placed[s], extents=tuple(e for span in own for e in span.extents()))
-    return Found(tuple(placed), spans)
+    _check_parts(weights, spans)
+    return Found(checkpoint.files, names, spans)
 
 
 def without(checkpoint: Checkpoint, fqns: Iterable[str], rename: Rename) -> Checkpoint:
@@ -159,14 +171,14 @@ def _pieces(weight: Weight, part: Part, names: Sequence[str], checkpoint: Checkp
             "rows, one after another, are its own"
         )
     _refuse_strides(weight, part)
-    return [replace(part, shape=shape, stride=_dense(shape)) for shape in shapes]
+    return [replace(part, shape=shape, stride=_dense_stride(shape)) for shape in shapes]
 
 
 def _taken(
-    weight: Weight, name: str, checkpoint: Checkpoint, shares: Mapping[str, Slice], *, alone: bool
+    weight: Weight, name: str, checkpoint: Checkpoint, shares: Mapping[str, Slice], count: int
 ) -> Reading:
-    """The region of a tensor to read: all of it, or one rank's slice of a weight's only tensor."""
-    if weight.fqn in shares and not alone:
+    """What to read of one of a weight's `count` tensors: all of it, or one rank's slice of the only one."""
+    if weight.fqn in shares and count > 1:
         raise SourceError(
             f"weight {weight.fqn} consists of several tensors, of which slices= cannot take a part: leave it "
             "out of slices="
@@ -194,15 +206,20 @@ def _reading(weight: Weight, part: Part, named: tuple[str, Reading], cast: bool)
 
 
 def _refuse_strides(weight: Weight, part: Part) -> None:
-    pairs = zip(part.shape, part.stride, _dense(part.shape), strict=True)
-    if any(size > 1 and a != b for size, a, b in pairs):
+    if not is_dense(part):
         raise SourceError(
             f"weight {weight.fqn} has strides {list(part.stride)} in the program, but safetensors files hold "
             "dense tensors: make it contiguous before the export, or compile without weights="
         )
 
 
-def _dense(shape: Sequence[int]) -> tuple[int, ...]:
+def is_dense(part: Part) -> bool:
+    """Whether the elements of a part lie one behind another, in the order of its indices."""
+    pairs = zip(part.shape, part.stride, _dense_stride(part.shape), strict=True)
+    return not any(size > 1 and given != dense for size, given, dense in pairs)
+
+
+def _dense_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
@@ -238,40 +255,38 @@ def _disjoint(places: Mapping[tuple[int, int], Readings]) -> tuple[Span, ...]:
     return tuple(result)
 
 
-def _covered(weight: Weight, spans: Mapping[int, Sequence[Span]]) -> bool:
-    """Whether the bytes of every part were found under another weight's name."""
-    for part in weight.parts:
-        position = part.offset
-        stop = part.offset + part_nbytes(part)
-        for span in spans.get(part.storage, ()):
-            if span.offset <= position < span.stop:
-                position = span.stop
-        if position < stop:
-            return False
-    return True
+def _covered(part: Part, spans: Mapping[int, Sequence[Span]]) -> bool:
+    """Whether the bytes of a part were found under another weight's name."""
+    position = part.offset
+    for span in spans.get(part.storage, ()):
+        if span.offset <= position < span.stop:
+            position = span.stop
+    return position >= part.offset + part_nbytes(part)
 
 
-def _refuse_missing(absent: Sequence[Weight], checkpoint: Checkpoint) -> None:
-    missing = [w.fqn for w in absent]
+def listed(names: Sequence[object], most: int = 5) -> str:
+    """The first of several names, for a message."""
+    return ", ".join(map(str, names[:most])) + (", ..." if len(names) > most else "")
+
+
+def _refuse_missing(missing: Sequence[str], files: Sequence[Path]) -> None:
     if missing:
-        named = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
-        files = ", ".join(str(p) for p in checkpoint.files[:2]) + (
-            ", ..." if len(checkpoint.files) > 2 else ""
-        )
         raise SourceError(
-            f"{len(missing)} of the program's weights are not in {files}: {named}; "
+            f"{len(missing)} of the program's weights are not in {listed(files, 2)}: {listed(missing)}; "
             "give the missing shards, or say with rename= what they are called there"
         )
 
 
-def part_names(weights: Sequence[Weight], rename: Rename, known: Container[str]) -> dict[str, Names]:
+def _part_names(
+    weights: Sequence[Weight], rename: Rename, known: Container[str]
+) -> dict[str, tuple[str, ...]]:
     """Names in the files of every weight, and of every part of a quantised one, by `FQN` or `FQN.PART`.
 
     Where `rename` says nothing about a part it is looked for as the weight's name in the files and `.PART`,
     then as torchao's safetensors files have it (`layer._weight_PART`). SourceError for a table that renames
     what is no weight.
     """
-    names: dict[str, Names] = {}
+    names: dict[str, tuple[str, ...]] = {}
     fqns = {
         name for weight in weights for part in weight.parts for name in (weight.fqn, tensor_of(weight, part))
     }
@@ -297,7 +312,7 @@ def _candidates(fqn: str, part: str, rename: Rename) -> Iterator[tuple[str, ...]
     yield tuple(f"{module}{dot}_{attribute}_{part}" for module, dot, attribute in split)
 
 
-def check_parts(weights: Sequence[Weight], found: Mapping[int, object]) -> None:
+def _check_parts(weights: Sequence[Weight], found: Mapping[int, object]) -> None:
     """SourceError for a weight of which the files, with the storages `found`, have only some parts."""
     for weight in weights:
         missing = [part for part in weight.parts if part.storage not in found]

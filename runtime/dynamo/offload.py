@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -13,10 +13,10 @@ import torch
 
 from penstock.passes.building.refusals import refuse_scripted
 from penstock.passes.weights.values import part_of, storage_bytes, storage_identity, tensor_in
-from penstock.runtime.checkpoint.binding import Rename, Rules, find_values
+from penstock.runtime.checkpoint.binding import Found, Rename, Rules, find_values
 from penstock.runtime.checkpoint.opening import open_checkpoint
 from penstock.runtime.files.safetensors_file import index_files
-from penstock.runtime.files.stamp import file_chunks, stamp_file
+from penstock.runtime.files.stamp import stamp_file
 from penstock.schedule.facts.errors import PassError, SourceError, StreamError
 from penstock.schedule.facts.model import Storage, Weight, WeightFile
 from penstock.schedule.facts.sizes import format_size
@@ -81,12 +81,14 @@ def offload(
     files = tuple(path.resolve() for path in index_files([Path(one) for one in given]))
     parameters = _streamable(module)
     weights, storages = _catalog(parameters)
-    storages = find_values(weights, storages, open_checkpoint(files), Rules(rename)).storages
-    _check_values(weights, storages, parameters, files)
+    if isinstance(rename, Mapping):  # which may tell of buffers, too
+        rename = {fqn: names for fqn, names in rename.items() if fqn in parameters}
+    found = find_values(weights, open_checkpoint(files), Rules(rename))
+    _check_values(weights, parameters, found)
     stamps = tuple(stamp_file(path, recorded_path=str(path)) for path in files)
     identities = {storage_identity(p): p for p in parameters.values() if p.device.type != "meta"}
     nbytes = sum(p.untyped_storage().nbytes() for p in identities.values())
-    record = Offloaded(weights, storages, stamps, nbytes)
+    record = Offloaded(weights, found.placed(storages), stamps, nbytes)
     _replace(module, parameters, record)
     _log.info("%s of parameters given back", format_size(nbytes))
     return record
@@ -123,12 +125,7 @@ def _catalog(parameters: dict[str, torch.nn.Parameter]) -> tuple[tuple[Weight, .
     return tuple(weights), tuple(Storage(nbytes, "streamable") for nbytes in sizes.values())
 
 
-def _check_values(
-    weights: Sequence[Weight],
-    storages: Sequence[Storage],
-    parameters: dict[str, torch.nn.Parameter],
-    files: Sequence[Path],
-) -> None:
+def _check_values(weights: Sequence[Weight], parameters: dict[str, torch.nn.Parameter], found: Found) -> None:
     """Compares the module's bytes with those of the files, which take their place."""
     checked: set[int] = set()
     for weight in weights:
@@ -137,21 +134,13 @@ def _check_values(
             continue
         checked.add(s)
         flat = storage_bytes(value.detach())
-        for start, chunk in _chunks(storages[s], files):
+        for start, chunk in found.chunks(s):
             here = flat[start : start + len(chunk)]
             if not torch.equal(here, torch.frombuffer(bytearray(chunk), dtype=torch.uint8)):
                 raise SourceError(
                     f"the files hold other values for parameter {weight.fqn} than the module: "
                     "load the checkpoint into the module, or save the module and offload it to that"
                 )
-
-
-def _chunks(storage: Storage, files: Sequence[Path]) -> Iterator[tuple[int, bytes]]:
-    for extent in storage.extents:
-        position = extent.storage_offset
-        for chunk in file_chunks(files[extent.file], extent.file_offset, extent.file_offset + extent.nbytes):
-            yield position, chunk
-            position += len(chunk)
 
 
 def _replace(module: torch.nn.Module, parameters: dict[str, torch.nn.Parameter], record: Offloaded) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from penstock.runtime.files.safetensors_file import open_descriptor
 from penstock.runtime.files.stamp import check_open_file, locate
+from penstock.runtime.system.page_cache import open_uncached
 from penstock.schedule.facts.errors import SourceError
 from penstock.schedule.facts.model import WeightFile
 
@@ -155,7 +156,7 @@ def open_direct_file(file: WeightFile, folder: Path, *, direct: bool, check: boo
         status = os.fstat(fd)  # before the check, so that a change during it is noticed later
         if check:
             check_open_file(fd, path, file, in_place=Path(file.path).is_absolute())
-        direct_fd, block = _open_direct(path, status) if direct else (-1, 0)
+        direct_fd, block = _open_direct(path, fd) if direct else (-1, 0)
     except BaseException:
         os.close(fd)
         raise
@@ -172,22 +173,13 @@ def memory_view(address: int, nbytes: int) -> memoryview:
     return view
 
 
-def _open_direct(path: Path, expected: os.stat_result) -> tuple[int, int]:
+def _open_direct(path: Path, buffered_fd: int) -> tuple[int, int]:
     """A descriptor that reads past the page cache, and its block in bytes; (-1, 0) where none works."""
-    flag = getattr(os, "O_DIRECT", 0)
-    if not flag:
-        return -1, 0
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flag)
-    except OSError:
-        return -1, 0
-    # The path may have been renamed over since the buffered descriptor was checked.
-    if os.path.samestat(os.fstat(fd), expected):
-        block = _direct_block(fd)
-        if block:
-            return fd, block
-    os.close(fd)
-    return -1, 0
+    fd = open_uncached(path, buffered_fd)
+    block = _direct_block(fd) if fd >= 0 else 0
+    if fd >= 0 and not block:
+        os.close(fd)
+    return (fd, block) if block else (-1, 0)
 
 
 def _direct_block(fd: int) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -75,7 +74,7 @@ def write_packed(
     behind them, end at multiples of 4096, as do the data and the file; `dense` leaves nothing between
     tensors. SourceError if `path` exists without `force`, the disk is full, or an entry contradicts itself.
     """
-    offsets, pads, data_nbytes = place_densely(entries) if dense else place(entries)
+    offsets, pads, data_nbytes = _place(entries, dense=dense)
     header = _header(entries, offsets, pads)
     total = len(header) + data_nbytes
     check_space(path.parent, total, dense=dense)
@@ -110,7 +109,7 @@ def _forget_pages(path: Path) -> None:
             os.close(fd)
 
 
-def place(entries: Sequence[PackEntry]) -> tuple[list[int], list[tuple[int, int]], int]:
+def _place(entries: Sequence[PackEntry], *, dense: bool) -> tuple[list[int], list[tuple[int, int]], int]:
     """The offset of each entry in the data, the ranges of the pads between them, and the data's bytes."""
     offsets: list[int] = []
     pads: list[tuple[int, int]] = []
@@ -119,23 +118,16 @@ def place(entries: Sequence[PackEntry]) -> tuple[list[int], list[tuple[int, int]
     for entry in entries:
         _check_entry(entry)
         large = entry.nbytes >= BLOCK_ALIGNED_FROM
-        position = _pad_to(position, BLOCK if large or block_end else ALIGNMENT, pads)
+        alignment = BLOCK if large or block_end else ALIGNMENT
+        position = _pad_to(position, 1 if dense else alignment, pads)
         offsets.append(position)
         position += entry.nbytes
         block_end = large
-    return offsets, pads, _pad_to(position, BLOCK, pads)
-
-
-def place_densely(entries: Sequence[PackEntry]) -> tuple[list[int], list[tuple[int, int]], int]:
-    """As `place`, with each entry directly behind the one before."""
-    for entry in entries:
-        _check_entry(entry)
-    ends = list(itertools.accumulate((entry.nbytes for entry in entries), initial=0))
-    return ends[:-1], [], ends[-1]
+    return offsets, pads, _pad_to(position, 1 if dense else BLOCK, pads)
 
 
 def check_space(folder: Path, nbytes: int, *, dense: bool = False) -> None:
-    """Raise SourceError unless the file system of `folder` has `nbytes` available; `dense` as for `pack`."""
+    """Raise SourceError unless the disk of `folder` has `nbytes` available; `dense` as in `write_packed`."""
     try:
         status = os.statvfs(folder)
     except OSError as error:

@@ -12,7 +12,7 @@ import hashlib
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 from penstock.runtime.files.safetensors_file import (
@@ -23,6 +23,7 @@ from penstock.runtime.files.safetensors_file import (
     read_open_header,
     read_raw_header,
 )
+from penstock.runtime.system.page_cache import open_uncached
 from penstock.schedule.facts.errors import SourceError
 from penstock.schedule.facts.model import Storage, WeightFile
 
@@ -137,7 +138,11 @@ def _hash_samples(fd: int, header: Header, path: Path) -> str:
     granule around it from ever being mapped as one huge page.
     """
     digest = hashlib.sha256()
-    with _uncached(fd, path) as uncached, mmap.mmap(-1, SAMPLE_BYTES) as block:
+    uncached = open_uncached(path, fd)
+    with ExitStack() as opened:
+        if uncached >= 0:
+            opened.callback(os.close, uncached)
+        block = opened.enter_context(mmap.mmap(-1, SAMPLE_BYTES))
         for offset in sample_offsets(header):
             nbytes = min(SAMPLE_BYTES, header.file_nbytes - offset)
             try:
@@ -146,20 +151,6 @@ def _hash_samples(fd: int, header: Header, path: Path) -> str:
                 whole = False
             digest.update(block[:nbytes] if whole else read_exactly(fd, offset, nbytes, path))
     return digest.hexdigest()
-
-
-@contextmanager
-def _uncached(fd: int, path: Path) -> Iterator[int]:
-    """A descriptor of the open file `fd` that reads past the page cache; -1 where there is none."""
-    uncached = -1
-    with suppress(OSError, AttributeError):
-        uncached = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-    try:
-        same = uncached >= 0 and os.path.samestat(os.fstat(uncached), os.fstat(fd))
-        yield uncached if same else -1
-    finally:
-        if uncached >= 0:
-            os.close(uncached)
 
 
 def _compare(path: Path, what: str, expected: int | str, found: int | str) -> None:

@@ -1,10 +1,11 @@
-"""Tells how much of a file the page cache holds, without reading it."""
+"""Tells how much of a file the page cache holds, without reading it, and opens files to read past it."""
 
 from __future__ import annotations
 
 import errno
 import mmap
 import os
+from pathlib import Path
 
 from penstock.runtime.system.memory import Reservation, cached_pages
 from penstock.schedule.facts.errors import StreamError
@@ -25,6 +26,20 @@ def cached_fraction(fd: int, nbytes: int, windows: int = 64) -> float:
     pages = [probe(fd, offset, min(_WINDOW, nbytes - offset)) for offset in offsets]
     total = sum(asked for _, asked in pages)
     return sum(found for found, _ in pages) / total if total else 0.0
+
+
+def open_uncached(path: Path, fd: int) -> int:
+    """A descriptor of the open file `fd` that reads past the page cache; -1 where none can be had."""
+    flag = getattr(os, "O_DIRECT", 0)
+    try:
+        uncached = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flag) if flag else -1
+    except OSError:
+        return -1
+    # The path may have been renamed over since `fd` was opened.
+    if uncached >= 0 and not os.path.samestat(os.fstat(uncached), os.fstat(fd)):
+        os.close(uncached)
+        return -1
+    return uncached
 
 
 def may_ask_mincore(fd: int) -> bool:
