@@ -6,19 +6,19 @@ import functools
 import logging
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
 from penstock.integrations.adapters import Adapter, by_adapter, by_prefix, named_adapter, other_values
-from penstock.integrations.cached import WEIGHTS, store, stored_tensors
+from penstock.integrations.cached import store, stored_tensors
 from penstock.integrations.calls.kinds import method_of
 from penstock.integrations.calls.tiny_calls import Example, make_call, tiny_call
 from penstock.integrations.emptied.hollow import Hollow, blank_copy
@@ -31,6 +31,7 @@ from penstock.integrations.folders import (
     open_pipeline,
     refuse_variant,
 )
+from penstock.integrations.kept import KeptWeights
 from penstock.integrations.libraries import (
     add_generation_config,
     components_of,
@@ -41,8 +42,7 @@ from penstock.integrations.libraries import (
 )
 from penstock.integrations.streamed import Cap, Component, Where
 from penstock.passes.building.fake_export import Built
-from penstock.runtime.cache import Cache, Hold
-from penstock.runtime.checkpoint.binding import Names
+from penstock.runtime.cache import Cache
 from penstock.schedule.facts.errors import BudgetError, PenstockError, StreamError
 from penstock.schedule.facts.sizes import format_size, parse_size
 
@@ -83,12 +83,11 @@ class Applied:
         name: str,
         module: nn.Module,
         blank: Built,
-        weights: Mapping[Path, Hold | None],
-        names: Mapping[str, Names] = MappingProxyType({}),
+        weights: Sequence[KeptWeights],
     ) -> None:
         """Let a module be called through a new component of its name, and free the memory of its parameters.
 
-        `blank`, `weights` and `names` are those of `Component`.
+        `blank` and `weights` are those of `Component`.
         """
         named = module.named_parameters(remove_duplicate=False)
         with_grad = [fqn for fqn, value in named if value.requires_grad]
@@ -99,7 +98,6 @@ class Applied:
             self._where,
             self.cap,
             made_for=owner_of(name, module),
-            names=names,
             with_grad=with_grad,
         )
         self.components[name] = component
@@ -208,7 +206,7 @@ class Applied:
                 )
             self._refuse_lost()
             self.close()
-            fills = [hollow.filling(self.components[name].weights) for name, hollow in self._hollow.items()]
+            fills = [hollow.filling(self.components[name].kept) for name, hollow in self._hollow.items()]
             with uninterrupted():
                 for fill in fills:
                     fill()
@@ -299,8 +297,8 @@ def apply(
         for name, module in parts.items():
             applied.evaluate(module)
             groups = by_adapter(module, stored_tensors(module))
-            held = [store(tensors, where.cache, owner_of(name, module)) for tensors in groups]
-            applied.add(name, module, blank_copy(module, where.target), {h.path / WEIGHTS: h for h in held})
+            kept = [store(tensors, where.cache, owner_of(name, module)) for tensors in groups]
+            applied.add(name, module, blank_copy(module, where.target), kept)
         _log.info("%s of parameters given back", format_size(applied.freed_bytes))
         applied.prepare_tiny_call() if example is None else applied.prepare(example)
         on_error.pop_all()
@@ -334,7 +332,7 @@ def load(
     def stream(stored: Stored) -> nn.Module:
         module = stored.make()
         blank = Built.by(stored.build, str(where.target))
-        applied.add(stored.name, module, blank, dict.fromkeys(stored.files), stored.names(module))
+        applied.add(stored.name, module, blank, [KeptWeights(stored.files, stored.names(module))])
         return module
 
     if is_pipeline(folder):

@@ -17,10 +17,10 @@ from penstock._version import __version__
 from penstock.integrations.adapters import refuse_transposed
 from penstock.integrations.emptied.absent import AbsentTensor
 from penstock.integrations.emptied.hollow import plain_parts
+from penstock.integrations.kept import KeptWeights, bytes_of, digests_of
 from penstock.passes.building.fake_export import with_computed_buffers
 from penstock.passes.graph.nodes import dtype_name
-from penstock.passes.weights.values import storage_bytes
-from penstock.runtime.cache import Cache, Hold
+from penstock.runtime.cache import Cache
 from penstock.runtime.files.pack import PackEntry, tensor_chunks, write_packed
 from penstock.runtime.files.safetensors_file import read_header
 from penstock.runtime.files.stamp import hash_storage, stamp_file
@@ -63,18 +63,15 @@ def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def store(tensors: Mapping[str, torch.Tensor], cache: Cache, made_for: str) -> Hold:
-    """Write tensors to a file of the cache, unless it is there, and hold its folder.
+def store(tensors: Mapping[str, torch.Tensor], cache: Cache, made_for: str) -> KeptWeights:
+    """Write tensors to a file of the cache, unless it is there, and keep it there.
 
-    That is named by the sha256 of names, dtypes, shapes and bytes. How many bytes are written is logged
+    Its folder is named by the sha256 of names, dtypes, shapes and bytes. How many bytes are written is logged
     before. Raises SourceError where they cannot be written, and where what is there is not what was written.
     """
-    digest = hashlib.sha256()
-    for name, value in tensors.items():
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        for chunk in tensor_chunks(_bytes_of(value)):
-            digest.update(chunk)
-    folder = cache.weights / digest.hexdigest()[:32]
+    digests = digests_of(tensors)
+    facts = [f"{n} {one.dtype} {tuple(one.shape)} {digests[n]}\n" for n, one in tensors.items()]
+    folder = cache.weights / hashlib.sha256("".join(facts).encode()).hexdigest()[:32]
     nbytes = sum(value.nbytes for value in tensors.values())
     written = False
 
@@ -90,7 +87,7 @@ def store(tensors: Mapping[str, torch.Tensor], cache: Cache, made_for: str) -> H
     held = cache.keep(folder, made_for, write, nbytes)
     if not written:
         _refuse_damaged(folder / WEIGHTS, tensors)
-    return held
+    return KeptWeights((folder / WEIGHTS,), digests=digests, hold=held)
 
 
 def _refuse_damaged(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -98,7 +95,7 @@ def _refuse_damaged(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     try:
         with safe_open(file, framework="pt") as opened:
             whole = opened.keys() and all(
-                torch.equal(_bytes_of(opened.get_tensor(name)), _bytes_of(value).cpu())
+                torch.equal(bytes_of(opened.get_tensor(name)), bytes_of(value).cpu())
                 for name, value in tensors.items()
             )
     except Exception:
@@ -108,15 +105,10 @@ def _refuse_damaged(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _entry(name: str, value: torch.Tensor) -> PackEntry:
-    flat = _bytes_of(value)
+    flat = bytes_of(value)
     return PackEntry(
         name, dtype_name(value.dtype), tuple(value.shape), value.nbytes, lambda: tensor_chunks(flat)
     )
-
-
-def _bytes_of(value: torch.Tensor) -> torch.Tensor:
-    start = int(value.storage_offset()) * value.itemsize
-    return storage_bytes(value.detach())[start : start + value.nbytes]
 
 
 def content_key(programs: Mapping[str, ExportedProgram], weights: Sequence[Path], lowering: str) -> str:

@@ -7,22 +7,21 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 
 import penstock
-from penstock.integrations.cached import WEIGHTS, content_key, same_layout, with_other_file
+from penstock.integrations.cached import content_key, same_layout, with_other_file
 from penstock.integrations.calls.exported import ExportedCall
 from penstock.integrations.calls.kinds import Call, method_of, named, refuse_grad
+from penstock.integrations.kept import KeptWeights, names_of
 from penstock.integrations.libraries import EXPORTING
 from penstock.passes.building.fake_export import Built
 from penstock.passes.lowering.eager import LoweredProgram
 from penstock.passes.weights.lifted import with_own_constants
 from penstock.runtime.cache import Cache, Hold
-from penstock.runtime.checkpoint.binding import Names
 from penstock.runtime.device.opening import device_kind
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
@@ -92,30 +91,28 @@ class Component:
     """A module that is streamed when it is called.
 
     `check` is called before each call, and raises where the program would no longer do what the module says.
-    `blank` is a copy of the module with fake parameters. `weights` are the files that hold their values,
-    under their own names or those in `names`, each with what keeps it in the cache, if it is there. What is
-    put into the cache is `made_for` this module. Parameters in `with_grad` require grad, as the module's do,
-    because torch chooses matrix products by that. `cap` is shared with the other components, which unload
-    when this one is called.
+    `blank` is a copy of the module with fake parameters. `weights` are what files keep of their values.
+    What is put into the cache is `made_for` this module. Parameters in `with_grad` require grad, as the
+    module's do, because torch chooses matrix products by that. `cap` is shared with the other components,
+    which unload when this one is called.
     """
 
     def __init__(
         self,
         name: str,
         blank: Built,
-        weights: Mapping[Path, Hold | None],
+        weights: Sequence[KeptWeights],
         where: Where,
         cap: Cap,
         *,
         made_for: str,
-        names: Mapping[str, Names] = MappingProxyType({}),
         with_grad: Collection[str] = (),
     ) -> None:
         self.name, self._made_for = name, made_for
-        self._names, self._with_grad = names, with_grad
+        self._with_grad = with_grad
         self.check: Callable[[], None] = lambda: None
         self.own: Callable[[str], Any] | None = None  # the module's methods, once it is restored
-        self._held = dict(weights)
+        self.kept = list(weights)
         self._artifact: Hold | None = None
         self._blank, self._where, self._cap = blank, where, cap
         self._methods: list[ExportedCall] = []
@@ -128,7 +125,7 @@ class Component:
     @property
     def weights(self) -> list[Path]:
         """The files that hold the values."""
-        return list(self._held)
+        return [file for one in self.kept for file in one.files]
 
     @property
     def stats(self) -> Any:
@@ -197,7 +194,7 @@ class Component:
 
     def let_go(self) -> None:
         """Let what is in the cache be removed. The component cannot be called any more."""
-        for held in (self._artifact, *self._held.values()):
+        for held in (self._artifact, *(one.hold for one in self.kept)):
             if held is not None:
                 held.close()
 
@@ -211,19 +208,20 @@ class Component:
                     "again with its library, and apply penstock to that"
                 )
 
-    def swapping(self, held: Hold) -> Callable[[], None]:
+    def swapping(self, kept: KeptWeights) -> Callable[[], None]:
         """Prepare to read other weights instead of those of the same layout; returns what makes the change.
 
         All that can fail is done before it returns. The caller holds the lock of the cap until the change is
         made.
         """
         self.unload()
-        new = held.path / WEIGHTS
-        old = next(file for file in self.weights if same_layout(file, new))
+        (new,) = kept.files
+        number = next(k for k, one in enumerate(self.kept) if same_layout(one.files[0], new))
+        (old,) = self.kept[number].files
         program = None if self._program is None else with_other_file(self._program, old, new)
 
         def swap() -> None:
-            self._held = {new if f == old else f: held if f == old else h for f, h in self._held.items()}
+            self.kept[number] = kept
             self._program, self._plan = program, self._plan if program else None
 
         return swap
@@ -268,7 +266,7 @@ class Component:
     def _compile(self) -> Program:
         self.refuse_lost()
         programs = with_own_constants({method.name: method.exported for method in self._methods})
-        settings = f"{self._where.lowering} {self._names}"
+        settings = f"{self._where.lowering} {names_of(self.kept)}"
         cache = self._where.cache
         path = cache.programs / f"{content_key(programs, self.weights, settings)}.penstock"
         self._artifact = cache.keep(path, self._made_for, lambda: self._write(programs, path))
@@ -280,12 +278,13 @@ class Component:
         return program
 
     def _write(self, programs: Mapping[str, ExportedProgram], path: Path) -> Program:
+        names = names_of(self.kept)
         return penstock.compile(
             programs,
             path,
             lowering=self._where.lowering,
             weights=self.weights,
-            rename=lambda fqn: self._names.get(own := fqn.removeprefix("model."), own),
+            rename=lambda fqn: names.get(own := fqn.removeprefix("model."), own),
             pack=False,
             earlier=self._earlier,
         )

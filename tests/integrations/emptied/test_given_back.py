@@ -60,14 +60,14 @@ def test_a_quantised_parameter_is_the_same_object_all_the_time(tmp_path):
 def test_one_object_is_one_on_another_device_and_the_same_again_after_it(tmp_path):
     model = quantised()
     weight, bias, output = model[0].weight, model[0].bias, model(X)
-    held = cached.store(cached.stored_tensors(model), Cache(tmp_path), "me")
+    kept = cached.store(cached.stored_tensors(model), Cache(tmp_path), "me")
     given = hollow.Hollow(model, "restore it", META)
     assert {value.device for value in model.parameters()} == {META}
     assert model[0].weight is model[1].weight
     for one in (weight, model[0].weight):
         with pytest.raises(StreamError, match=r"the parameter 0\.weight\.\w+ is not in memory: restore it"):
             one.scale.sum()
-    given.filling([held.path / cached.WEIGHTS])()
+    given.filling([kept])()
     assert model[0].weight is model[1].weight is weight
     assert model[0].bias is bias
     assert {value.device for value in model.parameters()} == {torch.device("cpu")}
@@ -265,11 +265,11 @@ def test_what_is_said_of_grad_while_it_is_away_is_so_afterwards(tmp_path):
     model = layers()
     model[0].weight.requires_grad_(True)
     model[0].bias.requires_grad_(False)
-    held = cached.store(cached.stored_tensors(model), Cache(tmp_path), "me")
+    kept = cached.store(cached.stored_tensors(model), Cache(tmp_path), "me")
     given = hollow.Hollow(model, "restore it", torch.device("cpu"))
     assert model[0].weight.requires_grad
     model[0].weight.requires_grad_(False)
     model[0].bias.requires_grad_(True)
-    given.filling([held.path / cached.WEIGHTS])()
+    given.filling([kept])()
     assert not model[0].weight.requires_grad
     assert model[0].bias.requires_grad

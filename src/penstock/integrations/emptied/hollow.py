@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.integrations.emptied.absent import AbsentTensor, Emptied, make_absent
+from penstock.integrations.kept import KeptWeights, digest_of
 from penstock.passes.building.fake_export import Built
 from penstock.passes.weights.subclasses import each_part, plain_tensors
 from penstock.schedule.facts.errors import PassError, SourceError, StreamError
@@ -70,12 +70,13 @@ class Hollow:
         given = {one.storage: one for one in self._absent.values() if one.storage not in self._shared}
         return sum(one.nbytes for one in given.values() if one.device.type != "meta")
 
-    def filling(self, files: Sequence[Path]) -> Callable[[], None]:
-        """Read the values in `files`; returns a function that gives them to the parameters.
+    def filling(self, kept: Sequence[KeptWeights]) -> Callable[[], None]:
+        """Read the values that files keep; returns a function that gives them to the parameters.
 
-        It takes the refusals away too. Raises SourceError where a value is missing; nothing has changed then.
+        It takes the refusals away too. Raises SourceError where a value is missing, or is not what it was in
+        memory; nothing has changed then.
         """
-        values = self._values(files) if self._absent else {}
+        values = self._values(kept) if self._absent else {}
 
         def fill() -> None:
             for name, one in self._absent.items():
@@ -85,22 +86,29 @@ class Hollow:
 
         return fill
 
-    def _values(self, files: Sequence[Path]) -> dict[str, torch.Tensor]:
+    def _values(self, kept: Sequence[KeptWeights]) -> dict[str, torch.Tensor]:
         """The values of the parameters in new memory, tied as they were."""
-        memory, values = dict(self._shared), {}
+        memory, values, files = dict(self._shared), {}, [file for one in kept for file in one.files]
+        digests = {name: digest for one in kept for name, digest in one.digests.items()}
         with ExitStack() as stack:
             try:
                 opened = [stack.enter_context(safe_open(file := one, framework="pt")) for one in files]
             except Exception as error:
                 raise SourceError(f"the weights cannot be read again from {file}: {error}") from error
-            where = {name: one for one in opened for name in one.keys()}  # noqa: SIM118
+            where = {name: (one, f) for one, f in zip(opened, files, strict=True) for name in one.keys()}  # noqa: SIM118
             if lost := sorted(self._absent.keys() - where.keys()):
                 raise SourceError(f"{files[0].parent} has no {lost[0]} any more: the model stays as it is")
             for name, one in self._absent.items():
                 if one.storage not in memory:
                     raw = torch.empty(one.nbytes, dtype=torch.uint8, device=one.device)
                     memory[one.storage] = raw.untyped_storage()
-                values[name] = one.filled(memory[one.storage], where[name].get_tensor(name))
+                reader, file = where[name]
+                values[name] = one.filled(memory[one.storage], reader.get_tensor(name))
+                if digest_of(values[name]) != digests[name]:
+                    raise SourceError(
+                        f"{file} has other bytes for weight {name} than there were in memory: put the file "
+                        "back as it was; until then the model stays as it is"
+                    )
         return values
 
     def _put_on(self, device: torch.device, module: nn.Module, sentence: str) -> None:
