@@ -402,15 +402,30 @@ class Decisions:
         return self.boundary if schedule.boundary is None else schedule.boundary
 
     @property
+    def compute_ns(self) -> int:
+        """Nanoseconds of one pass of each method with every weight in memory, summed."""
+        return sum(trace.compute_ns for trace in self.traces)
+
+    @property
+    def predicted_ns(self) -> int:
+        """Nanoseconds that one more pass of each method costs in the limit, summed."""
+        return sum(schedule.predicted_ns for schedule in self.schedules)
+
+    @property
+    def lower_bound_ns(self) -> int | None:
+        """Nanoseconds that no plan can beat, summed over the methods; None where one's bound is missing."""
+        bounds = [s.lower_bound_ns for s in self.schedules if s.lower_bound_ns is not None]
+        return sum(bounds) if len(bounds) == len(self.schedules) else None
+
+    @property
     def predicted_seconds(self) -> float:
-        """Seconds that one more pass of each method costs in the limit, summed."""
-        return sum(s.predicted_ns for s in self.schedules) / 1e9
+        """`predicted_ns` in seconds."""
+        return self.predicted_ns / 1e9
 
     @property
     def lower_bound_seconds(self) -> float | None:
-        """Seconds that no plan can beat, summed over the methods; None where one's bound is missing."""
-        bounds = [s.lower_bound_ns for s in self.schedules if s.lower_bound_ns is not None]
-        return sum(bounds) / 1e9 if len(bounds) == len(self.schedules) else None
+        """`lower_bound_ns` in seconds."""
+        return None if self.lower_bound_ns is None else self.lower_bound_ns / 1e9
 
     @property
     def ratio(self) -> float | None:

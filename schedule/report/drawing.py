@@ -11,20 +11,13 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from penstock.schedule.clock.event_graph import PassTimes, simulate
+from penstock.schedule.clock.event_graph import simulate
 from penstock.schedule.facts.errors import PlanError
-from penstock.schedule.facts.model import Decisions, Trace
+from penstock.schedule.facts.model import Decisions
 from penstock.schedule.facts.sizes import format_time
 from penstock.schedule.report.page.render import render_page
-from penstock.schedule.report.pictures import (
-    Interval,
-    intervals_of,
-    lane_name,
-    lanes_of,
-    picture_of,
-    waits_of,
-)
-from penstock.schedule.report.views import View, copied_by, names_of
+from penstock.schedule.report.pictures import Interval, Picture, lanes_of, picture_of
+from penstock.schedule.report.views import View, Views, copied_by, copies_of, names_of, title_of
 
 Event = dict[str, Any]
 
@@ -39,7 +32,7 @@ def save_report(
     path: str | PathLike[str],
     *,
     names: Sequence[str] | None = None,
-    sweep: Sequence[Mapping[str, Any]] | None = None,
+    sweep: Sequence[Mapping[str, Any]] = (),
     force: bool = False,
 ) -> None:
     """Write the plan as one page of HTML that needs no network and no other file.
@@ -105,7 +98,7 @@ def _terminal_lines(plan: Decisions, which: int, width: int) -> list[str]:
     middle, end = format_time(view.period_ns / 2), format_time(view.period_ns)
     left = (columns - len(middle)) // 2 - 1
     right = columns - 1 - left - len(middle) - len(end)
-    waits = waits_of(picture.trace, view)
+    waits = view.period_ns - picture.trace.compute_ns
     lines.append(f"{'':<{label}}0{'':<{left}}{middle}{'':<{right}}{end}")
     return lines + ([f"{'':<{label}}compute waits {format_time(waits)} of it"] if waits else [])
 
@@ -128,47 +121,28 @@ def _cells(intervals: Iterable[Interval], view: View, columns: int) -> str:
 def _events(plan: Decisions, which: int, names: Sequence[str], passes: int) -> Iterator[Event]:
     """The events of one method."""
     trace, schedule = plan.traces[which], plan.schedules[which]
-    links = sorted({t.link for t in schedule.transfers} | {0})
-    yield _named("process_name", f"{trace.method} on {plan.hardware.name}", which + 1, 0)
-    disk = (lane_name(1),) if any(schedule.staged) else ()
-    for tid, name in enumerate(("compute", *map(lane_name, links), *disk), 1):
-        yield _named("thread_name", name, which + 1, tid)
-    copied = list(copied_by(plan, which, names))
     times = simulate(trace, schedule, plan.hardware, plan.wrap, passes + 1)
-    for number in range(passes):
-        place = {"pid": which + 1, "tid": 1}
-        now, following = times[number], times[number + 1].call_start
-        for event in _compute_events(trace, names, now, following):
-            yield event | place | {"args": {"pass": number} | event["args"]}
-        for t, args, (start, end) in zip(schedule.transfers, copied, now.transfers, strict=True):
-            event = _complete(_title(args["weights"]), "transfer", start, end)
-            yield event | {"pid": which + 1, "tid": 2 + links.index(t.link), "args": {"pass": number} | args}
-        staged = [args for args, nbytes in zip(copied, schedule.staged, strict=False) if nbytes]
-        for args, (start, end) in zip(staged, now.stages, strict=True):
-            event = _complete(_title(args["weights"]), "stage", start, end)
-            yield event | {"pid": which + 1, "tid": 2 + len(links), "args": {"pass": number} | args}
-
-
-def _title(weights: Sequence[str]) -> str:
-    more = f" and {len(weights) - 2} more" if len(weights) > 2 else ""
-    return (", ".join(weights[:2]) or "padding") + more
-
-
-def _compute_events(trace: Trace, names: Sequence[str], times: PassTimes, following: int) -> Iterator[Event]:
-    """Leads, stalls and reads of one pass, its tail, and the gap to the next call at `following`."""
-    for one in intervals_of(trace, times, following):
-        step = None if one.of is None else trace.steps[one.of]
-        title, args = one.kind, {}
-        if step and one.kind == "lead":
-            title = f"{step.name} (lead)"
-        elif step:
-            title = step.name if one.kind == "read" else title
-            args = {"step": step.name, "weights": [names[s] for s in step.reads]}
-        yield _complete(title, one.kind, one.start, one.end) | {"args": args}
-
-
-def _complete(name: str, category: str, start: int, end: int) -> Event:
-    return {"ph": "X", "name": name, "cat": category, "ts": start / 1000, "dur": (end - start) / 1000}
+    view = View(times[:-1], 0, times[-1].call_start)
+    picture = Picture(plan, which, Views(view, view), copies_of(plan, schedule), ())
+    copied = list(copied_by(plan, which, names))
+    yield _named("process_name", f"{trace.method} on {plan.hardware.name}", which + 1, 0)
+    for tid, (lane, intervals) in enumerate(lanes_of(picture, view).items(), 1):
+        yield _named("thread_name", lane, which + 1, tid)
+        for one in intervals:
+            title, args = one.kind, {}
+            if one.of is not None and one.kind in {"copy", "disk"}:
+                args = copied[one.of]
+                title = title_of(args["weights"])
+            elif one.of is not None:
+                step = trace.steps[one.of]
+                title = {"lead": f"{step.name} (lead)", "read": step.name}.get(title, title)
+                args = {
+                    "step": step.name,
+                    "weights": [] if one.kind == "lead" else [names[s] for s in step.reads],
+                }
+            when = {"ts": one.start / 1000, "dur": one.nanoseconds / 1000}
+            event = {"ph": "X", "name": title, "cat": one.kind, "pid": which + 1, "tid": tid}
+            yield event | when | {"args": {"pass": one.at} | args}
 
 
 def _named(what: str, name: str, pid: int, tid: int) -> Event:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.schedule.facts.model import Decisions, Range
+from penstock.schedule.clock.event_graph import stalls_of
 from penstock.schedule.facts.sizes import format_time
-from penstock.schedule.report.pictures import Picture, intervals_of
-from penstock.schedule.report.views import resident_of, storage_ranges
+from penstock.schedule.report.pictures import Picture
+from penstock.schedule.report.views import overlap, resident_bytes, storage_ranges
 
 Lives = Literal["resident", "in part", "streamed", "outside", "not read"]
 
@@ -43,63 +45,46 @@ class _Stream:
 
 def uses_of(picture: Picture) -> list[Use]:
     """What a method does with each storage."""
-    plan, trace, view = picture.plan, picture.trace, picture.views.steady
-    intervals = intervals_of(trace, view.passes[view.focus], view.begins[view.focus + 1])
-    waits = {one.of: one.end - one.start for one in intervals if one.kind == "stall"}
+    plan, trace = picture.plan, picture.trace
+    waits = stalls_of(trace, picture.views.steady.now)
     reads: list[list[int]] = [[] for _ in plan.arena.layout]
     for k, step in enumerate(trace.steps):
         for s in dict.fromkeys(step.reads):
             reads[s].append(k)
     found = []
-    for s, (stream, place) in enumerate(zip(_streams(picture), storage_ranges(plan), strict=True)):
-        times = len(reads[s])
+    for s, (stream, ks) in enumerate(zip(_streams(picture), reads, strict=True)):
         lives: Lives = "resident" if not stream.nbytes else "in part" if stream.share else "streamed"
-        if s in plan.outside or not times:
+        if s in plan.outside or not ks:
             lives = "outside" if s in plan.outside else "not read"
-        if s in plan.outside and place is None:
+        times = "read once a pass" if len(ks) == 1 else f"read {len(ks)} times a pass"
+        if s in plan.outside and plan.arena.layout[s] < 0:
             why = "the program writes or returns it, so it never streams"
-        elif not times:
+        elif not ks:
             why = f"{trace.method} does not read it"
         elif s in plan.outside:
-            why = f"{_times_read(times)}; all weights fit, so that nothing streams"
+            why = f"{times}; all weights fit, so that nothing streams"
         else:
-            wait = sum(waits.get(k, 0) for k in stream.steps.intersection(reads[s]))
-            why = f"{_times_read(times)}; {_reason(stream, times, wait)}"
+            wait = sum(waits[k] for k in stream.steps.intersection(ks))
+            why = f"{times}; {_reason(stream, len(ks), wait)}"
         where = f"{format_share(stream.share)} stays" if lives == "in part" else lives
-        found.append(Use(lives, where, reads[s][0] if times else -1, stream.nbytes, why))
+        found.append(Use(lives, where, ks[0] if ks else -1, stream.nbytes, why))
     return found
 
 
-def resident_bytes(plan: Decisions) -> list[int]:
-    """Bytes of each storage that never leave the arena."""
-    places = storage_ranges(plan)
-    held = [0] * len(places)
-    for s, piece in resident_of(plan):
-        held[s] += _overlap(places[s], piece)
-    return held
-
-
-def _streams(picture: Picture) -> list[_Stream]:
+def _streams(picture: Picture) -> Iterator[_Stream]:
     places, view = storage_ranges(picture.plan), picture.views.steady
-    focus = view.passes[view.focus]
-    brought: list[dict[int, int]] = [{} for _ in places]
+    brought: list[Counter[int]] = [Counter() for _ in places]
     for stay in picture.stays:
-        if nbytes := _overlap(places[stay.storage], stay.range):
-            before = brought[stay.storage].get(stay.copy, 0)
-            brought[stay.storage][stay.copy] = before + nbytes
-    ends = [end for one in (view.passes[0], focus) for _, end in one.reads]
-    n, found = len(focus.reads), []
+        if nbytes := overlap(places[stay.storage], stay.range):
+            brought[stay.storage][stay.copy] += nbytes
+    ends = [end for one in (view.passes[0], view.now) for _, end in one.reads]
+    n = len(view.now.reads)
     for place, held, by_copy in zip(places, resident_bytes(picture.plan), brought, strict=True):
-        mine = [picture.copies[c] for c in by_copy]
-        ahead = [max(0, n + c.step - bisect_right(ends, focus.transfers[c.first][0])) for c in mine]
-        steps = frozenset(c.step for c in mine)
+        copies = [picture.copies[c] for c in by_copy]
+        ahead = [max(0, n + c.step - bisect_right(ends, view.now.transfers[c.first][0])) for c in copies]
         share = held / place.nbytes if place else 0.0
-        found.append(_Stream(share, sum(by_copy.values()), steps, max(ahead, default=None)))
-    return found
-
-
-def _times_read(times: int) -> str:
-    return "read once a pass" if times == 1 else f"read {times} times a pass"
+        steps = frozenset(c.step for c in copies)
+        yield _Stream(share, by_copy.total(), steps, max(ahead, default=None))
 
 
 def _reason(stream: _Stream, times: int, wait_ns: int) -> str:
@@ -119,7 +104,3 @@ def format_share(share: float) -> str:
     if 0 < share < 0.01:
         return "under 1 %"
     return "over 99 %" if 0.99 < share < 1 else f"{share * 100:.0f} %"
-
-
-def _overlap(place: Range | None, piece: Range) -> int:
-    return max(0, min(place.stop, piece.stop) - max(place.start, piece.start)) if place else 0

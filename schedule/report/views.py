@@ -1,6 +1,6 @@
 """What pictures of a plan are drawn from: copies, stays and times, worked out from the plan alone.
 
-A *copy* here is a run of neighbouring transfers for one step that follow each other without a pause; a
+A *copy* here is a run of neighbouring transfers for one step that follow each other without a pause. A
 *stay* is a range of one storage on the device, from its copy to the step at whose end it leaves.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +19,12 @@ from penstock.schedule.space.spans import merged
 
 _MOST_PASSES = 64
 _MOST_EVENTS = 400_000
-"""Events, at most, that are simulated to see the steady state; it is seldom more than three passes away."""
+"""Events that are simulated at most to see the steady state, which is seldom more than three passes away."""
 
 
 @dataclass(frozen=True)
 class Copy:
-    """Transfers `first` to `last` (exclusive) as one range of the layout; the rest as in Transfer."""
+    """Transfers `first` to `last` (exclusive) as one range of the layout; other fields are as in Transfer."""
 
     range: Range
     step: int
@@ -36,7 +36,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Stay:
-    """A range of storage `storage` that copy number `copy` brings; it leaves when step `until` ends.
+    """A range of storage `storage` that copy number `copy` brings, and that leaves when step `until` ends.
 
     `until` counts from the start of the copy's pass, so that a step of the next pass is n or more.
     """
@@ -49,37 +49,43 @@ class Stay:
 
 @dataclass(frozen=True)
 class View:
-    """Consecutive passes, of which number `focus` is looked at, and when the one after them begins."""
+    """Consecutive passes, of which number `focus` is looked at. The pass after them begins at `end`."""
 
     passes: tuple[PassTimes, ...]
     focus: int
     end: int
 
     @property
+    def now(self) -> PassTimes:
+        """The times of the pass that is looked at."""
+        return self.passes[self.focus]
+
+    @property
     def begins(self) -> tuple[int, ...]:
-        """The starts of the passes, and the start of the one after."""
+        """The starts of the passes, and the start of the pass after them."""
         return (*(one.call_start for one in self.passes), self.end)
 
     @property
     def period_ns(self) -> int:
-        """Nanoseconds from the start of the pass looked at to that of the next."""
+        """Nanoseconds from the start of the pass that is looked at to the start of the next one."""
         return self.begins[self.focus + 1] - self.begins[self.focus]
 
 
 @dataclass(frozen=True)
 class Views:
-    """The first pass after a cold start, and a steady one, each with its neighbours."""
+    """The first pass after a cold start, and a steady pass, each with its neighbours."""
 
     first: View
     steady: View
 
     @property
     def passes(self) -> tuple[PassTimes, ...]:
+        """The passes of both views."""
         return self.first.passes + self.steady.passes
 
 
 def views_of(plan: Decisions, which: int) -> Views:
-    """Simulates schedule number `which` until a pass takes what is predicted, or long enough."""
+    """Simulates schedule number `which` until a pass takes what is predicted, or for long enough."""
     trace, schedule = plan.traces[which], plan.schedules[which]
     events = len(trace.steps) + len(schedule.transfers) + 1
     count = 4
@@ -94,8 +100,8 @@ def views_of(plan: Decisions, which: int) -> Views:
     return Views(first, View(passes[-4:-1], 1, passes[-1].call_start))
 
 
-def copies_of(plan: Decisions, schedule: Schedule, passes: Sequence[PassTimes]) -> tuple[Copy, ...]:
-    """The transfers in issue order, those joined that are one copy in all of `passes`."""
+def copies_of(plan: Decisions, schedule: Schedule, passes: Sequence[PassTimes] = ()) -> tuple[Copy, ...]:
+    """Returns the transfers in issue order, joined where they are one copy in all of `passes`, if any."""
     breaks = set(plan.arena.layout) if plan.arena.kind == "contiguous" else set()
     breaks |= {segment.start for segment in plan.arena.segments}
     found: list[Copy] = []
@@ -103,6 +109,7 @@ def copies_of(plan: Decisions, schedule: Schedule, passes: Sequence[PassTimes]) 
         before = found[-1] if found else None
         if (
             before is not None
+            and passes
             and (before.range.stop, before.step, before.link) == (t.start, t.step, t.link)
             and t.start not in breaks
             and all(one.transfers[i - 1][1] == one.transfers[i][0] for one in passes)
@@ -115,37 +122,31 @@ def copies_of(plan: Decisions, schedule: Schedule, passes: Sequence[PassTimes]) 
 
 
 def stays_of(plan: Decisions, which: int, copies: Sequence[Copy]) -> tuple[Stay, ...]:
-    """Where every byte of every copy ends: cut where a storage begins or the drops differ."""
+    """Returns where every byte of every copy ends, cut where a storage begins or where the drops differ."""
     steps, drops = len(plan.traces[which].steps), plan.schedules[which].drops
-    starts = _starts(plan)
-    changes: dict[int, list[tuple[int, int, int]]] = {offset: [] for offset, _ in starts}
-    for c, copy in enumerate(copies):
-        changes.setdefault(copy.range.start, []).append((0, 1, c))
-        changes.setdefault(copy.range.stop, []).append((0, -1, c))
+    edges = sorted({edge for drop in drops for edge in (drop.start, drop.stop)})
+    dropped: list[list[int]] = [[] for _ in range(len(edges) + 1)]
     for drop in drops:
-        changes.setdefault(drop.start, []).append((1, 1, drop.step))
-        changes.setdefault(drop.stop, []).append((1, -1, drop.step))
-    open_copies: dict[int, int] = {}
-    open_drops: dict[int, int] = {}
-    edges = sorted(changes)
+        for i in range(bisect_left(edges, drop.start), bisect_left(edges, drop.stop)):
+            dropped[i + 1].append(drop.step)
     found: list[Stay] = []
-    for start, stop in itertools.pairwise(edges):
-        for kind, change, value in changes[start]:
-            counts = open_drops if kind else open_copies
-            counts[value] = counts.get(value, 0) + change
-            if not counts[value]:
-                del counts[value]
-        if open_copies:
-            storage = _storage_at(starts, start)
-            found += (
-                Stay(storage, Range(start, stop), c, _leaves(copies[c].step, open_drops, steps))
-                for c in open_copies
-            )
-    return tuple(_joined(found))
+    for c, storage, piece in _cut(plan, [copy.range for copy in copies]):
+        low, high = bisect_right(edges, piece.start), bisect_left(edges, piece.stop)
+        cuts = (piece.start, *edges[low:high], piece.stop)
+        for i, (start, stop) in enumerate(itertools.pairwise(cuts), low):
+            step = copies[c].step
+            # The first drop at or after the step counts, of this pass or of the next.
+            until = min((one + steps * (one < step) for one in dropped[i]), default=step + steps)
+            before = found[-1] if found else None
+            if before and (before.storage, before.copy, before.until) == (storage, c, until):
+                found[-1] = Stay(storage, Range(before.range.start, stop), c, until)
+            else:
+                found.append(Stay(storage, Range(start, stop), c, until))
+    return tuple(found)
 
 
 def names_of(plan: Decisions, names: Sequence[str] | None = None) -> Sequence[str]:
-    """A name for every storage: `names`, those of the plan, or numbers. PlanError for another count."""
+    """Returns `names`, the names in the plan, or numbers. PlanError unless there is one for every storage."""
     count = len(plan.arena.layout)
     chosen = names if names is not None else plan.names or [f"storage {s}" for s in range(count)]
     if len(chosen) != count:
@@ -153,99 +154,75 @@ def names_of(plan: Decisions, names: Sequence[str] | None = None) -> Sequence[st
     return chosen
 
 
+def title_of(weights: Sequence[str]) -> str:
+    """The names of the first two weights, and how many there are more."""
+    more = f" and {len(weights) - 2} more" if len(weights) > 2 else ""
+    return (", ".join(weights[:2]) or "padding") + more
+
+
+def weights_of(plan: Decisions, copies: Sequence[Copy]) -> list[list[int]]:
+    """The storages of which each copy brings bytes, and not only the padding behind them."""
+    places = storage_ranges(plan)
+    found: list[list[int]] = [[] for _ in copies]
+    for c, storage, piece in _cut(plan, [copy.range for copy in copies]):
+        if overlap(places[storage], piece):
+            found[c].append(storage)
+    return found
+
+
 def copied_by(plan: Decisions, which: int, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """What every transfer of method number `which` brings, for which step, and the step that it waits for."""
-    places = sorted((place, names[s]) for s, place in enumerate(storage_ranges(plan)) if place)
-    stops = [place.stop for place, _ in places]
-    steps = plan.traces[which].steps
-    for t in plan.schedules[which].transfers:
-        touched = itertools.takewhile(
-            lambda one, stop=t.stop: one[0].start < stop,  # type: ignore[misc]
-            itertools.islice(places, bisect_right(stops, t.start), None),
-        )
+    """Says of every transfer of a method what it brings, for which step, and for which step it waits."""
+    steps, copies = plan.traces[which].steps, copies_of(plan, plan.schedules[which])
+    for copy, weights in zip(copies, weights_of(plan, copies), strict=True):
         yield {
-            "weights": [name for _, name in touched],
-            "bytes": t.stop - t.start,
-            "layout": [t.start, t.stop],
-            "for": steps[t.step].name,
-            "after": steps[t.after].name,
+            "weights": [names[s] for s in weights],
+            "bytes": copy.range.nbytes,
+            "layout": [copy.range.start, copy.range.stop],
+            "for": steps[copy.step].name,
+            "after": steps[copy.after].name,
         }
 
 
 def resident_of(plan: Decisions) -> tuple[tuple[int, Range], ...]:
-    """What never leaves, as (storage, range), cut where storages begin."""
-    starts = _starts(plan)
-    offsets = [offset for offset, _ in starts]
-    found = []
-    for one in merged(plan.resident):
-        cuts = offsets[bisect_right(offsets, one.start) : bisect_right(offsets, one.stop - 1)]
-        edges = [one.start, *cuts, one.stop]
-        pieces = (Range(a, b) for a, b in itertools.pairwise(edges))
-        found += [(_storage_at(starts, piece.start), piece) for piece in pieces]
-    return tuple(found)
+    """What never leaves the arena, as storages and ranges, which are cut where storages begin."""
+    return tuple((storage, piece) for _, storage, piece in _cut(plan, merged(plan.resident)))
+
+
+def resident_bytes(plan: Decisions) -> list[int]:
+    """Bytes of each storage that never leave the arena."""
+    places = storage_ranges(plan)
+    held = [0] * len(places)
+    for s, piece in resident_of(plan):
+        held[s] += overlap(places[s], piece)
+    return held
 
 
 def storage_ranges(plan: Decisions) -> tuple[Range | None, ...]:
-    """The layout range of every storage; None for one that is never in the arena.
+    """The layout range of every storage, or None for a storage that is never in the arena.
 
-    A plan without `sizes` leaves room for doubt: a storage then ends where the next begins, or where
-    nothing is copied or kept any more.
+    In a plan without `sizes` a storage is taken to end where the next one or no segment is.
     """
     layout = plan.arena.layout
-    if plan.sizes:
-        ends = [offset + size for offset, size in zip(layout, plan.sizes, strict=True)]
-    else:
-        ends = _guessed_ends(plan)
-    return tuple(
-        Range(start, stop) if 0 <= start < stop else None for start, stop in zip(layout, ends, strict=True)
-    )
+    edges = sorted({*layout, *(segment.stop for segment in plan.arena.segments)})
+    sizes = plan.sizes or [edges[bisect_right(edges, start) % len(edges)] - start for start in layout]
+    places = zip(layout, sizes, strict=True)
+    return tuple(Range(start, start + size) if start >= 0 and size > 0 else None for start, size in places)
 
 
-def _guessed_ends(plan: Decisions) -> list[int]:
-    edges = sorted({offset for offset in plan.arena.layout if offset >= 0} | {_end(plan)})
-    touched = list(plan.resident) + [Range(t.start, t.stop) for s in plan.schedules for t in s.transfers]
-    used = merged(touched)
-    starts = [one.start for one in used]
-    ends = []
-    for offset in plan.arena.layout:
-        end = edges[bisect_right(edges, offset)] if 0 <= offset < edges[-1] else offset
-        at = bisect_right(starts, max(offset, end - 1)) - 1
-        if at >= 0 and offset < used[at].stop < end:
-            end = used[at].stop
-        ends.append(end)
-    return ends
+def overlap(place: Range | None, piece: Range) -> int:
+    """Bytes that two ranges share."""
+    return max(0, min(place.stop, piece.stop) - max(place.start, piece.start)) if place else 0
 
 
-def _end(plan: Decisions) -> int:
-    return max((segment.stop for segment in plan.arena.segments), default=0)
+def _cut(plan: Decisions, ranges: Iterable[Range]) -> Iterator[tuple[int, int, Range]]:
+    """Cuts ranges where storages begin, and yields each range's number, a storage and its piece.
 
-
-def _starts(plan: Decisions) -> list[tuple[int, int]]:
-    """(layout offset, storage) of everything in the layout, ascending."""
-    return sorted((offset, s) for s, offset in enumerate(plan.arena.layout) if offset >= 0)
-
-
-def _storage_at(starts: Sequence[tuple[int, int]], offset: int) -> int:
-    """The storage whose bytes, or the padding behind them, lie at `offset`; the first before the first."""
-    return starts[max(0, bisect_left(starts, (offset + 1, -1)) - 1)][1]
-
-
-def _leaves(step: int, drops: dict[int, int], steps: int) -> int:
-    """The first of the drops at or after `step`, of this pass or the next."""
-    return min((drop if drop >= step else drop + steps for drop in drops), default=step + steps)
-
-
-def _joined(stays: Sequence[Stay]) -> list[Stay]:
-    """Neighbours with the same storage, copy and end become one."""
-    found: list[Stay] = []
-    for stay in sorted(stays, key=lambda one: (one.copy, one.range.start)):
-        before = found[-1] if found else None
-        if (
-            before is not None
-            and (before.storage, before.copy, before.until) == (stay.storage, stay.copy, stay.until)
-            and before.range.stop == stay.range.start
-        ):
-            found[-1] = Stay(stay.storage, Range(before.range.start, stay.range.stop), stay.copy, stay.until)
-        else:
-            found.append(stay)
-    return found
+    Padding belongs to the storage before it.
+    """
+    starts = sorted((offset, s) for s, offset in enumerate(plan.arena.layout) if offset >= 0)
+    offsets = [offset for offset, _ in starts]
+    for number, one in enumerate(ranges):
+        first = max(0, bisect_right(offsets, one.start) - 1)
+        edges = [one.start, *offsets[first + 1 : bisect_left(offsets, one.stop)], one.stop]
+        for at, (start, stop) in enumerate(itertools.pairwise(edges), first):
+            yield number, starts[at][1], Range(start, stop)

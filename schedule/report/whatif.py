@@ -17,6 +17,8 @@ GIGABYTE = 10**9
 _BOUND = "no plan is faster"
 _ALIKE = 1.02
 """Times within this ratio are called equal."""
+_WIDE = 12
+"""From this ratio on times are drawn on a logarithmic scale."""
 
 
 @dataclass(frozen=True)
@@ -71,35 +73,43 @@ def sweep(
     return tuple(point_of(make(budget), storages, host) for budget in budgets)
 
 
-def curve_of(plan: Decisions, points: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
-    """Time against budget as lines: for each budget, in order, the nanoseconds of what is known by its name.
+def curve_of(plan: Decisions, points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Time against budget as lines: ascending budgets, and by name the times at these (ns or None).
 
-    `points` are those of a sweep, as `Point` has them. Without one the plan stands alone; where it has one
-    method and the sizes of the weights are known, beside what link and compute allow at best with so much
-    memory, if what does not fit is copied in every pass.
+    `points` are those of a sweep, as `Point` has them. Without a sweep the plan stands beside what link and
+    compute allow at best with other budgets, if what does not fit is copied in every pass.
     """
-    bounds = [schedule.lower_bound_ns for schedule in plan.schedules]
-    bound = None if None in bounds else sum(one or 0 for one in bounds)
-    own, best = ("penstock" if points else "this plan"), "link and compute at best"
-    lines: dict[int, dict[str, int | None]] = {plan.budget: {}}
-    for point in points or ():
-        known = {own: point["predicted_ns"], _BOUND: point["lower_bound_ns"]}
-        lines[point["budget"]] = {**point["policies"], **known}
-    if not points and len(plan.traces) == 1:
-        trace, rate = plan.traces[0], plan.hardware.link_bytes_per_s / 1e9
-        total = sum(plan.sizes[s] for s in {s for step in trace.steps for s in step.reads} if plan.sizes)
-        for budget in {total * percent // 100 for percent in range(106)} | {plan.budget} if total else ():
-            lines[budget] = {best: max(trace.compute_ns, int(max(0, total - budget) / rate))}
-    lines[plan.budget] |= {own: sum(schedule.predicted_ns for schedule in plan.schedules), _BOUND: bound}
-    return [{"budget": budget, "times": lines[budget]} for budget in sorted(lines)]
+    at: dict[int, dict[str, int | None]] = {}
+    for one in points:
+        known = {"plans by penstock": one["predicted_ns"], _BOUND: one["lower_bound_ns"]}
+        at[one["budget"]] = known | one["policies"]
+    if plan.sizes and not points:
+        budgets = (sum(plan.sizes) * percent // 100 for percent in range(106))
+        at = {one: {"link and compute at best": best_ns(plan, one)} for one in (*budgets, plan.budget)}
+    at[plan.budget] = at.get(plan.budget, {}) | {"this plan": plan.predicted_ns, _BOUND: plan.lower_bound_ns}
+    names = dict.fromkeys(name for times in at.values() for name in times)
+    lines = {name: [at[budget].get(name) for budget in sorted(at)] for name in names}
+    drawn = [max(1, ns) for line in lines.values() for ns in line if ns is not None]
+    return {"budgets": sorted(at), "lines": lines, "logarithmic": max(drawn) > _WIDE * min(drawn)}
+
+
+def best_ns(plan: Decisions, budget: int) -> int:
+    """A lower bound (ns) for a pass of each method with `budget` bytes: only link and compute count.
+
+    What the budget cannot hold of the weights that a method reads is copied in every pass of it.
+    """
+    found, rate = 0, plan.hardware.link_bytes_per_s / 1e9
+    for trace in plan.traces:
+        total = sum(plan.sizes[s] for s in {s for step in trace.steps for s in step.reads})
+        found += max(trace.compute_ns, int((total - budget) / rate))
+    return found
 
 
 def limit_of(plan: Decisions) -> str:
     """What sets the plan's time: `compute`, `link`, `disk`, or `memory` where none is busy all the time."""
-    predicted = sum(schedule.predicted_ns for schedule in plan.schedules)
-    compute = sum(trace.compute_ns for trace in plan.traces)
+    predicted = plan.predicted_ns
     copying = sum(plan.hardware.copy_ns(t.stop - t.start) for s in plan.schedules for t in s.transfers)
-    if predicted <= compute * _ALIKE:
+    if predicted <= plan.compute_ns * _ALIKE:
         return "compute"
     reading = sum(plan.hardware.disk_ns(nbytes) for s in plan.schedules for nbytes in s.staged if nbytes)
     busiest = max(copying, reading)
@@ -120,8 +130,8 @@ def verdict(plan: Decisions, policies: Mapping[str, int], more: Decisions | None
 
 
 def _limit_sentence(plan: Decisions) -> str:
-    predicted = format_time(plan.predicted_seconds * 1e9)
-    compute = format_time(sum(trace.compute_ns for trace in plan.traces))
+    predicted = format_time(plan.predicted_ns)
+    compute = format_time(plan.compute_ns)
     if not plan.streamed_bytes:
         return "Everything fits: nothing streams."
     moved = format_size(plan.streamed_bytes)

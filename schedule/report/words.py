@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from penstock.schedule.facts.model import Decisions, Range
+from penstock.schedule.facts.model import Decisions
 from penstock.schedule.facts.sizes import format_size, format_time
-from penstock.schedule.report.pictures import Picture, waits_of
-from penstock.schedule.report.uses import format_share, resident_bytes
-from penstock.schedule.report.views import View, storage_ranges
+from penstock.schedule.report.pictures import Box, Interval, Picture
+from penstock.schedule.report.uses import format_share
+from penstock.schedule.report.views import View, resident_bytes, storage_ranges, title_of, weights_of
 from penstock.schedule.report.whatif import limit_of, verdict
 
 Lines = list[tuple[str, str]]
 """A name and a value each; a value may have several lines."""
+
+Said = dict[str, Any]
+"""A title, a name to show where there is room (or nothing), the weights that it is about, and lines."""
 
 _MOST_LISTED = 4
 
@@ -22,12 +25,12 @@ def headline_of(plan: Decisions) -> str:
     """The plan in one line: what runs, how long it takes, and within which budget."""
     methods = " and ".join(trace.method for trace in plan.traces) or "Nothing to run"
     each = "for a pass of each" if len(plan.traces) > 1 else "a pass"
-    return f"{methods}: {format_time(plan.predicted_seconds * 1e9)} {each} within {format_size(plan.budget)}"
+    return f"{methods}: {format_time(plan.predicted_ns)} {each} within {format_size(plan.budget)}"
 
 
 def verdict_of(plan: Decisions, policies: Mapping[str, int]) -> str:
     """How far the plan is from the bound, and what `verdict` says of it."""
-    predicted, bound = sum(s.predicted_ns for s in plan.schedules), bound_of(plan)
+    predicted, bound = plan.predicted_ns, plan.lower_bound_ns
     if bound is None:
         sentence = "No bound was found in time, so it is not known how much faster a plan could be."
     elif predicted < bound * 1.00005:
@@ -39,18 +42,9 @@ def verdict_of(plan: Decisions, policies: Mapping[str, int]) -> str:
     return " ".join([sentence, *verdict(plan, policies)])
 
 
-def bound_of(plan: Decisions) -> int | None:
-    """Nanoseconds that no plan can beat, over all methods; None where the bound of any is not known."""
-    bounds = [schedule.lower_bound_ns for schedule in plan.schedules]
-    known = [bound for bound in bounds if bound is not None]
-    return sum(known) if len(known) == len(bounds) else None
-
-
 def facts_of(plan: Decisions) -> Iterator[tuple[str, str, str]]:
     """What is known at a glance: title, value, and a line of detail."""
-    hardware, bound = plan.hardware, bound_of(plan)
-    predicted = sum(schedule.predicted_ns for schedule in plan.schedules)
-    compute = sum(trace.compute_ns for trace in plan.traces)
+    hardware, predicted, bound = plan.hardware, plan.predicted_ns, plan.lower_bound_ns
     transfers = [t for schedule in plan.schedules for t in schedule.transfers]
     busy = sum(hardware.copy_ns(t.stop - t.start) for t in transfers) / max(1, predicted)
     limit, reason = {
@@ -70,7 +64,7 @@ def facts_of(plan: Decisions) -> Iterator[tuple[str, str, str]]:
     )
     arena = f"{plan.arena.kind}, {plan.arena.backing}, granule {format_size(plan.arena.granule)}"
     rate = f"{hardware.link_bytes_per_s / 1e9:.3g} GB/s to the arena"
-    yield "Predicted", format_time(predicted), f"a pass; compute alone takes {format_time(compute)}"
+    yield "Predicted", format_time(predicted), f"a pass; compute alone takes {format_time(plan.compute_ns)}"
     if bound is None:
         yield "Lower bound", "not found", "the solver gave none in time"
     else:
@@ -84,11 +78,12 @@ def facts_of(plan: Decisions) -> Iterator[tuple[str, str, str]]:
     yield "Hardware", hardware.name, f"{rate}; {hardware.note}" if hardware.note else rate
 
 
-def note_of_curve(swept: bool) -> str:
+def note_of_curve(*, swept: bool, logarithmic: bool) -> str:
     """What there is to say of the curve of budgets, with a sweep and without one."""
+    note = "This plan, and what no plan for its budget can beat."
     if swept:
-        return "Each dot is a plan for that budget. Other policies get the same memory, link and step times."
-    return "This plan, and what no plan for its budget can beat."
+        note = "Each dot is a plan for that budget. Other policies get the same memory, link and step times."
+    return note + (" Times are on a logarithmic scale." if logarithmic else "")
 
 
 def note_of_first(picture: Picture) -> str:
@@ -122,17 +117,9 @@ def _called(picture: Picture) -> str:
 
 
 def _time(picture: Picture, view: View) -> str:
-    waits = waits_of(picture.trace, view)
+    waits = view.period_ns - picture.trace.compute_ns
     stall = f"compute waits {format_time(waits)} of it" if waits else "compute never waits"
     return f"{format_time(view.period_ns)}; {stall}"
-
-
-def weights_of_copies(picture: Picture) -> list[list[int]]:
-    """The storages that each copy brings."""
-    found: list[dict[int, None]] = [{} for _ in picture.copies]
-    for stay in picture.stays:
-        found[stay.copy][stay.storage] = None
-    return [list(weights) for weights in found]
 
 
 class Sayings:
@@ -142,52 +129,38 @@ class Sayings:
         self._picture, self._steps, self._names = picture, picture.trace.steps, names
         self._sizes, self._resident = picture.plan.sizes, resident_bytes(picture.plan)
         self._places = storage_ranges(picture.plan)
-        self._brought = weights_of_copies(picture)
+        self._brought = weights_of(picture.plan, picture.copies)
         self._late: dict[int, set[int]] = {}
         for copy, weights in zip(picture.copies, self._brought, strict=True):
             self._late.setdefault(copy.step, set()).update(weights)
 
-    def of_interval(self, kind: str, number: int | None, waited: int) -> dict[str, Any]:
-        """A title, the weights that it is about, lines, and a name to show on it where there is one.
-
-        `waited` are the nanoseconds of the stall before it.
-        """
-        said = self._about(kind, number)
-        stalled = [("waited", format_time(waited))] if kind == "read" and waited else []
-        return said | {"lines": [*said["lines"], *stalled]}
-
-    def of_box(self, storage: int, piece: Range, until: int | None) -> dict[str, Any]:
-        """The same of a range of a storage that leaves the arena when step `until` ends, or never."""
-        place, n = self._places[storage], len(self._steps)
-        whole = f" of {format_size(place.nbytes)}" if place else ""
-        lines = [("bytes", format_size(piece.nbytes) + whole), ("here", "always: it never leaves")]
-        if until is not None:
-            after = "" if until < n else " in the pass after"
-            lines[1] = ("leaves", f"when {self._steps[until % n].name} ends{after}")
-        return {"title": self._names[storage], "weights": [storage], "lines": lines}
-
-    def _about(self, kind: str, number: int | None) -> dict[str, Any]:
-        """What all intervals of a kind with a number have in common."""
-        if kind in {"copy", "disk"} and number is not None:
-            weights = self._brought[number]
-            name = self._title(weights)
-            return {"title": name, "name": name, "weights": weights, "lines": self._copy(number)}
-        if number is None:
+    def of_interval(self, one: Interval) -> Said:
+        """What is said of an interval; compute that reads and copies are shown with their names."""
+        if one.of is None:
             titles = {"tail": "Compute after the last step", "gap": "Between two calls", "stall": "Stall"}
-            lines = [("for", "copies under way")] if kind == "stall" else []
-            return {"title": titles[kind], "weights": (), "lines": lines}
-        step = self._steps[number]
-        if kind == "lead":
-            return {"title": f"Compute before {step.name}", "weights": (), "lines": ()}
-        if kind == "stall":
-            late = [s for s in step.reads if s in self._late.get(number, ())] or step.reads
-            return {
-                "title": f"Stall before {step.name}",
-                "weights": late,
-                "lines": [("for", self._listed(late))],
-            }
-        lines = [("step", f"{number} (0 to {len(self._steps) - 1})"), ("reads", self._listed(step.reads))]
-        return {"title": step.name, "name": step.name, "weights": step.reads, "lines": lines}
+            return _said(titles[one.kind], (), [("for", "copies under way")] if one.kind == "stall" else [])
+        if one.kind in {"copy", "disk"}:
+            weights = self._brought[one.of]
+            return _said(title_of([self._names[s] for s in weights]), weights, self._copy(one.of), named=True)
+        step = self._steps[one.of]
+        if one.kind == "lead":
+            return _said(f"Compute before {step.name}", (), [])
+        if one.kind == "stall":
+            weights = [s for s in step.reads if s in self._late.get(one.of, ())] or list(step.reads)
+            return _said(f"Stall before {step.name}", weights, [("for", self._listed(weights))])
+        lines = [("step", f"{one.of} (0 to {len(self._steps) - 1})"), ("reads", self._listed(step.reads))]
+        return _said(step.name, step.reads, lines, named=True)
+
+    def of_box(self, box: Box) -> Said:
+        """The same of a range of a storage that is in the arena."""
+        place, n = self._places[box.storage], len(self._steps)
+        whole = f" of {format_size(place.nbytes)}" if place else ""
+        here = ("here", "always: it never leaves")
+        if box.until is not None:
+            after = "" if box.until < n else " in the pass after"
+            here = ("leaves", f"when {self._steps[box.until % n].name} ends{after}")
+        lines = [("bytes", format_size(box.range.nbytes) + whole), here]
+        return _said(self._names[box.storage], [box.storage], lines)
 
     def _copy(self, number: int) -> Lines:
         copy, weights = self._picture.copies[number], self._brought[number]
@@ -199,11 +172,6 @@ class Sayings:
         ]
         return lines + ([("brings", self._listed(weights))] if len(weights) > 1 else [])
 
-    def _title(self, weights: Sequence[int]) -> str:
-        if len(weights) > 2:
-            return f"{self._names[weights[0]]} and {len(weights) - 1} more"
-        return ", ".join(self._names[s] for s in weights)
-
     def _listed(self, weights: Sequence[int]) -> str:
         """A line for each of the first weights, and how many there are more."""
         lines = []
@@ -213,6 +181,10 @@ class Sayings:
             lines.append(self._names[s] + (f" ({format_size(self._sizes[s])}{stays})" if self._sizes else ""))
         more = len(weights) - _MOST_LISTED
         return "\n".join([*lines, *([f"and {more} more"] if more > 0 else [])])
+
+
+def _said(title: str, weights: Sequence[int], lines: Lines, *, named: bool = False) -> Said:
+    return {"title": title, "name": title * named, "weights": weights, "lines": lines}
 
 
 def _count(number: int, what: str) -> str:

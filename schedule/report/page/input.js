@@ -1,130 +1,104 @@
-// Wheel, pointer, keys and buttons over the charts of a pass, and what the pointer is at, in words.
+// Wheel, pointer and keys over the charts of a pass, and what is at a place of them, in words.
 
 const KEYS = {
-  "+": () => zoom("time", 0.6),
-  "=": () => zoom("time", 0.6),
-  "-": () => zoom("time", 1 / 0.6),
-  0: fit,
-  Home: fit,
-  ArrowLeft: () => move("time", -0.1),
-  ArrowRight: () => move("time", 0.1),
-  ArrowUp: () => move("address", -0.1),
-  ArrowDown: () => move("address", 0.1),
-  PageUp: () => zoom("address", 0.6),
-  PageDown: () => zoom("address", 1 / 0.6),
-  n: () => goToStep(figure.step + 1),
-  p: () => goToStep(figure.step - 1),
-  f: () => showSteps(figure.step < 0 ? figure.method.steps.length >> 1 : figure.step),
-  s: () => showRanges(figure.view.streamed),
+  "+": () => zoom("x", 0.6), "=": () => zoom("x", 0.6), "-": () => zoom("x", 1 / 0.6),
+  PageUp: () => zoom("y", 0.6), PageDown: () => zoom("y", 1 / 0.6),
+  ArrowLeft: () => move("x", -0.1), ArrowRight: () => move("x", 0.1),
+  ArrowUp: () => move("y", -0.1), ArrowDown: () => move("y", 0.1),
+  n: () => goToStep(figure.step + 1), p: () => goToStep(figure.step - 1),
+  f: () => showSteps(figure.step < 0 ? figure.view.steps.length >> 1 : figure.step),
+  s: () => showStreamed(),
+  0: fit, Home: fit,
   Escape: () => { showHit(null); follow(null); },
 };
 
-/** Where in a chart an event is, in pixels and in time and value, and what the chart shows of these. */
-function placeOf(name, { target, offsetX: left, offsetY: top }) {
-  const { clientWidth: width, clientHeight: height } = target;
-  const times = figure.time;
-  const values = name === "lanes" ? [0, figure.view.lanes.length] : figure.address;
-  const at = ([low, high], share) => low + (high - low) * share;
-  const [time, value] = [at(times, left / width), at(values, top / height)];
-  return { left, top, width, height, times, values, time, value };
-}
-
-/** Wheel and pointer over the plot of a chart. */
-function listen(name, plot) {
-  let grip = null; // where the pointer went down, until it goes up
-  const on = (kind, handle) => {
-    plot.addEventListener(kind, (event) => handle(placeOf(name, event), event), { passive: false });
-  };
-  on("wheel", (at, event) => {
-    const { deltaX, deltaY, shiftKey } = event;
-    const sideways = shiftKey ? deltaY || deltaX : deltaX;
-    if (event.altKey && name === "arena") zoom("address", 1.0015 ** deltaY, at.value);
-    else if (event.ctrlKey || event.metaKey) zoom("time", 1.002 ** deltaY, at.time);
-    else if (Math.abs(sideways) > (shiftKey ? 0 : Math.abs(deltaY))) move("time", sideways / at.width);
-    else return;
-    event.preventDefault();
-  });
-  on("pointerdown", (at, { pointerId }) => {
-    grip = at;
-    plot.setPointerCapture(pointerId);
-  });
-  on("pointermove", (at) => {
-    const [x, y] = grip ? [grip.left - at.left, grip.top - at.top] : [0, 0];
-    if (Math.hypot(x, y) > 4) grip.far = true;
-    showHit(grip?.far ? null : findHit(name, at), name, at);
-    if (!grip?.far) return;
-    move("time", x / at.width, grip.times);
-    if (name === "arena") move("address", y / at.height, grip.values);
-  });
-  on("pointerup", () => {
-    if (grip && !grip.far) follow(figure.hit?.weights[0] ?? null);
-    grip = null;
-  });
-  on("pointercancel", () => { grip = null; });
-  on("pointerleave", () => showHit(null));
-  on("dblclick", (at) => {
-    zoom("time", 0.2, at.time);
-    if (name === "arena") zoom("address", 0.2, at.value);
-  });
-}
-
-function onKey(event) {
+figure.root.onkeydown = (event) => {
   if (!(event.key in KEYS) || event.ctrlKey || event.metaKey || event.altKey) return;
   event.preventDefault();
   KEYS[event.key]();
+};
+
+/** Wheel and pointer over the plot of a chart. */
+function listen(name, chart) {
+  const plot = chart.over;
+  let grip = null; // where the pointer that is down was last, and whether it was moved
+  const on = (kind, act) => plot.addEventListener(kind, act, { passive: false });
+  const look = (event) => showHit(findHit(name, chart, event), event);
+  const zoomTime = (event, factor) => zoom("x", factor, chart.posToVal(event.offsetX, "x"));
+  const zoomAddress = (event, factor) => {
+    if (name === "arena") zoom("y", factor, chart.posToVal(event.offsetY, "y"));
+  };
+  on("wheel", (event) => {
+    const { deltaX, deltaY, altKey, ctrlKey, metaKey, shiftKey } = event;
+    if (altKey) zoomAddress(event, 1.0015 ** deltaY);
+    else if (ctrlKey || metaKey) zoomTime(event, 1.002 ** deltaY);
+    else if (shiftKey) move("x", (deltaX || deltaY) / plot.clientWidth);
+    else if (Math.abs(deltaX) > Math.abs(deltaY)) move("x", deltaX / plot.clientWidth);
+    else return;
+    event.preventDefault();
+  });
+  on("pointerdown", (event) => {
+    grip = { x: event.offsetX, y: event.offsetY, moved: false };
+    plot.setPointerCapture(event.pointerId);
+    look(event);
+  });
+  on("pointermove", (event) => {
+    if (!grip) return look(event);
+    const [x, y] = [grip.x - event.offsetX, grip.y - event.offsetY];
+    if (!grip.moved && Math.hypot(x, y) < 5) return;
+    grip = { x: event.offsetX, y: event.offsetY, moved: true };
+    showHit(null);
+    move("x", x / plot.clientWidth);
+    if (name === "arena") move("y", y / plot.clientHeight);
+  });
+  on("pointerup", () => {
+    if (grip && !grip.moved) follow(figure.hit?.weights[0] ?? null);
+    grip = null;
+  });
+  on("pointercancel", () => { grip = null; });
+  on("pointerleave", ({ pointerType }) => { if (pointerType === "mouse") showHit(null); });
+  on("dblclick", (event) => { zoomTime(event, 0.2); zoomAddress(event, 0.2); });
 }
 
-const spanOf = (start, end) => `${formatTime(end - start)}, from ${formatTime(Math.max(0, start))} on`;
-
-/** What is known of an item or a box, and when it happens. */
-function hitOf({ paint, start, ready = start, end, title, weights, lines }) {
-  const verb = { stall: "waits", held: "here for" }[paint] || "takes";
-  const times = paint === "resident" ? [] : [[verb, spanOf(start, end)]];
-  if (ready > start) times.push(["arrives", spanOf(start, ready)]);
+/** What is known of a piece of a picture, and when it happens. */
+function saidOf({ paint, start, ready, end, title, weights, lines }) {
+  const spanOf = (until) => `${formatTime(until - start)}, from ${formatTime(Math.max(0, start))} on`;
+  const verb = { stall: "waits", held: "here for" }[paint] ?? "takes";
+  const times = paint === "resident" ? [] : [[verb, spanOf(end)]];
+  if (ready > start) times.push(["arrives", spanOf(ready)]);
   return { title, weights, lines: [...times, ...lines] };
 }
 
-/** What is held at a time, between two corners of the line. */
-function hitOfMemory(time) {
-  const { held: [times, values], top } = figure.view;
-  const next = Math.max(1, times.findIndex((one) => one > time));
-  const share = clamp((time - times[next - 1]) / Math.max(1, times[next] - times[next - 1]), 0, 1);
-  const held = values[next - 1] + (values[next] - values[next - 1]) * share;
-  return { title: "In memory", weights: [], lines: [
-    ["at", formatTime(Math.max(0, time))],
-    ["held", `${formatBytes(held)}, ${Math.round((held / top) * 100)} % of the arena`],
-    ["resident", formatBytes(DATA.resident_bytes)],
-  ] };
-}
-
-/** What lies at a place, or within two pixels of it; else null. */
-function findHit(name, { width, height, times, values, time, value }) {
-  if (name === "memory") return hitOfMemory(time);
-  const { lanes, boxes } = figure.view;
-  for (const pixels of [0, 2]) {
-    const late = (pixels / width) * (times[1] - times[0]);
-    const far = (pixels / height) * (values[1] - values[0]);
-    const now = ({ start, end }) => start - late <= time && time <= end + late;
-    const here = ({ address, nbytes }) => address - far <= value && value <= address + nbytes + far;
-    const lane = lanes[clamp(Math.floor(value), 0, lanes.length - 1)];
-    const found = name === "lanes" ? lane.items.find(now) : boxes.find((one) => now(one) && here(one));
-    if (found) return hitOf(found);
+/** What lies uppermost at a place of a chart, or nearest within two pixels of it; else null. */
+function findHit(name, chart, { offsetX, offsetY }) {
+  const { bars, map } = figure.view;
+  if (name === "memory") {
+    const [time, held, resident] = chart.data.map((values) => values[chart.posToIdx(offsetX)]);
+    const share = `${formatBytes(held)}, ${Math.round((held / DATA.arena_bytes) * 100)} % of the arena`;
+    const lines = [["at", formatTime(time)], ["held", share], ["resident", formatBytes(resident)]];
+    return { title: "In memory", weights: [], lines };
   }
-  return null;
+  const away = (axis, at, from, to) => (
+    Math.max(chart.valToPos(from, axis) - at, 0, at - chart.valToPos(to, axis))
+  );
+  let [nearest, least] = [null, 2];
+  for (const one of name === "lanes" ? bars : map) {
+    const far = away("x", offsetX, one.start, one.end) + away("y", offsetY, one.low, one.high);
+    if (far <= least) [nearest, least] = [one, far];
+  }
+  return nearest && saidOf(nearest);
 }
 
-/** Says beside a place of a chart what is there; no hit hides it. */
-function showHit(hit, name = "lanes", { left, top } = {}) {
+/** Says beside a place of the window what is there, or nothing. */
+function showHit(hit, { clientX: x, clientY: y } = {}) {
   const tip = byId("tip");
   figure.hit = hit;
-  tip.hidden = !hit;
   redraw();
-  if (!hit) return;
-  const rowOf = ([title, said]) => element("tr", {}, element("th", { scope: "row" }, title), element("td", {}, said));
-  tip.replaceChildren(element("strong", {}, hit.title), element("table", {}, ...hit.lines.map(rowOf)));
-  const { over } = figure.charts[name];
-  const [x, y] = [over.offsetLeft + left, over.parentElement.offsetTop + over.offsetTop + top];
-  const [right, below] = [x + 16 + tip.offsetWidth, y + 18 + tip.offsetHeight];
-  tip.style.left = `${right > figure.root.clientWidth ? Math.max(0, x - 16 - tip.offsetWidth) : x + 16}px`;
-  tip.style.top = `${below > figure.root.clientHeight + 40 ? Math.max(0, y - 12 - tip.offsetHeight) : y + 18}px`;
+  if (!hit) return tip.replaceChildren();
+  const lines = hit.lines.flat().map((text) => element("span", {}, text));
+  tip.replaceChildren(element("strong", {}, hit.title), ...lines);
+  const { offsetWidth: width, offsetHeight: height } = tip;
+  const left = clamp(x + 16, 0, document.documentElement.clientWidth - width);
+  const top = y + 18 + height < window.innerHeight ? y + 18 : y - 12 - height;
+  tip.style.translate = `${left + window.scrollX}px ${top + window.scrollY}px`;
 }

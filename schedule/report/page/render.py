@@ -16,11 +16,11 @@ from importlib import resources
 from string import Template
 from typing import Any
 
-from penstock.schedule.facts.model import Decisions, Range
+from penstock.schedule.facts.model import Decisions
 from penstock.schedule.report import words
-from penstock.schedule.report.pictures import Interval, Picture, boxes_of, held_of, lanes_of, picture_of
-from penstock.schedule.report.uses import resident_bytes, uses_of
-from penstock.schedule.report.views import View, resident_of, storage_ranges
+from penstock.schedule.report.pictures import Box, Interval, Picture, boxes_of, held_of, lanes_of, picture_of
+from penstock.schedule.report.uses import uses_of
+from penstock.schedule.report.views import View, resident_bytes, storage_ranges
 from penstock.schedule.report.whatif import curve_of
 
 Facts = dict[str, Any]
@@ -31,10 +31,11 @@ _STYLES = ("vendor/uPlot.min.css", "page.css")
 _SCRIPTS = ("vendor/uPlot.iife.min.js", "base.js", "figure.js", "draw.js", "input.js", "curve.js", "table.js")
 
 
-def render_page(plan: Decisions, names: Sequence[str], sweep: Sequence[Mapping[str, Any]] | None) -> str:
+def render_page(plan: Decisions, names: Sequence[str], sweep: Sequence[Mapping[str, Any]] = ()) -> str:
     """The whole page; `names` has one for every storage, `sweep` the points of the budget curve."""
-    data = json.dumps(page_data(plan, names, sweep), separators=(",", ":"), allow_nan=False)
-    here = [point["policies"] for point in sweep or () if point["budget"] == plan.budget]
+    data = page_data(plan, names, sweep)
+    packed = gzip.compress(json.dumps(data, separators=(",", ":"), allow_nan=False).encode(), mtime=0)
+    here = [point["policies"] for point in sweep if point["budget"] == plan.budget]
     policies = {name: ns for name, ns in (here[0] if here else {}).items() if ns is not None}
     facts = (map(html.escape, fact) for fact in words.facts_of(plan))
     return Template(_read("page.html")).substitute(
@@ -44,34 +45,29 @@ def render_page(plan: Decisions, names: Sequence[str], sweep: Sequence[Mapping[s
         facts="\n".join(
             f"<div><dt>{title}</dt><dd>{value}</dd><dd>{more}</dd></div>" for title, value, more in facts
         ),
-        curve=words.note_of_curve(bool(sweep)),
+        curve=words.note_of_curve(swept=bool(sweep), logarithmic=data["curve"]["logarithmic"]),
         style="\n".join(map(_read, _STYLES)),
         # Packed, so that thousands of transfers stay small, and no name can end the element.
-        data=base64.b64encode(gzip.compress(data.encode(), mtime=0)).decode(),
+        data=base64.b64encode(packed).decode(),
         licence=_read("vendor/LICENSE.txt"),
         script="\n".join(map(_read, _SCRIPTS)),
     )
 
 
-def page_data(plan: Decisions, names: Sequence[str], sweep: Sequence[Mapping[str, Any]] | None) -> Facts:
+def page_data(plan: Decisions, names: Sequence[str], sweep: Sequence[Mapping[str, Any]] = ()) -> Facts:
     """What the page draws, as JSON: totals, weights, and for each method what happens when."""
     ends = [segment.stop for segment in plan.arena.segments] if plan.arena_bytes else [0]
-    weights = zip(names, storage_ranges(plan), resident_bytes(plan), strict=True)
+    places = plan.addresses or plan.arena.layout
+    fields = ("name", "nbytes", "address", "resident")
+    sizes = plan.sizes or [place and place.nbytes for place in storage_ranges(plan)]
+    weights = zip(names, sizes, places, resident_bytes(plan), strict=True)
     return {
         "budget": plan.budget,
         "arena": plan.arena.kind,
         "arena_bytes": plan.arena_bytes,
         "addresses": plan.arena_bytes if plan.addresses else max(ends),
         "resident_bytes": sum(one.nbytes for one in plan.resident),
-        "weights": [
-            {
-                "name": name,
-                "nbytes": plan.sizes[s] if plan.sizes else place and place.nbytes,
-                "address": _address(plan, s, place) if place else -1,
-                "resident": held,
-            }
-            for s, (name, place, held) in enumerate(weights)
-        ],
+        "weights": [dict(zip(fields, weight, strict=True)) for weight in weights],
         "methods": [_method(picture_of(plan, which), names) for which in range(len(plan.traces))],
         "curve": curve_of(plan, sweep),
     }
@@ -79,7 +75,7 @@ def page_data(plan: Decisions, names: Sequence[str], sweep: Sequence[Mapping[str
 
 def _method(picture: Picture, names: Sequence[str]) -> Facts:
     trace, views, sayings = picture.trace, picture.views, words.Sayings(picture, names)
-    about: dict[str, int] = {}  # what is said of items and boxes, as JSON, and its place
+    about: dict[str, int] = {}  # what is said of pieces, as JSON, and its place
     return {
         "name": f"{trace.method}, {trace.shape}" if trace.shape else trace.method,
         "steps": [step.name for step in trace.steps],
@@ -91,40 +87,34 @@ def _method(picture: Picture, names: Sequence[str]) -> Facts:
 
 
 def _view(picture: Picture, view: View, sayings: words.Sayings, about: dict[str, int]) -> Facts:
-    """What happens in the passes of a view: items of lanes, boxes of the arena, and what is said of them."""
-    plan, zero, boxes = picture.plan, view.begins[view.focus], boxes_of(picture, view)
-    begin, end = view.begins[0] - zero, view.end - zero
-    held, lanes = held_of(picture, view, boxes), lanes_of(picture, view)
-    waits = {one.end: one.end - one.start for one in lanes["compute"] if one.kind == "stall"}
+    """What happens in the passes of a view: bars in lanes, boxes in the arena, and the bytes that are held.
 
-    def known(paint: str, said: Facts) -> Facts:
-        return {"paint": paint, "about": about.setdefault(json.dumps(said), len(about))}
+    A piece of either is a colour, the place of what is said of it, when it starts, is whole and ends, and
+    where it lies: between which numbers of lanes or which addresses.
+    """
+    plan, lanes, zero = picture.plan, lanes_of(picture, view), view.now.call_start
+    boxes = boxes_of(picture, view)
 
-    def item(one: Interval) -> Facts:
-        said = sayings.of_interval(one.kind, one.of, waits.get(one.start, 0))
-        when = {"start": one.start - zero, "end": one.end - zero}
-        return when | known(_PAINTS.get(one.kind, one.kind), said)
+    def piece(paint: str, said: Facts, times: Sequence[int], low: int, high: int) -> Sequence[Any]:
+        at = about.setdefault(json.dumps(said), len(about))
+        return (_PAINTS.get(paint, paint), at, *(time - zero for time in times), low, high)
 
-    def box(storage: int, piece: Range, until: int | None, *times: int) -> Facts:
-        where = {"weight": storage, "address": _address(plan, storage, piece), "nbytes": piece.nbytes}
-        said = where | sayings.of_box(storage, piece, until)
-        when = dict(zip(("start", "ready", "end"), times, strict=True))
-        return when | known("resident" if until is None else "held", said)
+    def bar(one: Interval, lane: int) -> Sequence[Any]:
+        return piece(one.kind, sayings.of_interval(one), (one.start, one.start, one.end), lane, lane + 1)
 
-    always = [box(storage, piece, None, begin, begin, end) for storage, piece in resident_of(plan)]
-    stays = [(picture.stays[one.stay], one.start - zero, one.ready - zero, one.end - zero) for one in boxes]
+    def box(one: Box) -> Sequence[Any]:
+        moved = plan.addresses[one.storage] - plan.arena.layout[one.storage] if plan.addresses else 0
+        paint, times = "resident" if one.until is None else "held", (one.start, one.ready, one.end)
+        return piece(paint, sayings.of_box(one), times, one.range.start + moved, one.range.stop + moved)
+
     return {
-        "limits": (begin, end),
+        "limits": (view.begins[0] - zero, view.end - zero),
         "period": view.period_ns,
-        "lanes": [{"name": name, "items": [item(one) for one in lane]} for name, lane in lanes.items()],
-        "boxes": always + [box(stay.storage, stay.range, stay.until, *times) for stay, *times in stays],
-        "held": [[time - zero for time, _ in held], [nbytes for _, nbytes in held]],
+        "lanes": list(lanes),
+        "bars": [bar(one, at) for at, lane in enumerate(lanes.values()) for one in lane],
+        "boxes": [box(one) for one in boxes],
+        "held": list(zip(*((time - zero, nbytes) for time, nbytes in held_of(view, boxes)), strict=True)),
     }
-
-
-def _address(plan: Decisions, storage: int, piece: Range) -> int:
-    """Where a range of a storage lies in the picture: in a paged arena that is its layout offset."""
-    return piece.start + (plan.addresses[storage] - plan.arena.layout[storage] if plan.addresses else 0)
 
 
 def _read(name: str) -> str:

@@ -1,61 +1,58 @@
 // Every weight: where it lives, what it costs and why; searched, sorted and narrowed down. Then all begins.
 
-const LIVES = ["resident", "in part", "streamed", "outside", "not read"];
 const table = { rows: [], order: "step", down: false, lives: "all" };
 const collator = new Intl.Collator("en", { numeric: true });
 
 /** A name that may be broken behind its dots and underscores, and nowhere else if possible. */
-const breakable = (name) => name.split(/(?<=[._])/).flatMap((part, i) => (i ? [element("wbr"), part] : [part]));
+const breakable = (name) => name.split(/(?<=[._])/).flatMap((part) => [part, element("wbr")]);
 
-/** The line of a weight in the table, and what it is ordered by. */
+/** The line of a weight in the table, what it is ordered by, and what it is found by. */
 function rowOf(weight, index) {
-  const { name, nbytes, resident, lives, where, first, streamed, why } = { ...weight, ...figure.method.uses[index] };
+  const { method } = figure;
+  const { name, nbytes, resident, lives, where, first, streamed, why } = { ...weight, ...method.uses[index] };
   const share = nbytes ? Math.min(1, resident / nbytes) : 0;
-  const button = element("button", { type: "button", title: "Show in the picture" }, ...breakable(name));
-  button.onclick = () => follow(index, true);
-  const rest = share || streamed ? "held" : "soft";
-  const paint = `background: linear-gradient(90deg, var(--muted) ${share * 100}%, var(--${rest}) 0)`;
+  const bar = `--stays: ${share * 100}%; --rest: var(--${share || streamed ? "held" : "soft"})`;
+  const named = { name: "weight", value: index, title: "Show in the picture" };
   const line = element("tr", {}, ...[
-    ["name", button],
-    ["number", nbytes === null ? "unknown" : formatBytes(nbytes)],
-    ["where", element("span", { class: "share", style: paint }), where],
-    ["number", streamed ? formatBytes(streamed) : "\u2013"],
-    ["step", ...breakable(first < 0 ? "\u2013" : `${first} ${figure.method.steps[first]}`)],
-    ["why", why],
-  ].map(([kind, ...content]) => element("td", { class: kind }, ...content)));
-  const orders = { name, nbytes: nbytes ?? -1, where: LIVES.indexOf(lives) * 2 - share, streamed, why };
-  return { ...orders, step: first < 0 ? Infinity : first, line, index, lives };
+    [element("button", named, ...breakable(name))],
+    [nbytes === null ? "unknown" : formatBytes(nbytes)],
+    [element("span", { className: "share", style: bar }), where],
+    [streamed ? formatBytes(streamed) : "\u2013"],
+    breakable(first < 0 ? "\u2013" : `${first} ${method.steps[first]}`),
+    [why],
+  ].map((content) => element("td", {}, ...content)));
+  const orders = { name, nbytes, where, streamed, why };
+  const text = `${line.textContent} ${lives}`.toLowerCase();
+  return { ...orders, step: first < 0 ? Infinity : first, line, index, lives, text };
 }
 
 /** Orders the rows, and shows those that are searched for. */
 function showTable() {
   const { rows, order, down, lives } = table;
-  const compared = (a, b) => (typeof a === "string" ? collator.compare(a, b) : a === b ? 0 : a - b);
-  rows.sort((a, b) => compared(a[order], b[order]) * (down ? -1 : 1) || a.index - b.index);
+  const compare = (a, b) => collator.compare(a[order], b[order]) * (down ? -1 : 1) || a.index - b.index;
   const words = byId("search").value.toLowerCase().split(/\s+/);
-  const found = ({ line }) => words.every((word) => line.textContent.toLowerCase().includes(word));
-  const shown = rows.filter((row) => ["all", row.lives].includes(lives) && found(row));
+  const shown = rows.sort(compare).filter((row) => (
+    ["all", row.lives].includes(lives) && words.every((word) => row.text.includes(word))
+  ));
   byId("weights").tBodies[0].replaceChildren(...shown.map((row) => row.line));
-  each("[data-order]", (button, key) => {
-    button.parentElement.setAttribute("aria-sort", key !== order ? "none" : down ? "descending" : "ascending");
-  });
-  each("[data-lives]", (button, key) => button.setAttribute("aria-pressed", key === lives));
-  const nbytes = formatBytes(shown.reduce((sum, row) => sum + Math.max(0, row.nbytes), 0));
-  const of = shown.length < rows.length ? `${shown.length.toLocaleString("en")} of ` : "";
-  byId("count").textContent = `${of}${rows.length.toLocaleString("en")} weight${rows.length === 1 ? "" : "s"}, ${nbytes}`;
+  for (const { value, parentElement: head } of document.getElementsByName("order")) {
+    head.ariaSort = value !== order ? "none" : down ? "descending" : "ascending";
+  }
+  press("lives", lives);
+  const nbytes = formatBytes(shown.reduce((sum, row) => sum + row.nbytes, 0));
+  byId("count").textContent = `${shown.length} of ${rows.length} weights, ${nbytes}`;
 }
 
 /** The rows of the method; search and order stay. */
 function fillTable() {
   table.rows = DATA.weights.map(rowOf);
-  const of = (lives) => [lives, table.rows.filter((row) => row.lives === lives).length];
-  const kinds = LIVES.map(of).filter(([, count]) => count);
-  if (!kinds.some(([lives]) => lives === table.lives)) table.lives = "all";
-  const shown = [["all", table.rows.length], ...(kinds.length > 1 ? kinds : [])];
-  byId("lives").replaceChildren(...shown.map(([lives, count]) => element(
-    "button", { type: "button", "data-lives": lives }, lives, element("small", {}, count.toLocaleString("en")),
+  const countOf = (kind) => table.rows.filter(({ lives }) => ["all", lives].includes(kind)).length;
+  const kinds = ["all", ...new Set(table.rows.map(({ lives }) => lives))];
+  if (!kinds.includes(table.lives)) table.lives = "all";
+  byId("lives").hidden = kinds.length < 3;
+  byId("lives").replaceChildren(...kinds.map((kind) => (
+    element("button", { name: "lives", value: kind }, kind, element("small", {}, countOf(kind)))
   )));
-  onClick("lives", (lives) => { table.lives = lives; showTable(); });
   showTable();
 }
 
@@ -66,33 +63,44 @@ function follow(index, fromTable = false) {
   redraw();
   if (!fromTable) return;
   const { address, nbytes } = DATA.weights[index];
-  const [low, high] = figure.address;
-  if (address >= 0 && (address < low || address > high)) move("address", (address + nbytes / 2 - low) / (high - low) - 0.5);
-  const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
-  figure.root.scrollIntoView({ block: "center", behavior: still ? "auto" : "smooth" });
-  figure.root.focus({ preventScroll: true });
+  const [low, high] = figure.y;
+  if (address >= 0 && (address < low || address > high)) {
+    show("y", address + (nbytes - high + low) / 2, address + (nbytes + high - low) / 2);
+  }
+  figure.root.focus();
 }
 
-/** Shows a pass of a method, what the colours in it mean, and the buttons that do something in it. */
+/** Shows a pass of a method, and what the colours in it mean. */
 function showPass() {
-  const { method, key } = figure;
   showView();
-  const { lanes, boxes, streamed, note } = figure.view;
-  const drawn = new Set([...lanes.flatMap(({ items }) => items), ...boxes].map(({ paint }) => paint));
-  const meanings = Object.entries(PAINTS).filter(([paint]) => drawn.has(paint));
-  const styleOf = (paint) => ({ style: `--paint: var(--${paint})`, "data-paint": paint });
-  const signOf = ([paint, text]) => element("span", styleOf(paint), text);
-  byId("legend").replaceChildren(...meanings.map(signOf));
+  const { bars, map, note } = figure.view;
+  const drawn = new Set([...bars, ...map].map(({ paint }) => paint));
+  for (const sign of byId("legend").children) sign.hidden = !drawn.has(sign.dataset.paint);
   byId("pass-note").textContent = note;
-  each("[data-view]", (button, view) => button.setAttribute("aria-pressed", view === key));
-  each("[data-key=f]", (button) => { button.hidden = method.steps.length <= MANY; });
-  each("[data-key=s]", (button) => { button.hidden = !streamed.length || !DATA.addresses; });
+  press("view", figure.key);
 }
+
+/** Marks which of several buttons holds. */
+function press(name, value) {
+  for (const button of document.getElementsByName(name)) button.ariaPressed = button.value === value;
+}
+
+const CLICKS = {
+  key: (key) => KEYS[key](),
+  view: (key) => { figure.key = key; showPass(); },
+  order: (order) => {
+    Object.assign(table, { order, down: order === table.order && !table.down });
+    showTable();
+  },
+  lives: (lives) => { table.lives = lives; showTable(); },
+  weight: (index) => follow(Number(index), true),
+};
 
 let curve = null;
 function drawAll() {
   colours = {};
-  for (const chart of Object.values(figure.charts)) chart.setSize({ width: figure.root.clientWidth, height: chart.height });
+  const width = figure.root.clientWidth;
+  for (const chart of Object.values(figure.charts)) chart.setSize({ width, height: chart.height });
   curve?.destroy();
   curve = drawCurve();
 }
@@ -101,16 +109,16 @@ const select = byId("method");
 select.parentElement.hidden = DATA.methods.length < 2;
 select.replaceChildren(...DATA.methods.map(({ name }, index) => element("option", { value: index }, name)));
 select.onchange = () => { figure.method = DATA.methods[select.value]; showPass(); fillTable(); };
-onClick("view", (key) => { figure.key = key; showPass(); });
-onClick("key", (key) => KEYS[key]());
-onClick("order", (order, button) => {
-  Object.assign(table, { order, down: order === table.order ? !table.down : button.closest(".number") !== null });
-  showTable();
-});
+document.onclick = ({ target }) => {
+  const button = target.closest("button");
+  if (button) CLICKS[button.name](button.value);
+};
 byId("search").oninput = showTable;
-each(".addresses", (part) => { part.hidden = !DATA.addresses; });
-figure.root.onkeydown = onKey;
+document.body.classList.toggle("flat", !DATA.addresses);
 if (figure.method) select.onchange();
-new ResizeObserver(drawAll).observe(byId("curve-title"));
+new ResizeObserver(drawAll).observe(byId("pass-note"));
 matchMedia("(prefers-color-scheme: dark)").onchange = drawAll;
+for (const [event, paper] of [["beforeprint", true], ["afterprint", false]]) {
+  window.addEventListener(event, () => { document.body.classList.toggle("paper", paper); drawAll(); });
+}
 document.documentElement.dataset.ready = "";

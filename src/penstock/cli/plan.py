@@ -80,7 +80,7 @@ def _write(
             file.write(found.plan.to_json().encode())
     if report is not None:
         sweep = [asdict(point) for point in found.points or ()]
-        save_report(found.plan, report, sweep=sweep or None, force=force)
+        save_report(found.plan, report, sweep=sweep, force=force)
     if timeline is not None:
         found.plan.save_timeline(timeline, force=force)
 

@@ -38,7 +38,8 @@ class Page:
     def __init__(self, browser: Chrome, path: Path, *, scheme: str = "light", width: int = 1280) -> None:
         self.browser = browser
         size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
-        media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        wishes = {"prefers-color-scheme": scheme, "prefers-reduced-motion": "reduce"}
+        media = {"features": [{"name": name, "value": value} for name, value in wishes.items()]}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
         browser.get(path.as_uri())
@@ -64,6 +65,9 @@ class Page:
         self.browser.find_element(By.CSS_SELECTOR, selector).click()
         self.settle()
 
+    def press(self, name: str, value: str) -> None:
+        self.click(f"button[name='{name}'][value='{value}']")
+
     def hover(self, time: float, part: str, height: float = 0.5) -> str:
         """What the picture says at a share of the pass that is looked at and of the height of a part."""
         script = """const plot = document.querySelector(`#figure .${arguments[0]} .u-over`);
@@ -77,8 +81,7 @@ class Page:
         actions.pointer_action.move_to_location(round(x), round(top + tall * height))
         actions.perform()
         self.settle()
-        hidden = self.browser.execute_script("return document.getElementById('tip').hidden")
-        return "" if hidden else self.text("#tip")
+        return self.text("#tip")
 
     def rows(self) -> list[str]:
         """The names of the weights that the table shows."""

@@ -120,7 +120,7 @@ def test_sizes_of_storages_are_found_without_the_catalog(kind: ArenaKind) -> Non
 
 def test_the_table_says_where_a_weight_lives_and_why() -> None:
     plan = equal_plan(kind="contiguous")
-    data = page_data(plan, [f"w{s}" for s in range(8)], None)
+    data = page_data(plan, [f"w{s}" for s in range(8)])
     weights, uses = data["weights"], data["methods"][0]["uses"]
     assert [weight["name"] for weight in weights] == [f"w{s}" for s in range(8)]
     for s in range(8):
@@ -129,7 +129,7 @@ def test_the_table_says_where_a_weight_lives_and_why() -> None:
         assert stays == (uses[s]["streamed"] == 0) == (uses[s]["lives"] == "resident")
         assert uses[s]["why"].startswith("read once a pass; ")
         assert uses[s]["first"] == s
-    part = [use["why"] for use in page_data(equal_plan(), ["w"] * 8, None)["methods"][0]["uses"]]
+    part = [use["why"] for use in page_data(equal_plan(), ["w"] * 8)["methods"][0]["uses"]]
     assert all(
         re.search(r"3\d % stays, the rest is copied while the step before runs; its", why) for why in part
     )
@@ -141,7 +141,7 @@ def test_the_table_explains_what_never_streams() -> None:
     traces = (Trace("forward", 0, "", steps, 0, 0, "modelled"),)
     arena = packed_arena(storages, traces, kind="paged", granule=64, alignment=64)
     plan = make_plan(Problem(storages, traces, arena, hardware=machine(1e9)), 3 * UNIT)
-    data = page_data(plan, "abcd", None)
+    data = page_data(plan, "abcd")
     why = [use["why"] for use in data["methods"][0]["uses"]]
     assert why[0] == "read once a pass; all weights fit, so that nothing streams"
     assert why[2] == "forward does not read it"

@@ -114,7 +114,7 @@ def test_several_methods_are_told_apart(tmp_path: Path) -> None:
     events = json.loads((tmp_path / "plan.json").read_text())["traceEvents"]
     names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {"forward on toy", "decode on toy"}
-    assert len(page_data(plan, "abcdef", None)["methods"]) == 2
+    assert len(page_data(plan, "abcdef")["methods"]) == 2
 
 
 def test_a_program_without_steps_has_empty_pictures(tmp_path: Path) -> None:
