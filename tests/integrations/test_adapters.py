@@ -82,7 +82,7 @@ def test_an_adapter_that_comes_later_is_refused_and_the_model_is_restored(tmp_pa
     reference = models.twin(model)
     with apply(model, "340KB", cache=tmp_path):
         model.add_adapter(LoraConfig(r=4, target_modules=["q_proj"]), "late")
-        with pytest.raises(StreamError, match=r"q_proj is another module than when penstock was applied"):
+        with pytest.raises(StreamError, match=r"q_proj is another module than at export"):
             model(IDS)
     assert torch.equal(models.frozen(model)(IDS).logits, reference(IDS).logits)  # it begins as nothing
 

@@ -14,7 +14,8 @@ from transformers import T5ForConditionalGeneration
 
 from penstock.integrations import load
 from penstock.integrations.folders import Stored, open_model
-from penstock.schedule.facts.errors import SourceError
+from penstock.schedule.facts.errors import SourceError, StreamError
+from penstock.schedule.facts.sizes import format_size
 from tests.integrations import models
 
 # peft asks transformers for what transformers has renamed.
@@ -75,6 +76,19 @@ def test_files_of_another_dtype_than_the_configuration_says_are_refused_with_the
         SourceError, match=r"float32 in its files and float16 by its .* variant='fp16', or load"
     ):
         load(folder, "1MB")
+
+
+def test_what_is_loaded_says_that_it_streams_and_what_to_do_with_a_change(folder, tmp_path):
+    model = load(folder, "1MiB", example=models.nothing, cache=tmp_path / "cache")
+    nbytes = sum(value.nbytes for value in model.parameters())
+    assert f"\n  {format_size(nbytes)} of parameters streamed by penstock\n" in str(model)
+    with pytest.raises(StreamError, match="call the model itself, or load it with its library instead"):
+        model.state_dict()
+    del model.model.norm
+    with pytest.raises(
+        StreamError, match=r"norm was taken out \(an adapter\?\): take that back, or load it with"
+    ):
+        model(torch.tensor([[3, 4, 5]]))
 
 
 def test_pickled_weights_are_refused_with_what_to_do(folder):

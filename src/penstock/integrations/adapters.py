@@ -148,7 +148,10 @@ def named_adapter(modules: Mapping[str, nn.Module], adapter: str | None) -> str:
     """The name of the adapter to work on: `adapter`, or the only one. Raises StreamError where none fits."""
     names = list(dict.fromkeys(name for module in modules.values() for name in adapters_of(module)))
     if not names:
-        raise StreamError(f"there is no adapter whose values could be replaced: {_AGAIN}")
+        raise StreamError(
+            "there is no adapter whose values could be replaced: load the model and that adapter with their "
+            "library, and apply penstock to that"
+        )
     chosen = names[0] if adapter is None and len(names) == 1 else adapter
     if chosen not in names:
         found = f"there is no adapter {chosen!r}" if chosen else f"there are {len(names)} adapters"

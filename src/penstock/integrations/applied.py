@@ -48,7 +48,11 @@ from penstock.schedule.facts.sizes import format_size, parse_size
 
 _log = logging.getLogger(__name__)
 
-_INSTEAD = "call the model itself, or restore it first (restore() of what apply returned)"
+_RESTORE = "restore it first (restore() of what apply returned)"
+_RESTORE_AND_APPLY = "restore it, and apply penstock to it as it is to be"
+
+_LOAD_ELSEWHERE = "load it with its library instead, as it was never in memory"
+_LOAD_AND_APPLY = "load it with its library as it is to be, and apply penstock to that"
 
 _LATER = ": what it did not reach is exported when it is first called, or now where example= makes the call"
 
@@ -68,10 +72,16 @@ class Applied:
         self._where = where
         self.components: dict[str, Component] = {}
         self._restores = restores
+        self._instead = f"call the model itself, or {_RESTORE if restores else _LOAD_ELSEWHERE}"
+        self._again = _RESTORE_AND_APPLY if restores else _LOAD_AND_APPLY
         self._modules: dict[str, nn.Module] = {}
         self._hollow: dict[str, Hollow] = {}
         self._replaced: list[tuple[nn.Module, str, Any]] = []
         self._trained: list[nn.Module] = []
+
+    def __repr__(self) -> str:
+        state = f"streamed within {format_size(self.cap.nbytes)} on {self._where.device}"
+        return f"Applied({type(self.target).__name__}, {state if self._hollow else 'restored'})"
 
     @property
     def freed_bytes(self) -> int:
@@ -110,8 +120,8 @@ class Applied:
             not_compiled: Any = torch.compiler.disable  # torch.compile leaves the call as it is
             part.__dict__[method] = not_compiled(call)
         with uninterrupted():
-            self._hollow[name] = Hollow(module, _INSTEAD, self._where.target)
-        component.check = Watch(module).check
+            self._hollow[name] = Hollow(module, self._instead, self._where.target)
+        component.check = Watch(module, self._again).check
 
     def evaluate(self, module: nn.Module) -> None:
         """Put a module in eval mode until it is restored."""

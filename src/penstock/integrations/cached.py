@@ -45,7 +45,8 @@ def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     for name, value in found.items():
         if isinstance(value, AbsentTensor):
             raise PassError(
-                "penstock is applied to this module, or to a part of it, already: restore() that first"
+                "this module, or a part of it, streams already: restore() it first where apply was called; "
+                "what load returned is to be used as it is"
             )
         if type(value) not in (torch.Tensor, nn.Parameter):
             raise PassError(

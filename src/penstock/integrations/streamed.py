@@ -171,8 +171,8 @@ class Component:
         if len(self._methods) == _MOST_METHODS:
             raise StreamError(
                 f"{self.name} was called in {_MOST_METHODS} kinds and sizes that need a program each: call "
-                "it with fewer kinds of arguments or with sizes that repeat, or restore it, which forgets "
-                "them, and apply penstock again"
+                "it with fewer kinds of arguments or with sizes that repeat, or begin again with apply or "
+                "load, which forgets them"
             )
         self.refuse_lost()
         _log.info("exporting %s.%s for %s", self.name, call.entry, call.text)
@@ -205,7 +205,7 @@ class Component:
                 raise SourceError(
                     f"{file} is gone, and it held the weights of {self.name}, which are not in memory: put "
                     "the file back; where that cannot be, restore() is impossible too, so load the model "
-                    "again with its library, and apply penstock to that"
+                    "again, from files that are there"
                 )
 
     def swapping(self, kept: KeptWeights) -> Callable[[], None]:

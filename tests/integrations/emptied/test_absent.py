@@ -49,7 +49,7 @@ def test_its_values_are_not_to_be_had(applied, use):
 
 
 def test_one_that_the_arguments_do_not_show_is_refused_without_its_name(applied):
-    with pytest.raises(StreamError, match="a parameter is not in memory: restore the model first"):
+    with pytest.raises(StreamError, match="a parameter is not in memory: call the model itself"):
         handle_torch_function(torch.add, [applied[0][0].weight], SimpleNamespace(weight=0))
 
 
@@ -108,10 +108,14 @@ def test_its_facts_are(applied):
 def test_restored_it_is_what_it_was(tmp_path):
     model = nn.Linear(8, 8).requires_grad_(False)
     weight, values = model.weight, model.weight.clone()
-    with apply(model, "1MB", cache=tmp_path):
-        with pytest.raises(PassError, match="applied to this module, or to a part of it, already: restore"):
+    with apply(model, "1MiB", cache=tmp_path) as applied:
+        assert str(model).endswith("bias=True, 288 B of parameters streamed by penstock)")
+        assert repr(applied) == "Applied(Linear, streamed within 1.00 MiB on cpu)"
+        with pytest.raises(PassError, match="or a part of it, streams already: restore"):
             apply(nn.Sequential(model), "1MB", cache=tmp_path)
         assert model.weight is weight
+    assert str(model) == "Linear(in_features=8, out_features=8, bias=True)"
+    assert repr(applied) == "Applied(Linear, restored)"
     assert type(weight) is nn.Parameter
     assert not vars(weight)
     assert torch.equal(weight, values)
@@ -173,7 +177,7 @@ def test_a_restore_that_fails_leaves_the_model_applied(tmp_path):
 
 
 def test_an_apply_that_fails_leaves_the_model_as_it_was(tmp_path, monkeypatch):
-    def fail(_: object) -> None:
+    def fail(*_: object) -> None:
         raise MemoryError("no memory")
 
     model = nn.Linear(8, 8).requires_grad_(False)

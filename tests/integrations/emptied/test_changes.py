@@ -98,7 +98,7 @@ def test_a_part_that_is_replaced_taken_out_or_added_is_named_by_its_path(tmp_pat
         model.linear.later = nn.Identity()
 
     said = {
-        replace: "linear is another module than when penstock was applied",
+        replace: "linear is another module than at export",
         take_out: "linear was taken out",
         add: r"linear\.later is new",
     }
@@ -106,7 +106,9 @@ def test_a_part_that_is_replaced_taken_out_or_added_is_named_by_its_path(tmp_pat
         model = tiny()
         applied = apply(model, "1MB", example=models.nothing, cache=tmp_path)
         change(model)
-        with pytest.raises(StreamError, match=rf"any more: its part {what}.*: restore it, and apply"):
+        with pytest.raises(
+            StreamError, match=rf"any more: its part {what}.*: take that back, or restore it, and"
+        ):
             model(X)
         applied.restore()
 

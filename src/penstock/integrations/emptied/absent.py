@@ -114,7 +114,7 @@ def _exchange(one: torch.Tensor, other: torch.Tensor) -> None:
 def _refuse_values(args: Any, kwargs: Any) -> NoReturn:
     """Raise StreamError, which names the tensor where the arguments show it."""
     said = [vars(one)[_SAYS] for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, AbsentTensor)]
-    raise StreamError(said[0] if said else "a parameter is not in memory: restore the model first")
+    raise StreamError(said[0] if said else "a parameter is not in memory: call the model itself")
 
 
 @dataclass(frozen=True)

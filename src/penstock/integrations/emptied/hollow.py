@@ -16,6 +16,7 @@ from penstock.integrations.kept import KeptWeights, digest_of
 from penstock.passes.building.fake_export import Built
 from penstock.passes.weights.subclasses import each_part, plain_tensors
 from penstock.schedule.facts.errors import PassError, SourceError, StreamError
+from penstock.schedule.facts.sizes import format_size
 
 
 def plain_parts(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -60,6 +61,10 @@ class Hollow:
                 self._absent[name] = one = Emptied.made_of(value, name, sentence, empty[storage])
                 on_error.callback(one.give, data)
             self._put_on(device, module, sentence)
+            own = module.extra_repr
+            self._undo.callback(
+                _replace(module, "extra_repr", lambda: ", ".join(filter(None, (own(), self.description))))
+            )
             for path, one in module.named_modules():
                 if one._parameters or (one is module and plain):
                     _refuse_uses(one, path, sentence, self._undo)
@@ -67,8 +72,18 @@ class Hollow:
 
     @property
     def nbytes(self) -> int:
-        given = {one.storage: one for one in self._absent.values() if one.storage not in self._shared}
-        return sum(one.nbytes for one in given.values() if one.device.type != "meta")
+        """Bytes of memory that were given back."""
+        return sum(one.nbytes for one in self._storages if one.device.type != "meta")
+
+    @property
+    def description(self) -> str:
+        """What `print` says of the module beside its own facts."""
+        return f"{format_size(sum(one.nbytes for one in self._storages))} of parameters streamed by penstock"
+
+    @property
+    def _storages(self) -> Iterable[Emptied]:
+        """A parameter for each storage that has no memory any more."""
+        return {one.storage: one for one in self._absent.values() if one.storage not in self._shared}.values()
 
     def filling(self, kept: Sequence[KeptWeights]) -> Callable[[], None]:
         """Read the values that files keep; returns a function that gives them to the parameters.

@@ -12,7 +12,7 @@ from penstock.schedule.facts.errors import StreamError
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
-_OWN = frozenset(vars(nn.Module())) | {"forward", "__deepcopy__", "__reduce_ex__", "_apply"}
+_OWN = frozenset(vars(nn.Module())) | {"forward", "extra_repr", "__deepcopy__", "__reduce_ex__", "_apply"}
 """Attributes that every module has, or that penstock sets."""
 
 _BESIDE = frozenset(
@@ -37,10 +37,13 @@ _DEPTH = 6
 
 class Watch:
     """A record of a module: its submodules, configuration and adapters, and their attributes, tensors and
-    hooks."""
+    hooks.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    `again` tells a user how to begin again with the changed module.
+    """
+
+    def __init__(self, module: nn.Module, again: str) -> None:
+        self._module, self._again = module, again
         self._parts = _parts(module)
         self._settings = _settings(module)
         self._adapters = _adapters(module)
@@ -48,28 +51,28 @@ class Watch:
 
     def check(self) -> None:
         """Raise StreamError, naming what changed, where the program no longer does what the module says."""
-        changed = ""
+        changed, then = "", f"take that back, or {self._again}"
         if self._module.training:
-            changed = "it is in training mode: call eval()"
+            changed, then = "it is in training mode", "call eval()"
         elif names := different(self._parts, _parts(self._module)):
-            changed = f"{self._part(names[0])} (an adapter?): restore it, and apply penstock again"
+            changed = f"{self._part(names[0])} (an adapter?)"
         elif _adapters(self._module) != self._adapters:
-            changed = "adapters were switched: restore it, switch them, and apply penstock again"
+            changed = "adapters were switched"
         elif _settings(self._module) != self._settings:
             names = different(dict(self._settings), dict(_settings(self._module)))
-            changed = f"its configuration changed ({', '.join(names)}): restore it, and apply penstock again"
+            changed = f"its configuration changed ({', '.join(names)})"
         elif names := different(self._facts, _facts(self._module)):
-            changed = f"{', '.join(names[:3])} changed: restore it, change it, and apply penstock again"
+            changed = f"{', '.join(names[:3])} changed"
         if changed:
             raise StreamError(
-                f"the {type(self._module).__name__} is not what was exported any more: {changed}"
+                f"the {type(self._module).__name__} is not what was exported any more: {changed}: {then}"
             )
 
     def _part(self, name: str) -> str:
         """What happened to a submodule, in words."""
         if name not in _parts(self._module):
             return f"its part {name} was taken out"
-        since = "another module than when penstock was applied" if name in self._parts else "new"
+        since = "another module than at export" if name in self._parts else "new"
         return f"its part {name} is {since}"
 
 
