@@ -21,6 +21,9 @@ ASCII_ONLY = {".py", ".sh", ".toml"}
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:root|home|Users|work|opt|mnt)/[\w.-]+")
 """A path that exists on one machine only."""
 
+MICRO = re.compile("[\u00b5\u03bc]s")
+"""Microseconds with either sign for micro. They are `us` everywhere, as in the code, which is ASCII."""
+
 
 def find_tracked(root: Path) -> list[Path]:
     """Files that git tracks or would track, without the links, relative to `root`."""
@@ -38,6 +41,8 @@ def check_text(text: str, suffix: str) -> Iterator[tuple[int, str]]:
     for number, line in enumerate(lines, 1):
         if found := MACHINE_PATH.search(line):
             yield number, f"{found.group()} names a place on one machine"
+        if MICRO.search(line):
+            yield number, "the sign for microseconds: write us"
         if suffix in ASCII_ONLY and not line.isascii():
             yield number, "characters beyond ASCII"
 

@@ -64,7 +64,7 @@ def format_size(nbytes: int) -> str:
 
 def format_time(ns: float) -> str:
     """Nanoseconds for people: `1.53 ms`."""
-    for unit, size in (("s", 1e9), ("ms", 1e6), ("\u00b5s", 1e3)):
+    for unit, size in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
         if ns >= size:
             return f"{ns / size:.3g} {unit}"
     return f"{ns:.0f} ns"

@@ -13,7 +13,7 @@ function element(tag, properties, ...children) {
   return made;
 }
 
-const TIME = [[1e9, "s"], [1e6, "ms"], [1e3, "\u00b5s"], [1, "ns"]];
+const TIME = [[1e9, "s"], [1e6, "ms"], [1e3, "us"], [1, "ns"]];
 const BYTES = [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"], [1, "B"]];
 
 /** A value in the largest unit that it reaches, with as many digits that count, and all before the point. */

@@ -1,7 +1,7 @@
 import pytest
 
 from penstock.schedule.facts.errors import BudgetError
-from penstock.schedule.facts.sizes import format_size, parse_size
+from penstock.schedule.facts.sizes import format_size, format_time, parse_size
 
 
 @pytest.mark.parametrize(
@@ -72,3 +72,10 @@ def test_a_percentage_needs_a_total():
 )
 def test_sizes_for_people(nbytes, text):
     assert format_size(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("ns", "text"), [(0, "0 ns"), (999, "999 ns"), (1530, "1.53 us"), (1.53e6, "1.53 ms"), (2e9, "2 s")]
+)
+def test_times_for_people(ns, text):
+    assert format_time(ns) == text

@@ -219,7 +219,7 @@ def test_a_sweep_draws_a_line_for_each_policy(browser: Chrome, tmp_path: Path) -
         seen[legend["budget"]] = legend
     assert seen.keys() == {"8 KiB", "12 KiB", "16 KiB", "20 KiB", "24 KiB"}
     assert len({one["plans by penstock"] for one in seen.values()}) == 5
-    assert {one["on demand"] for one in seen.values()} == {"9 \u00b5s"}
+    assert {one["on demand"] for one in seen.values()} == {"9 us"}
     lines = "return [...document.querySelectorAll('.u-marker')].slice(1).map((one) => one.style.%s)"
     assert set(browser.execute_script(lines % "borderStyle")) == {"solid", "dashed", "dotted"}
     colours = set(browser.execute_script(lines % "borderColor"))

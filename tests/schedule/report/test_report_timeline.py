@@ -91,8 +91,8 @@ def test_the_terminal_shows_what_is_busy() -> None:
     assert terminal_timeline(plan, 45).splitlines() == [
         f"compute {none}{full}{none}{full}  50%",
         f"link    {full}{none}{full}{none}  50%",
-        "        0             2 \u00b5s          4 \u00b5s",
-        "        compute waits 2 \u00b5s of it",
+        "        0             2 us          4 us",
+        "        compute waits 2 us of it",
     ]
 
 
