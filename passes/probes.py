@@ -21,8 +21,9 @@ from penstock.passes.graph.grad_regions import inline_grad_regions
 from penstock.passes.graph.nodes import copy_graph_module, placeholders_of
 from penstock.passes.graph.propagation import fake_inputs, propagate, storages_of
 from penstock.schedule.facts.errors import PassError, StreamError
-from penstock.schedule.facts.model import Step, Storage, Trace
+from penstock.schedule.facts.model import Range, Step, Storage, Trace
 from penstock.schedule.plan import Plan
+from penstock.schedule.space.spans import merged, subtract
 
 if TYPE_CHECKING:
     from penstock.schedule.payload.codec import Payload
@@ -129,22 +130,13 @@ def streaming_steps(plan: Plan, graph: int, storages: Sequence[Storage]) -> list
     for transfer in schedule.transfers:
         # A negative `after` is a step of the pass before.
         acting |= {transfer.step, transfer.after % count}
-    resident = {
-        storage for storage in range(len(storages)) if _is_resident(plan, storage, storages[storage].nbytes)
+    resident = merged(plan.resident)  # neighbouring ranges may cover a storage together
+    leaving = {
+        s
+        for s, (start, storage) in enumerate(zip(plan.arena.layout, storages, strict=True))
+        if start >= 0 and s not in plan.outside and subtract([Range(start, start + storage.nbytes)], resident)
     }
-    return [k for k, step in enumerate(trace.steps) if k in acting or not resident.issuperset(step.reads)]
-
-
-def _is_resident(plan: Plan, storage: int, nbytes: int) -> bool:
-    start = plan.arena.layout[storage]
-    if storage in plan.outside or start < 0:
-        return True
-    # Neighbouring resident ranges may cover a storage together.
-    for covered in sorted(plan.resident):
-        if covered.start <= start < covered.stop:
-            nbytes -= covered.stop - start
-            start = covered.stop
-    return nbytes <= 0
+    return [k for k, step in enumerate(trace.steps) if k in acting or not leaving.isdisjoint(step.reads)]
 
 
 def _trace_of(payload: Payload, method: str | None) -> Trace:

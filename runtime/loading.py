@@ -262,16 +262,10 @@ def _compiled_methods(program: Program, weights: LoadedWeights) -> dict[str, Loa
     for method in payload.methods:
         loaded = compiled.CompiledMethod(package, weights.tensors, method)
         weights.resources.close_first(loaded.close)
-        # Compiled code calls every probe whatever the plan, so that it is its own everywhere.
         methods[method.name] = LoadedMethod(
             payload.trace_for(method.graph),
             weights.probed(method.graph),
             loaded,
-            partial(_itself, loaded),
-            orders[method.graph],
+            order=orders[method.graph],
         )
     return methods
-
-
-def _itself(program: compiled.CompiledMethod) -> compiled.CompiledMethod:
-    return program

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 
-from penstock.passes.calls.convention import CallingConvention
+from penstock.passes.lowering.compiled import CompiledMethod
+from penstock.passes.lowering.eager import EagerMethod
 from penstock.passes.probes import CompiledCalls
 from penstock.runtime.stream.interface import Stats
 from penstock.runtime.stream.passes import Gate, LoadedWeights
@@ -20,30 +20,22 @@ from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Trace
 from penstock.schedule.payload.codec import ProbeOrder
 
-
-class MethodProgram(Protocol):
-    """A method with its weights, in any lowering."""
-
-    @property
-    def convention(self) -> CallingConvention:
-        """How it is called."""
-
-    def run(self, leaves: list[Any]) -> Any:
-        """Run on leaves that `convention.flatten` has checked, and return the caller's tree."""
+MethodProgram = EagerMethod | CompiledMethod
+"""A method with its weights, in any lowering."""
 
 
 @dataclass(frozen=True)
 class LoadedMethod:
-    """A method of a loaded program: probed where its plan acts, or (`probe_all`) at every step.
+    """A method of a loaded program, with probes at the steps `probed`, where its plan acts.
 
-    `order` says which of a compiled program's probe calls enclose which step; None where they are
-    the steps' own.
+    `probe_all` makes the program with probes at every step. Compiled code has them all, whatever the plan: it
+    is None then, and `order` says which of the code's probe calls enclose which step.
     """
 
     trace: Trace
     probed: tuple[int, ...]
     program: MethodProgram
-    probe_all: Callable[[], MethodProgram]
+    probe_all: Callable[[], MethodProgram] | None = None
     order: ProbeOrder | None = None
 
 
@@ -74,16 +66,29 @@ class StreamedModule(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the only method, or the one named `forward`."""
-        return self._call(self._only_method(), args, kwargs)
+        return self.call(self._only_method(), *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("_methods", ()):
             return partial(self.call, name)
         return super().__getattr__(name)
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run the method of that name; `module.decode(...)` is `module.call("decode", ...)`."""
-        return self._call(method, args, kwargs)
+        loaded = self._method(method)
+        with self._call_gate():
+            calls = self._calls.get(method)
+            run = _running(loaded.program, _checked(loaded.program, args, kwargs), calls)
+            self._weights.wait()
+            try:
+                output = self._weights.run(loaded.trace.graph, calls or self._weights.streamer, run)
+            except torch.OutOfMemoryError as error:
+                raise StreamError(
+                    f"the device is out of memory in a pass: {self._weights.out_of_memory()}; lower the "
+                    "budget, or give device_memory= and a larger reserve="
+                ) from error
+            self._passes += 1
+            return output
 
     def extra_repr(self) -> str:
         """What `print(module)` says: that weights stream, and how many."""
@@ -103,9 +108,7 @@ class StreamedModule(torch.nn.Module):
     def __enter__(self) -> StreamedModule:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def measure(self, *args: Any, **kwargs: Any) -> Trace:
@@ -117,22 +120,20 @@ class StreamedModule(torch.nn.Module):
         """
         return self.measure_call(self._only_method("measure_call(NAME, ...)"), *args, **kwargs)
 
-    def measure_call(self, method: str, *args: Any, **kwargs: Any) -> Trace:
+    def measure_call(self, method: str, /, *args: Any, **kwargs: Any) -> Trace:
         """`measure` of the method of that name; a plan for several takes a trace of each."""
-        return self._measure(self._method(method), args, kwargs)
-
-    def _measure(self, method: LoadedMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
-        steps = len(method.trace.steps)
+        loaded = self._method(method)
+        steps = len(loaded.trace.steps)
         with self._call_gate():
             self._weights.wait()
-            timed = method.probe_all()
+            timed = loaded.probe_all() if loaded.probe_all else loaded.program
             leaves = _checked(timed, args, kwargs)
-            stopwatch = Stopwatch(self._weights.streamer, method.probed, steps)
-            calls = ProbeCalls(method.order, range(steps), stopwatch) if method.order else None
+            stopwatch = Stopwatch(self._weights.streamer, loaded.probed, steps)
+            calls = ProbeCalls(loaded.order, range(steps), stopwatch) if loaded.order else None
             run = _running(timed, leaves, calls)
-            self._weights.run(method.trace.graph, calls or stopwatch, lambda: stopwatch.time(run))
+            self._weights.run(loaded.trace.graph, calls or stopwatch, lambda: stopwatch.time(run))
             self._passes += 1
-            return stopwatch.trace(method.trace)
+            return stopwatch.trace(loaded.trace)
 
     def arguments(self, leaves: Sequence[Any], method: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments of a method from its leaves in pytree order."""
@@ -149,22 +150,6 @@ class StreamedModule(torch.nn.Module):
         if "forward" in self._methods:
             return "forward"
         raise StreamError(f"this module has several methods, {', '.join(self._methods)}: call {instead}")
-
-    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        method = self._method(name)
-        with self._call_gate():
-            calls = self._calls.get(name)
-            run = _running(method.program, _checked(method.program, args, kwargs), calls)
-            self._weights.wait()
-            try:
-                output = self._weights.run(method.trace.graph, calls or self._weights.streamer, run)
-            except torch.OutOfMemoryError as error:
-                raise StreamError(
-                    f"the device is out of memory in a pass: {self._weights.out_of_memory()}; lower the "
-                    "budget, or give device_memory= and a larger reserve="
-                ) from error
-            self._passes += 1
-            return output
 
     def _call_gate(self) -> AbstractContextManager[None]:
         if self._weights.resources.closed:

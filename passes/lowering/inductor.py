@@ -12,6 +12,7 @@ import re
 import tempfile
 import warnings
 import zipfile
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -216,16 +217,14 @@ def observed(modelled: Trace, observation: Observation, placed: PlacedProbes) ->
             f"the compiled method {modelled.method!r} calls {len(observation.calls)} probes, expected "
             f"{len(expected)}: the compiler, or its cache, dropped some; clear the cache and try again"
         )
-    step_after = {}  # for each call, the step that begins with it or next behind it
     position = {call: index for index, call in enumerate(observation.calls)}
     opened = [position.get(step.opens, -1) for step in observation.steps]
-    for call, index in position.items():
-        step_after[call] = next((k for k, at in enumerate(opened) if at >= index), len(opened))
     leads = [Work()] * (len(opened) + 1)
     reads = [Work()] * (len(opened) + 1)
     names = [""] * len(opened)
     for probe, one in enumerate(placed.steps):
-        k = step_after[2 * probe]
+        # The step that opens with its acquire, or the next one behind it.
+        k = bisect_left(opened, position[2 * probe])
         leads[k], reads[k] = sum_of(leads[k], one.lead_work), sum_of(reads[k], one.read_work)
         if k < len(names) and not names[k]:
             names[k] = one.name

@@ -69,7 +69,8 @@ class Session:
             names = _placeholder_names(homes, self._weights)
             probes = ProbePass(number, self._weights, names, own_passes(options), inputs=len(inputs))
             code: list[str] = []
-            run = run_inductor(graph_module, inputs, {**options, **_patches(probes)}, code)
+            patches = {**options, "post_grad_custom_post_pass": probes, "force_disable_caches": True}
+            run = run_inductor(graph_module, inputs, patches, code)
             trace, order = self._observe(number, probes, homes, code)
             fqns = {i: home.fqn for i, home in homes.items()}
             self._add(trace, order)
@@ -212,10 +213,6 @@ def _placeholder_names(homes: Mapping[int, Home], weights: Weights) -> Callable[
         return homes[position].fqn
 
     return fqn
-
-
-def _patches(probes: ProbePass) -> dict[str, Any]:
-    return {"post_grad_custom_post_pass": probes, "force_disable_caches": True}
 
 
 def run_inductor(

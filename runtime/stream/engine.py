@@ -16,8 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from penstock.runtime.stream.interface import Counters
-from penstock.runtime.stream.position import Position
-from penstock.runtime.stream.queue import PIECE, MethodTable, first_pass, tabulate
+from penstock.runtime.stream.queue import PIECE, MethodTable, Position, first_pass, tabulate
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Range, Storage
 from penstock.schedule.plan import Plan

@@ -30,8 +30,8 @@ class Usage:
     simulated_seconds: float | None = None
 
 
-@dataclass(frozen=True)
-class Stats:
+@dataclass(frozen=True, kw_only=True)
+class Stats(Usage):
     """What a streamed module did since it was loaded.
 
     `peak_bytes` is the most weight memory ever held, within the budget: the arena's ranges and the
@@ -45,14 +45,8 @@ class Stats:
     bytes_moved: int
     misses: int
     stall_seconds: float
-    held_bytes: int
-    peak_bytes: int
     budget: int
     arena: str
-    readers: int
-    pinned_bytes: int = 0
-    mapped_bytes: int = 0
-    simulated_seconds: float | None = None
 
 
 class Streamer(Protocol):

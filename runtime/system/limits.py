@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 _SHARE = 0.8
@@ -17,13 +18,12 @@ def available_bytes(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgr
     what its page cache has counts as available, and what cannot be reclaimed does not. None where the
     system does not say.
     """
-    try:
-        lines = (proc / "meminfo").read_text().splitlines()
-        found = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
-    except (OSError, ValueError, IndexError):
-        return None
-    limits = list(_group_limits(proc, groups))
-    return min(found + limits) if found else None
+    found = [
+        int(line.split()[1]) << 10
+        for line in _lines(proc / "meminfo")
+        if re.fullmatch(r"MemAvailable:\s+\d+ kB", line)
+    ]
+    return min(found + _group_limits(proc, groups)) if found else None
 
 
 def usable_bytes() -> int | None:
@@ -34,11 +34,7 @@ def usable_bytes() -> int | None:
 
 def _group_limits(proc: Path, groups: Path) -> list[int]:
     limits = []
-    try:
-        memberships = (proc / "self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    for line in memberships:
+    for line in _lines(proc / "self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers == "memory":
             root, name = groups / "memory", "memory.limit_in_bytes"
@@ -50,25 +46,22 @@ def _group_limits(proc: Path, groups: Path) -> list[int]:
         for folder in (group, *group.parents):
             if not folder.is_relative_to(root):
                 break
-            limits += [max(0, limit - _kept(folder)) for limit in _limit(folder / name)]
+            for limit in _lines(folder / name):
+                if limit.isdecimal() and int(limit) < _UNLIMITED:
+                    limits.append(max(0, int(limit) - _kept(folder)))
     return limits
 
 
 def _kept(group: Path) -> int:
     """Bytes of a control group that are not page cache, and cannot be reclaimed."""
-    try:
-        lines = (group / "memory.stat").read_text().splitlines()
-    except OSError:
-        return 0
-    pairs = [line.partition(" ") for line in lines]
+    pairs = [line.partition(" ") for line in _lines(group / "memory.stat")]
     stat = {name: int(value) for name, _, value in pairs if value.isdecimal()}
     return stat.get("total_rss", stat.get("anon", 0))
 
 
-def _limit(file: Path) -> list[int]:
-    """The limit in a control group's file, if it has one."""
+def _lines(file: Path) -> list[str]:
+    """The lines of a file of the system; none where it has no such file."""
     try:
-        text = file.read_text().strip()
+        return file.read_text().splitlines()
     except OSError:
         return []
-    return [int(text)] if text.isdecimal() and int(text) < _UNLIMITED else []

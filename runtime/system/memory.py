@@ -38,32 +38,18 @@ _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 _ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_LIBC.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int64,
-)
-_LIBC.mmap.restype = ctypes.c_void_p
-_LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_KEEPING = ctypes.PyDLL(None, use_errno=True)
-_KEEPING.madvise.argtypes = _LIBC.madvise.argtypes
-_LIBC.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+# The first gives the interpreter away while it is called, the second keeps it.
+_LIBC, _KEEPING = ctypes.CDLL(None, use_errno=True), ctypes.PyDLL(None, use_errno=True)
+_ADDRESS, _SIZE, _INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_LIBC.mmap.argtypes = (_ADDRESS, _SIZE, _INT, _INT, _INT, ctypes.c_int64)
+_LIBC.mmap.restype = _ADDRESS
+_LIBC.munmap.argtypes = (_ADDRESS, _SIZE)
+_LIBC.mprotect.argtypes = _LIBC.madvise.argtypes = _KEEPING.madvise.argtypes = (_ADDRESS, _SIZE, _INT)
 if hasattr(_LIBC, "mincore"):
-    _KEEPING.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_ubyte))
+    _KEEPING.mincore.argtypes = (_ADDRESS, _SIZE, ctypes.POINTER(ctypes.c_ubyte))
 if hasattr(_LIBC, "mremap"):
-    _KEEPING.mremap.argtypes = (
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_void_p,
-    )
-    _KEEPING.mremap.restype = ctypes.c_void_p
+    _KEEPING.mremap.argtypes = (_ADDRESS, _SIZE, _SIZE, _INT, _ADDRESS)
+    _KEEPING.mremap.restype = _ADDRESS
 
 # MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP: what is left behind stays ours, and empty.
 _MOVE = 1 | 2 | 4
@@ -123,12 +109,17 @@ def supports_populate(ask: Advise = advise) -> bool:
     Without it a file mapping cannot be filled safely: touching a page past the end of a file that
     shrank kills the process with SIGBUS, where populating returns an error.
     """
+    return _works(lambda address: ask(address, PAGE, MADV_POPULATE_READ))
+
+
+def _works(attempt: Callable[[int], None]) -> bool:
+    """Whether a call on the first of two pages of private memory succeeds on this system, which is Linux."""
     if sys.platform != "linux":
         return False
-    with Reservation(PAGE) as page:
-        page.map_anonymous(0, PAGE)
+    with Reservation(2 * PAGE) as pages:
+        pages.map_anonymous(0, 2 * PAGE)
         try:
-            ask(page.address, PAGE, MADV_POPULATE_READ)
+            attempt(pages.address)
         except OSError:
             return False
     return True
@@ -157,15 +148,7 @@ def cached_pages(address: int, nbytes: int) -> list[bool]:
 
 def supports_move() -> bool:
     """Whether pages can be moved and their old place kept (Linux 5.7 and later)."""
-    if sys.platform != "linux":
-        return False
-    with Reservation(2 * PAGE) as pages:
-        pages.map_anonymous(0, 2 * PAGE)
-        try:
-            move(pages.address, pages.address + PAGE, PAGE)
-        except OSError:
-            return False
-    return True
+    return _works(lambda address: move(address, address + PAGE, PAGE))
 
 
 class Reservation:
