@@ -57,6 +57,7 @@ docs/quantised
 docs/lowering
 docs/passes
 docs/devices
+docs/hardware
 docs/reference/index
 ```
 

@@ -1,163 +1,178 @@
 """Measures the machine: the rates of compute, memory and copies that plans are made with.
 
-Every measurement is bounded in time and bytes. Together they take a fraction of a second.
+Every rate is the median of several trials, bounded in time and bytes, and remembered with its noise
+(runtime/measurements.py). Together they take about a second.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import platform
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from pathlib import Path
+from dataclasses import replace
+from functools import partial
 
 import torch
 
-from penstock.runtime.cache import user_cache
-from penstock.runtime.files.rates import READERS, measure_read
-from penstock.runtime.files.source import Source
-from penstock.runtime.remembered import remember
+from penstock.runtime.arrival import WeightFiles
+from penstock.runtime.device.cuda import CudaDevice
+from penstock.runtime.files.rates import READERS
+from penstock.runtime.measurements import (
+    Machine,
+    Measurement,
+    Subject,
+    doubted,
+    forget,
+    measured,
+    measurements,
+    recall,
+    record,
+    this_machine,
+)
 from penstock.runtime.stream.queue import PIECE
+from penstock.runtime.system.trials import Trials, repeat
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Hardware, Weight
 
-_MATRIX = 512
-_BUFFER = 32 << 20
-_ROUNDS = 3
+_MATRIX, _CUDA_MATRIX = 1024, 4096
+_BUFFER, _CUDA_BUFFER = 128 << 20, 256 << 20  # several times what a processor's cache holds
 _LATENCY_NS = 50_000  # waking a reader and telling the caller, mostly the interpreter's
 _COPY_LATENCY_NS = 5_000  # as the presets have it (schedule/facts/hardware.py)
 _IN_FLIGHT = 2 * READERS * PIECE  # what every reader copies, and what it copies next
 
+THIS_CPU = "auto"
+"""The name of the hardware that is the CPU here, measured."""
 
-def measure_hardware(weights: Sequence[Weight], link_bytes_per_s: float, note: str) -> Hardware:
+NO_FILES = 1e9
+"""Bytes per second at which weights are said to arrive where there is no file that could be read."""
+
+
+def measure_cpu(weights: Sequence[Weight], arrival: Measurement | None, why: str) -> Hardware:
     """The CPU that this process runs on, with its matrix rate in the dtype that most weights have.
 
-    The rates of products and of memory are measured once and remembered (see `_remembered`); how fast
-    weights arrive depends on files and page cache, so it is given.
+    How fast weights arrive depends on files, page cache and arena, so it is given; `why` is added to it.
     """
-    dtype = _common_dtype(weights)
-    rates = _remembered(dtype, lambda: (_flops_per_s(dtype), _memory_bytes_per_s()))
+    products, memory = compute_rates(common_dtype(weights))
+    said = f"{arrival.subject.title} at {arrival.amount}" if arrival else ""
+    where = f"on this machine with {torch.get_num_threads()} threads"
     return Hardware(
-        name="auto",
-        flops_per_s=rates[0],
-        memory_bytes_per_s=rates[1],
-        link_bytes_per_s=link_bytes_per_s,
+        name=THIS_CPU,
+        flops_per_s=products.median,
+        memory_bytes_per_s=memory.median,
+        link_bytes_per_s=NO_FILES if arrival is None else arrival.median,
         link_latency_ns=_LATENCY_NS,
         link_in_flight_bytes=_IN_FLIGHT,
-        note=f"measured on this machine with {torch.get_num_threads()} threads; {note}",
+        note=_note(where, (said, why), (products, memory, arrival)),
     )
 
 
-def measure_cuda(device: str, weights: Sequence[Weight], source: Source) -> Hardware:
-    """A CUDA device, the rate of copies to it from page-locked memory, and the rate of reads from disk.
+def measure_cuda(device: str, weights: Sequence[Weight], files: WeightFiles | None) -> Hardware:
+    """A CUDA device, the rate of copies to it from page-locked memory, and that of reads from `files`.
 
     Raises StreamError where there is none.
     """
-    from penstock.runtime.device.cuda import CudaDevice
-
     opened = CudaDevice.of(device)
+    where, dtype = opened.torch_device, common_dtype(weights)
+    machine = replace(this_machine(), processor=opened.product)
     try:
-        pinned, kind = opened.allocate_host(8 * _BUFFER), "page-locked"
-    except StreamError:
-        pinned, kind = CudaDevice.of(device, page_lock=False).allocate_host(8 * _BUFFER), "ordinary"
-    try:
-        return _measure_on(opened.torch_device, _common_dtype(weights), pinned, kind, source)
+        products = measured(Subject("products", machine, dtype), lambda: _cuda_products(where, dtype))
+        memory = measured(Subject("memory", machine), lambda: _cuda_memory(where))
+        copies = _cuda_copies(opened, machine)
     finally:
         opened.close()
         torch.cuda.empty_cache()  # what was measured with is not taken from the weights
-
-
-def _measure_on(
-    where: torch.device, dtype: torch.dtype, pinned: torch.Tensor, kind: str, source: Source
-) -> Hardware:
-    matrix = torch.ones(8 * _MATRIX, 8 * _MATRIX, dtype=dtype, device=where)
-    buffer = torch.zeros(8 * _BUFFER, dtype=torch.uint8, device=where)
-
-    def seconds(work: Callable[[], object]) -> float:
-        def finish() -> None:
-            work()
-            torch.cuda.synchronize(where)
-
-        return _best(finish)
-
+    disk = files.disk() if files else None
+    said = [one.subject.title for one in (copies, disk) if one]
     return Hardware(
         name=str(where),
-        flops_per_s=2 * (8 * _MATRIX) ** 3 / seconds(lambda: torch.mm(matrix, matrix)),
-        memory_bytes_per_s=buffer.numel() / seconds(buffer.sum),
-        link_bytes_per_s=buffer.numel() / seconds(lambda: buffer.copy_(pinned, non_blocking=True)),
+        flops_per_s=products.median,
+        memory_bytes_per_s=memory.median,
+        link_bytes_per_s=copies.median,
         link_latency_ns=_COPY_LATENCY_NS,
         memory_nbytes=torch.cuda.mem_get_info(where)[1],
-        disk_bytes_per_s=measure_read(source) if source.files else None,
-        note=f"measured on {torch.cuda.get_device_name(where)}, copies from {kind} memory",
+        disk_bytes_per_s=disk.median if disk else None,
+        note=_note(f"on {torch.cuda.get_device_name(where)}", said, (products, memory, copies, disk)),
     )
 
 
-def _remembered(dtype: torch.dtype, measure: Callable[[], tuple[float, float]]) -> tuple[float, float]:
-    """What `measure` returns, or returned before: it is kept in `hardware.json` in the user's cache folder.
-
-    The key is the processor, the number of threads, the dtype and torch. A file that cannot be read
-    counts as none, and one that cannot be written is not missed.
-    """
-    path = user_cache() / "hardware.json"
-    key = f"{_processor()}, {torch.get_num_threads()} threads, {dtype}, torch {torch.__version__}"
-    known: dict[str, list[float]] = {}
-    with suppress(OSError, ValueError):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            known = {name: rates for name, rates in found.items() if _are_rates(rates)}
-    if key not in known:
-        known[key] = list(measure())
-        remember(path, json.dumps(known, indent=1).encode())
-    return known[key][0], known[key][1]
-
-
-def _are_rates(rates: object) -> bool:
+def compute_rates(dtype: str) -> tuple[Measurement, Measurement]:
+    """How fast this CPU multiplies matrices of a dtype, and how fast it reads memory."""
+    machine = this_machine()
     return (
-        isinstance(rates, list)
-        and len(rates) == 2
-        and all(isinstance(rate, float) and rate > 0 and math.isfinite(rate) for rate in rates)
+        measured(Subject("products", machine, dtype), partial(_products, dtype)),
+        measured(Subject("memory", machine), _memory),
     )
 
 
-def _processor() -> str:
-    """The name of the processor, as the system tells it."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+def machines_here() -> tuple[Machine, ...]:
+    """The CPU, and every CUDA device that this process sees."""
+    cpu = this_machine()
+    products = [CudaDevice(index).product for index in range(torch.cuda.device_count())]
+    return (cpu, *(replace(cpu, processor=product) for product in dict.fromkeys(products)))
 
 
-def _common_dtype(weights: Sequence[Weight]) -> torch.dtype:
+def measure_again() -> None:
+    """Forget all that is remembered of this machine, and measure what needs no weights to be measured."""
+    here = machines_here()
+    known = [one.subject.what for one in measurements() if one.subject.quantity == "products"]
+    forget(lambda one: one.subject.machine in here)
+    for dtype in dict.fromkeys(("float32", "bfloat16", *known)):
+        compute_rates(dtype)
+    for index in range(torch.cuda.device_count()):
+        measure_cuda(f"cuda:{index}", (), None)
+
+
+def common_dtype(weights: Sequence[Weight]) -> str:
+    """The name of the floating dtype that most elements of weights have; float32 where there is none."""
     elements: Counter[str] = Counter()
     for part in (part for weight in weights for part in weight.parts):
-        size = 1
-        for length in part.shape:
-            size *= length
-        elements[part.dtype] += size
+        elements[part.dtype] += math.prod(part.shape)
     floating = [n for n, _ in elements.most_common() if n in ("float32", "bfloat16", "float16", "float64")]
-    return getattr(torch, floating[0]) if floating else torch.float32
+    return floating[0] if floating else "float32"
 
 
-def _flops_per_s(dtype: torch.dtype) -> float:
-    a = torch.ones(_MATRIX, _MATRIX, dtype=dtype)
-    seconds = _best(lambda: torch.mm(a, a))
-    return 2 * _MATRIX**3 / seconds
+def _note(where: str, said: Sequence[str], figures: Sequence[Measurement | None]) -> str:
+    """Where the figures come from, and which of them are doubtful."""
+    return "; ".join(filter(None, (f"measured {where}", *said, doubted(figures))))
 
 
-def _memory_bytes_per_s() -> float:
-    buffer = torch.zeros(_BUFFER // 8, dtype=torch.int64)
-    return _BUFFER / _best(buffer.sum)
+def _products(dtype: str) -> Trials:
+    matrix = torch.ones(_MATRIX, _MATRIX, dtype=getattr(torch, dtype))
+    return repeat(lambda: torch.mm(matrix, matrix), 2 * _MATRIX**3, threads=torch.get_num_threads())
 
 
-def _best(work: Callable[[], object]) -> float:
-    work()
-    best = float("inf")
-    for _ in range(_ROUNDS):
-        began = time.perf_counter()
+def _memory() -> Trials:
+    buffer = torch.zeros(_BUFFER // 4)
+    return repeat(buffer.sum, _BUFFER, threads=torch.get_num_threads())
+
+
+def _on_cuda(where: torch.device, work: Callable[[], object], amount: float) -> Trials:
+    def finish() -> None:
         work()
-        best = min(best, time.perf_counter() - began)
-    return best
+        torch.cuda.synchronize(where)
+
+    return repeat(finish, amount)
+
+
+def _cuda_products(where: torch.device, dtype: str) -> Trials:
+    matrix = torch.ones(_CUDA_MATRIX, _CUDA_MATRIX, dtype=getattr(torch, dtype), device=where)
+    return _on_cuda(where, lambda: torch.mm(matrix, matrix), 2 * _CUDA_MATRIX**3)
+
+
+def _cuda_memory(where: torch.device) -> Trials:
+    buffer = torch.zeros(_CUDA_BUFFER, dtype=torch.uint8, device=where)
+    return _on_cuda(where, buffer.sum, _CUDA_BUFFER)
+
+
+def _cuda_copies(device: CudaDevice, machine: Machine) -> Measurement:
+    """Copies from page-locked memory, or from ordinary memory where the system locks none."""
+    for kind in ("page-locked", "ordinary"):
+        if found := recall(Subject("copies", machine, kind)):
+            return found
+    try:
+        host, kind = device.allocate_host(_CUDA_BUFFER), "page-locked"
+    except StreamError:
+        host, kind = CudaDevice.of(device.name, page_lock=False).allocate_host(_CUDA_BUFFER), "ordinary"
+    buffer = torch.zeros(_CUDA_BUFFER, dtype=torch.uint8, device=device.torch_device)
+    copy = partial(buffer.copy_, host, non_blocking=True)
+    return record(Subject("copies", machine, kind), _on_cuda(device.torch_device, copy, _CUDA_BUFFER))

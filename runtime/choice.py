@@ -1,8 +1,9 @@
 """Decides what a load runs: which kind of arena, on which machine, and by which plan.
 
-On a CPU the arena is chosen by measurement: the plan's `hardware.note` says why. Plans are remembered
-(runtime/remembered.py), so that a budget has one plan, whether it is asked for or loaded, until the page
-cache holds more or less of the files.
+The machine comes first: what was measured of it is remembered (runtime/measurements.py), and the plan's
+`hardware.note` says what that was and why the arena was chosen. A plan is remembered for the figures that it
+was made with (runtime/remembered.py), so that a budget has one plan, whether it is asked for or loaded, until
+figures are taken again, or the page cache holds more or less of the files.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 
-from penstock.runtime.calibrate import measure_cuda, measure_hardware
-from penstock.runtime.device.opening import device_kind, hardware_of, product_of
-from penstock.runtime.files.rates import measure_populate, measure_read
-from penstock.runtime.files.source import Source, open_source
+from penstock.runtime.arrival import WeightFiles
+from penstock.runtime.calibrate import THIS_CPU, measure_cpu, measure_cuda
+from penstock.runtime.device.opening import device_kind, hardware_of
+from penstock.runtime.measurements import doubted
 from penstock.runtime.memory_split import fits_host
 from penstock.runtime.remembered import remembered_plan
+from penstock.runtime.sightings import seen_compute
 from penstock.runtime.system.limits import usable_bytes
 from penstock.runtime.system.memory import round_up, supports_move, supports_populate
 from penstock.schedule.facts.errors import PlanError
-from penstock.schedule.facts.hardware import find_hardware, with_times
+from penstock.schedule.facts.hardware import find_hardware, stretched, with_times
 from penstock.schedule.facts.model import Arena, Hardware, Range, Storage, Trace, Wrap
 from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.facts.sizes import format_size
@@ -34,11 +37,8 @@ from penstock.schedule.verify.proof import verify_plan
 
 MAPPED_GRANULE = 2 << 20  # the largest folio of the page cache, which is mapped and dropped whole
 PAGE = mmap.PAGESIZE
-_SAMPLE = 128 << 20
-_SECONDS = 0.15
 
 _MOST_GRANULES = 20_000
-_OFF_BLOCKS = 64  # bytes: an offset at which no block begins
 _SMALL = 64 << 10  # below it a packed tensor is not aligned to whole blocks (runtime/files/pack.py)
 
 
@@ -62,11 +62,13 @@ def find_plan(folder: Path, payload: Payload, request: PlanRequest) -> Plan:
 
     What a caller gives himself (hardware, times) is planned with each time.
     """
+    problem = _problem(folder, payload, request)
+    make = partial(_make, payload, problem, request)
     if request.hardware != "auto" or request.traces:
-        return decide(folder, payload, request)
+        return make()
     key = replace(request, keep=tuple(sorted(request.keep)))
-    asked = (key, product_of(request.device), tuple(cpu_arenas(payload)))
-    return remembered_plan(folder, payload, request.budget, asked, lambda: decide(folder, payload, request))
+    asked = (key, problem.arena, problem.hardware, [trace.compute_ns for trace in problem.traces])
+    return remembered_plan(folder, payload, request.budget, asked, make)
 
 
 def find_plan_to_load(folder: Path, payload: Payload, request: PlanRequest) -> Plan:
@@ -83,19 +85,45 @@ def find_plan_to_load(folder: Path, payload: Payload, request: PlanRequest) -> P
 
 def decide(folder: Path, payload: Payload, request: PlanRequest) -> Plan:
     """Make the plan for a request, and prove it. Raises BudgetError below the floor."""
+    return _make(payload, _problem(folder, payload, request), request)
+
+
+def _problem(folder: Path, payload: Payload, request: PlanRequest) -> Problem:
+    """What is to be planned: the arena, the machine, and the times of the traces on it."""
     kept = kept_storages(payload, request.keep)
-    found = find_floors(payload, request.device, request.arena, kept)
-    arena, hardware = _choose(folder, payload, request, found)
+    arena, hardware = _choose(folder, payload, request, kept)
     hardware.check()  # before times are modelled, which divides by its rates
-    problem = Problem(
+    traces = request.traces
+    if not traces:
+        traces = tuple(with_times(trace, hardware) for trace in payload.traces)
+        if hardware.name == THIS_CPU and device_kind(request.device) == "cpu":
+            traces, hardware = _corrected(folder, traces, hardware)
+    return Problem(
         payload.storages,
-        request.traces or tuple(with_times(trace, hardware) for trace in payload.traces),
+        traces,
         arena,
         kept,
         hardware=hardware,
         wrap=request.wrap,
         host=request.host_memory,
     )
+
+
+def _corrected(
+    folder: Path, traces: Sequence[Trace], hardware: Hardware
+) -> tuple[tuple[Trace, ...], Hardware]:
+    """The traces, and what is said of the machine, with the compute that loads saw where it was another."""
+    corrected = []
+    for trace in traces:
+        seen = seen_compute(folder, trace.method)
+        corrected.append(stretched(trace, seen.median) if seen else trace)
+        if seen:
+            said = f"{seen.subject.title} took {seen.amount} in a load"
+            hardware = replace(hardware, note="; ".join(filter(None, (hardware.note, said, doubted([seen])))))
+    return tuple(corrected), hardware
+
+
+def _make(payload: Payload, problem: Problem, request: PlanRequest) -> Plan:
     plan = make_plan(problem, request.budget, names=payload.storage_names(), effort=request.effort)
     verify_plan(payload.storages, payload.traces, plan)
     return plan
@@ -139,74 +167,64 @@ def _granule(weight_bytes: int) -> int:
 
 def find_floors(payload: Payload, device: str, arena: str | None, keep: frozenset[int]) -> dict[str, Floor]:
     """The floor of each arena that the device allows, the preferred one first, or of `arena` alone."""
+    arenas = _allowed(payload, device, arena)
+    return {name: _floor(payload, one, keep) for name, one in arenas.items()}
+
+
+def _floor(payload: Payload, arena: Arena, keep: frozenset[int]) -> Floor:
+    return floor(Demand(payload.storages, payload.traces, arena, keep))
+
+
+def _allowed(payload: Payload, device: str, arena: str | None) -> dict[str, Arena]:
+    """The arenas that a device allows, the preferred one first, or `arena` alone."""
     arenas = cpu_arenas(payload)
     if device_kind(device) != "cpu":
         arenas = {"contiguous": arenas["contiguous"]}  # one allocation: nothing of a file is mapped there
-    if arena is not None:
-        if arena not in arenas:
-            raise PlanError(f"these weights cannot be in an arena {arena!r}: choose from {', '.join(arenas)}")
-        arenas = {arena: arenas[arena]}
-    facts = payload.storages, payload.traces
-    return {name: floor(Demand(*facts, one, keep)) for name, one in arenas.items()}
+    if arena is None:
+        return arenas
+    if arena not in arenas:
+        raise PlanError(f"these weights cannot be in an arena {arena!r}: choose from {', '.join(arenas)}")
+    return {arena: arenas[arena]}
 
 
 def _choose(
-    folder: Path, payload: Payload, request: PlanRequest, floors: Mapping[str, Floor]
+    folder: Path, payload: Payload, request: PlanRequest, keep: frozenset[int]
 ) -> tuple[Arena, Hardware]:
-    """The arena to plan for, of those in `floors`, and the machine, which is measured where none is given."""
-    arenas = cpu_arenas(payload)
-    kind = device_kind(request.device)
-    hardware: Hardware | str = request.hardware
-    if hardware == "auto":
-        hardware = hardware_of(request.device) or hardware
-    if hardware == "auto" and kind == "cuda":
-        with open_source(payload.files, folder) as source:
-            hardware = measure_cuda(request.device, payload.weights, source)
-    if hardware == "auto":
-        with open_source(payload.files, folder) as source:
-            arena, rate, reason = _measured_arena(payload.storages, arenas, floors, request.budget, source)
-        measured = measure_hardware(payload.weights, rate, reason)
-        if kind == "sim":  # the link from its host is taken to be as fast as what is read here
-            measured = replace(measured, disk_bytes_per_s=measured.link_bytes_per_s)
-        return arena, measured
-    hardware = find_hardware(hardware) if isinstance(hardware, str) else hardware
-    if not request.arena and hardware.disk_bytes_per_s is not None:
+    """The arena to plan for, and the machine, which is measured where none is given."""
+    arenas, kind = _allowed(payload, request.device, request.arena), device_kind(request.device)
+    given = hardware_of(request.device) if request.hardware == "auto" else request.hardware
+    if isinstance(given, str):
+        given = find_hardware(given)
+    if given and given.disk_bytes_per_s is not None and not request.arena:
         # A device with a host before it has one buffer: nothing of a file is mapped there.
-        floors = {"contiguous": floors["contiguous"]}
-    return arenas[preferred(floors, request.budget)], hardware
+        arenas = {"contiguous": arenas["contiguous"]}
+    name = _preferred(payload, arenas, keep, request.budget)
+    if given:
+        return arenas[name], given
+    files = WeightFiles(payload.files, folder) if payload.files else None
+    if kind == "cuda":
+        return arenas[name], measure_cuda(request.device, payload.weights, files)
+    if files is None:
+        return arenas[name], measure_cpu(payload.weights, None, "there is no weight file to read")
+    if kind == "sim":  # the link from its host is taken to be as fast as its disk
+        measured = measure_cpu(payload.weights, files.disk(), "")
+        return arenas[name], replace(measured, disk_bytes_per_s=measured.link_bytes_per_s)
+    fits = partial(_fits_blocks, payload.storages, arenas[name])
+    arrival, odd = files.arrival(mapped=name == "mapped", fits=fits)
+    why = "" if name == "mapped" else odd or _why_not_mapped(payload, request, arenas.get("mapped"), keep)
+    return arenas[name], measure_cpu(payload.weights, arrival, why)
 
 
-def preferred(floors: Mapping[str, Floor], budget: int) -> str:
+def _preferred(payload: Payload, arenas: Mapping[str, Arena], keep: frozenset[int], budget: int) -> str:
     """The first arena whose floor the budget reaches; where it reaches none, the one of the lowest floor."""
-    usable = (name for name, found in floors.items() if found.upper_bytes <= budget)
-    return next(usable, min(floors, key=lambda name: floors[name].upper_bytes))
-
-
-def _measured_arena(
-    storages: Sequence[Storage],
-    arenas: Mapping[str, Arena],
-    floors: Mapping[str, Floor],
-    budget: int,
-    source: Source,
-) -> tuple[Arena, float, str]:
-    """The first arena whose floor the budget reaches, the bytes per second at which it fills, and why it is.
-
-    A mapping takes what the page cache holds, and direct reads bring the rest (runtime/arena/adaptive.py).
-    """
-    name = preferred(floors, budget)
-    arena = arenas[name]
-    if not source.files:
-        return arena, 1e9, "there is no weight file to read"
-    shift = 0 if _fits_blocks(storages, arena, source.block) else _OFF_BLOCKS
-    read = measure_read(source, nbytes=_SAMPLE, seconds=_SECONDS, room=min(budget, _SAMPLE // 2), shift=shift)
-    reading = f"{source.mode} reads at {read / 1e9:.2f} GB/s"
-    if name != "mapped":
-        return arena, read, f"{reading}; {source.note or _why_not_mapped(arenas, floors, budget)}"
-    populated = measure_populate(source, nbytes=_SAMPLE, seconds=_SECONDS)
-    rates = f"populating a mapping at {populated / 1e9:.2f} GB/s, {reading}"
-    if source.mode == "direct" and supports_move():
-        return arena, max(read, populated), f"{rates}; the page cache is cold"
-    return arena, populated, rates
+    if len(arenas) == 1:
+        return next(iter(arenas))
+    floors: dict[str, int] = {}
+    for name, arena in arenas.items():
+        floors[name] = _floor(payload, arena, keep).upper_bytes
+        if floors[name] <= budget:
+            return name
+    return min(floors, key=floors.__getitem__)
 
 
 def _fits_blocks(storages: Sequence[Storage], arena: Arena, block: int) -> bool:
@@ -218,12 +236,14 @@ def _fits_blocks(storages: Sequence[Storage], arena: Arena, block: int) -> bool:
     return fits[True] >= fits[False]
 
 
-def _why_not_mapped(arenas: Mapping[str, Arena], floors: Mapping[str, Floor], budget: int) -> str:
-    if "mapped" in floors:
-        least = format_size(floors["mapped"].upper_bytes)
-        return f"a mapped arena needs {least} and the budget is {format_size(budget)}"
-    if "mapped" in arenas:
+def _why_not_mapped(
+    payload: Payload, request: PlanRequest, mapped: Arena | None, keep: frozenset[int]
+) -> str:
+    if request.arena:
         return "asked for"
+    if mapped is not None:
+        least = format_size(_floor(payload, mapped, keep).upper_bytes)
+        return f"a mapped arena needs {least} and the budget is {format_size(request.budget)}"
     if not supports_populate():
         return "this system cannot populate file mappings"
     return "the files align their tensors to less than 64 bytes, so they cannot be used where they are"

@@ -19,6 +19,7 @@ from penstock.passes.lowering import compiled, eager
 from penstock.passes.weights.values import tensor_in
 from penstock.runtime.arena.base import WeightArena
 from penstock.runtime.arena.opening import open_arena
+from penstock.runtime.calibrate import THIS_CPU
 from penstock.runtime.device.cuda import CudaDevice
 from penstock.runtime.device.memory import DeviceWeights
 from penstock.runtime.device.opening import device_kind, open_device
@@ -29,6 +30,7 @@ from penstock.runtime.files.reading import HeldStorages
 from penstock.runtime.files.source import Source, open_source
 from penstock.runtime.memory_split import MemorySplit, Reserve, check_host
 from penstock.runtime.module import LoadedMethod, StreamedModule
+from penstock.runtime.sightings import Sightings
 from penstock.runtime.sim.device import SimDevice
 from penstock.runtime.sim.streamer import SimStreamer
 from penstock.runtime.stream.interface import Usage
@@ -117,7 +119,10 @@ def load_module(
     except BaseException:
         weights.close()
         raise
-    return StreamedModule(methods, weights, program.path.name)
+    sightings = None
+    if device is None and plan.hardware.name == THIS_CPU and not (options.debug or options.poison):
+        sightings = Sightings(program.path, payload, plan, lambda: weights.counters)
+    return StreamedModule(methods, weights, program.path.name, sightings)
 
 
 def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOptions) -> LoadedWeights:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -13,6 +13,7 @@ import torch
 from penstock.passes.lowering.compiled import CompiledMethod
 from penstock.passes.lowering.eager import EagerMethod
 from penstock.passes.probes import CompiledCalls
+from penstock.runtime.sightings import Sightings
 from penstock.runtime.stream.interface import Stats
 from penstock.runtime.stream.passes import Gate, LoadedWeights
 from penstock.runtime.stream.probe_calls import ProbeCalls, Stopwatch, probe_calls
@@ -49,13 +50,20 @@ class StreamedModule(torch.nn.Module):
     call starts over).
     """
 
-    def __init__(self, methods: Mapping[str, LoadedMethod], weights: LoadedWeights, name: str) -> None:
+    def __init__(
+        self,
+        methods: Mapping[str, LoadedMethod],
+        weights: LoadedWeights,
+        name: str,
+        sightings: Sightings | None = None,
+    ) -> None:
         super().__init__()
         self._name = name
         self.training = False
         self.plan = weights.plan
         self._methods = dict(methods)
         self._weights = weights
+        self._sightings = sightings
         self._gate = Gate("a streamed module", "load the program")
         self._calls = {
             name: probe_calls(method.order, method.probed, weights.streamer)
@@ -77,11 +85,13 @@ class StreamedModule(torch.nn.Module):
         """Run the method of that name; `module.decode(...)` is `module.call("decode", ...)`."""
         loaded = self._method(method)
         with self._call_gate():
-            calls = self._calls.get(method)
-            run = _running(loaded.program, _checked(loaded.program, args, kwargs), calls)
+            calls, graph = self._calls.get(method), loaded.trace.graph
+            leaves = _checked(loaded.program, args, kwargs)
+            run = _running(loaded.program, leaves, calls)
             self._weights.wait()
             try:
-                output = self._weights.run(loaded.trace.graph, calls or self._weights.streamer, run)
+                with self._sightings.watching(graph, leaves) if self._sightings else nullcontext():
+                    output = self._weights.run(graph, calls or self._weights.streamer, run)
             except torch.OutOfMemoryError as error:
                 raise StreamError(
                     f"the device is out of memory in a pass: {self._weights.out_of_memory()}; lower the "

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import torch
-
 from penstock._version import __version__
 from penstock.runtime.cache import PLANS, user_cache
 from penstock.runtime.files.artifact_files import DIGEST
-from penstock.runtime.files.source import reading_mode
 from penstock.runtime.system.atomic import replace_file
 from penstock.schedule.facts.errors import PenstockError
 from penstock.schedule.payload.codec import Payload, plan_from_json
@@ -38,17 +34,14 @@ def remembered_plan(
 ) -> Plan:
     """The plan for `budget` bytes and for what was `asked`: one made before, or made now and kept.
 
-    A plan is made anew for another artifact, machine or version, and for another state of the page cache,
-    which decides how fast weights arrive. One from before is proven again. A program in memory only has
-    no artifact, and its plans are not kept.
+    Two plans are asked alike where the repr of `asked` is the same, the machine's figures included. A plan is
+    made anew for another artifact or version, and one from before is proven again. A program in memory only
+    has no artifact, and its plans are not kept.
     """
-    digest = _read(folder / DIGEST)
+    digest = artifact_digest(folder)
     if digest is None:
         return make()
-    mode = reading_mode(payload.files, folder)
-    machine = (platform.node(), platform.machine(), torch.get_num_threads())
-    facts = (digest, str(folder.resolve()), mode, machine, __version__, asked)
-    name = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+    name = hashlib.sha256(repr((digest, budget, asked, __version__)).encode()).hexdigest()[:32]
     path = user_cache() / PLANS / f"{name}.json"
     with suppress(OSError, PenstockError, RecursionError):
         plan = plan_from_json(path.read_bytes(), source=str(path))
@@ -63,10 +56,11 @@ def remembered_plan(
     return plan
 
 
-def _read(path: Path) -> bytes | None:
+def artifact_digest(folder: Path) -> str | None:
+    """The hash of an artifact's payload; None where there is no artifact, as for a program in memory."""
     try:
-        return path.read_bytes()
-    except OSError:
+        return (folder / DIGEST).read_text(encoding="utf-8").partition(" ")[0]
+    except (OSError, ValueError):
         return None
 
 

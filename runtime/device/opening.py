@@ -29,11 +29,6 @@ def hardware_of(name: str) -> Hardware | None:
     return find_hardware(detail) if kind == "sim" and detail else None
 
 
-def product_of(name: str) -> str:
-    """The product behind a CUDA device's name; empty for other devices. StreamError where there is none."""
-    return CudaDevice.of(name).product if device_kind(name) == "cuda" else ""
-
-
 def open_device(name: str, plan: Plan, *, page_lock: bool = True) -> Device:
     """The device of that name. A simulated one without a preset runs on the hardware of the plan."""
     if device_kind(name) == "cuda":

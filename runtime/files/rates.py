@@ -6,9 +6,9 @@ import mmap
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from statistics import median
+from itertools import pairwise
 
 from penstock.runtime.files.source import Source
 from penstock.runtime.system.memory import (
@@ -21,10 +21,14 @@ from penstock.runtime.system.memory import (
     hint,
     round_up,
 )
+from penstock.runtime.system.page_cache import is_cached
+from penstock.runtime.system.trials import MOST, Trials
 from penstock.schedule.facts.errors import SourceError
 
 READERS = 3
 """Threads that read weights: two did not keep this disk busy while computing, four were no faster."""
+
+_SHORTEST = 1e-9  # seconds: two clocks of a machine may differ by more than a block takes
 
 Place = tuple[int, int, int]
 """File number, offset and size of a block."""
@@ -39,13 +43,15 @@ def measure_read(
     room: int = 64 << 20,
     block: int = 2 << 20,
     shift: int = 0,
-) -> float:
+    cold: bool = False,
+) -> Trials:
     """Bytes per second at which `source` fills memory in its mode, as `threads` readers see it.
 
     Reads distinct blocks spread over all files, at most `nbytes` in all, and begins none after
     `seconds`. They go to about `room` bytes of memory in turn, as in an arena: into 24 MiB,
     which the processor's cache holds, a disk read 1.09 times as fast. With a `shift` addresses are that
-    many bytes off the blocks of the files.
+    many bytes off the blocks of the files. With `cold`, blocks that the page cache holds are left out, unless
+    it holds them all.
 
     Raises SourceError if there is nothing to read.
     """
@@ -62,7 +68,7 @@ def measure_read(
             source.read_into(*place[:2], address, place[2])
             free.append(address)
 
-        return _rate(_spread(source, nbytes, block), read, seconds, threads)
+        return _trials(_spread(source, nbytes, block, cold=cold), read, seconds, threads)
 
 
 def measure_populate(
@@ -72,9 +78,10 @@ def measure_populate(
     seconds: float = 0.5,
     threads: int = READERS,
     block: int = 2 << 20,
-) -> float:
+    cold: bool = False,
+) -> Trials:
     """Bytes per second at which blocks of the files become readable in a mapping; as `measure_read`."""
-    places = [place for place in _spread(source, nbytes, block) if place[2] >= PAGE]
+    places = [place for place in _spread(source, nbytes, block, cold=cold) if place[2] >= PAGE]
     starts: dict[int, int] = {}
     total = 0
     for number, file in enumerate(source.files):
@@ -90,36 +97,47 @@ def measure_populate(
             advise(address, size - size % PAGE, MADV_POPULATE_READ)
             advise(address, size - size % PAGE, mmap.MADV_DONTNEED)
 
-        return _rate(places, populate, seconds, threads)
+        return _trials(places, populate, seconds, threads)
 
 
-def _rate(places: list[Place], work: Callable[[Place], None], seconds: float, threads: int) -> float:
-    """Bytes per second from the median time of a block, so that one hiccup of the disk counts once."""
+def _trials(places: list[Place], work: Callable[[Place], None], seconds: float, threads: int) -> Trials:
+    """The rates at which `threads` threads together do `work`, one of each stretch of equally many blocks.
+
+    No thread waits for another at the end of a stretch, so that the rates are those of steady work.
+    """
     if not places:
         raise SourceError("there is no weight file whose reading could be measured")
     take = threading.Lock()
-    deadline = time.perf_counter() + seconds
-    rates: list[float] = []
+    began = time.perf_counter()
+    ended: list[tuple[float, int]] = []
 
     def worker() -> None:
         first = True
-        while first or time.perf_counter() < deadline:
+        while first or time.perf_counter() < began + seconds:
             first = False
             with take:
                 if not places:
                     break
                 place = places.pop()
-            began = time.perf_counter()
             work(place)
-            rates.append(place[2] / (time.perf_counter() - began))
+            ended.append((time.perf_counter(), place[2]))
 
     with ThreadPoolExecutor(threads) as pool:
         for future in [pool.submit(worker) for _ in range(threads)]:
             future.result()
-    return threads * median(rates)
+    return Trials(tuple(_stretches(began, sorted(ended), threads)))
 
 
-def _spread(source: Source, nbytes: int, block: int) -> list[Place]:
+def _stretches(began: float, ended: Sequence[tuple[float, int]], threads: int) -> Iterator[float]:
+    """Bytes per second of each stretch of blocks, given when each block ended and its size, in that order."""
+    count = min(MOST, max(1, len(ended) // threads))
+    cuts = [len(ended) * number // count for number in range(count + 1)]
+    for start, stop in pairwise(cuts):
+        yield sum(nbytes for _, nbytes in ended[start:stop]) / max(ended[stop - 1][0] - began, _SHORTEST)
+        began = ended[stop - 1][0]
+
+
+def _spread(source: Source, nbytes: int, block: int, *, cold: bool) -> list[Place]:
     """At most `nbytes` of blocks, evenly spaced, in an order in which neighbours do not follow each other."""
     blocks = [
         (number, offset, min(block, file.nbytes - offset))
@@ -128,4 +146,6 @@ def _spread(source: Source, nbytes: int, block: int) -> list[Place]:
     ]
     count = min(len(blocks), max(1, nbytes // block))
     chosen = [blocks[len(blocks) * i // count] for i in range(count)]
+    if cold:
+        chosen = [place for place in chosen if not is_cached(source.fd(place[0]), *place[1:])] or chosen
     return chosen[::2] + chosen[1::2]

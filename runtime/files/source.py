@@ -133,6 +133,10 @@ class Source:
         with self._in_flight():
             return self._cached_fraction()
 
+    def is_warm(self) -> bool:
+        """Whether the page cache holds the files now, so that reading through it is the faster way."""
+        return self.cached_fraction() >= WARM_FRACTION
+
     def _cached_fraction(self) -> float:
         """As `cached_fraction`, while a read is in flight."""
         total = self.nbytes
@@ -187,13 +191,9 @@ class Source:
 
 def open_source(files: Sequence[WeightFile], folder: Path, *, repeated: int = 0) -> Source:
     """The weight files, read through the page cache where it holds them now, and past it otherwise."""
-    return Source(files, folder, mode=reading_mode(files, folder), repeated=repeated)
-
-
-def reading_mode(files: Sequence[WeightFile], folder: Path) -> Mode:
-    """The way of reading that is faster now. The files' stamps are not compared."""
     with Source(files, folder, mode="buffered", check=False) as source:
-        return "direct" if source.cached_fraction() < WARM_FRACTION else "buffered"
+        mode: Mode = "buffered" if source.is_warm() else "direct"
+    return Source(files, folder, mode=mode, repeated=repeated)
 
 
 def _in_order(

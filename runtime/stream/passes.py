@@ -75,6 +75,11 @@ class LoadedWeights:
         """What streams; None where everything stays."""
         return self.resources.streamer
 
+    @property
+    def counters(self) -> Counters:
+        """What the streamer did so far."""
+        return self.streamer.counters if self.streamer else Counters()
+
     def probed(self, graph: int) -> tuple[int, ...]:
         """The steps of a method at which the plan acts."""
         return self.streamer.methods[graph].probed if self.streamer else ()
@@ -99,7 +104,7 @@ class LoadedWeights:
 
     def stats(self, passes: int) -> Stats:
         """What was streamed in `passes` passes, and the memory that it takes."""
-        counters = self.streamer.counters if self.streamer else Counters()
+        counters = self.counters
         return Stats(
             passes=passes,
             bytes_moved=counters.bytes_moved,

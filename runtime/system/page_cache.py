@@ -22,8 +22,7 @@ def cached_fraction(fd: int, nbytes: int, windows: int = 64) -> float:
     count = min(windows, -(-nbytes // _WINDOW))
     last = max(0, nbytes - _WINDOW)
     offsets = [last * i // max(1, count - 1) // mmap.PAGESIZE * mmap.PAGESIZE for i in range(count)]
-    probe = _mapped_pages if may_ask_mincore(fd) else _readable_pages
-    pages = [probe(fd, offset, min(_WINDOW, nbytes - offset)) for offset in offsets]
+    pages = [_pages(fd, offset, min(_WINDOW, nbytes - offset)) for offset in offsets]
     total = sum(asked for _, asked in pages)
     return sum(found for found, _ in pages) / total if total else 0.0
 
@@ -40,6 +39,16 @@ def open_uncached(path: Path, fd: int) -> int:
         os.close(uncached)
         return -1
     return uncached
+
+
+def is_cached(fd: int, offset: int, nbytes: int) -> bool:
+    """Whether the page cache holds any page of a range of a file, which begins at a page."""
+    return _pages(fd, offset, nbytes)[0] > 0
+
+
+def _pages(fd: int, offset: int, nbytes: int) -> tuple[int, int]:
+    """Pages of a window that are cached, and pages asked for."""
+    return (_mapped_pages if may_ask_mincore(fd) else _readable_pages)(fd, offset, nbytes)
 
 
 def may_ask_mincore(fd: int) -> bool:

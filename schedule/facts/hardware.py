@@ -123,3 +123,16 @@ def with_times(trace: Trace, hardware: Hardware) -> Trace:
         for step in trace.steps
     )
     return replace(trace, steps=steps, tail_ns=roofline_ns(trace.tail_work, hardware), times="modelled")
+
+
+def stretched(trace: Trace, compute_ns: float) -> Trace:
+    """The trace with times scaled alike, so that a pass computes for `compute_ns`; the gap is kept."""
+    modelled = trace.compute_ns - trace.gap_ns
+    if not modelled:
+        return trace
+    scale = compute_ns / modelled
+    steps = tuple(
+        replace(step, lead_ns=round(step.lead_ns * scale), read_ns=round(step.read_ns * scale))
+        for step in trace.steps
+    )
+    return replace(trace, steps=steps, tail_ns=round(trace.tail_ns * scale))

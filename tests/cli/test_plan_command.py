@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import penstock as api
+from penstock.cli.plan import _facts
 from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 
 
@@ -53,6 +55,15 @@ def test_comparison_and_sweep_as_json(penstock: Command, artifact: Path) -> None
     assert times["this plan"] == 1
     assert times["on demand"] > 1
     assert times["no plan is faster than"] <= 1
+
+
+def test_more_bytes_a_pass_than_the_model_has_are_explained(artifact: Path) -> None:
+    program = api.open(artifact)
+    plan = program.plan("50%", hardware="l4")
+    twice = replace(plan, schedules=tuple(replace(s, transfers=s.transfers * 2) for s in plan.schedules))
+    for decided, told in ((plan, False), (twice, twice.streamed_bytes > program.weight_bytes)):
+        assert ("comes more than once" in dict(_facts(program, decided))["streamed each pass"]) == told
+    assert twice.streamed_bytes > program.weight_bytes
 
 
 def test_without_questions_json_is_the_plan_itself(penstock: Command, artifact: Path) -> None:

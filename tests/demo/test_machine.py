@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.demo import cgroup, disk
+from penstock.runtime.system.mounts import find_mount
 from tests.demo.screens import MIB
 
 
@@ -37,7 +38,7 @@ def test_a_raw_read_says_when_it_had_to_be_buffered(tmp_path: Path, monkeypatch:
 def test_a_folder_needs_room_on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert disk.find_folder(1) is not None
     assert disk.find_folder(1 << 62) is None
-    monkeypatch.setattr(disk, "IN_MEMORY", {disk.find_type(folder) for folder in disk.list_folders()})
+    monkeypatch.setattr(disk, "IN_MEMORY", {find_mount(folder).kind for folder in disk.list_folders()})
     assert disk.find_folder(1) is None
 
 

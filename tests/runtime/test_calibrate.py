@@ -1,68 +1,72 @@
-"""Rates of the machine: measured once, remembered, and never trusted blindly."""
+"""Rates of the machine: measured once, remembered, and doubted in the plan where they are noisy."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from penstock.runtime import calibrate
-from penstock.runtime.calibrate import measure_hardware
+from penstock.runtime.calibrate import NO_FILES, common_dtype, measure_cpu
+from penstock.runtime.measurements import Measurement, Subject, this_machine
+from penstock.runtime.system.trials import LEAST, Trials
+from penstock.schedule.facts.model import Part, Weight
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "penstock" / "hardware.json"
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is measured, in order."""
     done: list[str] = []
-    monkeypatch.setattr(calibrate, "_flops_per_s", lambda dtype: done.append("flops") or 2e11)
-    monkeypatch.setattr(calibrate, "_memory_bytes_per_s", lambda: done.append("memory") or 1.5e10)
+    monkeypatch.setattr(calibrate, "_products", lambda dtype: done.append(dtype) or Trials((2e11, 2.1e11)))
+    monkeypatch.setattr(calibrate, "_memory", lambda: done.append("memory") or Trials((1.5e10,)))
     return done
 
 
-def test_rates_are_measured_once_and_the_link_is_as_given(cache: Path, measured: list[str]) -> None:
-    first = measure_hardware((), 3e9, "so")
-    second = measure_hardware((), 4e9, "and so")
-    assert measured == ["flops", "memory"]
-    assert (first.flops_per_s, first.memory_bytes_per_s, first.link_bytes_per_s) == (2e11, 1.5e10, 3e9)
-    assert (second.flops_per_s, second.memory_bytes_per_s, second.link_bytes_per_s) == (2e11, 1.5e10, 4e9)
-    (key,) = json.loads(cache.read_text())
-    assert "threads, torch.float32, torch 2" in key
+def arriving(rate: float, spread: float = 0.0) -> Measurement:
+    return Measurement(Subject("reads", this_machine(), cache="past"), rate, spread, 0.0, 9, 0)
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["", "[]", "{", '{"other": [1.0, 2.0]}', '{"KEY": [0.0, 1.0]}', '{"KEY": [1.0]}', '{"KEY": ["1", 2.0]}'],
-)
-def test_a_file_that_makes_no_sense_is_measured_over(cache: Path, measured: list[str], content: str) -> None:
-    measure_hardware((), 3e9, "")
-    (key,) = json.loads(cache.read_text())
-    cache.write_text(content.replace("KEY", key.replace('"', "")))
-    assert measure_hardware((), 3e9, "").flops_per_s == 2e11
-    assert measured == ["flops", "memory"] * 2
-    assert key in json.loads(cache.read_text())
+def weight(dtype: str, *shape: int) -> Weight:
+    return Weight("w", "parameter", "cpu", (Part("", dtype, shape, (1,) * len(shape), 0, 0),))
 
 
-def test_what_others_measured_stays(cache: Path, measured: list[str]) -> None:
-    cache.parent.mkdir()
-    cache.write_text('{"another machine": [1.0, 2.0]}')
-    measure_hardware((), 3e9, "")
-    assert json.loads(cache.read_text())["another machine"] == [1.0, 2.0]
+def test_rates_are_measured_once_and_arrival_is_as_given(measured: list[str]) -> None:
+    first = measure_cpu((), arriving(3e9), "so")
+    second = measure_cpu((), arriving(4e9), "and so")
+    assert measured == ["float32", "memory"]
+    assert (first.flops_per_s, first.memory_bytes_per_s, first.link_bytes_per_s) == (2.05e11, 1.5e10, 3e9)
+    assert (second.flops_per_s, second.memory_bytes_per_s, second.link_bytes_per_s) == (2.05e11, 1.5e10, 4e9)
+    assert first.note.endswith("threads; direct reads at 3.00 GB/s; so")
+    assert measure_cpu((), None, "no file").link_bytes_per_s == NO_FILES
 
 
-def test_a_folder_that_cannot_be_written_is_not_missed(
-    tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
-    for _ in range(2):
-        assert measure_hardware((), 3e9, "").flops_per_s == 2e11
-    assert measured == ["flops", "memory"] * 2
-    assert blocked.read_text() == ""
+def test_products_are_measured_in_the_dtype_that_most_weights_have(measured: list[str]) -> None:
+    weights = (weight("bfloat16", 64, 64), weight("float32", 64), weight("int8", 4096, 4096))
+    assert common_dtype(weights) == "bfloat16"
+    measure_cpu(weights, arriving(3e9), "")
+    measure_cpu((), arriving(3e9), "")
+    assert measured == ["bfloat16", "memory", "float32"]
+
+
+def test_a_busy_machine_is_told_of_in_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "_products", lambda dtype: Trials((6e9, 2e11, 2e11, 1e10)))
+    monkeypatch.setattr(calibrate, "_memory", lambda: Trials((3e9, 3e9), waited=0.6))
+    note = measure_cpu((), arriving(3e9, spread=0.5), "").note
+    assert "doubtful: products of float32 (varied by 182% between 4 trials)" in note
+    assert "reading memory (waited for a processor 60% of the time)" in note
+    assert "direct reads (varied by 50% between 9 trials)" in note
+    assert "penstock hardware --measure" in note
+
+
+def test_this_machine_has_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "_MATRIX", 64)
+    monkeypatch.setattr(calibrate, "_BUFFER", 1 << 16)
+    products, memory = calibrate.compute_rates("float32")
+    assert products.trials >= LEAST
+    assert memory.trials >= LEAST
+    assert min(products.median, memory.median) > 1e6

@@ -9,7 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from penstock.runtime import choice, remembered
+from penstock.runtime import arrival, calibrate, choice, remembered
+from penstock.runtime.files.source import Source
+from penstock.runtime.measurements import forget
+from penstock.runtime.system.trials import Trials
 from penstock.schedule.facts.hardware import find_hardware
 from penstock.schedule.planner import make_plan
 
@@ -138,3 +141,31 @@ def test_the_plan_for_what_the_host_has_free_now_is_not_kept(stack, made, monkey
     assert second.host.nbytes == first.host.nbytes + 4096
     assert len(made) == 3
     assert len(stored(tmp_path)) == 1
+
+
+def test_a_plan_is_of_the_figures_that_it_was_made_with(stack, made, monkeypatch):
+    program = stack.open()
+    first = program.plan("45%")
+    forget(lambda one: one.subject.quantity == "memory")
+    monkeypatch.setattr(calibrate, "_memory", lambda: Trials((first.hardware.memory_bytes_per_s / 3,)))
+    second = program.plan("45%")
+    assert second.hardware.memory_bytes_per_s == first.hardware.memory_bytes_per_s / 3
+    assert program.plan("45%") == second
+    assert len(made) == 2
+
+
+def test_what_the_page_cache_holds_makes_another_plan(stack, made, monkeypatch):
+    program = stack.open()
+    for share, rate in ((1.0, "mapping from the page cache"), (0.2, "direct reads"), (1.0, "mapping from")):
+        monkeypatch.setattr(Source, "cached_fraction", lambda self, share=share: share)
+        assert rate in program.plan("45%").hardware.note
+    assert len(made) == 2
+
+
+def test_a_plan_for_a_simulated_device_opens_no_weight_file(stack, made, monkeypatch):
+    program = stack.open()
+    program.plan("45%", device="sim")  # which measures the disk
+    monkeypatch.setattr(arrival, "Source", None)
+    for budget, device in (("45%", "sim"), ("55%", "sim"), ("45%", "sim:h200")):
+        program.plan(budget, device=device)
+    assert len(made) == 3

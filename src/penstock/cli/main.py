@@ -17,6 +17,7 @@ from penstock.cli import (
     convert,
     demo,
     doctor,
+    hardware,
     inspect,
     plan,
     preflight,
@@ -28,7 +29,7 @@ from penstock.cli.terminal.inputs import fail
 from penstock.cli.terminal.interrupts import STATUS, answered
 from penstock.schedule.facts.errors import PenstockError
 
-COMMANDS = (preflight, doctor, convert, compile, plan, simulate, inspect, verify, run, cache, demo)
+COMMANDS = (preflight, doctor, convert, compile, plan, simulate, inspect, verify, run, hardware, cache, demo)
 """In the order of `penstock --help`. Each file has a function or group of its own name, and EXAMPLES."""
 
 app = typer.Typer(

@@ -123,6 +123,9 @@ def _facts(program: Program, plan: Plan) -> list[tuple[str, str]]:
     outside = sum(program.payload.storages[s].nbytes for s in plan.outside)
     compute = sum(t.compute_ns for t in plan.traces)
     transfers = sum(len(s.transfers) for s in plan.schedules)
+    streamed = f"{format_size(plan.streamed_bytes)} in {transfers} transfers"
+    if plan.streamed_bytes > program.weight_bytes:
+        streamed += "; what several steps read, or lies in one granule with it, comes more than once"
     bound = "not found: the solver gave up"
     if plan.lower_bound_seconds is not None and plan.ratio is not None:
         bound = f"{plan.lower_bound_seconds:.4f} s; this one takes {plan.ratio:.3f} times as long"
@@ -131,7 +134,7 @@ def _facts(program: Program, plan: Plan) -> list[tuple[str, str]]:
         ("floor", format_size(program.floor_bytes)),
         ("arena", f"{format_size(plan.arena_bytes)}, {plan.arena.kind}, {plan.arena.backing}"),
         ("always in memory", f"{format_size(resident)} in the arena, {format_size(outside)} outside"),
-        ("streamed each pass", f"{format_size(plan.streamed_bytes)} in {transfers} transfers"),
+        ("streamed each pass", streamed),
         ("predicted", f"{plan.predicted_seconds:.4f} s a pass, {compute / 1e9:.4f} s of it compute"),
         ("no plan is faster than", bound),
         ("assumed", f"{plan.hardware.name}: {plan.hardware.note}"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from penstock.runtime.files.rates import measure_read as measure_rate
 from penstock.runtime.files.source import Source
 from penstock.runtime.files.stamp import stamp_file
+from penstock.runtime.system.mounts import find_mount
 
 _SECONDS = 5.0
 IN_MEMORY = {"tmpfs", "ramfs"}
@@ -40,7 +41,7 @@ def measure_read(weights: Path) -> ReadRate:
     with Source([stamp_file(weights, recorded_path=weights.name)], weights.parent) as source:
         nbytes = weights.stat().st_size
         rate = measure_rate(source, nbytes=nbytes, seconds=_SECONDS)
-        return ReadRate(nbytes, rate, source.mode == "direct")
+        return ReadRate(nbytes, rate.median, source.mode == "direct")
 
 
 def find_folder(nbytes: int) -> Path | None:
@@ -49,7 +50,7 @@ def find_folder(nbytes: int) -> Path | None:
         with contextlib.suppress(OSError):
             space = os.statvfs(folder)
             roomy = space.f_bavail * space.f_frsize >= nbytes
-            if roomy and os.access(folder, os.W_OK) and find_type(folder) not in IN_MEMORY:
+            if roomy and os.access(folder, os.W_OK) and find_mount(folder).kind not in IN_MEMORY:
                 return folder
     return None
 
@@ -57,13 +58,3 @@ def find_folder(nbytes: int) -> Path | None:
 def list_folders() -> tuple[Path, ...]:
     """Where temporary files may go, best first."""
     return Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()
-
-
-def find_type(folder: Path) -> str:
-    """The type of the file system that holds `folder`; empty where the system does not say."""
-    try:
-        mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
-    except OSError:
-        return ""
-    around = [fields for fields in mounts if folder.resolve().is_relative_to(fields[1])]
-    return max(around, key=lambda fields: len(fields[1]))[2] if around else ""

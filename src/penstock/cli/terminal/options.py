@@ -43,7 +43,7 @@ def check_size(name: str, *, share: bool = True) -> Callable[[_Given], _Given]:
     return check
 
 
-def _offer(*names: str) -> Callable[[str], list[str]]:
+def offer(*names: str) -> Callable[[str], list[str]]:
     """What a shell completes the value of an option with; typer knows the parameter by its name."""
     return lambda incomplete: [name for name in names if name.startswith(incomplete)]
 
@@ -66,7 +66,7 @@ ArenaName = Annotated[
     str | None,
     typer.Option(
         help="mapped, pooled, contiguous or paged instead of the fastest.",
-        autocompletion=_offer("mapped", "pooled", "contiguous", "paged"),
+        autocompletion=offer("mapped", "pooled", "contiguous", "paged"),
     ),
 ]
 HardwareName = Annotated[
@@ -74,7 +74,7 @@ HardwareName = Annotated[
     typer.Option(
         help="A preset (rtx4090, h200, laptop, ...) instead of this machine, measured.",
         callback=check_hardware,
-        autocompletion=_offer("auto", *PRESETS),
+        autocompletion=offer("auto", *PRESETS),
     ),
 ]
 PresetNames = Annotated[
@@ -82,7 +82,7 @@ PresetNames = Annotated[
     typer.Option(
         help="A preset (t4, rtx4090, h200, ...). May be given again.",
         callback=check_presets,
-        autocompletion=_offer(*PRESETS),
+        autocompletion=offer(*PRESETS),
     ),
 ]
 HostMemory = Annotated[
@@ -96,6 +96,6 @@ DeviceName = Annotated[
     str,
     typer.Option(
         help="cpu, cuda, cuda:1, sim, or sim:NAME with any preset, such as sim:rtx4090.",
-        autocompletion=_offer("cpu", "cuda", "sim", *(f"sim:{name}" for name in PRESETS)),
+        autocompletion=offer("cpu", "cuda", "sim", *(f"sim:{name}" for name in PRESETS)),
     ),
 ]

@@ -1,0 +1,104 @@
+"""How fast the weights of an artifact arrive here: read from its files, or populated in a mapping of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+from penstock.runtime.files.rates import READERS, measure_populate, measure_read
+from penstock.runtime.files.source import Source
+from penstock.runtime.measurements import (
+    Cache,
+    Measurement,
+    Quantity,
+    Subject,
+    measured,
+    recall,
+    this_machine,
+)
+from penstock.runtime.system.memory import supports_move
+from penstock.runtime.system.mounts import find_mount
+from penstock.runtime.system.trials import Trials
+from penstock.schedule.facts.model import WeightFile
+
+_SAMPLE = 256 << 20
+_SECONDS = 0.3
+_OFF_BLOCKS = 64  # bytes: an offset at which no block begins
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """The weight files of an artifact's catalog, whose relative paths are inside `folder`.
+
+    Their reading is measured here. Stamps are not compared.
+    """
+
+    files: tuple[WeightFile, ...]
+    folder: Path
+
+    def arrival(self, *, mapped: bool, fits: Callable[[int], bool]) -> tuple[Measurement, str]:
+        """How fast weights arrive in an arena now, and why they go through the page cache, if that is odd.
+
+        What is `mapped` is populated where the page cache holds it, and read past it where that is possible
+        (runtime/arena/adaptive.py). `fits` tells whether most weights lie in the arena as in whole blocks of
+        their files, given the size of a block.
+        """
+        with self._open() as source:
+            warm = source.is_warm()
+            past = source.mode == "direct" and not warm
+            block, note = source.block, source.note
+        cache: Cache = "past" if past else "warm" if warm else "cold"
+        if not mapped:
+            return self._reads(cache, whole_blocks=fits(block)), "" if warm else note
+        if past and supports_move():
+            return self._reads(cache, whole_blocks=fits(block)), ""
+        cache = "warm" if warm else "cold"
+        return measured(self._subject("mapping", cache), partial(self._populate, cold=not warm)), ""
+
+    def disk(self) -> Measurement:
+        """How fast the disk itself gives the weights. The files are opened only where that is not known."""
+        found = recall(self._subject("reads", "past")) or recall(self._subject("reads", "cold"))
+        if found is not None:
+            return found
+        with self._open() as source:
+            direct = source.mode == "direct"
+        return self._reads("past" if direct else "cold")
+
+    @cached_property
+    def identity(self) -> str:
+        """A hash of the files' stamps, by which their figures are remembered."""
+        return hashlib.sha256(repr(self.files).encode()).hexdigest()[:16]
+
+    def _reads(self, cache: Cache, *, whole_blocks: bool = True) -> Measurement:
+        bounced = cache == "past" and not whole_blocks
+        subject = self._subject("bounced reads" if bounced else "reads", cache)
+        return measured(subject, partial(self._read, cache, _OFF_BLOCKS if bounced else 0))
+
+    def _subject(self, quantity: Quantity, cache: Cache) -> Subject:
+        first = (self.folder / self.files[0].path).resolve()
+        more = f" and {len(self.files) - 1} more" if len(self.files) > 1 else ""
+        mounts = sorted({" on ".join(find_mount(self.folder / file.path)) for file in self.files})
+        return Subject(
+            quantity,
+            this_machine(),
+            what=f"{first}{more}",
+            identity=self.identity,
+            where=", ".join(mounts),
+            cache=cache,
+        )
+
+    def _open(self, *, direct: bool = True) -> Source:
+        return Source(self.files, self.folder, mode="direct" if direct else "buffered", check=False)
+
+    def _read(self, cache: Cache, shift: int) -> Trials:
+        with self._open(direct=cache == "past") as source:
+            return measure_read(source, nbytes=_SAMPLE, seconds=_SECONDS, shift=shift, cold=cache == "cold")
+
+    def _populate(self, *, cold: bool) -> Trials:
+        with self._open(direct=False) as source:
+            # What the page cache holds is mapped by the thread that computes (runtime/arena/adaptive.py).
+            threads = READERS if cold else 1
+            return measure_populate(source, nbytes=_SAMPLE, seconds=_SECONDS, threads=threads, cold=cold)

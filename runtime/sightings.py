@@ -1,0 +1,130 @@
+"""What a load sees of its first passes, and how that corrects what is remembered of the machine.
+
+Compute that takes another time than the plan assumed is remembered for this artifact, and its next plan
+assumes that. Where a pass cannot have been so fast or so slow with the rates of the plan, the rates are
+forgotten, and the next plan measures them again.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from penstock.runtime.arrival import WeightFiles
+from penstock.runtime.measurements import Measurement, Subject, forget, recall, record, this_machine
+from penstock.runtime.remembered import artifact_digest
+from penstock.runtime.stream.interface import Counters
+from penstock.runtime.system.trials import Trials
+from penstock.schedule.facts.hardware import with_times
+from penstock.schedule.facts.model import Method
+from penstock.schedule.payload.codec import Payload
+from penstock.schedule.plan import Plan
+
+PASSES = 5
+"""Passes of a method that are watched, after a first one, which also loads and warms up."""
+
+FACTOR = 2
+"""How many times longer or shorter than expected contradicts what is remembered."""
+
+LEAST_NS = 5_000_000
+"""Differences below it contradict nothing: so short a pass is mostly the interpreter's."""
+
+
+def seen_compute(folder: Path, method: str) -> Measurement | None:
+    """The compute of a pass of an artifact's method as loads saw it, where it contradicted its plan."""
+    subject = _subject(folder, method)
+    return recall(subject) if subject else None
+
+
+def _subject(folder: Path, method: str) -> Subject | None:
+    digest = artifact_digest(folder)
+    return Subject("pass", this_machine(), method, digest[:16]) if digest else None
+
+
+class _Pass(NamedTuple):
+    total_ns: int
+    stall_ns: int
+    nbytes: int
+
+
+class Sightings:
+    """Watches the first passes of each method of a load on the machine that its plan was made for.
+
+    `counters` are the streamer's so far.
+    """
+
+    def __init__(self, folder: Path, payload: Payload, plan: Plan, counters: Callable[[], Counters]) -> None:
+        self._folder, self._payload, self._plan, self._counters = folder, payload, plan, counters
+        self._methods = {method.graph: method for method in payload.methods}
+        self._passes: dict[int, list[_Pass]] = {method.graph: [] for method in payload.methods}
+
+    @contextmanager
+    def watching(self, graph: int, leaves: Sequence[Any]) -> Iterator[None]:
+        """While a pass of a method runs on `leaves`; it counts where their sizes are those of the trace."""
+        if graph not in self._passes or not at_exported_sizes(self._methods[graph], leaves):
+            yield
+            return
+        counters = self._counters()
+        stall_ns, moved, began = counters.stall_ns, counters.bytes_moved, time.perf_counter_ns()
+        yield
+        took = time.perf_counter_ns() - began
+        counters = self._counters()
+        passes = self._passes[graph]
+        passes.append(_Pass(took, counters.stall_ns - stall_ns, counters.bytes_moved - moved))
+        if len(passes) > PASSES:
+            self._conclude(graph, self._passes.pop(graph)[1:])
+
+    def _conclude(self, graph: int, passes: Sequence[_Pass]) -> None:
+        self._check_compute(graph, Trials(tuple(one.total_ns - one.stall_ns for one in passes)))
+        self._check_arrival(graph, passes)
+
+    def _check_compute(self, graph: int, seen: Trials) -> None:
+        """Remember the compute of a pass where the plan assumed another."""
+        (planned,) = (trace for trace in self._plan.traces if trace.graph == graph)
+        subject = _subject(self._folder, planned.method)
+        if subject is None or not _contradicts(seen.median, planned.compute_ns):
+            return
+        record(subject, seen)
+        modelled = with_times(planned, self._plan.hardware).compute_ns
+        if seen.median < modelled and _contradicts(seen.median, modelled):
+            # Nothing is computed faster than the machine can: its rates were taken while it was busy.
+            rates, machine = ("products", "memory"), this_machine()
+            forget(lambda one: one.subject.machine == machine and one.subject.quantity in rates)
+
+    def _check_arrival(self, graph: int, passes: Sequence[_Pass]) -> None:
+        """Forget how fast weights arrive where a pass took less than that, or waited for more than that."""
+        hardware = self._plan.hardware
+        (schedule,) = (schedule for schedule in self._plan.schedules if schedule.graph == graph)
+        least = statistics.median(hardware.copy_ns(one.nbytes) for one in passes)
+        most = least + len(schedule.transfers) * hardware.link_latency_ns
+        took = statistics.median(one.total_ns for one in passes)
+        stalled = statistics.median(one.stall_ns for one in passes)
+        faster = took < least and _contradicts(took, least)
+        slower = stalled > most and _contradicts(stalled, most)
+        if faster or slower:
+            identity = WeightFiles(self._payload.files, self._folder).identity
+            forget(lambda one: one.subject.identity == identity)
+
+
+def at_exported_sizes(method: Method, leaves: Sequence[Any]) -> bool:
+    """Whether the leaves of a call have the sizes of the method's trace, those that it was exported with."""
+    examples = {symbol.name: symbol.example for symbol in method.symbols}
+    for given, leaf in zip(method.inputs, leaves, strict=True):
+        if isinstance(leaf, torch.Tensor):
+            shape = [examples[size] if isinstance(size, str) else size for size in given.shape]
+            if list(leaf.shape) != shape:
+                return False
+        elif given.value is None:
+            return False  # a number, whose value at export the payload does not say
+    return True
+
+
+def _contradicts(seen_ns: float, expected_ns: float) -> bool:
+    most, least = max(seen_ns, expected_ns), min(seen_ns, expected_ns)
+    return most > FACTOR * least and most - least > LEAST_NS

@@ -1,0 +1,34 @@
+"""Which file system a path is on, and which device that is mounted from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Mount(NamedTuple):
+    """A file system's type (`ext4`) and device (`/dev/vda1`); both empty where the system does not say."""
+
+    kind: str
+    device: str
+
+
+def find_mount(path: Path, table: Path = Path("/proc/mounts")) -> Mount:
+    """The file system that holds `path`, which need not exist."""
+    try:
+        mounts = [line.split() for line in table.read_text().splitlines()]
+    except OSError:
+        return Mount("", "")
+    real = path.resolve()
+    around = [fields for fields in mounts if real.is_relative_to(_unescaped(fields[1]))]
+    if not around:
+        return Mount("", "")
+    # Of several mounts on one folder the last one covers the others.
+    device, _, kind, *_ = max(reversed(around), key=lambda fields: len(fields[1]))
+    return Mount(kind, device)
+
+
+def _unescaped(field: str) -> str:
+    for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
+        field = field.replace(code, character)
+    return field

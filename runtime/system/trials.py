@@ -1,0 +1,71 @@
+"""Times the same work several times: the figures, their median, and how much they differ."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+LEAST, MOST = 3, 9
+"""Trials of one measurement: there are fewer than `MOST` where they take longer than `SECONDS` together."""
+
+SECONDS = 0.3
+
+_TASKS = Path("/proc/self/task")
+
+
+@dataclass(frozen=True)
+class Trials:
+    """The figures of several trials of the same work, all in one unit.
+
+    `waited` is the share of the time, 0 to 1, for which the threads that worked were ready to run and the
+    system let others run: on a busy machine every trial may be slow, and all of them alike.
+    """
+
+    figures: tuple[float, ...]
+    waited: float = 0.0
+
+    @property
+    def median(self) -> float:
+        """The median of the figures."""
+        return statistics.median(self.figures)
+
+    @property
+    def spread(self) -> float:
+        """The interquartile range of the figures over their median; 0 for a single trial."""
+        if len(self.figures) == 1:
+            return 0.0
+        first, _, third = statistics.quantiles(self.figures, n=4, method="inclusive")
+        return (third - first) / self.median
+
+
+def repeat(work: Callable[[], object], amount: float, *, threads: int = 1) -> Trials:
+    """The rates of `work`, which does `amount` units of something on `threads` threads, in units a second.
+
+    A first run does not count. There are `LEAST` trials at least.
+    """
+    work()
+    seconds: list[float] = []
+    waited = -waiting_ns()
+    while len(seconds) < LEAST or (len(seconds) < MOST and sum(seconds) < SECONDS):
+        began = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - began)
+    waited += waiting_ns()
+    share = waited / 1e9 / (threads * sum(seconds))
+    return Trials(tuple(amount / one for one in seconds), min(1.0, max(0.0, share)))
+
+
+def waiting_ns() -> int:
+    """Nanoseconds that the threads of this process have been ready to run without running, all together.
+
+    0 where the system does not say (only Linux does, in the second figure of schedstat).
+    """
+    total = 0
+    with suppress(OSError, ValueError, IndexError):
+        for task in _TASKS.iterdir():
+            total += int((task / "schedstat").read_text().split()[1])
+    return total

@@ -1,0 +1,87 @@
+"""`penstock hardware`: presets, and what was measured of this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.runtime import calibrate, measurements
+from penstock.runtime.measurements import WEEK, Subject, measured, this_machine
+from penstock.runtime.system.trials import Trials
+from penstock.schedule.facts.hardware import PRESETS
+from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
+
+COLUMNS = 80
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is measured, in no time; nothing is remembered."""
+    done: list[str] = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", str(COLUMNS))
+    monkeypatch.setattr(calibrate, "_products", lambda dtype: done.append(dtype) or Trials((2e11,) * 3))
+    monkeypatch.setattr(calibrate, "_memory", lambda: done.append("memory") or Trials((1e10, 4e10), 0.5))
+    return done
+
+
+def reads(name: str = "/srv/models/a-model-with-a-long-name/model-00001-of-00191.safetensors") -> Subject:
+    return Subject("reads", this_machine(), f"{name} and 190 more", "abc", "ext4 on /dev/nvme0n1p2", "past")
+
+
+def test_presets_and_figures_fit_a_terminal(penstock: Command) -> None:
+    measured(reads(), lambda: Trials((1.5e9, 1.6e9)))
+    measured(Subject("pass", this_machine(), "forward", "def"), lambda: Trials((2.5e7,)))
+    done = penstock("hardware")
+    assert done.status == 0
+    assert all(len(line) <= COLUMNS for line in done.out.splitlines())
+    assert all(name in done.out for name in PRESETS)
+    for words in ("direct reads", "1.55 GB/s", "ext4 on", "compute of a pass of", "25.000 ms"):
+        assert words in done.out
+
+
+def test_one_preset(penstock: Command) -> None:
+    done = penstock("hardware", "h200")
+    assert "4800 GB/s" in done.out
+    assert "rtx4090" not in done.out
+    assert json.loads(penstock("hardware", "h200", "--json").out)["memory_bytes_per_s"] == 4.8e12
+
+
+def test_measuring_again_forgets_this_machine_and_takes_every_dtype_that_was_known(
+    penstock: Command, machine: list[str]
+) -> None:
+    assert "Nothing has been measured" in penstock("hardware", "auto").out
+    measured(reads(), lambda: Trials((1.5e9,)))
+    measured(Subject("products", this_machine(), "float16"), lambda: Trials((1.0,)))
+    facts = json.loads(penstock("hardware", "auto", "--measure", "--json").out)
+    assert machine == ["float32", "memory", "bfloat16", "float16"]
+    assert facts["presets"] == []
+    assert sorted(one["title"] for one in facts["measured"]) == [
+        "products of bfloat16",
+        "products of float16",
+        "products of float32",
+        "reading memory",
+    ]
+    (memory,) = (one for one in facts["measured"] if one["subject"]["quantity"] == "memory")
+    assert (memory["median"], memory["unit"], memory["waited"], memory["trials"]) == (2.5e10, "B/s", 0.5, 2)
+    assert len(memory["doubts"]) == 2
+    assert memory["fresh"]
+
+
+def test_noise_and_age_are_told(penstock: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    penstock("hardware", "--measure")
+    assert penstock("hardware", "auto").out.count("doubtful") == 1
+    now = measurements.measurements()[0].taken_at + WEEK
+    monkeypatch.setattr("time.time", lambda: float(now))
+    assert penstock("hardware", "auto").out.count("expired") == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["h20"], "did you mean 'h200'"), (["h200", "--measure"], "is a preset: leave out one of them")],
+)
+def test_what_is_refused(penstock: Command, arguments: list[str], words: str) -> None:
+    done = penstock("hardware", *arguments)
+    assert (done.status, words in done.err, "Traceback" in done.err) == (2, True, False)

@@ -1,0 +1,142 @@
+"""How fast weights arrive: in which way they are read, what is measured of it, and what is remembered."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from penstock.runtime import arrival
+from penstock.runtime.arrival import WeightFiles
+from penstock.runtime.files import rates
+from penstock.runtime.files.source import Source
+from penstock.runtime.files.stamp import stamp_file
+from penstock.runtime.system.trials import MOST, Trials
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WeightFiles:
+    """A file of weights, and nothing that is remembered."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "weights.safetensors"
+    save_file({"w": torch.zeros(9 * MIB, dtype=torch.uint8)}, path)
+    return WeightFiles((stamp_file(path, recorded_path=path.name),), tmp_path)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The measurements that were taken."""
+    done: list[str] = []
+
+    def read(source: Source, *, shift: int, cold: bool, **options: object) -> Trials:
+        done.append(f"{source.mode} reads{' off blocks' * bool(shift)}{' of cold blocks' * cold}")
+        return Trials((2e9,))
+
+    def populate(source: Source, *, cold: bool, **options: object) -> Trials:
+        done.append(f"mapping{' of cold blocks' * cold}")
+        return Trials((5e11,))
+
+    monkeypatch.setattr(arrival, "measure_read", read)
+    monkeypatch.setattr(arrival, "measure_populate", populate)
+    return done
+
+
+def page_cache(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    monkeypatch.setattr(Source, "cached_fraction", lambda self: share)
+
+
+def fits(block: int) -> bool:
+    return True
+
+
+def test_what_the_page_cache_holds_is_mapped_and_the_rest_is_read_past_it(
+    files: WeightFiles, taken: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for share, mapped, title in (
+        (1.0, True, "mapping from the page cache"),
+        (0.9, True, "direct reads"),  # however fast the part is that could be mapped
+        (1.0, False, "buffered reads from the page cache"),
+        (0.0, False, "direct reads"),
+    ):
+        page_cache(monkeypatch, share)
+        for _ in range(2):
+            found, odd = files.arrival(mapped=mapped, fits=fits)
+            assert (found.subject.title, odd) == (title, "")
+            assert found.subject.where
+    assert taken == ["mapping", "direct reads", "buffered reads"]
+
+
+def test_without_direct_reads_cold_blocks_are_measured(
+    files: WeightFiles, taken: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "O_DIRECT")
+    page_cache(monkeypatch, 0.5)
+    assert files.arrival(mapped=True, fits=fits)[0].subject.title == "mapping with a cold page cache"
+    found, odd = files.arrival(mapped=False, fits=fits)
+    assert found.subject.title == "buffered reads with a cold page cache"
+    assert "lacks O_DIRECT" in odd
+    assert taken == ["mapping of cold blocks", "buffered reads of cold blocks"]
+
+
+def test_reads_that_need_a_copy_have_a_figure_of_their_own(
+    files: WeightFiles, taken: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page_cache(monkeypatch, 0.0)
+    files.arrival(mapped=False, fits=fits)
+    found, _ = files.arrival(mapped=False, fits=lambda block: False)
+    assert found.subject.title == "direct reads off the disk's blocks"
+    assert taken == ["direct reads", "direct reads off blocks"]
+
+
+def test_the_disk_is_asked_once_and_files_are_opened_for_that_only(
+    files: WeightFiles, taken: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = files.disk()
+    assert taken == ["direct reads"]
+    monkeypatch.setattr(arrival, "Source", None)
+    assert files.disk() == first
+
+
+def test_other_files_have_figures_of_their_own(files: WeightFiles, taken: list[str]) -> None:
+    other = files.folder / "other.safetensors"
+    save_file({"w": torch.ones(MIB, dtype=torch.uint8)}, other)
+    files.disk()
+    WeightFiles((stamp_file(other, recorded_path=other.name),), files.folder).disk()
+    assert len(taken) == 2
+
+
+def test_blocks_in_the_page_cache_tell_nothing_of_a_cold_disk(
+    files: WeightFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = 4096
+    monkeypatch.setattr(rates, "is_cached", lambda fd, offset, nbytes: offset < 5 * MIB)
+    read: list[int] = []
+    with Source(files.files, files.folder, mode="buffered") as source:
+        plain = source.read_into
+
+        def record(file: int, offset: int, address: int, nbytes: int) -> None:
+            read.append(offset)
+            plain(file, offset, address, nbytes)
+
+        monkeypatch.setattr(source, "read_into", record)
+        found = rates.measure_read(source, nbytes=64 * block, block=block, cold=True)
+        assert min(read) >= 5 * MIB
+        assert len(found.figures) == MOST
+        # Where all is cached, that is what there is to measure.
+        monkeypatch.setattr(rates, "is_cached", lambda fd, offset, nbytes: True)
+        assert rates.measure_read(source, nbytes=8 * block, block=block, cold=True).median > 0
+
+
+def test_one_long_pause_of_the_disk_changes_no_median() -> None:
+    ended = [(0.01 * (k + 1) + (5.0 if k >= 40 else 0.0), 1000) for k in range(90)]
+    found = Trials(tuple(rates._stretches(0.0, ended, threads=3)))
+    assert found.median == pytest.approx(100_000)
+    assert len(found.figures) == MOST
+    assert found.spread == pytest.approx(0, abs=1e-6)
+    (only,) = rates._stretches(1.0, [(3.0, 500)], threads=3)
+    assert only == 250

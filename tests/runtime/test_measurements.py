@@ -1,0 +1,167 @@
+"""What is remembered of the machine: for how long, of what, and never trusted blindly."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from penstock.runtime import measurements
+from penstock.runtime.measurements import (
+    DISK_MOST,
+    HOUR,
+    WEEK,
+    Measurement,
+    Subject,
+    doubted,
+    forget,
+    measured,
+    recall,
+    this_machine,
+)
+from penstock.runtime.system.trials import Trials
+
+STEADY, WIDE = Trials((1.0, 1.01, 1.02)), Trials((1.0, 2.0, 4.0))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1_800_000_000.0
+
+    def time(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "penstock" / "hardware.json"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(measurements, "time", SimpleNamespace(time=found.time))
+    return found
+
+
+def memory() -> Subject:
+    return Subject("memory", this_machine())
+
+
+def test_a_figure_is_taken_once_and_kept_with_all_that_is_known_of_it(cache: Path, clock: Clock) -> None:
+    subject = Subject("reads", this_machine(), "/w.safetensors", "abc", "ext4 on /dev/vda", "past")
+    first = measured(subject, lambda: Trials((1e9, 2e9, 1.5e9), waited=0.05))
+    assert measured(subject, lambda: pytest.fail("it is known")) == first
+    assert (first.median, first.trials, first.waited, first.taken_at) == (1.5e9, 3, 0.05, int(clock.now))
+    (entry,) = json.loads(cache.read_text())["measurements"]
+    assert entry["subject"]["machine"]["torch"] == torch.__version__
+    assert entry["subject"]["where"] == "ext4 on /dev/vda"
+    assert entry["spread"] == first.spread > 0
+
+
+@pytest.mark.parametrize(("trials", "seconds"), [(STEADY, WEEK), (WIDE, HOUR), (Trials((1.0,), 0.4), HOUR)])
+def test_a_figure_expires_and_a_doubtful_one_soon(
+    cache: Path, clock: Clock, trials: Trials, seconds: int
+) -> None:
+    first = measured(memory(), lambda: trials)
+    assert (doubted([first, None]) != "") == (seconds == HOUR)
+    clock.now += seconds - 1
+    assert recall(memory()) == first
+    clock.now += 1
+    assert recall(memory()) is None
+    clock.now -= seconds + 1  # a clock that was put back
+    assert recall(memory()) is None
+
+
+def test_another_machine_is_measured_for_itself(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured(memory(), lambda: STEADY)
+    for field, value in (("processor", "another"), ("cores", 3), ("threads", 99), ("torch", "1.0")):
+        machine = replace(this_machine(), **{field: value})
+        assert recall(Subject("memory", machine)) is None
+        measured(Subject("memory", machine), lambda: WIDE)
+    known = recall(memory())
+    assert known is not None
+    assert known.median == STEADY.median
+    assert len(measurements.measurements()) == 5
+
+
+@pytest.mark.parametrize(
+    "damage", ["", "[]", "{", "\udcff", '{"AMD EPYC, 2 threads": [1.0, 2.0]}', "[" * 99_999]
+)
+def test_a_file_that_makes_no_sense_is_measured_over(cache: Path, damage: str) -> None:
+    measured(memory(), lambda: WIDE)
+    cache.write_bytes(damage.encode(errors="surrogateescape"))
+    assert recall(memory()) is None
+    assert measured(memory(), lambda: STEADY).median == STEADY.median
+    assert recall(memory())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("median", 0.0),
+        ("median", -1.0),
+        ("median", "1.0"),
+        ("spread", -0.1),
+        ("trials", 0),
+        ("taken_at", "today"),
+        ("extra", 1),
+    ],
+)
+def test_a_figure_that_makes_no_sense_is_taken_again(cache: Path, field: str, value: object) -> None:
+    measured(memory(), lambda: STEADY)
+    known = json.loads(cache.read_text())
+    known["measurements"][0][field] = value
+    cache.write_text(json.dumps(known))
+    assert recall(memory()) is None
+
+
+def test_a_later_version_of_the_file_counts_as_none(cache: Path) -> None:
+    measured(memory(), lambda: STEADY)
+    cache.write_text(cache.read_text().replace('"version": 1', '"version": 2'))
+    assert recall(memory()) is None
+
+
+def test_a_folder_that_cannot_be_written_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    for trials in (STEADY, WIDE):
+        assert measured(memory(), lambda trials=trials: trials).median == trials.median
+    assert blocked.read_text() == ""
+
+
+def test_what_is_forgotten_is_taken_again_and_the_rest_stays(cache: Path) -> None:
+    products = Subject("products", this_machine(), "float32")
+    measured(memory(), lambda: STEADY)
+    measured(products, lambda: STEADY)
+    forget(lambda one: one.subject.quantity == "memory")
+    assert recall(memory()) is None
+    assert recall(products)
+
+
+def test_what_has_expired_goes_when_something_else_is_remembered(cache: Path, clock: Clock) -> None:
+    measured(memory(), lambda: STEADY)
+    clock.now += WEEK
+    assert measurements.measurements()
+    measured(Subject("products", this_machine(), "float32"), lambda: STEADY)
+    assert [one.subject.quantity for one in measurements.measurements()] == ["products"]
+
+
+def test_every_doubt_says_why(cache: Path) -> None:
+    steady = Measurement(memory(), 1e9, 0.1, 0.05, 9, 0)
+    assert list(steady.doubts()) == []
+    assert list(replace(steady, spread=0.6).doubts()) == ["varied by 60% between 9 trials"]
+    assert list(replace(steady, waited=0.4).doubts()) == ["waited for a processor 40% of the time"]
+    disk = replace(steady, subject=Subject("reads", this_machine(), cache="past"), median=495e9)
+    assert disk.median > DISK_MOST
+    assert doubted([disk]).startswith("doubtful: direct reads (faster than any disk, so a cache answered); ")
+    warm = replace(disk, subject=Subject("mapping", this_machine(), cache="warm"))
+    assert list(warm.doubts()) == []  # the page cache may be as fast as that
