@@ -107,9 +107,7 @@ def _order(passes: tuple[Callable[..., Any], ...], given: tuple[str, ...]) -> li
             if makers.setdefault(fact, k) != k:
                 first = _name(passes[makers[fact]])
                 raise PassError(f"passes {first} and {_name(run)} both ensure {fact!r}: leave one out")
-    # What each pass comes behind. One that declares nothing stays where it is, and no other moves across it.
-    silent = {k for k, run in enumerate(passes) if not _facts(run, "requires") and not _facts(run, "ensures")}
-    behind = [set(range(k)) if k in silent else silent & set(range(k)) for k in range(len(passes))]
+    edges = []
     for k, run in enumerate(passes):
         for fact in set(_facts(run, "requires")).difference(given):
             if fact not in makers:
@@ -117,23 +115,26 @@ def _order(passes: tuple[Callable[..., Any], ...], given: tuple[str, ...]) -> li
                     f"pass {_name(run)} requires {fact!r}, which no pass of the pipeline ensures: add one "
                     f"that does, or Pipeline(..., requires=({fact!r},)) where it holds of the program already"
                 )
-            behind[k].add(makers[fact])
-    order: list[int] = []
-    while len(order) < len(passes):
-        waiting = [k for k in range(len(passes)) if k not in order]
-        ready = next((k for k in waiting if behind[k].issubset(order)), None)
-        if ready is None:
-            raise PassError(
-                f"the passes {_circle(passes, behind, waiting)} wait for each other, the last for the first: "
-                "let one of them require less, or move a pass that declares nothing"
-            )
-        order.append(ready)
-    return order
+            edges.append((makers[fact], k))
+    if all(first < second for first, second in edges):
+        return list(range(len(passes)))
+    return _sorted(passes, edges)
 
 
-def _circle(passes: tuple[Callable[..., Any], ...], behind: list[set[int]], waiting: list[int]) -> str:
-    """The names of passes each of which waits for the next one, and the last for the first."""
-    path = waiting[:1]
-    while path.count(path[-1]) == 1:
-        path.append(min(behind[path[-1]].intersection(waiting)))
-    return ", ".join(_name(passes[k]) for k in path[path.index(path[-1]) : -1])
+def _sorted(passes: tuple[Callable[..., Any], ...], edges: list[tuple[int, int]]) -> list[int]:
+    import networkx
+
+    graph = networkx.DiGraph(edges)
+    graph.add_nodes_from(range(len(passes)))
+    for k, run in enumerate(passes):
+        if not _facts(run, "requires") and not _facts(run, "ensures"):
+            graph.add_edges_from((before, k) for before in range(k))
+            graph.add_edges_from((k, behind) for behind in range(k + 1, len(passes)))
+    try:
+        return list(networkx.lexicographical_topological_sort(graph))
+    except networkx.NetworkXUnfeasible:
+        circle = ", ".join(_name(passes[first]) for first, _ in networkx.find_cycle(graph))
+        raise PassError(
+            f"the passes {circle} wait for each other, the last for the first: let one of them require "
+            "less, or move a pass that declares nothing"
+        ) from None
