@@ -22,6 +22,7 @@ from penstock.passes.weights.lifted import Catalog, Weights, refuse_lost_values,
 from penstock.passes.weights.subclasses import parts_of, with_plain_parts
 from penstock.passes.weights.usage import Usage, find_usage
 from penstock.schedule.facts.errors import PassError
+from penstock.schedule.facts.hardware import find_hardware
 from penstock.schedule.facts.model import Hardware, Kind, Method, Storage, Trace, Weight
 from penstock.schedule.facts.parts import join_parts, read_together
 from penstock.schedule.payload.codec import Payload
@@ -45,22 +46,22 @@ class Annotated:
 
 
 def annotate(
-    exported: ExportedProgram | Mapping[str, ExportedProgram], *, hardware: Hardware = PRESET_CPU
+    exported: ExportedProgram | Mapping[str, ExportedProgram], *, hardware: Hardware | str = PRESET_CPU
 ) -> Payload:
     """Returns catalog and modelled traces of a program, or of several methods {name: program}.
 
     Nothing is written and nothing copied. Methods are numbered in order; they share the weights of
-    equal names, which must be the same memory. `hardware` gives the rates of the model.
-    Raises PassError for a program that cannot be streamed.
+    equal names, which must be the same memory. `hardware`, or the preset of that name, gives the rates of the
+    model. Raises PassError for a program that cannot be streamed, PlanError for an unknown preset.
     """
     return annotate_with_values(exported, hardware=hardware).payload
 
 
 def annotate_with_values(
-    exported: ExportedProgram | Mapping[str, ExportedProgram], *, hardware: Hardware = PRESET_CPU
+    exported: ExportedProgram | Mapping[str, ExportedProgram], *, hardware: Hardware | str = PRESET_CPU
 ) -> Annotated:
     """Does what `annotate` does, and keeps the tensors, for whoever writes them to files."""
-    found = Pipeline(PASSES)(Programs(_by_method(exported), hardware))
+    found = Pipeline(PASSES)(Programs(_by_method(exported), find_hardware(hardware)))
     payload = Payload(
         lowering="none",
         torch=torch.__version__.split("+", maxsplit=1)[0],

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import fx
 
-from penstock.schedule.facts.errors import PassError, PenstockError
+from penstock.schedule.facts.errors import PassError
 
 Value = TypeVar("Value")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -47,8 +47,8 @@ class Pipeline(Generic[Value]):
     given wherever their declarations allow it, and none moves across a pass that declares nothing. Raises
     PassError where no pass or two passes ensure a fact, and where passes wait for each other.
 
-    Every pass returns a value of the type it was given. An error of the tree keeps its class, and every error
-    says which pass it came from and its position, counted from 1.
+    Every pass returns a value of the type it was given. An error that a pass raises goes through as it is,
+    with a note that says which pass it came from and its position, counted from 1.
     """
 
     passes: tuple[Callable[[Value], Value], ...]
@@ -71,11 +71,9 @@ class Pipeline(Generic[Value]):
         where = f"pass {position} of {len(self.passes)} ({_name(run)})"
         try:
             result = run(program)
-        except PenstockError as error:
+        except Exception as error:
             error.add_note(f"in {where}")
             raise
-        except Exception as error:
-            raise PassError(f"{where} failed: {type(error).__name__}: {error}") from error
         # Every graph module is of a class of its own.
         expected = fx.GraphModule if isinstance(program, fx.GraphModule) else type(program)
         if not isinstance(result, expected):

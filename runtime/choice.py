@@ -192,9 +192,8 @@ def _choose(
 ) -> tuple[Arena, Hardware]:
     """The arena to plan for, and the machine, which is measured where none is given."""
     arenas, kind = _allowed(payload, request.device, request.arena), device_kind(request.device)
-    given = hardware_of(request.device) if request.hardware == "auto" else request.hardware
-    if isinstance(given, str):
-        given = find_hardware(given)
+    auto = request.hardware == "auto"
+    given = hardware_of(request.device) if auto else find_hardware(request.hardware)
     if given and given.disk_bytes_per_s is not None and not request.arena:
         # A device with a host before it has one buffer: nothing of a file is mapped there.
         arenas = {"contiguous": arenas["contiguous"]}

@@ -119,7 +119,7 @@ class Program:
             arena=arena,
             keep=_patterns(keep),
             hardware=hardware,
-            traces=tuple(traces or ()),
+            traces=_traces(traces),
             wrap=wrap,
             host_memory=parse_host_memory(host_memory, self.weight_bytes),
             effort=effort,
@@ -268,6 +268,17 @@ class Program:
                     f"{storage.sha256} and is {found}; restore the file, or compile again"
                 )
         return total
+
+
+def _traces(traces: object) -> tuple[Trace, ...]:
+    if traces is None:
+        return ()
+    if not isinstance(traces, Sequence) or not all(isinstance(trace, Trace) for trace in traces):
+        raise PlanError(
+            f"traces= takes a list with a Trace for each method, got {traces!r:.60}: give what "
+            "StreamedModule.measure returns, or leave it out"
+        )
+    return tuple(traces)
 
 
 def _patterns(keep: Sequence[str]) -> tuple[str, ...]:

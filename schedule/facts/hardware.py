@@ -86,16 +86,18 @@ PRESETS: dict[str, Hardware] = {
 }
 
 
-def find_hardware(name: str) -> Hardware:
-    """The preset of that name; PlanError suggests the nearest where there is none."""
+def find_hardware(name: Hardware | str) -> Hardware:
+    """The preset of that name, or the hardware that is given; PlanError suggests the nearest preset."""
+    if isinstance(name, Hardware):
+        return name
+    if not isinstance(name, str):
+        raise PlanError(f"hardware is {name!r}, expected a Hardware or a name of one of {', '.join(PRESETS)}")
     if name in PRESETS:
         return PRESETS[name]
     near = difflib.get_close_matches(name.lower(), PRESETS, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     names = ", ".join(PRESETS)
-    raise PlanError(
-        f"there is no hardware {name!r}: {hint}give 'auto', which measures this machine, or one of {names}"
-    )
+    raise PlanError(f"there is no hardware {name!r}: {hint}give one of {names}")
 
 
 def host_beside(hardware: Hardware) -> Hardware | None:

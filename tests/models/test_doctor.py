@@ -153,3 +153,15 @@ def test_people_are_told_in_words(folder: Path, penstock: Command) -> None:
     assert "problem devices" in done.out
     missing = penstock("doctor", "models_of_a_test:nothing")
     assert (missing.status, missing.err.startswith("penstock: ")) == (2, True)
+
+
+def test_a_pass_that_fails_is_a_finding(
+    folder: Path, penstock: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> None:
+        raise ValueError("not like this\nat all")
+
+    monkeypatch.setattr("penstock.models.doctor.annotate", fail)
+    done = penstock("doctor", "models_of_a_test:healthy", "--json")
+    last = {"check": "streaming", "outcome": "problem", "message": "ValueError: not like this"}
+    assert (done.status, json.loads(done.out)[-1]) == (1, last)

@@ -10,7 +10,8 @@ from penstock.passes.annotate import annotate, annotate_with_values
 from penstock.passes.lowering import eager
 from penstock.passes.pipeline import Pipeline
 from penstock.passes.probes import insert_probes
-from penstock.schedule.facts.errors import PassError
+from penstock.schedule.facts.errors import PassError, PlanError
+from penstock.schedule.facts.hardware import PRESETS
 from penstock.schedule.facts.model import Input, Symbol
 from penstock.schedule.payload.codec import Payload
 from tests.passes.pass_models import CASES
@@ -218,3 +219,13 @@ def test_caches_that_are_tied_in_one_method_only_are_refused():
     }
     with pytest.raises(PassError, match="shares its memory with another in one method"):
         annotate(programs)
+
+
+def test_hardware_is_a_preset_by_its_name_and_anything_else_is_refused():
+    _, exported = export(CASES["Nested"])
+    assert annotate(exported, hardware="t4") == annotate(exported, hardware=PRESETS["t4"])
+    assert annotate(exported, hardware="t4").traces != annotate(exported).traces
+    with pytest.raises(PlanError, match="there is no hardware 'rtx409': did you mean 'rtx4090'"):
+        annotate(exported, hardware="rtx409")
+    with pytest.raises(PlanError, match="hardware is 3, expected a Hardware or a name"):
+        annotate(exported, hardware=3)

@@ -220,3 +220,15 @@ def test_what_is_printed_says_that_weights_stream(stack):
         assert str(module) == f"StreamedModule(stack.penstock, {plan.residency})"
         assert str(nn.Sequential(module)) == f"Sequential(\n  (0): {module}\n)"
     assert str(module) == f"StreamedModule(stack.penstock, {plan.residency}, closed)"
+
+
+@pytest.mark.parametrize("traces", [[3], 3, "forward"])
+def test_what_is_no_trace_is_refused(stack, traces):
+    with pytest.raises(penstock.PlanError, match=r"a list with a Trace for each method, got .*: give what"):
+        stack.open().plan("50%", traces=traces)
+
+
+def test_a_trace_is_given_in_a_list(stack):
+    program = stack.open()
+    with pytest.raises(penstock.PlanError, match="takes a list with a Trace"):
+        program.plan("50%", traces=program.payload.traces[0])

@@ -14,6 +14,7 @@ from penstock.models.preflight import open_source
 from penstock.passes.annotate import annotate
 from penstock.passes.building.fake_export import Built
 from penstock.passes.building.recording import LARGE
+from penstock.passes.building.refusals import sentence
 from penstock.passes.graph.nodes import tensors_of
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.sizes import format_size
@@ -52,8 +53,9 @@ def examine(source: str) -> list[Check]:
     checks += _of_operators(exported)
     try:
         payload = annotate(exported)
-    except PassError as error:
-        return [*checks, Check("streaming", "problem", str(error))]
+    except Exception as error:  # a pass may fail in any way
+        said = str(error) if isinstance(error, PassError) else f"{type(error).__name__}: {sentence(error)}"
+        return [*checks, Check("streaming", "problem", said)]
     return [*checks, *_of_weights(payload)]
 
 
