@@ -98,9 +98,9 @@ def compile(
     if lowering == "inductor":
         compiled = _compile(annotated, found, options, resident_below)
         annotated = replace(annotated, payload=compiled.payload)
-    writer = _Writer(annotated, found, in_place=not pack, progress=progress)
-    hashed = {} if earlier is None else _hashed(earlier.payload.storages, earlier.payload.files)
     folder = Path(path)
+    writer = _Writer(annotated, found, folder, in_place=not pack, progress=progress)
+    hashed = {} if earlier is None else _hashed(earlier.payload.storages, earlier.payload.files)
 
     def build(temporary: Path) -> None:
         catalog = writer.write_weights(temporary, hashed)
@@ -189,11 +189,21 @@ def _hashed(storages: Sequence[Storage], files: Sequence[WeightFile]) -> dict[Pl
 
 
 class _Writer:
-    """Decides for each storage where its bytes come from, and writes what must be written."""
+    """Decides for each storage where its bytes come from, and writes what must be written.
+
+    `target` is the artifact's folder, to be named in the log: it is written under another name.
+    """
 
     def __init__(
-        self, annotated: Annotated, found: Found | None, *, in_place: bool, progress: Progress | None
+        self,
+        annotated: Annotated,
+        found: Found | None,
+        target: Path,
+        *,
+        in_place: bool,
+        progress: Progress | None,
     ) -> None:
+        self._target = target
         self._payload, self._values = annotated.payload, annotated.values
         self._found = found or Found((), {}, {})
         self._in_place = in_place
@@ -215,7 +225,7 @@ class _Writer:
         if packed:
             total = sum(storages[s].nbytes for s in packed)
             entries = [self._entry(s) for s in packed]
-            _log.info("writing %s bytes of weights to %s", f"{total:,}", folder.parent)
+            _log.info("writing %s bytes of weights to %s", f"{total:,}", self._target)
             placed = write_packed(
                 folder / WEIGHTS, entries, progress=count_bytes(self._progress, "packing weights", total)
             )

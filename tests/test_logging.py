@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+import penstock as library
 from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 
 LOGS = """
@@ -54,6 +56,17 @@ def test_a_program_hears_it_by_its_own_handlers_as_well() -> None:
         "large",
         "odd",
     ]
+
+
+def test_what_the_variable_prints_is_not_printed_again_by_handlers_of_the_root() -> None:
+    code = "import logging\nlogging.basicConfig(level='INFO', format='%(message)s')" + LOGS
+    assert heard("info", code) == [LARGE, ODD]
+
+
+def test_compile_names_the_artifact_that_it_writes(tmp_path: Path, said: Callable[[], str]) -> None:
+    program = torch.export.export(torch.nn.Linear(8, 8), (torch.ones(1, 8),))
+    library.compile(program, tmp_path / "model.penstock")
+    assert said() == f"writing 288 bytes of weights to {tmp_path}/model.penstock"
 
 
 def test_a_command_prints_the_bytes_that_it_writes_and_leaves_the_log_as_it_was(

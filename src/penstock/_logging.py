@@ -17,16 +17,16 @@ _ROOT = logging.getLogger("penstock")
 
 
 def set_up() -> None:
-    """Print on stderr from the level that PENSTOCK_LOG names, else leave all to handlers of the program."""
+    """Print on stderr from the level that PENSTOCK_LOG names, else leave all to handlers of the program.
+
+    What is printed here does not go on to handlers of the root logger, which would print it again.
+    """
     asked = os.environ.get(_VARIABLE, "")
     if not asked:
         _ROOT.addHandler(logging.NullHandler())  # without one, Python prints warnings by itself
         return
     known = asked.lower() in _LEVELS
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
-    _ROOT.addHandler(handler)
-    _ROOT.setLevel(asked.upper() if known else logging.WARNING)
+    _print("%(name)s: %(message)s", asked.upper() if known else logging.WARNING)
     if not known:
         _ROOT.warning("%s=%s is no level: give %s", _VARIABLE, asked, ", ".join(_LEVELS))
 
@@ -37,12 +37,21 @@ def shown() -> Iterator[None]:
     if os.environ.get(_VARIABLE):  # it is printed already, from the level that was asked for
         yield
         return
-    handler, level = logging.StreamHandler(), _ROOT.level
-    handler.setFormatter(logging.Formatter("penstock: %(message)s"))
-    _ROOT.addHandler(handler)
-    _ROOT.setLevel(logging.INFO)
+    level, propagate = _ROOT.level, _ROOT.propagate
+    handler = _print("penstock: %(message)s", logging.INFO)
     try:
         yield
     finally:
         _ROOT.removeHandler(handler)
         _ROOT.setLevel(level)
+        _ROOT.propagate = propagate
+
+
+def _print(form: str, level: int | str) -> logging.Handler:
+    """Let a new handler print what is logged from a level on, and no handler of the root logger."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(form))
+    _ROOT.addHandler(handler)
+    _ROOT.setLevel(level)
+    _ROOT.propagate = False
+    return handler
