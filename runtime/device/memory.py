@@ -64,7 +64,7 @@ class DeviceWeights:
     def places(self, item: Range) -> Iterator[tuple[int, int]]:
         """Where the bytes of a layout range lie in the arena, as half-open ranges."""
         for piece in self._pieces.within(item.start, item.stop):
-            yield piece.address, piece.address + piece.stop - piece.start
+            yield piece.address, piece.address + piece.nbytes
 
     def name_of(self, item: Range) -> str:
         """The name of the first weight in a range, for messages."""
@@ -94,12 +94,10 @@ class DeviceWeights:
 
     def _staying(self) -> Iterator[Load]:
         for s, memory in self.outside.items():
-            for e in self._storages[s].extents:
-                yield Load(memory, e.storage_offset, e.file, e.file_offset, e.nbytes)
+            whole = FileRanges.of(self._storages[s : s + 1], (0,), (0,))
+            yield from ((memory, piece) for piece in whole.within(0, self._storages[s].nbytes))
         for item in merged(self._plan.resident) if self._plan.arena_bytes else ():
-            for piece in self._pieces.within(item.start, item.stop):
-                nbytes = piece.stop - piece.start
-                yield Load(self.arena, piece.address, piece.file, piece.file_offset, nbytes)
+            yield from ((self.arena, piece) for piece in self._pieces.within(item.start, item.stop))
 
     def _loading_memory(self) -> torch.Tensor:
         """The slab or the ring, which are still empty, or more memory where the host may hold that too."""

@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 
 import torch
 
 from penstock.runtime.device.protocol import Device, Event, FileRead, Move, Stream
+from penstock.runtime.files.ranges import FileRange
 
 BLOCK = 4096
 """Where file offset and address agree modulo this, reads can go past the page cache."""
 
 
-@dataclass(frozen=True)
-class Load:
-    """`nbytes` from byte `offset` of a file, for byte `start` of device memory `target`."""
-
-    target: torch.Tensor
-    start: int
-    file: int
-    offset: int
-    nbytes: int
-
-    def cut(self, at: int, nbytes: int) -> Load:
-        """At most `nbytes` from byte `at` on."""
-        start, offset = self.start + at, self.offset + at
-        return replace(self, start=start, offset=offset, nbytes=min(nbytes, self.nbytes - at))
-
+Load = tuple[torch.Tensor, FileRange]
+"""Device memory, and a range of a file that belongs there, whose address counts from where it begins."""
 
 Batch = list[tuple[Load, int]]
 """Loads that are read together, each with its offset in host memory."""
@@ -40,7 +27,7 @@ def load_resident(device: Device, disk: Stream, memory: torch.Tensor, work: Sequ
     for batch in _batches(work, memory):
         if copied is not None:
             device.wait(disk, copied)
-        reads = [FileRead(load.file, load.offset, at, load.nbytes) for load, at in batch]
+        reads = [FileRead(piece.file, piece.file_offset, at, piece.nbytes) for (_, piece), at in batch]
         device.read(disk, memory, reads, "a read of resident weights")
         read = device.record(disk)
         if before is not None:
@@ -53,9 +40,9 @@ def load_resident(device: Device, disk: Stream, memory: torch.Tensor, work: Sequ
 def _copy(device: Device, memory: torch.Tensor, batch: Batch, read: Event) -> Event:
     stream = device.current_stream()
     device.wait(stream, read)
-    for load, at in batch:
-        move = Move(memory, at, load.start, load.nbytes)
-        device.copy(stream, load.target, [move], "the load of resident weights")
+    for (target, piece), at in batch:
+        move = Move(memory, at, piece.address, piece.nbytes)
+        device.copy(stream, target, [move], "the load of resident weights")
     return device.record(stream)
 
 
@@ -64,14 +51,15 @@ def _batches(work: Sequence[Load], memory: torch.Tensor) -> Iterator[Batch]:
     which, position = 0, 0
     batch: Batch = []
     most = half - BLOCK if half > 2 * BLOCK else half  # so that there is room to align
-    for load in (whole.cut(at, most) for whole in work for at in range(0, whole.nbytes, most)):
-        skip = (load.offset - memory.data_ptr() - position) % BLOCK
-        if position + skip + load.nbytes > half:
+    starts = ((target, whole, at) for target, whole in work for at in range(whole.start, whole.stop, most))
+    for target, piece in ((target, whole.cut(at, at + most)) for target, whole, at in starts):
+        skip = (piece.file_offset - memory.data_ptr() - position) % BLOCK
+        if position + skip + piece.nbytes > half:
             if batch:
                 yield batch
                 batch, which = [], 1 - which
             position, skip = 0, 0
-        batch.append((load, which * half + position + skip))
-        position += skip + load.nbytes
+        batch.append(((target, piece), which * half + position + skip))
+        position += skip + piece.nbytes
     if batch:
         yield batch

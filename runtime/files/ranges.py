@@ -21,6 +21,10 @@ class FileRange:
     file_offset: int
     address: int
 
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
     def cut(self, start: int, stop: int) -> FileRange:
         """The part of the range between two layout offsets."""
         skip = max(0, start - self.start)
@@ -94,8 +98,8 @@ class FileRanges:
         """Read the bytes between two layout offsets to their addresses, and return how many were read."""
         brought = 0
         for piece in self.within(start, stop):
-            source.read_into(piece.file, piece.file_offset, piece.address, piece.stop - piece.start)
-            brought += piece.stop - piece.start
+            source.read_into(piece.file, piece.file_offset, piece.address, piece.nbytes)
+            brought += piece.nbytes
         return brought
 
 

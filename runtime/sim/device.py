@@ -1,11 +1,9 @@
 """A device that is simulated: real bytes in host memory, streams that run when they like, a virtual clock.
 
-A copy runs at a time of the policy's choosing between the moment it is enqueued and the moment something
-waits for it: `earliest`, `latest`, `random` (with a seed), or `lagging`, where what one stream does is late
-and what the others do is not. So do reads from a disk, in any order but that of waits. The caller's kernels
-run at once, as they are called. Whatever the order, vector clocks (races.py) tell whether an event
-orders every two accesses of the same bytes; a wait that is missing is found even where the data came out
-right. Staging memory is overwritten as soon as it was copied from.
+A copy may run at any time between the moment it is enqueued and the moment something waits for it, and runs
+as late as that. So do reads from a disk. The caller's kernels run at once, as they are called. Vector clocks
+(races.py) tell whether an event orders every two accesses of the same bytes; a wait that is missing is found
+even where the data came out right. Staging memory is overwritten as soon as it was copied from.
 
 The virtual clock runs on a `Hardware`: a transfer takes latency and bytes over bandwidth, a read those of
 the disk, kernels the times of their trace. Nothing here takes real time into account.
@@ -13,12 +11,9 @@ the disk, kernels the times of their trace. Nothing here takes real time into ac
 
 from __future__ import annotations
 
-import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 
@@ -32,7 +27,6 @@ from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Hardware
 from penstock.schedule.facts.sizes import format_size
 
-Policy = Literal["earliest", "latest", "random", "lagging"]
 HOST = "the host"
 KERNELS = "the stream of the kernels"
 
@@ -48,7 +42,6 @@ class SimEvent:
     after: tuple[SimEvent, ...]
     known: Clock
     time_ns: int
-    capture: int
     of_disk: bool = False
 
 
@@ -65,8 +58,6 @@ class SimStream:
     enqueued: int = 0
     done: int = 0
     time_ns: int = 0
-    last_stamp: int = 0
-    capture: int = 0
     error: BaseException | None = None
 
 
@@ -81,33 +72,28 @@ class SimDisk:
 
 
 def _make_event(
-    streams: Sequence[SimStream], known: Clock, time_ns: int, *, of_disk: bool = False, capture: int = 0
+    streams: Sequence[SimStream], known: Clock, time_ns: int, *, of_disk: bool = False
 ) -> SimEvent:
     """An event behind all that was enqueued on `streams` so far."""
     reached = tuple((stream, stream.enqueued) for stream in streams)
     after = tuple(event for stream in streams for event in stream.pending)
-    return SimEvent(reached, after, known, time_ns, capture, of_disk)
+    return SimEvent(reached, after, known, time_ns, of_disk)
 
 
 class SimDevice:
     """`hardware` gives the clock and the memory; without one there is no limit and copies take no time."""
 
-    def __init__(
-        self, hardware: Hardware | None = None, *, policy: Policy = "latest", seed: int = 0, name: str = "sim"
-    ) -> None:
+    def __init__(self, hardware: Hardware | None = None, *, name: str = "sim") -> None:
         self.name = name
         self.torch_device = torch.device("cpu")
         self.hardware = hardware
         self.detector = RaceDetector()
         self.copied_ns = 0
-        self._policy, self._seed, self._chance = policy, seed, random.Random(seed)
         self._kernels = SimStream(KERNELS)
         self._streams = [self._kernels]
         self._held: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._read_once: set[int] = set()
-        self._capture = 0  # the number of the capture that goes on, 0 where none does
-        self._captures = 0
 
     # Memory.
 
@@ -204,16 +190,11 @@ class SimDevice:
             known = self.detector.clock_of("all readers")
             return _make_event(stream.lanes, known, stream.time_ns, of_disk=True)
         self._operation(stream)
-        return _make_event(
-            (stream,), self.detector.clock_of(stream.name), stream.time_ns, capture=self._capture
-        )
+        return _make_event((stream,), self.detector.clock_of(stream.name), stream.time_ns)
 
     def wait(self, stream: SimStream | SimDisk, event: SimEvent) -> None:
-        if event.capture != self._capture:
-            raise StreamError("a capture waits for an event from outside it, or the other way round")
         stream.time_ns = max(stream.time_ns, event.time_ns)
         for one in stream.lanes if isinstance(stream, SimDisk) else (stream,):
-            one.capture = event.capture
             self._operation(one)
             self.detector.join(one.name, event.known)
             if one is not self._kernels:
@@ -257,32 +238,10 @@ class SimDevice:
         """Virtual time at which the kernels enqueued so far have ended."""
         return self._kernels.time_ns
 
-    @contextmanager
-    def capture(self) -> Iterator[None]:
-        """Apply the rules of CUDA graphs to what is enqueued, which runs all the same.
-
-        A stream takes part once it waits for an event of the capture, which must not wait for any other, and
-        the kernels have to wait for all that it has done in the end.
-        """
-        self._captures += 1
-        self._capture = self._kernels.capture = self._captures
-        try:
-            yield
-            for stream in self._streams:
-                known = self.detector.clock_of(self._kernels.name).get(stream.name, 0)
-                if stream.capture == self._capture and known < stream.last_stamp:
-                    raise StreamError(f"the capture ends while {stream.name} has work that nothing waits for")
-        finally:
-            self._capture = 0
-            for stream in self._streams:
-                stream.capture = 0
-
     # How operations come to run.
 
     def _operation(self, stream: SimStream) -> None:
         """Count an operation that the host enqueues, which comes after all that the host knows of."""
-        if stream.capture != self._capture:
-            raise StreamError(f"{stream.name} is used in a capture that it takes no part in")
         self.detector.tick(HOST)
         self.detector.join(stream.name, self.detector.clock_of(HOST))
         self.detector.tick(stream.name)
@@ -301,20 +260,8 @@ class SimDevice:
         stream.waiting.append((run, tuple(stream.pending)))
         stream.pending.clear()
         stream.enqueued += 1
-        stream.last_stamp = self.detector.clock_of(stream.name)[stream.name]
         if stream is self._kernels:
             self._step(stream)
-            return
-        late = stream is self._lagging() if self._policy == "lagging" else self._policy == "latest"
-        if late:
-            return
-        count = len(stream.waiting)
-        for _ in range(self._chance.randint(0, count) if self._policy == "random" else count):
-            self._step(stream)
-
-    def _lagging(self) -> SimStream:
-        """The stream opened last, or with a seed one before."""
-        return self._streams[-1 - self._seed % (len(self._streams) - 1)]
 
     def _step(self, stream: SimStream) -> None:
         """Run the stream's next operation, and before it all that it waits for."""

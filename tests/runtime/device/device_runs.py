@@ -14,7 +14,7 @@ import torch
 from penstock.runtime.device.memory import DeviceWeights
 from penstock.runtime.device.protocol import Device
 from penstock.runtime.device.streamer import DeviceStreamer
-from penstock.runtime.sim.device import Policy, SimDevice
+from penstock.runtime.sim.device import SimDevice
 from penstock.runtime.sim.streamer import SimStreamer
 from penstock.runtime.stream.interface import Streamer
 from penstock.schedule.facts.model import Extent, Hardware, Step, Storage, Trace, Wrap
@@ -22,6 +22,7 @@ from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.plan import Plan
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.space.layout import packed_arena
+from tests.runtime.sim.ordered_device import OrderedDevice, Policy
 
 UNIT = 256
 HARDWARE = Hardware("toy", 1e12, 1e11, 1e9, 100, disk_bytes_per_s=0.5e9, disk_latency_ns=50)
@@ -294,7 +295,7 @@ POLICIES: tuple[tuple[Policy, int], ...] = (
 @cache
 def totals_of(one: Case, policy: Policy, seed: int) -> Totals:
     """Those of a run without a fault, whose steady passes take what the plan predicts."""
-    totals = Run(one, SimDevice(HARDWARE, policy=policy, seed=seed)).go()
+    totals = Run(one, OrderedDevice(HARDWARE, policy=policy, seed=seed)).go()
     assert _steady(one, totals), totals
     return totals
 
@@ -303,7 +304,7 @@ def run_everywhere(parts: Parts, policies: Sequence[tuple[Policy, int]] = POLICI
     """All cases in all orders; raises what the first to fail raises, or else that one took something else."""
     odd: list[AssertionError] = []
     for (policy, seed), one in product(policies, (*cases(), *disk_cases())):
-        totals = Run(one, SimDevice(HARDWARE, policy=policy, seed=seed), parts).go()
+        totals = Run(one, OrderedDevice(HARDWARE, policy=policy, seed=seed), parts).go()
         expected = totals_of(one, policy, seed)
         # How far copies are ahead in the end is the disk's affair, where there is one.
         if one in disk_cases():

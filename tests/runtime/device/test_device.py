@@ -12,19 +12,19 @@ from penstock.runtime.device.cuda import CudaDevice
 from penstock.runtime.device.memory import DeviceWeights
 from penstock.runtime.device.protocol import Device, FileRead, Move
 from penstock.runtime.device.streamer import DeviceStreamer
-from penstock.runtime.sim.device import SimDevice
 from penstock.runtime.stream.interface import Streamer
 from penstock.schedule.facts.errors import SourceError, StreamError
 from tests.runtime.device.cpu_device import CpuDevice
 from tests.runtime.device.device_runs import HARDWARE, Case, Memory, WrongBytesError, cases, disk_cases
 from tests.runtime.sim.faults import COPIES, READS, Fault
+from tests.runtime.sim.ordered_device import OrderedDevice
 
 DEVICES = {
     "cpu": CpuDevice,
-    "sim, earliest": lambda: SimDevice(HARDWARE, policy="earliest"),
-    "sim, latest": lambda: SimDevice(HARDWARE, policy="latest"),
-    "sim, lagging": lambda: SimDevice(HARDWARE, policy="lagging"),
-    "sim, random": lambda: SimDevice(HARDWARE, policy="random", seed=3),
+    "sim, earliest": lambda: OrderedDevice(HARDWARE, policy="earliest"),
+    "sim, latest": lambda: OrderedDevice(HARDWARE, policy="latest"),
+    "sim, lagging": lambda: OrderedDevice(HARDWARE, policy="lagging"),
+    "sim, random": lambda: OrderedDevice(HARDWARE, policy="random", seed=3),
     "cuda": CudaDevice,
 }
 

@@ -39,6 +39,7 @@ from tests.runtime.device.device_runs import (
 )
 from tests.runtime.device.faulty_device import Call, FaultyDevice, Site
 from tests.runtime.sim.faults import FAULTS, HARMLESS, IN_CALLS, OfDevice
+from tests.runtime.sim.ordered_device import OrderedDevice
 
 FOUND = (WrongBytesError, CountError, SlowPassError, PenstockError)
 """RaceError and what is out of bounds are PenstockErrors."""
@@ -200,7 +201,7 @@ def found_by_device(case: Case) -> bool:
     """Whether the device finds something wrong, as a fault is found; a crash is nothing found."""
     try:
         for policy, seed in POLICIES:
-            Run(case, SimDevice(HARDWARE, policy=policy, seed=seed)).go()
+            Run(case, OrderedDevice(HARDWARE, policy=policy, seed=seed)).go()
     except FOUND:
         return True
     return False

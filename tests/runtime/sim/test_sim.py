@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 import penstock
 from penstock.runtime.loading import LoadOptions, load_module
-from penstock.runtime.sim.device import SimDevice
 from penstock.schedule.facts.hardware import find_hardware
 from penstock.schedule.facts.model import Extent
 from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.planner import floor, make_plan
 from tests.hunt import scaled
 from tests.runtime.device.device_runs import Case, Run, cases
+from tests.runtime.sim.ordered_device import CapturedDevice, OrderedDevice
 from tests.schedule.traces import RandomProblem, problems
 
 
@@ -49,7 +49,7 @@ def test_a_pass_can_be_captured_and_another_as_well(stack, share):
     budget = least + int(share * (program.weight_bytes - least))
     for wrap in ("barrier", "overlap"):
         plan = program.plan(budget, device="sim:rtx4090", wrap=wrap)
-        device = SimDevice(plan.hardware)
+        device = CapturedDevice(plan.hardware)
         module = load_module(program, plan, LoadOptions(), device=device)
         crosses = any(t.after < 0 for t in plan.schedules[0].transfers)
         with torch.no_grad(), module:
@@ -117,7 +117,7 @@ def test_a_call_after_close_and_an_exception_in_between(stack):
 def test_more_passes_remember_no_more(case):
     remembered = []
     for count in (3, 90):
-        device = SimDevice(case.plan.hardware, policy="random", seed=1)
+        device = OrderedDevice(case.plan.hardware, policy="random", seed=1)
         Run(replace(case, passes=case.passes * count), device).go()
         remembered.append(device.detector.remembered)
     assert remembered[0] == remembered[1]
@@ -149,7 +149,7 @@ def test_random_plans_run_in_random_orders(p: RandomProblem) -> None:
     one = case_of(p)
     if one.plan.arena_bytes:
         for number in range(3):
-            Run(one, SimDevice(one.plan.hardware, policy="random", seed=number)).go()
+            Run(one, OrderedDevice(one.plan.hardware, policy="random", seed=number)).go()
 
 
 @pytest.mark.random
@@ -159,7 +159,7 @@ def test_random_plans_run_in_random_orders(p: RandomProblem) -> None:
 def test_random_plans_of_two_methods_run_in_random_orders(p: RandomProblem) -> None:
     one = case_of(p)
     if one.plan.arena_bytes:
-        Run(one, SimDevice(one.plan.hardware, policy="random", seed=1)).go()
+        Run(one, OrderedDevice(one.plan.hardware, policy="random", seed=1)).go()
 
 
 @pytest.mark.random
@@ -172,7 +172,9 @@ def test_random_plans_with_a_host_between_run_in_random_orders(p: RandomProblem,
     if one.plan.arena_bytes:
         hardware, schedule = one.plan.hardware, one.plan.schedules[0]
         for number in range(2):
-            run = Run(replace(one, passes=one.passes * 3), SimDevice(hardware, policy="random", seed=number))
+            run = Run(
+                replace(one, passes=one.passes * 3), OrderedDevice(hardware, policy="random", seed=number)
+            )
             times = run.go().times
             assert run.weights.host.pinned_bytes <= one.plan.host.nbytes
             assert sum(times[-4:]) <= 4 * schedule.predicted_ns + 4
@@ -185,7 +187,7 @@ def test_random_plans_with_a_host_between_run_in_random_orders(p: RandomProblem,
 def test_random_plans_of_two_methods_with_a_host_between(p: RandomProblem, share: float) -> None:
     one = case_of(p, share)
     if one.plan.arena_bytes:
-        Run(one, SimDevice(one.plan.hardware, policy="random", seed=1)).go()
+        Run(one, OrderedDevice(one.plan.hardware, policy="random", seed=1)).go()
 
 
 def test_a_cap_on_all_memory_leaves_room_for_activations(stack, said):

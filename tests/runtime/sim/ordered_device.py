@@ -1,0 +1,86 @@
+"""A simulated device that runs its streams in other orders, and one that checks what CUDA graphs ask for."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from penstock.runtime.sim.device import SimDevice, SimDisk, SimEvent, SimStream
+from penstock.schedule.facts.errors import StreamError
+from penstock.schedule.facts.model import Hardware
+
+Policy = Literal["earliest", "latest", "random", "lagging"]
+
+
+class OrderedDevice(SimDevice):
+    """Runs what is enqueued at once, late (when it is waited for), at random, or late on one stream only."""
+
+    def __init__(self, hardware: Hardware | None = None, *, policy: Policy, seed: int = 0) -> None:
+        super().__init__(hardware)
+        self._policy, self._seed, self._chance = policy, seed, random.Random(seed)
+
+    def _enqueue(self, stream: SimStream, run: Callable[[], object]) -> None:
+        super()._enqueue(stream, run)
+        late = stream is self._lagging() if self._policy == "lagging" else self._policy == "latest"
+        if late or stream is self._kernels:
+            return
+        count = len(stream.waiting)
+        for _ in range(self._chance.randint(0, count) if self._policy == "random" else count):
+            self._step(stream)
+
+    def _lagging(self) -> SimStream:
+        """The stream opened last, or with a seed one before."""
+        return self._streams[-1 - self._seed % (len(self._streams) - 1)]
+
+
+class CapturedDevice(SimDevice):
+    """Applies the rules of CUDA graphs to what is enqueued in `capture`, which runs all the same.
+
+    A stream takes part once it waits for an event of the capture, which must not wait for any other, and the
+    kernels have to wait for all that it has done in the end. Reads from a disk cannot be captured.
+    """
+
+    def __init__(self, hardware: Hardware | None) -> None:
+        super().__init__(hardware)
+        self._captures = self._now = 0  # how many there were, and which one goes on, 0 where none does
+        self._of_stream: dict[str, int] = {}
+        self._of_event: dict[int, tuple[int, SimEvent]] = {}
+        self._last: dict[str, int] = {}
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        self._captures += 1
+        self._now = self._of_stream[self._kernels.name] = self._captures
+        try:
+            yield
+            known = self.detector.clock_of(self._kernels.name)
+            for name, capture in self._of_stream.items():
+                if capture == self._now and known.get(name, 0) < self._last.get(name, 0):
+                    raise StreamError(f"the capture ends while {name} has work that nothing waits for")
+        finally:
+            self._now = 0
+            self._of_stream.clear()
+
+    def record(self, stream: SimStream | SimDisk) -> SimEvent:
+        event = super().record(stream)
+        self._of_event[id(event)] = (0 if isinstance(stream, SimDisk) else self._now), event
+        return event
+
+    def wait(self, stream: Any, event: SimEvent) -> None:
+        capture = self._of_event[id(event)][0]
+        if capture != self._now:
+            raise StreamError("a capture waits for an event from outside it, or the other way round")
+        for one in stream.lanes if isinstance(stream, SimDisk) else (stream,):
+            self._of_stream[one.name] = capture
+        super().wait(stream, event)
+
+    def _operation(self, stream: SimStream) -> None:
+        if self._of_stream.get(stream.name, 0) != self._now:
+            raise StreamError(f"{stream.name} is used in a capture that it takes no part in")
+        super()._operation(stream)
+
+    def _enqueue(self, stream: SimStream, run: Callable[[], object]) -> None:
+        self._last[stream.name] = self.detector.clock_of(stream.name)[stream.name]
+        super()._enqueue(stream, run)
