@@ -19,7 +19,7 @@ from penstock.runtime.checkpoint.bind_values import with_small_values
 from penstock.runtime.checkpoint.binding import Found, Rename, Rules, find_values, is_dense, without
 from penstock.runtime.checkpoint.opening import Checkpoint, Paths, open_checkpoint
 from penstock.runtime.checkpoint.slices import Slices
-from penstock.runtime.files.artifact_files import DIGEST, PAYLOAD, digest_line
+from penstock.runtime.files.artifact_files import write_payload
 from penstock.runtime.files.pack import (
     BLOCK_ALIGNED_FROM,
     Chunk,
@@ -106,16 +106,10 @@ def compile(
         catalog = writer.write_weights(temporary, hashed)
         program = _save_program(annotated, compiled, temporary)
         payload = replace(catalog, lowering="inductor" if compiled else "eager", program=program)
-        _write_payload(payload, temporary)
+        write_payload(payload, temporary)
 
     write_artifact(folder, force=force, build=build)
     return open_program(folder)
-
-
-def _write_payload(payload: Payload, folder: Path) -> None:
-    data = payload.to_bytes()
-    (folder / PAYLOAD).write_bytes(data)
-    (folder / DIGEST).write_bytes(digest_line(data))
 
 
 def _save_program(annotated: Annotated, compiled: inductor.Compiled | None, folder: Path) -> ProgramFile:

@@ -31,6 +31,13 @@ def read_payload(folder: Path) -> Payload:
     return payload
 
 
+def write_payload(payload: Payload, folder: Path) -> None:
+    """Write a payload and its hash into the folder of an artifact that is being made."""
+    data = payload.to_bytes()
+    (folder / PAYLOAD).write_bytes(data)
+    (folder / DIGEST).write_bytes(digest_line(data))
+
+
 def digest_line(data: bytes) -> bytes:
     """The content of the file DIGEST for a payload of these bytes."""
     return f"{hashlib.sha256(data).hexdigest()}  {PAYLOAD}\n".encode()

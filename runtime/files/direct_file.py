@@ -151,14 +151,21 @@ class DirectFile:
 def open_direct_file(file: WeightFile, folder: Path, *, direct: bool, check: bool) -> DirectFile:
     """Open a weight file of the artifact `folder`; with `check`, SourceError unless its stamp holds."""
     path = locate(file, folder)
-    fd = open_descriptor(path)
+    in_place = Path(file.path).is_absolute()
+    fd = -1
     try:
+        fd = open_descriptor(path)
         status = os.fstat(fd)  # before the check, so that a change during it is noticed later
         if check:
-            check_open_file(fd, path, file, in_place=Path(file.path).is_absolute())
+            check_open_file(fd, path, file, in_place=in_place)
         direct_fd, block = _open_direct(path, fd) if direct else (-1, 0)
-    except BaseException:
-        os.close(fd)
+    except BaseException as error:
+        if fd >= 0:
+            os.close(fd)
+        if isinstance(error, SourceError) and in_place:
+            raise SourceError(
+                f"{error}; an identical copy is accepted by `penstock relink {folder} {path.name}`"
+            ) from error
         raise
     note = "" if block or not direct else f"the file system of {path} lacks O_DIRECT: buffered reads"
     return DirectFile(path, file.nbytes, status.st_mtime_ns, fd, direct_fd, block, note)

@@ -72,6 +72,12 @@ def check_open_file(fd: int, path: Path, file: WeightFile, *, in_place: bool) ->
     _compare(path, "sha256 of its sampled blocks", file.sampled_sha256, sampled_sha256)
 
 
+def compare_header(path: Path, file: WeightFile, found: WeightFile) -> None:
+    """Raise SourceError where size or header of the stamp `found` of `path` are not those of `file`."""
+    _compare(path, "size in bytes", file.nbytes, found.nbytes)
+    _compare(path, "sha256 of its header", file.header_sha256, found.header_sha256)
+
+
 def locate(file: WeightFile, folder: Path) -> Path:
     """Where a weight file lies; SourceError for a relative path that leaves the artifact's folder."""
     if ".." in Path(file.path).parts or "\0" in file.path or not file.path:

@@ -21,6 +21,7 @@ from penstock.cli import (
     inspect,
     plan,
     preflight,
+    relink,
     run,
     simulate,
     verify,
@@ -29,7 +30,21 @@ from penstock.cli.terminal.inputs import fail
 from penstock.cli.terminal.interrupts import STATUS, answered
 from penstock.schedule.facts.errors import PenstockError
 
-COMMANDS = (preflight, doctor, convert, compile, plan, simulate, inspect, verify, run, hardware, cache, demo)
+COMMANDS = (
+    preflight,
+    doctor,
+    convert,
+    compile,
+    plan,
+    simulate,
+    inspect,
+    verify,
+    relink,
+    run,
+    hardware,
+    cache,
+    demo,
+)
 """In the order of `penstock --help`. Each file has a function or group of its own name, and EXAMPLES."""
 
 app = typer.Typer(

@@ -1,0 +1,85 @@
+"""Accepts identical copies of the weight files that an artifact refers to in place."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+
+from penstock.runtime.files.artifact_files import DIGEST, PAYLOAD, read_payload, write_payload
+from penstock.runtime.files.stamp import Progress, compare_header, stamp_file
+from penstock.runtime.program import Program
+from penstock.runtime.program import open as open_program
+from penstock.runtime.system.atomic import write_artifact
+from penstock.schedule.facts.errors import SourceError
+from penstock.schedule.facts.model import WeightFile
+
+
+def relink(
+    path: str | PathLike[str],
+    files: Sequence[str | PathLike[str]] = (),
+    *,
+    progress: Progress | None = None,
+) -> Program:
+    """Let the artifact `path` refer to `files`, copies of its weight files, and open it.
+
+    Each of `files` stands for the weight file of its name, or for the only one that there is; folders may be
+    given instead. Weight files that none stands for are looked for where they were. Every byte of the weights
+    is compared with the hash taken at compile time; then paths and stamps are written anew, in one step.
+
+    Raises SourceError for a file that is missing or another one, and for an artifact that refers to no files
+    in place. The artifact is unchanged then.
+    """
+    folder = Path(path)
+    payload = read_payload(folder)
+    in_place = [file for file in payload.files if Path(file.path).is_absolute()]
+    if not in_place:
+        raise SourceError(f"{folder} holds its weights itself: there is nothing to relink")
+    places = _places(in_place, [Path(file).absolute() for file in files])
+    stamped = tuple(_stamped(file, places[file.path]) if file in in_place else file for file in payload.files)
+    relinked = Program(folder, replace(payload, files=stamped))
+    relinked.verify(progress)
+
+    def build(temporary: Path) -> None:
+        others = shutil.ignore_patterns(PAYLOAD, DIGEST)
+        shutil.copytree(folder, temporary, ignore=others, copy_function=_link, dirs_exist_ok=True)
+        write_payload(relinked.payload, temporary)
+
+    write_artifact(folder, force=True, build=build)
+    return open_program(folder)
+
+
+def _places(in_place: Sequence[WeightFile], given: Sequence[Path]) -> dict[str, Path]:
+    """Where each weight file is to be found, by its path in the payload."""
+    names = {file.path: Path(file.path).name for file in in_place}
+    places = {path: Path(path) for path in names}
+    for one in given:
+        if one.is_dir():
+            places |= {path: one / name for path, name in names.items() if (one / name).exists()}
+            continue
+        meant = [path for path, name in names.items() if name == one.name or len(names) == 1]
+        if len(meant) != 1:
+            problem = "is the name of several weight files" if meant else "is the name of no weight file"
+            raise SourceError(
+                f"{one}: {one.name} {problem} of the artifact, which refers to {', '.join(names)}"
+            )
+        places[meant[0]] = one
+    return places
+
+
+def _stamped(file: WeightFile, place: Path) -> WeightFile:
+    """The stamp of a copy of a weight file; SourceError where size or header show that it is none."""
+    found = stamp_file(place, recorded_path=str(place))
+    compare_header(place, file, found)
+    return found
+
+
+def _link(source: str, target: str) -> None:
+    """Give a file a second name, or copy it where the file system has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)

@@ -1,0 +1,42 @@
+"""`penstock relink`: identical copies of the weight files that an artifact refers to in place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cli.terminal import console, options
+from penstock.schedule.facts.sizes import format_size
+
+EXAMPLES = (
+    "penstock relink model.penstock",
+    "penstock relink model.penstock /new/place/model.safetensors",
+)
+
+
+def relink(
+    artifact: options.Artifact,
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Copies of its weight files, or folders of them. Default: the files where they were.",
+            show_default=False,
+        ),
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Let an artifact refer to copies of its weight files, once every byte of the weights is checked."""
+    from penstock.runtime.relink import relink as relink_artifact
+
+    with console.byte_progress() as progress:
+        program = relink_artifact(artifact, files or (), progress=progress)
+    paths = [file.path for file in program.payload.files]
+    if json:
+        console.print_json({"path": str(artifact), "files": paths, "verified_bytes": program.weight_bytes})
+    else:
+        verified = format_size(program.weight_bytes)
+        console.print_text(
+            f"{artifact}: {verified} of weights are those that were compiled, in {', '.join(paths)}"
+        )
