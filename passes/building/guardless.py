@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from torch.overrides import TorchFunctionMode
 
-from penstock.passes.building.placement import indexed
+from penstock.passes.graph.retarget import indexed
 
 _aten = torch.ops.aten
 

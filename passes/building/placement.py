@@ -11,6 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.passes.building.refusals import caller
+from penstock.passes.graph.retarget import indexed
 from penstock.schedule.facts.errors import PassError
 
 Placement: TypeAlias = str | torch.device | Mapping[str, str | torch.device] | None
@@ -94,13 +95,6 @@ def _is_device(value: Any) -> bool:
 
 
 _TYPES = ("cpu", "cuda", "meta")
-
-
-def indexed(device: torch.device) -> torch.device:
-    """The device with its index: `cuda` is `cuda:0`."""
-    return (
-        torch.device(device.type, device.index or 0) if device.type == "cuda" else torch.device(device.type)
-    )
 
 
 def place(module: nn.Module, asked: AskedDevices, placement: Placement) -> dict[str, torch.device]:

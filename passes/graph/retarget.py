@@ -29,7 +29,7 @@ def exported_device(graph_module: fx.GraphModule) -> torch.device:
         for node in module.graph.nodes:
             found |= {tensor.device for tensor in tensors_of(node.meta.get("val"))}
             found |= {leaf for leaf in _leaves(node) if isinstance(leaf, torch.device)}
-    accelerators = sorted({_indexed(device) for device in found if device.type != "cpu"}, key=str)
+    accelerators = sorted({indexed(device) for device in found if device.type != "cpu"}, key=str)
     if len(accelerators) > 1:
         raise PassError(
             f"the program uses the devices {[str(device) for device in accelerators]}, expected one besides "
@@ -51,7 +51,7 @@ def move_graph(
     Raises PassError for operators that exist on a CPU only, when `target` is another.
     """
     target = torch.device(target)
-    if _indexed(source) == _indexed(target):
+    if indexed(source) == indexed(target):
         return False
     for node in graph.nodes:
         _retarget_node(node, source, target)
@@ -75,7 +75,7 @@ def _retarget_node(node: fx.Node, source: torch.device, target: torch.device) ->
         )
 
     def move(leaf: object) -> object:
-        if isinstance(leaf, torch.device) and _indexed(leaf) == _indexed(source):
+        if isinstance(leaf, torch.device) and indexed(leaf) == indexed(source):
             return target
         return leaf
 
@@ -103,7 +103,7 @@ def is_transfer(node: fx.Node) -> bool:
     return TRANSFER in node.meta or not given <= devices
 
 
-def _indexed(device: torch.device) -> torch.device:
+def indexed(device: torch.device) -> torch.device:
     """Returns the device with its index: `cuda` means `cuda:0` in an exported program."""
     if device.type in {"cpu", "meta"}:
         return torch.device(device.type)

@@ -7,10 +7,9 @@ strides: that holds for real, fake and meta tensors alike.
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -21,7 +20,7 @@ from torch.export.graph_signature import InputKind, InputSpec
 from torch.utils import _pytree as pytree
 
 from penstock.passes.pipeline import declare
-from penstock.passes.weights.values import part_of, same_bytes, storage_bytes, storage_identity
+from penstock.passes.weights.values import part_of, same_bytes, storage_bytes, storage_identity, with_names
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.model import Storage, Weight
 
@@ -174,21 +173,7 @@ def _constants(exported: ExportedProgram) -> set[str]:
 
 def _renamed(exported: ExportedProgram, repeated: set[str], method: str) -> ExportedProgram:
     names = {name: f"{method}.{name}" for name in _constants(exported) & repeated}
-    if not names:
-        return exported
-    renamed = copy.copy(exported)
-    signature = exported.graph_signature
-    renamed._graph_signature = replace(
-        signature,
-        input_specs=[
-            replace(spec, target=names.get(str(spec.target), spec.target))
-            if spec.kind is InputKind.CONSTANT_TENSOR
-            else spec
-            for spec in signature.input_specs
-        ],
-    )
-    renamed._constants = {names.get(name, name): value for name, value in exported.constants.items()}
-    return renamed
+    return with_names(exported, names) if names else exported
 
 
 @declare(ensures=("real values",))

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from penstock.passes.graph.nodes import copy_graph_module
 from penstock.passes.graph.propagation import fake_mode_of
 from penstock.passes.pipeline import declare
-from penstock.passes.weights.values import with_values
+from penstock.passes.weights.values import with_names, with_values
 from penstock.schedule.facts.errors import PassError
 
 PARTS = "penstock.parts"
@@ -230,7 +230,10 @@ def _decomposed(exported: ExportedProgram, found: Mapping[str, _Subclass], hidde
                 raise PassError(f"{refusal}: dequantise this weight before the export")
             names[given] = (fqn, part)
             opened.state_dict[given] = _plain(tensor, isinstance(value, nn.Parameter))
-    return _renamed(opened, exported, names)
+    result = with_names(opened, {given: ".".join(pair) for given, pair in names.items()})
+    result.graph_module.meta[PARTS] = {".".join(pair): pair for pair in names.values()}
+    result._guards_code = getattr(exported, "_guards_code", [])  # decomposing forgets what export assumed
+    return result
 
 
 def _with_plain_memory(exported: ExportedProgram, found: Mapping[str, _Subclass]) -> ExportedProgram:
@@ -243,21 +246,3 @@ def _plain_memory(part: torch.Tensor) -> torch.Tensor:
     if not isinstance(part, FakeTensor):
         return part
     return torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=part.device)
-
-
-def _renamed(
-    opened: ExportedProgram, exported: ExportedProgram, names: Mapping[str, tuple[str, str]]
-) -> ExportedProgram:
-    """Returns the decomposed program with its parts called `FQN.PART`."""
-    result = copy.copy(opened)
-    signature = copy.copy(opened.graph_signature)
-    known = {given: ".".join(pair) for given, pair in names.items()}
-    signature.input_specs = [
-        InputSpec(spec.kind, spec.arg, known.get(str(spec.target), spec.target), spec.persistent)
-        for spec in signature.input_specs
-    ]
-    result._graph_signature = signature
-    result.graph_module.meta[PARTS] = {".".join(pair): pair for pair in names.values()}
-    result._state_dict = {known.get(name, name): value for name, value in opened.state_dict.items()}
-    result._guards_code = getattr(exported, "_guards_code", [])  # decomposing forgets what export assumed
-    return result

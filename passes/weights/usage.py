@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,7 +102,7 @@ def follow(graph_module: fx.GraphModule, aliases: dict[int, int]) -> Flow:
     written: set[int] = set()
     escaping: set[int] = set()
     for node in graph_module.graph.nodes:
-        touched = _touched(list(node.all_input_nodes), aliases)
+        touched = _touched(node.all_input_nodes, aliases)
         if not touched or node.op == "get_attr":
             continue
         if node.op == "output":
@@ -114,8 +114,8 @@ def follow(graph_module: fx.GraphModule, aliases: dict[int, int]) -> Flow:
             escaping |= inner.escaping
         elif not is_view(node):
             reads[node.name] = tuple(sorted(touched))
-            written |= _touched(list(_written_arguments(node)), aliases)
-            hidden = _touched(list(_possibly_returned(node)), aliases)
+            written |= _touched(_written_arguments(node), aliases)
+            hidden = _touched(_possibly_returned(node), aliases)
             escaping |= hidden if len(hidden) > 1 else set()
             for storage in storages_of(node.meta.get("val")) if hidden else ():
                 aliases.setdefault(storage, min(hidden))
@@ -136,8 +136,9 @@ def is_view(node: fx.Node) -> bool:
     return inputs.issuperset(outputs)
 
 
-def _touched(nodes: list[fx.Node], aliases: dict[int, int]) -> set[int]:
-    """Returns the numbers of the followed storages that the nodes' values alias."""
+def _touched(arguments: Iterable[object], aliases: dict[int, int]) -> set[int]:
+    """Returns the numbers of the followed storages that the values of the nodes among arguments alias."""
+    nodes = (one for one in arguments if isinstance(one, fx.Node))
     names = (name for node in nodes for name in storages_of(node.meta.get("val")))
     return {aliases[name] for name in names if name in aliases}
 
@@ -193,15 +194,12 @@ def _follow_operands(node: fx.Node, aliases: dict[int, int]) -> Flow:
     bodies = subgraphs_of(node)
     leaves = pytree.tree_leaves((node.args, node.kwargs))
     operands = [leaf for leaf in leaves if not (isinstance(leaf, fx.Node) and leaf.op == "get_attr")]
-    everything = frozenset(_touched([leaf for leaf in operands if isinstance(leaf, fx.Node)], aliases))
-    # A loop that runs no round hands back what it was given to carry.
-    carried = _touched(
-        [leaf for leaf in pytree.tree_leaves(_carried(node)) if isinstance(leaf, fx.Node)], aliases
-    )
+    everything = frozenset(_touched(operands, aliases))
     if not bodies:  # nothing to look into: a kernel of its own may do anything
         return Flow({}, everything, everything)
     written: set[int] = set()
-    escaping: set[int] = set(carried)
+    # A loop that runs no round hands back what it was given to carry.
+    escaping = _touched(pytree.tree_leaves(_carried(node)), aliases)
     for body in bodies:
         inputs = placeholders_of(body.graph)
         values = [entry.meta.get("val") for entry in inputs]
@@ -213,7 +211,7 @@ def _follow_operands(node: fx.Node, aliases: dict[int, int]) -> Flow:
         for number, (operand, fake) in enumerate(
             zip(operands[len(operands) - len(inputs) :], fakes, strict=True)
         ):
-            by_number[number] = _touched([operand], aliases) if isinstance(operand, fx.Node) else set()
+            by_number[number] = _touched([operand], aliases)
             inner_aliases |= dict.fromkeys(storages_of(fake), number)
         inner = follow(propagate(body, fakes), inner_aliases)
         written.update(*(by_number[number] for number in inner.written))

@@ -1,15 +1,16 @@
-"""The memory behind tensors, in the terms of the facts, and programs over other values than their own."""
+"""The memory behind tensors, in the terms of the facts, and programs with other values or other names."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputSpec
 
 from penstock.passes.graph.nodes import dtype_name
 from penstock.schedule.facts.model import Part
@@ -74,6 +75,19 @@ def with_values(exported: ExportedProgram, value_of: Callable[[str, Any], Any]) 
     copied = copy.copy(exported)
     copied._state_dict, copied._constants = values(exported.state_dict), values(exported.constants)
     return copied
+
+
+def with_names(exported: ExportedProgram, names: Mapping[str, str]) -> ExportedProgram:
+    """Returns a copy of the program whose weights and constants have other names, where `names` has one."""
+    renamed = copy.copy(exported)
+    renamed._graph_signature = copy.copy(exported.graph_signature)
+    renamed._graph_signature.input_specs = [
+        InputSpec(spec.kind, spec.arg, names.get(str(spec.target), spec.target), spec.persistent)
+        for spec in exported.graph_signature.input_specs
+    ]
+    renamed._state_dict = {names.get(name, name): value for name, value in exported.state_dict.items()}
+    renamed._constants = {names.get(name, name): value for name, value in exported.constants.items()}
+    return renamed
 
 
 def _like(value: Any, old: Any) -> Any:

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 
-from penstock.runtime.arena.base import move_granule
+from penstock.runtime.arena.base import FreeGranules
 from penstock.runtime.arena.mapped import MappedArena
 from penstock.runtime.files.source import Source
 from penstock.runtime.system.limits import available_bytes
@@ -124,7 +124,7 @@ class AdaptiveArena(MappedArena):
             self._make_room()
             for granule in range(start, stop, self._granule):
                 if granule not in self._private:
-                    if not self._spares.take(address + granule):
+                    if self._spares.take(address + granule) is None:
                         self._memory.map_anonymous(granule, self._granule)
                         hint(address + granule, self._granule, MADV_HUGEPAGE)
                     self._private.add(granule)
@@ -180,51 +180,37 @@ def _without(start: int, stop: int, granules: Sequence[int], granule: int) -> It
         yield start, stop
 
 
-class _Spares:
+class _Spares(FreeGranules):
     """Granules of private memory that are not in use, where they were used last or in slots of their own."""
 
     def __init__(self, granule: int, slots: int) -> None:
-        self._granule = granule
+        super().__init__(granule)
         self._memory = Reservation(round_up(granule * max(1, slots), HUGE_PAGE))
         self._memory.map_anonymous(0, self._memory.nbytes)
         hint(self._memory.address, self._memory.nbytes, MADV_HUGEPAGE)
         self._slots = [self._memory.address + slot * granule for slot in range(slots)]
-        self._spare: dict[int, None] = {}  # by address, the one given last at the end
 
-    def __len__(self) -> int:
-        return len(self._spare)
-
-    def take(self, address: int) -> bool:
-        """Put a spare granule at `address`, moving one unless it is there; False where there is none."""
-        if address not in self._spare:
-            if not self._spare:
-                return False
-            last = next(reversed(self._spare))
-            move_granule(last, address, self._granule)
-            self._forget(last)
-            return True
-        del self._spare[address]
-        return True
-
-    def give(self, address: int) -> None:
-        """Make the granule at `address` a spare one. It stays there until it is taken."""
-        self._spare[address] = None
+    def take(self, address: int) -> int | None:
+        found = super().take(address)
+        self._empty(found)
+        return found
 
     def vacate(self, address: int) -> None:
         """Move the spare granule at `address`, if there is one, to a slot of its own."""
-        if address in self._spare:
+        if address in self._free:
             slot = self._slots[-1]
-            move_granule(address, slot, self._granule)
+            self._move(address, slot)
             self._slots.pop()
-            del self._spare[address]
-            self._spare = {slot: None, **self._spare}
+            del self._free[address]
+            self._free = {slot: None, **self._free}
 
     def keep(self, most: int) -> None:
         """Give memory back until `most` spare granules are left."""
-        while len(self._spare) > most:
-            last = next(reversed(self._spare))
+        while len(self._free) > most:
+            last = next(reversed(self._free))
             drop_pages(last, self._granule)
-            self._forget(last)
+            del self._free[last]
+            self._empty(last)
 
     def resident_bytes(self) -> int:
         return self._memory.resident_bytes()
@@ -232,7 +218,7 @@ class _Spares:
     def close(self) -> None:
         self._memory.close()
 
-    def _forget(self, address: int) -> None:
-        del self._spare[address]
-        if self._memory.address <= address < self._memory.address + self._memory.nbytes:
+    def _empty(self, address: int | None) -> None:
+        """Where a granule has left a slot, the slot is free."""
+        if address is not None and 0 <= address - self._memory.address < self._memory.nbytes:
             self._slots.append(address)

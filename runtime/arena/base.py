@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from ctypes import c_char
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -290,12 +290,36 @@ def _places(plan: Plan) -> Sequence[int]:
     return [-1 if s in plan.outside else start for s, start in enumerate(plan.arena.layout)]
 
 
-def move_granule(old: int, new: int, nbytes: int) -> None:
-    """Move private memory from one address to another; raises StreamError where the system refuses."""
-    try:
-        move(old, new, nbytes)
-    except OSError as error:
-        raise StreamError(
-            f"the system did not move {nbytes} bytes of memory for weights ({error.strerror}): "
-            "raise its limit on mappings (vm.max_map_count) or lower the budget"
-        ) from error
+class FreeGranules:
+    """Granules of private memory that are not in use, by their present addresses, in the order they came."""
+
+    def __init__(self, granule: int, addresses: Iterable[int] = ()) -> None:
+        self._granule = granule
+        self._free = dict.fromkeys(addresses)
+
+    def take(self, address: int) -> int | None:
+        """Have a free granule at `address`, and return where it was; None where there is none.
+
+        It is the one that lies there, or else the one given last, which moves. StreamError where the system
+        refuses that.
+        """
+        if not self._free:
+            return None
+        found = address if address in self._free else next(reversed(self._free))
+        if found != address:
+            self._move(found, address)
+        del self._free[found]
+        return found
+
+    def give(self, address: int) -> None:
+        """Take the granule at `address` for a free one. It stays there until it is taken."""
+        self._free[address] = None
+
+    def _move(self, old: int, new: int) -> None:
+        try:
+            move(old, new, self._granule)
+        except OSError as error:
+            raise StreamError(
+                f"the system did not move {self._granule} bytes of memory for weights ({error.strerror}): "
+                "raise its limit on mappings (vm.max_map_count) or lower the budget"
+            ) from error

@@ -7,7 +7,7 @@ import mmap
 import threading
 from collections.abc import Sequence
 
-from penstock.runtime.arena.base import POISON, WeightArena, move_granule
+from penstock.runtime.arena.base import POISON, FreeGranules, WeightArena
 from penstock.runtime.files.source import Source
 from penstock.runtime.system.memory import PAGE, PROT_NONE, FreshMemory, protect
 from penstock.schedule.facts.errors import PlanError, StreamError
@@ -52,8 +52,9 @@ class PooledArena(WeightArena):
         self._pieces = self._file_ranges(gap=PAGE)
         self._memory.map_anonymous(0, self._memory.nbytes)
         self._pool = self._memory.address + self._layout_bytes
-        # Free granules by their present address: in the pool at first, later wherever they were dropped.
-        self._free = dict.fromkeys(range(self._pool, self._pool + self._pool_bytes, self._granule))
+        # In the pool at first, later wherever they were dropped.
+        pool = range(self._pool, self._pool + self._pool_bytes, self._granule)
+        self._free = FreeGranules(self._granule, pool)
         if self._debug:
             protect(self._memory.address, self._layout_bytes, PROT_NONE)
 
@@ -64,21 +65,14 @@ class PooledArena(WeightArena):
 
     def _put(self, address: int) -> None:
         """Put a granule at `address`: the one that was dropped there, or any other."""
-        fresh = False
         with self._lock:
-            if address in self._free:
-                del self._free[address]
-            elif self._free:
-                free = next(reversed(self._free))
-                fresh = free >= self._pool  # what has left the pool never lies there again
-                move_granule(free, address, self._granule)
-                del self._free[free]
-            else:
+            found = self._free.take(address)
+            if found is None:
                 raise StreamError("the plan fills more than its arena holds: plan again")
             self._filled.add(address)
         if self._debug:
             protect(address, self._granule, mmap.PROT_READ | mmap.PROT_WRITE)
-        if fresh:
+        if found >= self._pool:  # what has left the pool never lies there again
             self._fresh.take(address, self._granule)
 
     def _discard(self, start: int, stop: int) -> None:
@@ -91,7 +85,7 @@ class PooledArena(WeightArena):
                     ctypes.memset(address, POISON, self._granule)
                 if self._debug:
                     protect(address, self._granule, PROT_NONE)
-                self._free[address] = None
+                self._free.give(address)
 
     def _granules(self, start: int, stop: int) -> range:
         if start % self._granule or stop % self._granule:

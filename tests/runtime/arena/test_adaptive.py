@@ -121,7 +121,7 @@ def test_spare_memory_makes_room_for_mappings(crowded, weights):
     warm(weights)
     crowded.fill(0, 2 * HUGE_PAGE)
     assert crowded.mapped_bytes() == GRANULES * HUGE_PAGE
-    assert len(crowded._spares) == 1
+    assert len(crowded._spares._free) == 1
 
 
 def test_granules_that_a_segment_cuts_are_mapped(crowded, weights):
