@@ -40,6 +40,7 @@ from penstock.integrations.libraries import (
     refuse_wrapped,
     without_hooks,
 )
+from penstock.integrations.own_files import keep_weights
 from penstock.integrations.streamed import Cap, Component, Where
 from penstock.passes.building.fake_export import Built
 from penstock.runtime.cache import Cache
@@ -285,10 +286,11 @@ def apply(
 ) -> Applied:
     """Let a module, a transformers model or a diffusers pipeline run in `memory` bytes, as it is.
 
-    The weights of each component are written to `cache` (`~/.cache/penstock`), equal ones once, and its
-    parameters give their memory back. Its `forward` is replaced by one that exports the module when a kind of
-    call first comes, and streams the weights from then on. `memory` counts weights, activations, inputs and
-    caches. The model is in eval mode until it is restored.
+    The weights of each component stay in the safetensors files that it was loaded from, where these hold the
+    same bytes; others are written to `cache` (`~/.cache/penstock`), equal ones once. Its parameters give
+    their memory back. Its `forward` is replaced by one that exports the module when a kind of call first
+    comes, and streams the weights from then on. `memory` counts weights, activations, inputs and caches. The
+    model is in eval mode until it is restored.
 
     The kinds of calls that `example` makes (see `Applied.prepare`) are exported and planned now. Without an
     example those of a tiny call are, where the model is of transformers or diffusers.
@@ -306,8 +308,10 @@ def apply(
         on_error.push(applied)
         for name, module in parts.items():
             applied.evaluate(module)
-            groups = by_adapter(module, stored_tensors(module))
-            kept = [store(tensors, where.cache, owner_of(name, module)) for tensors in groups]
+            own, *adapters = by_adapter(module, stored_tensors(module))
+            made_for = owner_of(name, module)
+            kept = keep_weights(module, own, where.cache, made_for)
+            kept += [store(tensors, where.cache, made_for) for tensors in adapters]
             applied.add(name, module, blank_copy(module, where.target), kept)
         _log.info("%s of parameters given back", format_size(applied.freed_bytes))
         applied.prepare_tiny_call() if example is None else applied.prepare(example)

@@ -100,8 +100,8 @@ def _refuse_other(folder: Path, fqn: str, value: torch.Tensor, stored: StoredTen
         raise SourceError(f"{where} {there} in its files and {here} by its {_CONFIG}: {other}{_AGAIN}")
 
 
-def local_folder(source: str | Path) -> Path:
-    """The folder, or the one that the local cache of the hub has for a model's name.
+def local_folder(source: str | Path, revision: str | None = None) -> Path:
+    """The folder, or the one that the local cache of the hub has for a model's name, and its revision.
 
     Nothing is downloaded. Raises SourceError where there is none.
     """
@@ -110,7 +110,7 @@ def local_folder(source: str | Path) -> Path:
     with suppress(Exception):
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(str(source), local_files_only=True))
+        return Path(snapshot_download(str(source), revision=revision, local_files_only=True))
     raise SourceError(
         f"{source} is neither a folder nor a model in the local cache: download it first, penstock does not"
     )
@@ -175,6 +175,12 @@ def _weights(folder: Path, variant: str | None) -> Path:
     of_variant = ((f"safetensors.index.{variant}.json", f"{variant}.safetensors"),) if variant else ()
     own = [folder / f"{name}.{end}" for both in (*of_variant, ends) for end in both for name in names]
     return next((one for one in own if one.is_file()), folder)
+
+
+def weight_sets(folder: Path) -> list[tuple[Path, ...]]:
+    """The files of a folder's weights, and those of each variant of them. SourceError where it has none."""
+    found = dict.fromkeys(_weights(folder, variant) for variant in (None, *_variants(folder)))
+    return [tuple(path.resolve() for path in index_files(weights)) for weights in found]
 
 
 def _variants(folder: Path) -> list[str]:

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from os import PathLike
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -187,7 +188,7 @@ def owner_of(name: str, module: nn.Module) -> str:
 def origin_of(module: nn.Module) -> str:
     """The folder or the name that a library loaded a module from; empty where it does not say."""
     origin = getattr(getattr(module, "config", None), "_name_or_path", None)
-    return origin if isinstance(origin, str) else ""
+    return str(origin) if isinstance(origin, str | PathLike) else ""
 
 
 def _streamed(name: str, module: nn.Module) -> tuple[str, nn.Module]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -134,9 +134,19 @@ class Emptied:
         give = make_absent(value, name, sentence, empty)
         return cls(value, device, storage._cdata, storage.nbytes(), inference, give)
 
-    def filled(self, memory: torch.UntypedStorage, stored: torch.Tensor) -> torch.Tensor:
-        """A tensor like it with the values of `stored`, at its place in the storage `memory`."""
+    def filled(self, memory: torch.UntypedStorage, stored: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A tensor like it at its place in the storage `memory`, with the values of one tensor or of several.
+
+        The rows of several, one tensor after another, are its rows.
+        """
         with torch.inference_mode(self.inference):
             empty = torch.empty(0, dtype=self.value.dtype, device=self.device)
             offset, stride = self.value.storage_offset(), self.value.stride()
-            return empty.set_(memory, offset, self.value.shape, stride).copy_(stored)
+            value = empty.set_(memory, offset, self.value.shape, stride)
+            if len(stored) == 1:
+                return value.copy_(stored[0])
+            for part, one in zip(
+                torch.split(value.view(-1), [one.numel() for one in stored]), stored, strict=True
+            ):
+                part.copy_(one.view(-1))
+            return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -12,9 +13,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.integrations.emptied.absent import AbsentTensor, Emptied, make_absent
-from penstock.integrations.kept import KeptWeights, digest_of
+from penstock.integrations.kept import KeptWeights, digest_of, names_of
 from penstock.passes.building.fake_export import Built
 from penstock.passes.weights.subclasses import each_part, plain_tensors
+from penstock.runtime.checkpoint.binding import tensor_names
 from penstock.schedule.facts.errors import PassError, SourceError, StreamError
 from penstock.schedule.facts.sizes import format_size
 
@@ -103,26 +105,24 @@ class Hollow:
 
     def _values(self, kept: Sequence[KeptWeights]) -> dict[str, torch.Tensor]:
         """The values of the parameters in new memory, tied as they were."""
-        memory, values, files = dict(self._shared), {}, [file for one in kept for file in one.files]
+        memory, values = dict(self._shared), {}
         digests = {name: digest for one in kept for name, digest in one.digests.items()}
         with ExitStack() as stack:
-            try:
-                opened = [stack.enter_context(safe_open(file := one, framework="pt")) for one in files]
-            except Exception as error:
-                raise SourceError(f"the weights cannot be read again from {file}: {error}") from error
-            where = {name: (one, f) for one, f in zip(opened, files, strict=True) for name in one.keys()}  # noqa: SIM118
-            if lost := sorted(self._absent.keys() - where.keys()):
-                raise SourceError(f"{files[0].parent} has no {lost[0]} any more: the model stays as it is")
+            where = _opened([file for one in kept for file in one.files], stack)
             for name, one in self._absent.items():
+                names = tensor_names(name, names_of(kept))
+                if lost := [each for each in names if each not in where]:
+                    folder = kept[0].files[0].parent
+                    raise SourceError(f"{folder} has no {lost[0]} any more: the model stays as it is")
                 if one.storage not in memory:
                     raw = torch.empty(one.nbytes, dtype=torch.uint8, device=one.device)
                     memory[one.storage] = raw.untyped_storage()
-                reader, file = where[name]
-                values[name] = one.filled(memory[one.storage], reader.get_tensor(name))
+                stored = [where[each][1].get_tensor(each) for each in names]
+                values[name] = one.filled(memory[one.storage], stored)
                 if digest_of(values[name]) != digests[name]:
                     raise SourceError(
-                        f"{file} has other bytes for weight {name} than there were in memory: put the file "
-                        "back as it was; until then the model stays as it is"
+                        f"{where[names[0]][0]} has other bytes for weight {name} than there were in memory: "
+                        "put the file back as it was; until then the model stays as it is"
                     )
         return values
 
@@ -144,6 +144,18 @@ class Hollow:
                         self._undo.callback(buffer.copy_, others[id(buffer)])
                     self._undo.callback(one._buffers.__setitem__, key, buffer)
                     one._buffers[key] = others[id(buffer)]
+
+
+def _opened(files: Sequence[Path], stack: ExitStack) -> dict[str, tuple[Path, Any]]:
+    """For each tensor in files its file, and what reads it while `stack` is open."""
+    where: dict[str, tuple[Path, Any]] = {}
+    for file in files:
+        try:
+            reader = stack.enter_context(safe_open(file, framework="pt"))
+        except Exception as error:
+            raise SourceError(f"the weights cannot be read again from {file}: {error}") from error
+        where |= {name: (file, reader) for name in reader.keys()}  # noqa: SIM118
+    return where
 
 
 def _absent_copy(parameter: nn.Parameter, name: str, sentence: str, device: torch.device) -> torch.Tensor:

@@ -1,0 +1,145 @@
+"""The safetensors files from which a library loaded a module, where they hold the bytes that it has now."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from penstock.integrations.cached import store
+from penstock.integrations.folders import local_folder, weight_sets
+from penstock.integrations.kept import KeptWeights, bytes_of, digests_of
+from penstock.integrations.libraries import origin_of
+from penstock.models.checkpoint_names import names_in_checkpoint
+from penstock.passes.graph.nodes import dtype_name
+from penstock.passes.weights.subclasses import has_parts
+from penstock.passes.weights.values import storage_identity
+from penstock.runtime.cache import Cache
+from penstock.runtime.checkpoint.binding import Names, listed, tensor_names
+from penstock.runtime.checkpoint.opening import Checkpoint, open_checkpoint
+from penstock.runtime.checkpoint.stored_tensor import StoredTensor
+from penstock.runtime.files.safetensors_file import TORCH_NAMES
+from penstock.runtime.files.stamp import CHUNK_BYTES
+
+_log = logging.getLogger(__name__)
+
+_WRAPPED = ".base_layer."
+"""In the name of a weight whose layer an adapter has wrapped, and not in its name in files."""
+
+Matches = Mapping[str, Names]
+"""For each weight of a module the tensors of its files that are as large: one, or several for its rows."""
+
+
+def keep_weights(
+    module: nn.Module, tensors: Mapping[str, torch.Tensor], cache: Cache, made_for: str
+) -> list[KeptWeights]:
+    """Keep tensors of a module in files: its own where they hold the same bytes, and one that is written.
+
+    A library says where it loaded a module from. Each byte there is compared with the one in memory. What
+    was converted, quantised or changed since, and what was added, is written to the cache.
+    """
+    checkpoint, matches = _best_match(module, tensors)
+    own = {fqn: tensors[fqn] for fqn in _same_bytes(checkpoint, matches, tensors)}
+    if not own:
+        return [store(tensors, cache, made_for)]
+    rest = {fqn: value for fqn, value in tensors.items() if fqn not in own}
+    # Nothing else is what these files hold under its name: weights that have changed, buffers, constants.
+    others: dict[str, Names] = {name: f"penstock: {name}" for name in checkpoint.tensors}
+    names = others | {alias: matches[fqn] for fqn in own for alias in _aliases(module)[fqn]}
+    _log.info(
+        "%d of %d tensors of %s stay where they are, in %s",
+        len(own),
+        len(tensors),
+        made_for,
+        checkpoint.files[0].parent,
+    )
+    kept = KeptWeights(
+        checkpoint.files, {fqn: name for fqn, name in names.items() if name != (fqn,)}, digests_of(own)
+    )
+    if not rest:
+        return [kept]
+    _log.info("%s are not in those files as they are in memory", listed(list(rest)))
+    free = {fqn: tensor_names(fqn, others)[0] for fqn in rest}
+    written = store({free[fqn]: value for fqn, value in rest.items()}, cache, made_for)
+    return [kept, replace(written, digests={fqn: written.digests[free[fqn]] for fqn in rest})]
+
+
+def _best_match(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tuple[Checkpoint, Matches]:
+    """Of the checkpoints in the folder of a module the one that fits most bytes; empty where none does."""
+    best: tuple[Checkpoint, Matches] = Checkpoint((), {}), {}
+    most = 0
+    for checkpoint in _checkpoints(module):
+        matches = _matches(module, tensors, checkpoint)
+        if (fitting := sum(tensors[fqn].nbytes for fqn in matches)) > most:
+            best, most = (checkpoint, matches), fitting
+    return best
+
+
+def _checkpoints(module: nn.Module) -> Iterator[Checkpoint]:
+    """The checkpoints in the folder, or in the hub's cache, that a module was loaded from."""
+    origin = origin_of(module)
+    if not origin:
+        return
+    try:
+        sets = weight_sets(local_folder(origin, getattr(module.config, "_commit_hash", None)))
+    except Exception:  # the folder is gone, or holds no safetensors: what is in memory is all there is
+        return
+    for files in sets:
+        try:
+            yield open_checkpoint(files)
+        except Exception as error:
+            _log.info("the weights of %s are not used where they are: %s", origin, error)
+
+
+def _matches(module: nn.Module, tensors: Mapping[str, torch.Tensor], checkpoint: Checkpoint) -> Matches:
+    stored = checkpoint.tensors
+    aliases, converted = _aliases(module), names_in_checkpoint(module, stored)
+    found: dict[str, Names] = {}
+    for fqn, value in tensors.items():
+        for alias in aliases.get(fqn, ()):  # none for a part of a quantised weight
+            plain = alias.replace(_WRAPPED, ".")
+            for names in (converted.get(alias), converted.get(plain), (alias,), (plain,)):
+                if names and all(n in stored for n in names) and _fits(value, [stored[n] for n in names]):
+                    found.setdefault(fqn, names)
+    return found
+
+
+def _aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """For the name of each parameter and buffer all that its bytes have; quantised ones are left out."""
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    places: dict[object, list[str]] = {}
+    for fqn, value in ((fqn, value) for fqn, value in named if not has_parts(value)):
+        place = (storage_identity(value), value.storage_offset(), value.shape, value.dtype)
+        places.setdefault(place, []).append(fqn)
+    return {fqn: tuple(together) for together in places.values() for fqn in together}
+
+
+def _fits(value: torch.Tensor, stored: Sequence[StoredTensor]) -> bool:
+    dtypes = {TORCH_NAMES.get(one.dtype) for one in stored}
+    alike = len(stored) > 1 or stored[0].shape == tuple(value.shape)
+    return alike and dtypes == {dtype_name(value.dtype)} and sum(s.nbytes for s in stored) == value.nbytes
+
+
+def _same_bytes(
+    checkpoint: Checkpoint, matches: Matches, tensors: Mapping[str, torch.Tensor]
+) -> Iterator[str]:
+    """The weights whose bytes are those of their tensors in the files, one after another."""
+    with ExitStack() as stack:
+        opened = {f: stack.enter_context(safe_open(f, framework="pt")) for f in checkpoint.files}
+        where = {name: reader for reader in opened.values() for name in reader.keys()}  # noqa: SIM118
+        for fqn, names in matches.items():
+            stored = [bytes_of(where[name].get_tensor(name)) for name in tensor_names(fqn, {fqn: names})]
+            parts = torch.split(bytes_of(tensors[fqn]), [one.numel() for one in stored])
+            if all(_equal(*both) for both in zip(parts, stored, strict=True)):
+                yield fqn
+
+
+def _equal(held: torch.Tensor, stored: torch.Tensor) -> bool:
+    cuts = [*range(0, held.numel(), CHUNK_BYTES), held.numel()]
+    return all(torch.equal(held[a:b].cpu(), stored[a:b]) for a, b in pairwise(cuts))
