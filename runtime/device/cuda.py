@@ -1,4 +1,4 @@
-"""A CUDA device: torch's streams and events, one allocation for the arena, page-locked host memory.
+"""Drives a CUDA device with torch's streams and events, one allocation, and page-locked host memory.
 
 Nothing here runs without a GPU, so it holds nothing but calls of torch. What decides is in streamer.py, which
 is tested with the simulated device.
@@ -52,7 +52,7 @@ class CudaDevice(DiskedDevice):
 
     @classmethod
     def of(cls, name: str, *, page_lock: bool = True) -> CudaDevice:
-        """The device of a name such as `cuda` or `cuda:1`."""
+        """Opens the device of a name such as `cuda` or `cuda:1`."""
         index = name.partition(":")[2]
         return cls(int(index) if index else None, page_lock=page_lock)
 
@@ -85,7 +85,7 @@ class CudaDevice(DiskedDevice):
             ) from error
 
     def allocate_host(self, nbytes: int, *, once: bool = False) -> torch.Tensor:
-        """Exactly `nbytes`, registered: torch's own pinned allocator rounds up to powers of two."""
+        """Returns exactly `nbytes`, registered, where torch's own allocator rounds up to powers of two."""
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8)
         memory = aligned_bytes(nbytes, _ALIGNMENT)

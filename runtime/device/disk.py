@@ -1,4 +1,4 @@
-"""The disk behind a host as a stream: threads read, and only waits order what they read."""
+"""Treats the disk behind a host as a stream: threads read, and only waits order what they read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.schedule.facts.errors import StreamError
 
 @dataclass(frozen=True)
 class DiskEvent:
-    """Complete once all reads in the result of `submitted` have ended."""
+    """An event that is complete once all reads in the result of `submitted` have ended."""
 
     stream: DiskStream
     submitted: Future[list[Future[None]]]
@@ -30,14 +30,14 @@ class DiskEvent:
         return self.submitted.done() and all(read.done() for read in self.submitted.result())
 
     def synchronize(self) -> None:
-        """Raises the first error of the stream."""
+        """Wait for the reads. Raises the first error of the stream."""
         wait(self.submitted.result())
         if self.stream.error is not None:
             raise self.stream.error
 
 
 class DiskStream:
-    """One thread keeps the order and waits. `READERS` others read, 2 MiB at a time.
+    """A stream of reads: one thread keeps the order and waits, and `READERS` others read 2 MiB at a time.
 
     After an error nothing more is read, and every event raises it.
     """
@@ -53,7 +53,7 @@ class DiskStream:
         self._order.submit(self._guarded, lambda: self._submit(target, reads))
 
     def wait(self, synchronize: Callable[[], None]) -> None:
-        """Reads enqueued from now on start once `synchronize` has returned."""
+        """Have the reads that are enqueued from now on start once `synchronize` has returned."""
         self._order.submit(self._guarded, synchronize)
 
     def record(self) -> DiskEvent:
@@ -61,11 +61,11 @@ class DiskStream:
 
     @property
     def in_reader(self) -> bool:
-        """Whether the caller is one of the stream's own threads, which cannot wait for themselves."""
+        """Tells whether the caller is one of the stream's own threads, which cannot wait for themselves."""
         return self._order.includes_caller or self._readers.includes_caller
 
     def close(self) -> None:
-        """Wait for the pieces that are being read; others are not read any more. Idempotent."""
+        """Wait for the pieces that are being read, and read no others. A second call does nothing."""
         if os.getpid() != self._process:
             return  # the threads are the parent's, and so is what their locks say
         self.error = self.error or StreamError("the streamed module is closed: load the program again")
@@ -81,13 +81,13 @@ class DiskStream:
                 self._reads.append(self._readers.submit(self._guarded, work))
 
     def _reader(self, target: torch.Tensor, one: FileRead) -> Callable[[], None]:
-        """What reads a piece. It keeps the memory alive that it reads into."""
+        """Returns what reads a piece, and keeps the memory alive that it reads into."""
         return lambda: self._source.read_into(
             one.file, one.offset, target.data_ptr() + one.target, one.nbytes
         )
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """Do some work, unless work before it has failed. An error is the stream's from then on."""
+        """Do some work, unless work before it has failed. Its error is the stream's from then on."""
         if self.error is None:
             try:
                 work()
@@ -96,7 +96,7 @@ class DiskStream:
 
 
 class DiskedDevice(ABC):
-    """What devices with a real disk behind their host share. Their other streams they record and wait for."""
+    """What devices with a real disk behind their host share. They record and wait for their other streams."""
 
     def __init__(self) -> None:
         self._disks: list[DiskStream] = []
@@ -132,8 +132,8 @@ class DiskedDevice(ABC):
 
     @abstractmethod
     def _record(self, stream: Any) -> Any:
-        """An event behind what was enqueued on a stream of the device."""
+        """Returns an event behind what was enqueued on a stream of the device."""
 
     @abstractmethod
     def _wait(self, stream: Any, event: Any) -> None:
-        """A stream of the device waits for an event of another."""
+        """Have a stream of the device wait for an event of another."""

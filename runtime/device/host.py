@@ -1,4 +1,4 @@
-"""What a host holds of the weights that stream: a slab of exact size, and a ring for the rest."""
+"""Holds weights in the memory of a host: some in a slab of exact size, and the rest in passing, in a ring."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class HostRange:
     offset: int
 
     def cut(self, start: int, stop: int) -> HostRange:
-        """The part between two layout offsets."""
+        """Returns the part between two layout offsets."""
         start, stop = max(start, self.start), min(stop, self.stop)
         return HostRange(start, stop, self.memory, self.offset + start - self.start)
 
 
 class HostWeights:
-    """The weights in a host's memory: `slab` has what stays there, and the rest passes through `ring`.
+    """The weights in a host's memory: `slab` holds what stays there, and the rest passes through `ring`.
 
     What stays is the plan's host tier, or all that is ever copied where the plan has none. The rest is read
     from the files. Layout offsets take the place of addresses here.
@@ -55,34 +55,34 @@ class HostWeights:
 
     @property
     def pinned_bytes(self) -> int:
-        """Host memory of slab and ring."""
+        """The bytes of host memory of slab and ring."""
         return self.slab.numel() + self.ring.numel()
 
     def close(self) -> None:
-        """Give slab and ring back. Idempotent."""
+        """Give slab and ring back. A second call does nothing."""
         for memory in (self.slab, self.ring):
             memory.untyped_storage().resize_(0)
 
     def held(self, item: Range) -> tuple[HostRange, ...]:
-        """The parts of a range that are in the slab."""
+        """Returns the parts of a range that are in the slab."""
         if item not in self._held_of:
             inside = (one for one in self._slabs if one.start < item.stop and item.start < one.stop)
             self._held_of[item] = tuple(one.cut(item.start, item.stop) for one in inside)
         return self._held_of[item]
 
     def missing(self, item: Range) -> list[Range]:
-        """The parts of a range that are not in the slab."""
+        """Returns the parts of a range that are not in the slab."""
         if item not in self._missing_of:
             self._missing_of[item] = subtract([item], self._held)
         return self._missing_of[item]
 
     def file_offset(self, start: int) -> int:
-        """The file offset of the byte at layout offset `start`, or of the next byte that is in a file."""
+        """Returns the file offset of layout byte `start`, or of the next byte that is in a file."""
         piece = next(self._files.within(start, self._stop), None)
         return piece.file_offset if piece else 0
 
     def reads(self, placed: Sequence[HostRange]) -> list[FileRead]:
-        """The reads that fill host memory; bytes between storages are in no file and are left as they are."""
+        """Returns the reads that fill host memory. Bytes between storages are in no file, and stay."""
         return [
             FileRead(piece.file, piece.file_offset, part.offset, part.stop - part.start)
             for one in placed
@@ -91,5 +91,5 @@ class HostWeights:
         ]
 
     def fill_slab(self) -> list[FileRead]:
-        """The reads that fill the slab."""
+        """Returns the reads that fill the slab."""
         return self.reads(self._slabs)

@@ -1,4 +1,4 @@
-"""The weights of a plan in a device's memory: what stays is loaded, and where copies go is looked up."""
+"""Holds the weights of a plan in a device's memory: loads what stays, and tells where copies go."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ class DeviceWeights:
 
     @property
     def held_bytes(self) -> int:
-        """Device memory for weights."""
+        """The bytes of device memory for weights."""
         return self.arena.numel() + sum(memory.numel() for memory in self.outside.values())
 
     def close(self) -> None:
-        """Give arena, slab and ring back; what is outside the arena may be what a call has returned."""
+        """Give arena, slab and ring back. What is outside the arena stays: a call may have returned it."""
         self.arena.untyped_storage().resize_(0)
         self.host.close()
 
     def moves(self, item: Range, staged: Sequence[HostRange] = ()) -> list[Move]:
-        """The copies that bring a range of the layout from the host: as few as the addresses allow."""
+        """Returns the copies that bring a layout range from the host, as few as the addresses allow."""
         return [
             Move(part.memory, part.offset, piece.address + part.start - piece.start, part.stop - part.start)
             for placed in (*self.host.held(item), *staged)
@@ -62,18 +62,18 @@ class DeviceWeights:
         ]
 
     def places(self, item: Range) -> Iterator[tuple[int, int]]:
-        """Where the bytes of a layout range lie in the arena, as half-open ranges."""
+        """Yields where the bytes of a layout range lie in the arena, as half-open ranges."""
         for piece in self._pieces.within(item.start, item.stop):
             yield piece.address, piece.address + piece.nbytes
 
     def name_of(self, item: Range) -> str:
-        """The name of the first weight in a range, for messages."""
+        """Returns the name of the first weight in a range, for messages."""
         at = bisect_right(self._by_start, (item.start, len(self._storages))) - 1
         storage = self._by_start[max(0, at)][1]
         return self._plan.names[storage] if self._plan.names else f"storage {storage}"
 
     def ranges_of(self, storage: int) -> tuple[torch.Tensor, int, int] | None:
-        """The memory that holds a storage, and its half-open range there; None where it has no memory."""
+        """Returns the memory that holds a storage, and its half-open range there; None where it has none."""
         nbytes = self._storages[storage].nbytes
         if storage in self.outside:
             return self.outside[storage], 0, nbytes
@@ -83,7 +83,7 @@ class DeviceWeights:
         return None
 
     def tensor(self, part: Part) -> torch.Tensor:
-        """The tensor that the program reads a part through."""
+        """Returns the tensor that the program reads a part through."""
         found = self.ranges_of(part.storage)
         if found is None or 0 in part.shape:
             # No step reads it: a placeholder of its shape, whose memory is never touched.
@@ -100,7 +100,7 @@ class DeviceWeights:
             yield from ((self.arena, piece) for piece in self._pieces.within(item.start, item.stop))
 
     def _loading_memory(self) -> torch.Tensor:
-        """The slab or the ring, which are still empty, or more memory where the host may hold that too."""
+        """Returns slab or ring, which are still empty, or more memory where the host may hold that too."""
         largest = max(self.host.slab, self.host.ring, key=lambda memory: memory.numel())
         free = self._plan.host.nbytes - self.host.pinned_bytes if self._plan.host else _LOADING
         return aligned_bytes(min(free, _LOADING), 4096) if free > largest.numel() else largest

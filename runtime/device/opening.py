@@ -12,7 +12,7 @@ from penstock.schedule.plan import Plan
 
 
 def device_kind(name: str) -> str:
-    """`cpu`, `sim` or `cuda`, of a device's name; StreamError for any other."""
+    """Returns `cpu`, `sim` or `cuda` for a device's name. Raises StreamError for any other name."""
     kind, _, detail = name.partition(":")
     if kind in ("cpu", "sim", "cuda") and not (kind == "cpu" and detail):
         if kind == "cuda" and detail and not detail.isdecimal():
@@ -24,13 +24,13 @@ def device_kind(name: str) -> str:
 
 
 def hardware_of(name: str) -> Hardware | None:
-    """The preset in a simulated device's name; PlanError, naming the nearest, for an unknown one."""
+    """Returns the preset in a simulated device's name. Raises PlanError, with the nearest, for no preset."""
     kind, _, detail = name.partition(":")
     return find_hardware(detail) if kind == "sim" and detail else None
 
 
 def open_device(name: str, plan: Plan, *, page_lock: bool = True) -> Device:
-    """The device of that name. A simulated one without a preset runs on the hardware of the plan."""
+    """Opens the device of that name. A simulated one without a preset runs on the hardware of the plan."""
     if device_kind(name) == "cuda":
         return CudaDevice.of(name, page_lock=page_lock)
     return SimDevice(hardware_of(name) or plan.hardware, name=name)

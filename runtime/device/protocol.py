@@ -46,7 +46,7 @@ class FileRead:
 
 
 def aligned_bytes(nbytes: int, alignment: int = 64) -> torch.Tensor:
-    """Flat bytes of ordinary memory that begin at a multiple of `alignment`."""
+    """Returns flat bytes of ordinary memory that begin at a multiple of `alignment`."""
     import torch
 
     if alignment == 64:  # as torch aligns all memory
@@ -61,29 +61,29 @@ class Device(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name, as in `load(device=...)`."""
+        """The name of the device, as in `load(device=...)`."""
 
     @property
     def torch_device(self) -> torch.device:
         """The device of its tensors, on which the program's kernels run."""
 
     def allocate(self, nbytes: int, purpose: str) -> torch.Tensor:
-        """Uninitialised bytes of the device, flat; StreamError, naming `purpose`, where there is no room."""
+        """Returns flat, uninitialised bytes of the device. Raises StreamError with `purpose` without room."""
 
     def allocate_host(self, nbytes: int, *, once: bool = False) -> torch.Tensor:
-        """Flat bytes of the host, at least 64-byte aligned, that copies read while the host goes on.
+        """Returns flat bytes of the host, 64-byte aligned at least, that copies read while the host goes on.
 
         `once` promises that bytes which a copy has read are not read again before a disk has written them.
         """
 
     def open_stream(self, name: str) -> Stream:
-        """A new stream."""
+        """Opens a stream."""
 
     def current_stream(self) -> Stream:
-        """The stream on which the caller's kernels run now."""
+        """Returns the stream on which the caller's kernels run now."""
 
     def open_disk(self, source: Source) -> Stream:
-        """A stream of reads of the files of `source`, which must stay open as long as the device."""
+        """Opens a stream of reads of the files of `source`, which must stay open as long as the device."""
 
     def read(self, disk: Stream, target: torch.Tensor, reads: Sequence[FileRead], label: str) -> None:
         """Enqueue reads into host memory `target`; it never blocks."""
@@ -95,7 +95,7 @@ class Device(Protocol):
         """Enqueue the setting of bytes `start` to `stop`."""
 
     def record(self, stream: Stream) -> Event:
-        """An event that completes once everything enqueued on the stream so far has."""
+        """Returns an event that completes once everything enqueued on the stream so far has completed."""
 
     def wait(self, stream: Stream, event: Event) -> None:
         """Have what is enqueued on the stream from now on run after the event; the host goes on.
@@ -104,14 +104,14 @@ class Device(Protocol):
         """
 
     def query(self, event: Event) -> bool:
-        """Whether the event has completed, which it also has where its stream has failed."""
+        """Tells whether the event has completed, which it also has where its stream has failed."""
 
     def synchronize(self, event: Event) -> None:
-        """Wait on the host; raises what its stream raised."""
+        """Wait for the event on the host. Raises what its stream raised."""
 
     @property
     def in_reader(self) -> bool:
-        """Whether the caller is one of the device's own threads, which cannot wait for themselves."""
+        """Tells whether the caller is one of the device's own threads, which cannot wait for themselves."""
 
     def close(self) -> None:
-        """Wait for all streams and give the memory back. Idempotent."""
+        """Wait for all streams, and give the memory back. A second call does nothing."""

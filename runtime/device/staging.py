@@ -46,7 +46,7 @@ class Staging:
         self._next: Range | None = None
 
     def restart(self, first: Sequence[Range], steady: Sequence[Range]) -> None:
-        """Begin to read what the coming copies lack: those of `first`, then of `steady` again and again.
+        """Begin to read what the coming copies lack, those of `first` and then of `steady` again and again.
 
         The ring is emptied, whatever an interrupt has left in it, behind all reads and copies until now.
         """
@@ -63,7 +63,7 @@ class Staging:
         self._read_ahead()
 
     def slot_of(self, item: Range) -> StagedRead | None:
-        """The read for the next copy, which is of `item`; None where the host holds all of it."""
+        """Returns the read for the next copy, which is of `item`, or None where the host holds all of it."""
         if not self._host.missing(item):
             return None
         if not self._ready or self._ready[0].item != item:
@@ -74,7 +74,7 @@ class Staging:
         return self._ready[0]
 
     def copied(self, slot: StagedRead, event: Event) -> None:
-        """The next copy is enqueued, and `event` recorded behind it: read ahead into the room it frees."""
+        """Read ahead into the room of a copy that has just been enqueued, and `event` recorded behind it."""
         slot.copied = event
         self._ready.popleft()
         self._read_ahead()
@@ -96,7 +96,7 @@ class Staging:
             self._next = next(self._upcoming, None)
 
     def _align(self, item: Range, nbytes: int) -> int:
-        """Skip bytes of the ring, so that a large read can go past the page cache; returns how many."""
+        """Skip bytes of the ring, so that a large read can go past the page cache, and return how many."""
         ring = self._host.ring
         skip = (self._host.file_offset(item.start) - ring.data_ptr() - self._head) % BLOCK
         if nbytes < _LARGE or self._used + nbytes + skip > ring.numel():
@@ -107,7 +107,7 @@ class Staging:
     def _make_room(self, nbytes: int) -> bool:
         """Have the disk wait for the oldest copies until there is room in the ring.
 
-        False where one of those copies is still to be enqueued.
+        Returns False where one of those copies is still to be enqueued.
         """
         while self._used + nbytes > self._host.ring.numel():
             if not self._slots or self._slots[0].copied is None:
@@ -118,7 +118,7 @@ class Staging:
         return True
 
     def _place(self, missing: list[Range]) -> Iterator[HostRange]:
-        """Places for ranges behind what is in the ring; a range that reaches its end goes on at its start."""
+        """Yields places for ranges behind what is in the ring. What reaches its end goes on at its start."""
         size = self._host.ring.numel()
         for item in missing:
             start = item.start

@@ -1,4 +1,4 @@
-"""The engine of a device: copies on its own streams, ordered by events. The host only enqueues.
+"""Streams to a device by copies on its own streams, ordered by events. The host only enqueues.
 
 A release records an event on the stream of the caller's kernels, and enqueues the transfers that may start
 then, each behind the event of the step that it waits for. An acquire makes the kernels wait for the
@@ -85,7 +85,7 @@ class DeviceStreamer(StreamEngine):
             self._lost = error
 
     def close(self) -> None:
-        """Wait for what is on its way, also if it fails. Idempotent."""
+        """Wait for what is on its way, also if it fails. A second call does nothing."""
         if not self._closed:
             self._closed = True
             for stream in (self._copies, self._device.current_stream()):
@@ -97,7 +97,7 @@ class DeviceStreamer(StreamEngine):
 
     @property
     def in_reader(self) -> bool:
-        """Whether this runs on a thread of the device: of a disk, or of copies on a CPU."""
+        """Tells whether this runs on a thread of the device: of a disk, or of copies on a CPU."""
         return self._device.in_reader
 
     # The pass.
@@ -161,7 +161,7 @@ class DeviceStreamer(StreamEngine):
         self._forget_pass()
 
     def _last_read(self) -> list[Event]:
-        """The event behind the last step whose kernels were enqueued."""
+        """Returns the event behind the last step whose kernels were enqueued, if there is one."""
         passes = (self._this, self._before)
         return [event for one in passes for event in list(one.ended.values())[-1:]][:1]
 
@@ -200,7 +200,7 @@ class DeviceStreamer(StreamEngine):
         return True
 
     def _freed(self, piece: Piece) -> Event:
-        """The event of the step that a piece waits for.
+        """Returns the event of the step that a piece waits for.
 
         What waits for a step of the pass before is enqueued in that pass, ahead, unless the disk was late.
         """

@@ -1,4 +1,4 @@
-"""A device that is simulated: real bytes in host memory, streams that run when they like, a virtual clock.
+"""Simulates a device with real bytes in host memory, streams that run late, and a virtual clock.
 
 A copy may run at any time between the moment it is enqueued and the moment something waits for it, and runs
 as late as that. So do reads from a disk. The caller's kernels run at once, as they are called. Vector clocks
@@ -33,7 +33,7 @@ KERNELS = "the stream of the kernels"
 
 @dataclass
 class SimEvent:
-    """Complete once the streams in `reached` have run so many operations, and `after` are complete.
+    """An event that is complete once the streams in `reached` have run so many operations, and `after` are.
 
     Times are virtual, in nanoseconds.
     """
@@ -47,7 +47,7 @@ class SimEvent:
 
 @dataclass
 class SimStream:
-    """Operations still to run, and how far the virtual clock of the stream is.
+    """A stream with the operations that it has still to run, and its virtual clock.
 
     An operation is a function, and the events it must wait for before it runs. After an error none runs.
     """
@@ -74,7 +74,7 @@ class SimDisk:
 def _make_event(
     streams: Sequence[SimStream], known: Clock, time_ns: int, *, of_disk: bool = False
 ) -> SimEvent:
-    """An event behind all that was enqueued on `streams` so far."""
+    """Returns an event behind all that was enqueued on `streams` so far."""
     reached = tuple((stream, stream.enqueued) for stream in streams)
     after = tuple(event for stream in streams for event in stream.pending)
     return SimEvent(reached, after, known, time_ns, of_disk)
@@ -225,17 +225,17 @@ class SimDevice:
     # What the program's kernels do, told by the module that runs on this device.
 
     def compute(self, ns: int) -> None:
-        """The kernels take `ns` of virtual time."""
+        """Let the kernels take `ns` of virtual time."""
         self._kernels.time_ns += ns
 
     def kernels_read(self, memory: torch.Tensor, start: int, stop: int, label: str) -> None:
-        """The kernels read bytes `start` to `stop`."""
+        """Have the kernels read bytes `start` to `stop`."""
         self._operation(self._kernels)
         self._access(self._kernels, memory, start, stop - start, label, writes=False)
 
     @property
     def now_ns(self) -> int:
-        """Virtual time at which the kernels enqueued so far have ended."""
+        """The virtual time at which the kernels enqueued so far have ended."""
         return self._kernels.time_ns
 
     # How operations come to run.

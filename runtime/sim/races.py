@@ -47,7 +47,7 @@ class RaceDetector:
 
     @property
     def remembered(self) -> int:
-        """How many accesses are kept to compare later ones with."""
+        """The number of accesses that are kept to compare later ones with."""
         return sum(map(len, self._last.values()))
 
     def tick(self, thread: str) -> int:
@@ -57,7 +57,7 @@ class RaceDetector:
         return clock[thread]
 
     def clock_of(self, thread: str) -> Clock:
-        """A copy of the thread's clock, for others to join later."""
+        """Returns a copy of the thread's clock, for others to join later."""
         return dict(self._clocks.get(thread, {}))
 
     def join(self, thread: str, known: Clock) -> None:
@@ -67,7 +67,7 @@ class RaceDetector:
             clock[other] = max(clock.get(other, 0), stamp)
 
     def access(self, memory: str, start: int, stop: int, thread: str, label: str, *, writes: bool) -> None:
-        """The thread's newest operation touches these bytes. RaceError if another is not ordered with it."""
+        """Note that the thread's newest operation touches these bytes. Raises RaceError for a race."""
         clock = self._clocks.setdefault(thread, {})
         now = Access(memory, start, stop, thread, clock.get(thread, 0), writes, label)
         if start >= stop:

@@ -38,7 +38,7 @@ class SimStreamer:
 
     @property
     def in_reader(self) -> bool:
-        """Whether the streamer says so of the caller."""
+        """Tells whether the caller is one of the streamer's own threads."""
         return self._streamer.in_reader
 
     def begin(self, graph: int) -> None:

@@ -47,14 +47,14 @@ class StreamEngine(ABC):
         self._start(self.methods[graph])
 
     def acquire(self, graph: int, step: int) -> None:
-        """The kernels that follow find everything that `step` reads in the arena."""
+        """Have the kernels that follow find everything that `step` reads in the arena."""
         if self._demand is None and self._expected and self._expected[-1] == step:
             self._wait(step)
         else:
             self._load_on_demand(self.methods[graph].needs[step])
 
     def release(self, graph: int, step: int) -> None:
-        """The kernels of `step` have been called: let the transfers that wait for it start."""
+        """Let the transfers that wait for `step` start, whose kernels have been called."""
         if self._demand is not None:
             return
         if not self._expected or self._expected[-1] != step:
@@ -63,7 +63,7 @@ class StreamEngine(ABC):
         self._leave(step, self.methods[graph].drops.get(step, ()))
 
     def end(self, graph: int) -> None:
-        """The pass is over; with `wrap="barrier"`, what it has started for the next one joins it."""
+        """End the pass. With `wrap="barrier"`, what it has started for the next pass joins it."""
         if self._demand is not None or self._expected:
             self.abort()
         else:
@@ -71,7 +71,7 @@ class StreamEngine(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Forget everything but the resident ranges; the next pass starts from the boundary again."""
+        """Forget everything but the resident ranges, so that the next pass starts from the boundary again."""
 
     # The state of a pass.
 
@@ -81,24 +81,24 @@ class StreamEngine(ABC):
         self._running = False
 
     def _enter(self, method: MethodTable) -> None:
-        """A pass of `method` is on, and all its steps are still to come."""
+        """Begin a pass of `method`, all steps of which are still to come."""
         self._position.begin(method)
         self._expected = list(reversed(method.probed))
         self._running = True
 
     def _position_before(self, graph: int, *, resident_loaded: bool, piece: int | None = PIECE) -> Position:
-        """The position before a pass of a method that starts from the resident ranges, or from nothing."""
+        """Returns the position before a pass that starts from the resident ranges, or from nothing."""
         method = self.methods[graph]
         queue = first_pass(self._plan, method, resident_loaded=resident_loaded, piece=piece)
         return Position.before(queue, method)
 
     @property
     def _is_unclear(self) -> bool:
-        """Whether something, such as an interrupt, has kept the pass before from ending or from aborting."""
+        """Tells whether an interrupt or the like has kept the pass before from ending or from aborting."""
         return self._running
 
     def _can_follow(self, graph: int) -> bool:
-        """Whether what is on its way for the pass expected next serves a pass of `graph` as well."""
+        """Tells whether what is on its way for the pass expected next serves a pass of `graph` as well."""
         now = self._position
         if now.method.graph == graph:
             return True
@@ -126,12 +126,12 @@ class StreamEngine(ABC):
 
     @abstractmethod
     def _leave(self, step: int, drops: Sequence[Range]) -> None:
-        """A step has ended, and with it what the plan drops."""
+        """Note that a step has ended, and drop what the plan drops with it."""
 
     @abstractmethod
     def _finish(self, method: MethodTable) -> None:
-        """A pass has ended as planned."""
+        """Note that a pass has ended as planned."""
 
     @abstractmethod
     def _load_on_demand(self, needed: Sequence[Range]) -> None:
-        """A miss: bring what a step needs, in no order that was planned."""
+        """Bring what a step needs in no order that was planned, which is a miss."""

@@ -1,4 +1,4 @@
-"""What a streamer is, whichever engine it has, and what a streamed module tells of it."""
+"""Says what a streamer is, whichever engine it has, and what a streamed module tells of it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Stats(Usage):
 
 
 class Streamer(Protocol):
-    """What streams for a module: the two probes, and the edges of passes.
+    """Streams for a module, which calls it at the two probes and at the edges of passes.
 
     `StreamEngine` is the state machine behind it; a simulated device stands before its engine.
     """
@@ -65,22 +65,22 @@ class Streamer(Protocol):
 
     @property
     def in_reader(self) -> bool:
-        """Whether the caller is one of its own threads, which cannot wait for themselves."""
+        """Tells whether the caller is one of its own threads, which cannot wait for themselves."""
 
     def begin(self, graph: int) -> None:
         """Start a pass of method `graph`."""
 
     def acquire(self, graph: int, step: int) -> None:
-        """The kernels that come now may read what `step` reads."""
+        """Let the kernels that come now read what `step` reads."""
 
     def release(self, graph: int, step: int) -> None:
-        """The kernels of `step` have been called."""
+        """Note that the kernels of `step` have been called."""
 
     def end(self, graph: int) -> None:
-        """The pass is over."""
+        """End the pass."""
 
     def abort(self) -> None:
-        """The pass has failed: forget everything but what is resident."""
+        """Forget everything but what is resident, because the pass has failed."""
 
     def close(self) -> None:
         """Wait for what is on its way, and stop."""

@@ -1,4 +1,4 @@
-"""Loaded weights and passes over them: one at a time, in the process that loaded them, until they close."""
+"""Holds loaded weights, and runs one pass over them at a time, in the process that loaded them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.schedule.plan import Plan
 
 @dataclass
 class Resources:
-    """What must be given back in order: the streamer first, then the memory that it writes, then the files.
+    """Gives back what a load has taken, in order: the streamer, the memory that it writes, the files.
 
     Every closer may be called again. `in_reader` tells whether the caller is a thread that reads what does
     not stream.
@@ -72,7 +72,7 @@ class LoadedWeights:
 
     @property
     def streamer(self) -> Streamer | None:
-        """What streams; None where everything stays."""
+        """What streams the weights, or None where all of them stay."""
         return self.resources.streamer
 
     @property
@@ -85,7 +85,7 @@ class LoadedWeights:
         return self.streamer.methods[graph].probed if self.streamer else ()
 
     def run(self, graph: int, probes: Probes | None, run: Callable[[], Any]) -> Any:
-        """What `run` returns: one pass of method `graph`, whose probes call `probes`."""
+        """Run one pass of method `graph`, whose probes call `probes`, and return what `run` returns."""
         streamer = self.streamer
         token = STREAMER.set(probes)
         try:
@@ -103,7 +103,7 @@ class LoadedWeights:
         return output
 
     def stats(self, passes: int) -> Stats:
-        """What was streamed in `passes` passes, and the memory that it takes."""
+        """Returns what was streamed in `passes` passes, and the memory that it takes."""
         counters = self.counters
         return Stats(
             passes=passes,
@@ -122,7 +122,7 @@ class LoadedWeights:
 
 
 def _describe_arena(plan: Plan) -> str:
-    """Where the weights of a plan live, in words."""
+    """Says in words where the weights of a plan live."""
     if not plan.arena_bytes:
         return "ordinary memory: everything fits"
     backing = f" {plan.arena.backing}" if plan.arena.kind == "paged" else ""
@@ -144,7 +144,7 @@ class Gate:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """While one call runs."""
+        """Hold the gate while one call runs."""
         if os.getpid() != self._owner:
             raise StreamError(f"a forked child cannot run {self._what}: {self._again} in the child")
         if not self._lock.acquire(blocking=False):
@@ -161,7 +161,7 @@ class Gate:
 
     @contextmanager
     def closing(self) -> Iterator[None]:
-        """While the module is closed, which no call may be running in."""
+        """Hold the gate while the module is closed, in which no call may be running."""
         if os.getpid() != self._owner:  # where the lock may be held by a thread of the parent only
             yield
             return
@@ -175,7 +175,7 @@ class Gate:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """While what later calls run is changed, once the call of another thread has ended."""
+        """Hold the gate while what later calls run is changed, once the call of another thread has ended."""
         with self._lock:
             yield
 

@@ -1,4 +1,4 @@
-"""What stands between a program's probes and its streamer: the order of compiled code, and a stopwatch."""
+"""Stands between a program's probes and its streamer, for the order of compiled code and to time steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Result = TypeVar("_Result")
 
 
 def probe_calls(order: ProbeOrder, probed: Collection[int], streamer: Probes | None) -> CompiledCalls:
-    """What the probes of a compiled program call where `streamer` streams the steps `probed`."""
+    """Returns what the probes of a compiled program call where `streamer` streams the steps `probed`."""
     return NOTHING_STREAMS if streamer is None else ProbeCalls(order, probed, streamer)
 
 
@@ -94,5 +94,5 @@ class Stopwatch:
             self._streamer.release(graph, step)
 
     def trace(self, modelled: Trace) -> Trace:
-        """`modelled` with the times of the pass that has just ended."""
+        """Returns `modelled` with the times of the pass that has just ended."""
         return with_measured(modelled, self._lead_ns, self._read_ns, self._tail_ns)

@@ -1,4 +1,4 @@
-"""What a streamer looks up (pieces in issue order, drops, probed steps), and its position in the queue."""
+"""Holds what a streamer looks up: pieces in issue order, drops, probed steps, and where it is among them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class MethodTable:
 
 @dataclass
 class Position:
-    """The next piece to issue, and how far the pass is.
+    """Says which piece is issued next, and how far the pass is.
 
     `queue.pieces[index]` is issued next. It is `ahead` when it is for the pass after the one whose
     steps are counted by `ended`. `left` and `left_ahead` count, by step, the pieces that are not
@@ -81,7 +81,7 @@ class Position:
 
     @classmethod
     def before(cls, queue: Queue, method: MethodTable) -> Position:
-        """The position before a pass that begins with `queue`, after a pass that has ended."""
+        """Returns the position before a pass that begins with `queue`, after a pass that has ended."""
         return cls(queue, method, left_ahead=list(queue.counts), ended=method.steps)
 
     def begin(self, method: MethodTable) -> None:
@@ -94,7 +94,7 @@ class Position:
         self._turn()
 
     def may_start(self, index: int) -> bool:
-        """Whether the step that piece `index` waits for has ended."""
+        """Tells whether the step that piece `index` waits for has ended."""
         if index >= len(self.queue.pieces):
             return False
         after = self.queue.pieces[index].after
@@ -108,7 +108,7 @@ class Position:
         return self.left_ahead if self.ahead else self.left
 
     def small_pieces(self) -> Sequence[Piece]:
-        """The next piece and those behind it that may start too, up to the size of a large one."""
+        """Returns the next piece and those behind it that may start too, up to the size of a large one."""
         nbytes, end = 0, self.index
         while self.may_start(end):
             nbytes += self.queue.pieces[end].stop - self.queue.pieces[end].start
@@ -118,7 +118,7 @@ class Position:
         return self.queue.pieces[self.index : end]
 
     def adjacent_pieces(self) -> Sequence[Piece]:
-        """The next piece and those that may start too, each from where the one before it stops."""
+        """Returns the next piece and those that may start too, each from where the one before it stops."""
         pieces, end = self.queue.pieces, self.index + 1
         while self.may_start(end) and pieces[end].start == pieces[end - 1].stop:
             end += 1
@@ -137,7 +137,7 @@ class Position:
 def tabulate(
     plan: Plan, schedule: Schedule, trace: Trace, storages: Sequence[Storage], *, piece: int | None = PIECE
 ) -> MethodTable:
-    """The table of one schedule of `plan`, whose transfers are cut every `piece` bytes (None: not at all)."""
+    """Returns the table of a schedule, whose transfers are cut every `piece` bytes, or not at all (None)."""
     pieces = [
         Piece(r.start, r.stop, t.step, t.after)
         for t in schedule.transfers
@@ -160,7 +160,7 @@ def tabulate(
 
 
 def first_pass(plan: Plan, method: MethodTable, *, resident_loaded: bool, piece: int | None = PIECE) -> Queue:
-    """The queue of a pass that starts with nothing on the device, or with the resident ranges alone.
+    """Returns the queue of a pass that starts with nothing on the device, or with the resident ranges alone.
 
     It has the method's boundary in its order, then what the pass itself copies. The call waits for the
     resident ranges, and each step for the rest of the boundary that it is the first to read.
@@ -202,7 +202,7 @@ def cut(ranges: Iterable[Range], piece: int) -> list[Range]:
 
 
 def _step_ranges(plan: Plan, storages: Sequence[Storage], reads: Iterable[int]) -> list[Range]:
-    """The ranges that a step which reads the storages `reads` needs beside the resident ones."""
+    """Returns the ranges that a step which reads the storages `reads` needs beside the resident ones."""
     arena = plan.arena
     needed = [
         _whole_granules(arena, Range(arena.layout[s], arena.layout[s] + storages[s].nbytes))

@@ -1,4 +1,4 @@
-"""The engine of a CPU: readers fill the arena ahead of the reads, and the two probes wait for them.
+"""Streams on a CPU: readers fill the arena ahead of the reads, and the two probes wait for them.
 
 Readers take pieces of transfers strictly in issue order. What needs no waiting is filled on the thread of the
 caller.
@@ -64,7 +64,7 @@ class ArenaStreamer(StreamEngine):
         super().acquire(graph, step)
 
     def end(self, graph: int) -> None:
-        """The pass is over; with `wrap="barrier"`, wait for what it has started for the next.
+        """End the pass, and with `wrap="barrier"` wait for what it has started for the next one.
 
         Raises SourceError where a file changed under the pass, whose output is then worth nothing.
         """
@@ -76,7 +76,7 @@ class ArenaStreamer(StreamEngine):
             self._start_over(self._position.method.graph)
 
     def close(self) -> None:
-        """Stop the readers and wait for them. Idempotent."""
+        """Stop the readers and wait for them. A second call does nothing."""
         with self._work:
             self._closed = True
             self._work.notify_all()
@@ -85,11 +85,11 @@ class ArenaStreamer(StreamEngine):
 
     @property
     def in_reader(self) -> bool:
-        """Whether the caller is one of the readers, which cannot wait for themselves."""
+        """Tells whether the caller is one of the readers, which cannot wait for themselves."""
         return self._readers.includes_caller
 
     def _start(self, method: MethodTable) -> None:
-        """Enter a pass; returns once every resident range is loaded."""
+        """Enter a pass, and return once every resident range is loaded."""
         with self._work:
             self._enter(method)
             self._fill_ready()
@@ -97,7 +97,7 @@ class ArenaStreamer(StreamEngine):
         self._resident_loaded = True
 
     def _leave(self, step: int, drops: Sequence[Range]) -> None:
-        """Let the transfers that wait for a step start; drop what the plan drops first.
+        """Drop what the plan drops with a step, and let the transfers that wait for it start.
 
         Until one starts, nothing needs the room: neighbours dropped by several steps then go in one
         system call, which interrupts every core.
@@ -130,7 +130,7 @@ class ArenaStreamer(StreamEngine):
         self._restart(graph)
 
     def _drain(self) -> None:
-        """Stop issuing, wait for what is being copied, drop all but the resident ranges."""
+        """Issue nothing more, wait for what is being copied, and drop all but the resident ranges."""
         with self._work:
             self._paused = True
             while self._in_flight:
@@ -171,7 +171,7 @@ class ArenaStreamer(StreamEngine):
                 self._arrived.notify_all()
 
     def _take(self) -> tuple[Sequence[Piece], list[int]] | None:
-        """The next pieces, once one may start, and the counts they belong to; None once closed.
+        """Wait until a piece may start, and return the next pieces and their counts; None once closed.
 
         Small pieces of one pass that may all start are taken together, up to the size of a large one.
         """
@@ -187,7 +187,7 @@ class ArenaStreamer(StreamEngine):
             return pieces, left
 
     def _wake_reader(self) -> None:
-        """Wake one reader if a piece may start; it wakes the next: all would fight for the interpreter."""
+        """Wake one reader if a piece may start. It wakes the next: all would fight for the interpreter."""
         if self._startable():
             self._work.notify()
 
@@ -203,7 +203,7 @@ class ArenaStreamer(StreamEngine):
         self._dropping.clear()
 
     def _fill_ready(self) -> None:
-        """Fill what needs no waiting, which costs less here than to wake a reader; leave the rest to one."""
+        """Fill what needs no waiting, which costs less than to wake a reader, and leave the rest to one."""
         while self._startable():
             pieces = self._position.adjacent_pieces()
             moved = self._arena.fill_ready(pieces[0].start, pieces[-1].stop)

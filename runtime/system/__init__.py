@@ -1,1 +1,1 @@
-"""What the operating system offers: memory, the page cache, limits, atomic writes, threads."""
+"""What the operating system offers: memory, the page cache, limits, mounts, atomic writes, threads."""

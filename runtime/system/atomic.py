@@ -25,7 +25,7 @@ _RENAME_EXCHANGE = 2
 
 @contextmanager
 def replace_file(path: Path, *, force: bool) -> Iterator[int]:
-    """Gives a descriptor to write; `path` becomes that file when the block ends without an error.
+    """Yields a descriptor to write to; the file replaces `path` when the block ends without an error.
 
     Raises SourceError if `path` exists and `force` is not given, or where the system refuses.
     """
@@ -66,7 +66,10 @@ def write_artifact(
 
 
 def check_output(path: Path, *, force: bool, marker: str | None = None) -> None:
-    """Refuse, before work is done, what `replace_file` or (with `marker`) `write_artifact` will refuse."""
+    """Raise SourceError, before any work is done, where `replace_file` would raise it.
+
+    With a `marker`, it is raised where `write_artifact` would raise it.
+    """
     path = path if marker is None else Path(os.path.realpath(path))
     _refuse_existing(path, force=force)
     if marker is not None:
@@ -76,19 +79,22 @@ def check_output(path: Path, *, force: bool, marker: str | None = None) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Take a folder away in one step, so that nobody finds a part of it. Raises OSError where that fails."""
+    """Remove a folder in one step, so that nobody finds a part of it. Raises OSError where that fails."""
     aside = _sibling(folder, "tmp")
     os.rename(folder, aside)
     _remove(aside)
 
 
 def is_unfinished(path: Path) -> bool:
-    """Whether a path has the name of what is being written, or of what a killed writer left."""
+    """Tells whether a path has the name of what is being written, or of what a killed writer left."""
     return path.name.startswith(".") and ".tmp-" in path.name
 
 
 def remove_stale(path: Path, *, dry_run: bool = False) -> bool:
-    """Remove what a killed writer left; False for what a live one is writing. A dry run only says which."""
+    """Remove what a killed writer left, and return True; return False where a live writer is still at work.
+
+    A dry run removes nothing and returns the same.
+    """
     with suppress(OSError):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -128,7 +134,7 @@ def _refuse_foreign(folder: Path, marker: str) -> None:
 
 @contextmanager
 def _temporary(target: Path, create: Callable[[Path], int | None]) -> Iterator[tuple[Path, int]]:
-    """A locked temporary file or folder beside `target`, which is removed at the end."""
+    """Yields a locked temporary file or folder beside `target`, which is removed at the end."""
     for stale in _siblings(target, "tmp"):
         remove_stale(stale)
     temporary, fd = _create_locked(target, create)
@@ -211,7 +217,10 @@ def _recover(folder: Path) -> None:
 
 
 def exchange_paths(first: Path, second: Path) -> bool:
-    """Swap two paths in one step; False where the system cannot (not Linux, or an old file system)."""
+    """Swap two paths in one step, and return True; return False where the system cannot do that.
+
+    Only Linux can, and not every file system there. Raises OSError where it fails otherwise.
+    """
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False

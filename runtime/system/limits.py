@@ -1,4 +1,4 @@
-"""How much memory this process could still use, within the limits of its control groups."""
+"""Tells how much memory this process could still use within the limits of its control groups."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import re
 from pathlib import Path
 
 _SHARE = 0.8
-"""Of what is available; the rest is for what others, and this process, take meanwhile."""
+"""The share of the available memory that may be used; other processes, and this one, may need the rest."""
 
 _UNLIMITED = 1 << 60  # version 1 writes a number of this size where there is no limit
 
 
 def available_bytes(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes that could hold data or page cache: what the system has available, within every limit.
+    """Returns the bytes that could hold data or page cache, or None where the system does not say.
 
-    Of the limit of each control group of memory (version 1 or 2) from this process's up to the root,
-    what its page cache has counts as available, and what cannot be reclaimed does not. None where the
-    system does not say.
+    They are the least of what the system has available and of what is left of the limit of each control group
+    of memory (version 1 or 2) from this process's up to the root. The page cache of a group counts as
+    available, because it can be reclaimed; what cannot be reclaimed does not.
     """
     found = [
         int(line.split()[1]) << 10
@@ -27,7 +27,7 @@ def available_bytes(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgr
 
 
 def usable_bytes() -> int | None:
-    """Bytes that may be locked without asking the user: four fifths of what is available."""
+    """Returns four fifths of the available bytes, which may be locked unasked; None if they are unknown."""
     available = available_bytes()
     return None if available is None else int(available * _SHARE)
 
@@ -53,14 +53,14 @@ def _group_limits(proc: Path, groups: Path) -> list[int]:
 
 
 def _kept(group: Path) -> int:
-    """Bytes of a control group that are not page cache, and cannot be reclaimed."""
+    """Returns the bytes of a control group that are not page cache and cannot be reclaimed."""
     pairs = [line.partition(" ") for line in _lines(group / "memory.stat")]
     stat = {name: int(value) for name, _, value in pairs if value.isdecimal()}
     return stat.get("total_rss", stat.get("anon", 0))
 
 
 def _lines(file: Path) -> list[str]:
-    """The lines of a file of the system; none where it has no such file."""
+    """Returns the lines of a file of the system, which are none where the system has no such file."""
     try:
         return file.read_text().splitlines()
     except OSError:

@@ -1,10 +1,10 @@
-"""Virtual memory of this process: reserving it, mapping it, advising the system, and asking what is mapped.
+"""Reserves and maps virtual memory of this process, advises the system about it, and asks what is mapped.
 
-A thin layer over mmap(2), madvise(2) and mprotect(2). Everything goes through `ctypes.CDLL`, which
-releases the GIL while a call runs: other threads compute while one waits here for a disk.
+This is a thin layer over mmap(2), madvise(2), mprotect(2) and mremap(2). Calls that may wait for a disk go
+through `ctypes.CDLL`, which releases the GIL while a call runs, so that other threads can compute meanwhile.
 
-Which pages are mapped is asked of the page tables, never of mincore(2), which answers for the page cache: a
-page that another process has read would count as ours.
+Which pages are mapped is asked of the page tables and never of mincore(2). That call answers for the page
+cache, and a page that another process has read would count as ours.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ if hasattr(_LIBC, "mremap"):
 _MOVE = 1 | 2 | 4
 
 _SLOW = 1e9
-"""Bytes per second at which memory is slow to come: a disk brings more."""
+"""Memory that comes at fewer bytes per second than this comes slowly: a disk brings more."""
 
 _PATIENCE = 4
-"""Slow pieces after which small pages are asked for."""
+"""After so many slow pieces in a row, small pages are asked for."""
 
 Advise = Callable[[int, int, int], None]
 
@@ -72,7 +72,7 @@ def round_up(value: int, unit: int) -> int:
 
 
 def advise(address: int, nbytes: int, advice: int) -> None:
-    """madvise(2) on page-aligned memory, repeated after an interruption; raises OSError."""
+    """Call madvise(2) on page-aligned memory, again after an interruption. Raises OSError where it fails."""
     _madvise(_LIBC, address, nbytes, advice)
 
 
@@ -84,27 +84,27 @@ def _madvise(libc: ctypes.CDLL, address: int, nbytes: int, advice: int) -> None:
 
 
 def hint(address: int, nbytes: int, advice: int) -> None:
-    """As `advise`, but ignored by a kernel that does not know the advice."""
+    """Call madvise(2) as `advise` does, and ignore a kernel that does not know the advice."""
     with suppress(OSError):
         advise(address, nbytes, advice)
 
 
 def drop_pages(address: int, nbytes: int) -> None:
-    """MADV_DONTNEED on page-aligned memory; raises OSError.
+    """Give page-aligned memory back with MADV_DONTNEED. Raises OSError where that fails.
 
-    Keeps the interpreter: unmapping takes microseconds, getting it back from a reader many more.
+    The call keeps the GIL: it takes microseconds, and getting the GIL back from a reader takes many more.
     """
     _madvise(_KEEPING, address, nbytes, mmap.MADV_DONTNEED)
 
 
 def protect(address: int, nbytes: int, protection: int) -> None:
-    """mprotect(2) on page-aligned memory; raises OSError."""
+    """Call mprotect(2) on page-aligned memory. Raises OSError where it fails."""
     if _LIBC.mprotect(address, nbytes, protection):
         raise _last_error()
 
 
 def supports_populate(ask: Advise = advise) -> bool:
-    """Whether MADV_POPULATE_READ is there (Linux 5.14 and later); tests put another kernel in `ask`.
+    """Tells whether the kernel knows MADV_POPULATE_READ (Linux 5.14 and later); tests give another `ask`.
 
     Without it a file mapping cannot be filled safely: touching a page past the end of a file that
     shrank kills the process with SIGBUS, where populating returns an error.
@@ -113,7 +113,7 @@ def supports_populate(ask: Advise = advise) -> bool:
 
 
 def _works(attempt: Callable[[int], None]) -> bool:
-    """Whether a call on the first of two pages of private memory succeeds on this system, which is Linux."""
+    """Tells whether this system is Linux and a call on the first of two pages of private memory succeeds."""
     if sys.platform != "linux":
         return False
     with Reservation(2 * PAGE) as pages:
@@ -126,7 +126,7 @@ def _works(attempt: Callable[[int], None]) -> bool:
 
 
 def move(old: int, new: int, nbytes: int) -> None:
-    """Move private pages from one address to another without copying; raises OSError.
+    """Move private pages from one address to another without a copy. Raises OSError where that fails.
 
     mremap(2) moves a huge page, or a whole page table, by one entry: 6 us for 2 MiB.
     """
@@ -135,9 +135,9 @@ def move(old: int, new: int, nbytes: int) -> None:
 
 
 def cached_pages(address: int, nbytes: int) -> list[bool]:
-    """For each page of a file's mapping, whether the page cache holds it; empty where nobody tells.
+    """Returns for each page of a mapped file whether the page cache holds it; nothing where nobody tells.
 
-    Asks mincore(2), which lies about a file that is neither ours nor writable to us.
+    mincore(2) is asked, which does not tell the truth about a file that is neither ours nor writable to us.
     """
     pages = round_up(nbytes, PAGE) // PAGE
     answer = (ctypes.c_ubyte * pages)()
@@ -147,12 +147,12 @@ def cached_pages(address: int, nbytes: int) -> list[bool]:
 
 
 def supports_move() -> bool:
-    """Whether pages can be moved and their old place kept (Linux 5.7 and later)."""
+    """Tells whether pages can be moved while their old place stays reserved (Linux 5.7 and later)."""
     return _works(lambda address: move(address, address + PAGE, PAGE))
 
 
 class Reservation:
-    """`nbytes` of address space at a multiple of 2 MiB.
+    """Holds `nbytes` of address space that begin at a multiple of 2 MiB.
 
     Nothing can be read there until memory or a file is mapped into it. A huge page of the page
     cache is mapped whole only where address and file offset agree modulo 2 MiB. An inaccessible
@@ -173,21 +173,21 @@ class Reservation:
             _LIBC.munmap(self._stop, base + size - self._stop)
 
     def map_anonymous(self, start: int, nbytes: int) -> None:
-        """Put zeroed, private, writable pages behind `start`; each costs nothing until touched."""
+        """Map zeroed, private, writable pages at byte `start`. They take no memory until they are touched."""
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         _map(self.address + start, nbytes, protection, _ANONYMOUS | _MAP_FIXED)
 
     def map_file(self, start: int, nbytes: int, descriptor: int, offset: int) -> None:
-        """Put a file's bytes from `offset` on behind `start`, read-only; both are whole pages."""
+        """Map `nbytes` of a file, from `offset` on, at byte `start`, read-only. Both are whole pages."""
         flags = mmap.MAP_SHARED | _MAP_FIXED
         _map(self.address + start, nbytes, mmap.PROT_READ, flags, file=(descriptor, offset))
 
     def resident_bytes(self) -> int:
-        """Bytes of whole pages that this process's page tables hold here, by /proc/self/smaps."""
+        """Returns the bytes of whole pages that this process's page tables hold here (/proc/self/smaps)."""
         return resident_bytes(self._start, self._stop)
 
     def close(self) -> None:
-        """Unmap everything; a second call does nothing."""
+        """Unmap everything. A second call does nothing."""
         nbytes, self._stop = self._stop - self._start, self._start
         # Forgotten first: after an interrupt, unmapping again could take what others have mapped since.
         if nbytes:
@@ -213,7 +213,7 @@ class FreshMemory:
         self._slow = 0
 
     def take(self, address: int, nbytes: int) -> None:
-        """Take memory for whole pages at `address`; StreamError where there is not enough."""
+        """Take memory for whole pages at `address`. Raises StreamError where there is not enough."""
         huge = self._slow < _PATIENCE
         hint(address, nbytes, MADV_HUGEPAGE if huge else MADV_NOHUGEPAGE)
         began = time.thread_time()  # not what other threads had meanwhile
@@ -236,7 +236,7 @@ def _populate(address: int, nbytes: int) -> None:
 
 
 def resident_bytes(start: int, stop: int) -> int:
-    """Resident bytes of every mapping that touches the addresses `start:stop`."""
+    """Returns the resident bytes of every mapping that touches the addresses `start` to `stop`."""
     total, inside = 0, False
     with _proc("smaps") as lines:
         for line in lines:
@@ -252,7 +252,7 @@ def resident_bytes(start: int, stop: int) -> int:
 def _map(
     address: int | None, size: int, protection: int, flags: int, *, file: tuple[int, int] = (-1, 0)
 ) -> int:
-    """mmap(2) of `size` bytes, at `file` (descriptor, offset); raises StreamError."""
+    """Call mmap(2) for `size` bytes of `file` (descriptor, offset). Raises StreamError where it fails."""
     mapped = _LIBC.mmap(address, size, protection, flags, *file)
     if mapped == _MAP_FAILED:
         code = ctypes.get_errno()
@@ -264,7 +264,7 @@ def _map(
 
 
 def _proc(name: str) -> BinaryIO:
-    """An open file of /proc/self; raises StreamError where the system has none."""
+    """Opens a file of /proc/self. Raises StreamError where the system has none."""
     path = f"/proc/self/{name}"
     try:
         return open(path, "rb")

@@ -1,4 +1,4 @@
-"""Which file system a path is on, and which device that is mounted from."""
+"""Tells which file system a path is on, and which device that is mounted from."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 
 class Mount(NamedTuple):
-    """A file system's type (`ext4`) and device (`/dev/vda1`); both empty where the system does not say."""
+    """A file system's type (`ext4`) and device (`/dev/vda1`), which are empty where nobody knows them."""
 
     kind: str
     device: str
 
 
 def find_mount(path: Path, table: Path = Path("/proc/mounts")) -> Mount:
-    """The file system that holds `path`, which need not exist."""
+    """Returns the file system that holds `path`, which need not exist."""
     try:
         mounts = [line.split() for line in table.read_text().splitlines()]
     except OSError:

@@ -14,10 +14,10 @@ _WINDOW = 2 << 20
 
 
 def cached_fraction(fd: int, nbytes: int, windows: int = 64) -> float:
-    """The share of a file's first `nbytes` in the page cache, 0 to 1, from up to `windows` windows of 2 MiB.
+    """Returns the share of a file's first `nbytes` that the page cache holds, from 0 to 1.
 
-    0 where the system does not say. A window is mapped at a time, never the file: the caller may
-    live under a limit on its address space.
+    It is estimated from up to `windows` windows of 2 MiB, and 0 where the system does not say. Only one of
+    them is mapped at a time, because the caller may live under a limit on its address space.
     """
     count = min(windows, -(-nbytes // _WINDOW))
     last = max(0, nbytes - _WINDOW)
@@ -28,7 +28,7 @@ def cached_fraction(fd: int, nbytes: int, windows: int = 64) -> float:
 
 
 def open_uncached(path: Path, fd: int) -> int:
-    """A descriptor of the open file `fd` that reads past the page cache; -1 where none can be had."""
+    """Returns another descriptor of the open file `fd`, which reads past the page cache, or -1."""
     flag = getattr(os, "O_DIRECT", 0)
     try:
         uncached = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flag) if flag else -1
@@ -42,24 +42,24 @@ def open_uncached(path: Path, fd: int) -> int:
 
 
 def is_cached(fd: int, offset: int, nbytes: int) -> bool:
-    """Whether the page cache holds any page of a range of a file, which begins at a page."""
+    """Tells whether the page cache holds any page of a range of a file, which begins at a page."""
     return _pages(fd, offset, nbytes)[0] > 0
 
 
 def _pages(fd: int, offset: int, nbytes: int) -> tuple[int, int]:
-    """Pages of a window that are cached, and pages asked for."""
+    """Returns how many pages of a window are cached, and for how many that was asked."""
     return (_mapped_pages if may_ask_mincore(fd) else _readable_pages)(fd, offset, nbytes)
 
 
 def may_ask_mincore(fd: int) -> bool:
-    """Whether mincore(2) tells the truth about a file."""
+    """Tells whether mincore(2) tells the truth about a file."""
     # Of a file that one neither owns nor may write, Linux says that everything is cached.
     status = os.fstat(fd)
     return os.geteuid() in (0, status.st_uid)
 
 
 def _mapped_pages(fd: int, offset: int, nbytes: int) -> tuple[int, int]:
-    """Pages of a window that are cached, and pages asked for, by mincore."""
+    """Asks mincore(2) for all pages of a window."""
     try:
         with Reservation(nbytes) as window:
             window.map_file(0, window.nbytes, fd, offset)
@@ -70,7 +70,7 @@ def _mapped_pages(fd: int, offset: int, nbytes: int) -> tuple[int, int]:
 
 
 def _readable_pages(fd: int, offset: int, nbytes: int) -> tuple[int, int]:
-    """As `_mapped_pages`, of the window's first page, by a read that must not wait for the disk."""
+    """Asks for the first page of a window, by a read that must not wait for the disk."""
     no_wait = getattr(os, "RWF_NOWAIT", 0)
     if not no_wait:
         return 0, 0

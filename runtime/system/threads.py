@@ -1,4 +1,4 @@
-"""Threads: readers that an object starts and later waits for, and the OpenMP team that computes meanwhile."""
+"""Starts threads that read and that somebody waits for, and calms the OpenMP team that computes meanwhile."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from penstock.schedule.facts.errors import StreamError
 
 _SHARED_OUT = 1 << 17
-"""Elements of a sum for which torch uses several threads: it gives each 32,768 or more."""
+"""The number of elements for which torch uses several threads: it gives each of them 32,768 or more."""
 
 
 class ReaderThreads:
-    """`count` daemon threads that each run `read` once, started by `start`.
+    """Holds `count` daemon threads that each run `read` once, when `start` has started them.
 
     They are daemons because a program that ends should not wait for weights that nobody will use.
     """
@@ -27,7 +27,9 @@ class ReaderThreads:
         ]
 
     def start(self, stop: Callable[[], None]) -> None:
-        """Start all threads. If the system refuses one, `stop` must end the others; raises StreamError."""
+        """Start all threads. Where the system refuses one, `stop` has to end the others: it is called, and
+        StreamError is raised.
+        """
         try:
             for thread in self._threads:
                 thread.start()
@@ -48,7 +50,7 @@ class ReaderThreads:
 
     @property
     def includes_caller(self) -> bool:
-        """Whether the calling thread is one of these, which cannot wait for themselves."""
+        """Tells whether the calling thread is one of these, which cannot wait for themselves."""
         return threading.current_thread() in self._threads
 
 
@@ -66,12 +68,14 @@ class WorkerPool(ThreadPoolExecutor):
 
     @property
     def includes_caller(self) -> bool:
-        """Whether the calling thread is one of the pool's, which cannot wait for themselves."""
+        """Tells whether the calling thread is one of the pool's, which cannot wait for themselves."""
         return threading.current_thread() in self._own
 
 
 class ParkedTeam:
-    """A second, sleeping OpenMP team on a thread of its own, until `close`; none where torch uses one thread.
+    """Keeps a second OpenMP team asleep on a thread of its own until `close`.
+
+    Where torch uses one thread only, there is no team to calm, and none is started.
 
     Between two kernels the threads of a team spin for some milliseconds before they sleep (300,000 turns in
     libgomp). On a machine whose cores are all in the team, they take the processor from the threads that read

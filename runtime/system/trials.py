@@ -1,4 +1,4 @@
-"""Times the same work several times: the figures, their median, and how much they differ."""
+"""Times the same work several times, and tells the median of the figures and how much they differ."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Trials:
 
     @property
     def median(self) -> float:
-        """The median of the figures."""
+        """Returns the median of the figures."""
         return statistics.median(self.figures)
 
     @property
     def spread(self) -> float:
-        """The interquartile range of the figures over their median; 0 for a single trial."""
+        """Returns the interquartile range of the figures over their median, which is 0 for a single trial."""
         if len(self.figures) == 1:
             return 0.0
         first, _, third = statistics.quantiles(self.figures, n=4, method="inclusive")
@@ -43,7 +43,7 @@ class Trials:
 
 
 def repeat(work: Callable[[], object], amount: float, *, threads: int = 1) -> Trials:
-    """The rates of `work`, which does `amount` units of something on `threads` threads, in units a second.
+    """Returns the rates of `work`, which does `amount` units of something on `threads` threads, per second.
 
     A first run does not count. There are `LEAST` trials at least.
     """
@@ -60,9 +60,9 @@ def repeat(work: Callable[[], object], amount: float, *, threads: int = 1) -> Tr
 
 
 def waiting_ns() -> int:
-    """Nanoseconds that the threads of this process have been ready to run without running, all together.
+    """Returns for how many nanoseconds the threads of this process, all together, were ready and did not run.
 
-    0 where the system does not say (only Linux does, in the second figure of schedstat).
+    That is 0 where the system does not say. Only Linux does, in the second figure of schedstat.
     """
     total = 0
     with suppress(OSError, ValueError, IndexError):
