@@ -63,9 +63,7 @@ def _places(in_place: Sequence[WeightFile], given: Sequence[Path]) -> dict[str, 
         meant = [path for path, name in names.items() if name == one.name or len(names) == 1]
         if len(meant) != 1:
             problem = "is the name of several weight files" if meant else "is the name of no weight file"
-            raise SourceError(
-                f"{one}: {one.name} {problem} of the artifact, which refers to {', '.join(names)}"
-            )
+            raise SourceError(f"{one} {problem} of the artifact, which refers to {', '.join(names)}")
         places[meant[0]] = one
     return places
 

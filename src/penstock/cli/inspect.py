@@ -70,6 +70,7 @@ def inspect(
     if json:
         console.print_json(_facts(program))
         return
+    console.print_facts(str(program.path), _totals(program))
     for title, columns, rows in artifact_tables(program):
         console.print_table(title, columns, rows)
 
@@ -102,18 +103,21 @@ def _facts(program: Program) -> dict[str, Any]:
     }
 
 
-def artifact_tables(program: Program) -> list[Table]:
-    """Totals, methods and the largest weights of an artifact."""
+def _totals(program: Program) -> list[tuple[str, str]]:
     payload = program.payload
-    floors = ", ".join(f"{name} {format_size(program.floor(arena=name))}" for name in program.arenas())
-    totals = [
-        ["lowering", f"{payload.lowering} (torch {payload.torch})"],
-        ["weights", f"{format_size(program.weight_bytes)} in {len(payload.storages)} storages"],
-        ["floors", floors],
-        *[["file", f"{f.path} ({format_size(f.nbytes)})"] for f in payload.files[:_ROWS]],
+    return [
+        ("lowering", f"{payload.lowering} (torch {payload.torch})"),
+        ("weights", f"{format_size(program.weight_bytes)} in {len(payload.storages)} storages"),
+        *((f"floor, {name}", format_size(program.floor(arena=name))) for name in program.arenas()),
+        *(("file", f"{file.path} ({format_size(file.nbytes)})") for file in payload.files[:_ROWS]),
     ]
+
+
+def artifact_tables(program: Program) -> list[Table]:
+    """The methods and the largest weights of an artifact."""
+    payload = program.payload
     methods = [
-        [m.name, str(len(t.steps)), ", ".join(f"{i.name}: {i.dtype} {_shape(i.shape)}" for i in m.inputs)]
+        [m.name, str(len(t.steps)), "\n".join(f"{i.name}: {i.dtype} {_shape(i.shape)}" for i in m.inputs)]
         for m in payload.methods
         for t in payload.traces
         if t.graph == m.graph
@@ -126,9 +130,8 @@ def artifact_tables(program: Program) -> list[Table]:
     ]
     title = f"Weights (the largest {_ROWS} of {len(parts)})" if len(parts) > _ROWS else "Weights"
     return [
-        (str(program.path), ("", ""), totals),
         ("Methods", ("name", "steps", "inputs"), methods),
-        (title, ("weight", "dtype", "shape", "storage bytes", "kind", "storage"), weights),
+        (title, ("weight", "dtype", "shape", "bytes", "kind", "storage"), weights),
     ]
 
 

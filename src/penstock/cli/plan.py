@@ -105,8 +105,7 @@ def _print(artifact: Path, program: Program, found: Advice) -> None:
     console.print_facts(f"{artifact} within {format_size(plan.budget)}", _facts(program, plan))
     if plan.streamed_bytes:
         console.print_text(terminal_timeline(plan, console.width()))
-    for sentence in found.verdict:
-        console.print_text(sentence)
+    console.print_sentences(found.verdict)
     if found.comparison is not None:
         console.print_table(
             "Beside other policies, in the same model",

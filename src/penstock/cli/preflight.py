@@ -97,7 +97,8 @@ def _print(model: Model, findings: Sequence[Finding]) -> None:
     console.print_table("", columns, [_row(finding) for finding in findings])
     for finding in findings:
         title = f"{finding.hardware.name}, {format_size(finding.budget)} for weights"
-        console.print_text("\n".join([f"\n{title}:", *(f"  {one}" for one in finding.verdict)]))
+        console.print_text(f"\n{title}:")
+        console.print_sentences(finding.verdict, indent="  ")
 
 
 def _row(finding: Finding) -> tuple[str, ...]:

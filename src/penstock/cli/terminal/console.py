@@ -5,22 +5,26 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from typing import TYPE_CHECKING, Any
+from textwrap import fill
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich import box, progress
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from penstock._logging import shown
 
 if TYPE_CHECKING:
     from penstock.runtime.files.stamp import Progress
 
-_ANY_WIDTH = 10_000
+_SHORTEST = 12
+"""Characters that a column of text keeps in a table that is too wide."""
 
 
 @contextmanager
@@ -86,24 +90,90 @@ def print_json(facts: Any) -> None:
     sys.stdout.write("\n")
 
 
+def print_sentences(sentences: Iterable[str], indent: str = "") -> None:
+    """Print each sentence from a line of its own on, broken between words where the terminal ends."""
+    for sentence in sentences:
+        print_text(
+            fill(
+                sentence,
+                width(),
+                initial_indent=indent,
+                subsequent_indent=indent,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        )
+
+
 def print_facts(title: str, facts: Iterable[tuple[str, str]]) -> None:
     """Print a titled list of two columns."""
-    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
-    table.add_column(style="dim")
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in facts:
         table.add_row(escape(name), escape(value))
-    Console().print(table)
+    _print_titled(title, table)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table whose columns after the first are right-aligned; one that is too wide has no frame."""
-    table = Table(title=title, title_justify="left", pad_edge=False)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
-    for row in rows:
+    """Print a table with numbers on the right.
+
+    One that is too wide has no frame, breaks headings between words, and names in its first column at dots.
+    """
+    cells = [list(row) for row in rows]
+    table = Table(pad_edge=False)
+    for k, column in enumerate(columns):
+        table.add_column(column, justify=_justify([row[k] for row in cells]) if k else "left")
+    framed = sum(_widest([column, *values]) + 3 for column, *values in zip(columns, *cells, strict=True)) - 1
+    if framed > width():
+        table.box, table.show_edge = box.SIMPLE_HEAD, False
+        _narrow(table, columns, cells)
+    for row in cells:
         table.add_row(*map(escape, row))
+    _print_titled(title, table)
+
+
+def _print_titled(title: str, table: Table) -> None:
+    """Print a title above a table, which rich would break where the table ends."""
     console = Console()
-    if console.measure(table, options=console.options.update(max_width=_ANY_WIDTH)).maximum > console.width:
-        table.box, table.show_edge, table.collapse_padding = box.SIMPLE_HEAD, False, True
+    if title:
+        console.print(Text(title, "italic"))
     console.print(table)
+
+
+def _justify(values: Sequence[str]) -> Literal["left", "right"]:
+    return "right" if any(value[:1].isdigit() for value in values) else "left"
+
+
+def _widest(values: Sequence[str]) -> int:
+    """The characters of the longest line of any value."""
+    return max(len(line) for value in values for line in value.split("\n"))
+
+
+def _narrow(table: Table, columns: Sequence[str], cells: list[list[str]]) -> None:
+    """Make columns as narrow as their values and the words of their headings, to fit if they can."""
+    least = [_widest(column.split() or [""]) for column in columns]
+    widths = [max(one, _widest(["", *(row[k] for row in cells)])) for k, one in enumerate(least)]
+    spare = width() - sum(widths) - len(widths) + 1
+    table.padding = (0, 1 if spare >= len(widths) else 0, 0, 0)
+    texts = [k for k, column in enumerate(table.columns) if column.justify == "left"]
+    # Names first, which break at dots, then the widest of other texts, which break between words.
+    for k in sorted(texts, key=lambda k: (k > 0, -widths[k])):
+        narrower = max(least[k], _SHORTEST, widths[k] + min(0, spare))
+        spare += max(0, widths[k] - narrower)
+        widths[k] = min(widths[k], narrower)
+    for row in cells:
+        row[0] = "\n".join(_at_dots(row[0], widths[0]))
+    for column, most in zip(table.columns, widths, strict=True):
+        column.width, column.no_wrap, column.overflow = most, False, "fold"
+
+
+def _at_dots(name: str, most: int) -> Iterator[str]:
+    """The lines of a name of at most `most` characters, broken behind dots."""
+    line = ""
+    for part in re.findall(r"[^.]*\.?", name):
+        if line and len(line) + len(part) > most:
+            yield line
+            line = ""
+        line += part
+    yield line
