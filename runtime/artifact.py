@@ -266,7 +266,7 @@ class _Writer:
 
 
 def _packing_order(payload: Payload) -> list[int]:
-    """All storages in the order in which they are packed: small ones, then large ones, each by first use.
+    """Returns all storages in the order in which they are packed: small, then large, each by first use.
 
     Norms and biases apart from the matrices between which they are used fill a few granules, which
     many steps read and every plan therefore keeps: the steps that read nothing else need no probes.
@@ -281,6 +281,6 @@ def _packing_order(payload: Payload) -> list[int]:
 
 
 def _named_by(weights: Sequence[Weight], storage: int) -> tuple[Weight, Part]:
-    """The weight, and its part, that takes most of a storage; the first of several."""
+    """Returns the weight, and its part, that takes most of a storage; the first of several."""
     inside = [(w, p) for w in weights for p in w.parts if p.storage == storage]
     return max(inside, key=lambda pair: prod(pair[1].shape))

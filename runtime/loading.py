@@ -90,7 +90,7 @@ def load_module(
     split: MemorySplit | None = None,
     device: Device | None = None,
 ) -> StreamedModule:
-    """A streamed module for a verified plan; on an error everything opened so far is closed again.
+    """Returns a streamed module for a verified plan; on an error everything opened so far is closed again.
 
     `split` is what was left for weights of a cap on all memory. `device` is one that is open already; it is
     closed with the module.
@@ -126,7 +126,7 @@ def load_module(
 
 
 def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOptions) -> LoadedWeights:
-    """The weights of a verified plan on a CPU, its readers started; on an error all is closed again."""
+    """Returns the weights of a verified plan on a CPU, with readers at work; an error closes all again."""
     if options.readers < 1:
         raise StreamError(f"expected one reader or more, got {options.readers}: somebody has to read weights")
     with ExitStack() as opened, torch.inference_mode(False), torch.device("cpu"):
@@ -168,7 +168,7 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
 def _tensor(
     part: Part, plan: Plan, outside: Mapping[int, torch.Tensor], arena: WeightArena | None
 ) -> torch.Tensor:
-    """The tensor that the program reads a part through, for as long as the module lives."""
+    """Returns the tensor that the program reads a part through, for as long as the module lives."""
     if part.storage in outside and 0 not in part.shape:
         return tensor_in(outside[part.storage], part)
     if arena is not None and plan.arena.layout[part.storage] >= 0:
@@ -178,7 +178,7 @@ def _tensor(
 
 
 def _arena_usage(plan: Plan, arena: WeightArena | None, outside: int, readers: int) -> Usage:
-    """What a CPU holds: `outside` bytes beside the arena. A mapped arena is the page cache's own memory."""
+    """Returns what a CPU holds: `outside` bytes and the arena, which, if mapped, is the page cache's own."""
     held, peak = (arena.held_bytes, arena.peak_bytes) if arena else (0, 0)
     maps = plan.arena.kind == "paged" and plan.arena.backing == "mapped"
     return Usage(outside + held, outside + peak, readers, mapped_bytes=held if maps else 0)
@@ -195,7 +195,7 @@ def _open_device(program: Program, plan: Plan, options: LoadOptions) -> Device:
 def _load_on_device(
     folder: Path, payload: Payload, plan: Plan, device: Device, *, poison: bool
 ) -> LoadedWeights:
-    """The weights of a verified plan on a device with streams; on an error all is closed again."""
+    """Returns the weights of a verified plan on a device with streams; on an error all is closed again."""
     if plan.arena.kind != "contiguous" and plan.arena_bytes:
         raise StreamError(
             f"a {plan.arena.kind} arena cannot be on {device.name}: plan for that device, or with "
@@ -245,7 +245,7 @@ def _outgrown(device: Device, usage: Callable[[], Usage], split: Callable[[], Me
 
 
 def _eager_methods(program: Program, weights: LoadedWeights, device: torch.device) -> dict[str, LoadedMethod]:
-    """The methods as graph modules with the probes that the plan asks for."""
+    """Returns the methods as graph modules with the probes that the plan asks for."""
     lowered, payload = program.lowered, program.payload
 
     def load(method: Method) -> LoadedMethod:
@@ -259,7 +259,7 @@ def _eager_methods(program: Program, weights: LoadedWeights, device: torch.devic
 
 
 def _compiled_methods(program: Program, weights: LoadedWeights) -> dict[str, LoadedMethod]:
-    """The methods as compiled. Their runners are destroyed before the memory that they read."""
+    """Returns the methods as compiled. Their runners are destroyed before the memory that they read."""
     payload = program.payload
     package = compiled.load(program.path, payload)
     orders = {order.graph: order for order in payload.probes}

@@ -23,7 +23,7 @@ LEAST_HOST_BYTES = 16 << 10
 
 
 def reserved_bytes(reserve: Reserve, context_length: int | None) -> int:
-    """The bytes that `reserve` stands for. Raises BudgetError where that is no size."""
+    """Returns the bytes that `reserve` stands for. Raises BudgetError where that is no size."""
     if callable(reserve):
         if context_length is None or context_length < 0:
             raise BudgetError("reserve= is a function of the context length: give context_length= too")
@@ -47,7 +47,7 @@ class MemorySplit:
         return self.total - self.activations - self.workspace - self.reserved - self.others
 
     def budget(self, floor: int) -> int:
-        """The budget for weights; BudgetError, with all parts, where it is below the floor."""
+        """Returns the budget for weights; BudgetError, with all parts, where it is below the floor."""
         if self.weights < floor:
             raise BudgetError(
                 f"{self}: weights need at least {format_size(floor)}, so give at least "
@@ -77,7 +77,10 @@ class MemorySplit:
 
 
 def parse_host_memory(host_memory: int | str | None, weight_bytes: int) -> int | None:
-    """The bytes that `host_memory` stands for; BudgetError for fewer than weights can pass through."""
+    """Returns the bytes that `host_memory` stands for.
+
+    Raises BudgetError for fewer than weights can pass through.
+    """
     if host_memory is None:
         return None
     nbytes = parse_size(host_memory, total=weight_bytes or 100, name="host_memory")
@@ -91,7 +94,7 @@ def parse_host_memory(host_memory: int | str | None, weight_bytes: int) -> int |
 
 
 def fits_host(plan: Plan, limit: int | None) -> bool:
-    """Whether the host holds at most `limit` bytes of weights (None: any), or the plan has its own limit."""
+    """Tells whether the host holds `limit` bytes of weights at most (None: any), or the plan has a limit."""
     return plan.host is not None or limit is None or host_bytes(plan) <= limit
 
 

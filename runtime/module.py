@@ -101,7 +101,7 @@ class StreamedModule(torch.nn.Module):
             return output
 
     def extra_repr(self) -> str:
-        """What `print(module)` says: that weights stream, and how many."""
+        """Returns what `print(module)` says: that weights stream, and how many."""
         closed = ", closed" if self._weights.resources.closed else ""
         return f"{self._name}, {self.plan.residency}{closed}"
 
@@ -196,13 +196,13 @@ def _refuse(what: str, instead: str) -> NoReturn:
 
 
 def _running(program: MethodProgram, leaves: list[Any], calls: CompiledCalls | None) -> Callable[[], Any]:
-    """The pass as a function, with the edges that the probe calls of compiled code do not enclose."""
+    """Returns the pass as a function, with the edges that the probe calls of compiled code do not enclose."""
     run = partial(program.run, leaves)
     return run if calls is None else partial(calls.enclose, run)
 
 
 def _checked(program: MethodProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The call's leaves. What is wrong with them is raised before anything streams."""
+    """Returns the call's leaves. What is wrong with them is raised before anything streams."""
     leaves = program.convention.flatten(args, kwargs)
     if torch.is_grad_enabled():
         for name, leaf in zip(program.convention.names, leaves, strict=True):

@@ -75,7 +75,7 @@ class Program:
         return self.floor()
 
     def floor(self, device: str = "cpu", arena: str | None = None) -> int:
-        """The smallest budget in bytes for an arena of `arenas()`, or for the best of them."""
+        """Returns the smallest budget in bytes for an arena of `arenas()`, or for the best of them."""
         return min(f.upper_bytes for f in find_floors(self.payload, device, arena, frozenset()).values())
 
     def read_graph(self) -> networkx.DiGraph:
@@ -83,7 +83,7 @@ class Program:
         return read_graph(self.payload)
 
     def arenas(self) -> tuple[str, ...]:
-        """The kinds of arena that this system and these files allow, the preferred first."""
+        """Returns the kinds of arena that this system and these files allow, the preferred first."""
         return tuple(cpu_arenas(self.payload))
 
     def plan(
@@ -143,7 +143,7 @@ class Program:
         debug: bool = False,
         poison: bool = False,
     ) -> StreamedModule:
-        """A module that runs this program with at most `budget` bytes of weights, or as `plan` says.
+        """Returns a module that runs this program with at most `budget` bytes of weights, or as `plan` says.
 
         `debug` makes a read of a dropped granule of a paged arena fault; `poison` overwrites freed
         bytes of a contiguous one with NaN. `device_memory` caps all that the device holds instead: what is
@@ -176,7 +176,7 @@ class Program:
         return load_module(self, plan, options, split=split)
 
     def _split(self, options: LoadOptions) -> MemorySplit | None:
-        """What a cap on all memory leaves for weights, which is logged; None where there is no such cap."""
+        """Returns, and logs, what a cap on all memory leaves for weights; None where there is no such cap."""
         if options.device_memory is None:
             return None
         split = self.split_memory(
@@ -228,7 +228,7 @@ class Program:
         context_length: int | None = None,
         device: str = "cpu",
     ) -> MemorySplit:
-        """What is left for weights of all that a device may hold (bytes or `12GB`).
+        """Returns what is left for weights of all that a device may hold (bytes or `12GB`).
 
         Activations, on CUDA what libraries take and what other processes hold, and `reserve` are taken
         first: bytes, or a function of `context_length` (for a KV cache outside the program).

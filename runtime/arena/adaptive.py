@@ -138,7 +138,7 @@ class AdaptiveArena(MappedArena):
         self._spares.keep(max(0, self._most - self._held.nbytes) // self._granule)
 
     def _runs(self, start: int, stop: int) -> Iterator[tuple[int, int, bool]]:
-        """A range as runs of granules, and whether each is read past the cache."""
+        """Yields a range as runs of granules, and whether each is read past the cache."""
         first = round_down(start, self._granule) + self._granule
         cuts = [start, *range(first, stop, self._granule), stop] if start < stop else []
         for past, run in groupby(pairwise(cuts), key=lambda cut: self._goes_past_cache(*cut)):
@@ -162,7 +162,7 @@ class AdaptiveArena(MappedArena):
         return False
 
     def _is_cached(self, granule: int) -> bool:
-        """Whether the page cache holds a granule, judged by its first page; False if it is not known."""
+        """Tells whether the page cache holds a granule, by its first page; False if nobody knows."""
         segment = self._segments[max(0, bisect_right(self._starts, granule) - 1)]
         start = max(granule, segment.start)
         return self._cache is not None and any(
@@ -171,7 +171,7 @@ class AdaptiveArena(MappedArena):
 
 
 def _without(start: int, stop: int, granules: Sequence[int], granule: int) -> Iterator[tuple[int, int]]:
-    """The parts of a range outside some of its granules, which are given in ascending order."""
+    """Yields the parts of a range outside some of its granules, which are given in ascending order."""
     for one in granules:
         if start < one:
             yield start, one
@@ -219,6 +219,6 @@ class _Spares(FreeGranules):
         self._memory.close()
 
     def _empty(self, address: int | None) -> None:
-        """Where a granule has left a slot, the slot is free."""
+        """Free the slot that a granule has left, where it was in one."""
         if address is not None and 0 <= address - self._memory.address < self._memory.nbytes:
             self._slots.append(address)

@@ -1,4 +1,4 @@
-"""What all arenas are and share (accounting, views, closing), and what paged arenas share."""
+"""Says what all arenas are and share (accounting, views, closing), and what paged arenas share."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class HeldRanges:
         self._set(start, stop, held=False)
 
     def within(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """What is held of the bytes `start` to `stop`, as disjoint ranges."""
+        """Returns what is held of the bytes `start` to `stop`, as disjoint ranges."""
         with self._lock:
             return self._within(start, stop)
 
@@ -143,7 +143,7 @@ class WeightArena(ABC):
             raise
 
     def fill_ready(self, start: int, stop: int) -> int | None:
-        """As `fill` where nothing has to be waited for; elsewhere nothing is filled, and None returned."""
+        """Fill a range as `fill` does where nothing has to be waited for; else return None."""
         return None
 
     def drop(self, start: int, stop: int) -> None:
@@ -153,7 +153,7 @@ class WeightArena(ABC):
         self._held.remove(start, stop)
 
     def view(self, part: Part) -> torch.Tensor:
-        """The strided tensor at the one address of a part. It must not be used after `close`."""
+        """Returns the strided tensor at the one address of a part. It must not be used after `close`."""
         import torch
 
         self._require_open()
@@ -176,7 +176,7 @@ class WeightArena(ABC):
         return flat.as_strided(part.shape, part.stride)
 
     def mapped_bytes(self) -> int:
-        """Bytes of whole pages that the process's page tables really hold for the arena.
+        """Returns the bytes of whole pages that the process's page tables really hold for the arena.
 
         Raises StreamError where the system does not tell (only Linux does).
         """
@@ -192,7 +192,7 @@ class WeightArena(ABC):
             raise StreamError("the weights' memory has been closed; load the program again")
 
     def _file_ranges(self, *, gap: int) -> FileRanges:
-        """The bytes of the storages that have a place here, by layout offset."""
+        """Returns the bytes of the storages that have a place here, by layout offset."""
         base = self._memory.address
         return FileRanges.of(self._storages, self._layout, self._places, base=base, gap=gap)
 
@@ -237,7 +237,7 @@ class PagedArena(WeightArena):
         super().__init__(plan, storages, source, max((s.stop for s in self._segments), default=0))
 
     def _segment_pages(self, index: int) -> tuple[int, int]:
-        """The first byte of a segment's pages, counted from the arena's start, and their size in bytes."""
+        """Returns the first byte of a segment's pages, from the arena's start, and their size in bytes."""
         start = round_down(self._segments[index].start, PAGE)
         return start, round_up(self._segments[index].stop, PAGE) - start
 
@@ -250,7 +250,7 @@ class PagedArena(WeightArena):
             protect(self._memory.address, self._memory.nbytes, PROT_NONE)
 
     def _pages(self, start: int, stop: int) -> Iterator[Pages]:
-        """The pages of a range, segment by segment."""
+        """Yields the pages of a range, segment by segment."""
         first = max(0, bisect_right(self._starts, start) - 1)
         for index in range(first, bisect_left(self._starts, stop)):
             segment = self._segments[index]

@@ -39,7 +39,7 @@ class MappedArena(PagedArena):
         self._source.check_all_unchanged()
 
     def _find_files(self) -> dict[int, tuple[int, int]]:
-        """The file behind each segment, and the layout offset at which that file begins."""
+        """Returns the file behind each segment, and the layout offset at which that file begins."""
         files: dict[int, tuple[int, int]] = {}
         for index, storage in enumerate(self._storages):
             place = self._places[index]

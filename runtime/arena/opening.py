@@ -58,7 +58,7 @@ def open_arena(
 
 
 def _has_whole_huge_granules(arena: Arena) -> bool:
-    """Whether granules can be moved: they are private, made of huge pages, and none is cut by a segment."""
+    """Tells whether granules can be moved: private ones, of huge pages, none of which a segment cuts."""
     edges = [edge for segment in arena.segments for edge in (segment.start, segment.stop)]
     return (
         arena.backing == "anonymous"

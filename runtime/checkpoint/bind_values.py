@@ -38,7 +38,7 @@ def bind(
     only: str | Sequence[str] = (),
     ignore: str | Sequence[str] = (),
 ) -> ExportedProgram:
-    """A copy of the program whose weights are those of a checkpoint, mapped from its files.
+    """Returns a copy of the program whose weights are those of a checkpoint, mapped from its files.
 
     `checkpoint` is a safetensors file, an index, a folder, several files, a file that torch.save wrote, or a
     folder of torch.distributed (whose chunks are copied into memory where a tensor has several).
@@ -76,7 +76,7 @@ def bind(
 
 
 def with_small_values(annotated: Annotated, found: Found) -> dict[str, ExportedProgram]:
-    """The programs with the small values that were found, which a compiler may copy into its code."""
+    """Returns the programs with the small values that were found, which a compiler may copy into its code."""
     values = _values(annotated.payload, found, most=COPIED)
     return {name: with_values(exported, values.get) for name, exported in annotated.programs.items()}
 
@@ -107,7 +107,7 @@ def _refuse_unexpected(found: Found, checkpoint: Checkpoint, ignore: Sequence[st
 
 
 def _values(payload: Payload, found: Found, *, most: int | None = None) -> dict[str, torch.Tensor]:
-    """A tensor for each weight that the files hold, in a storage of at most `most` bytes.
+    """Returns a tensor for each weight that the files hold, in a storage of at most `most` bytes.
 
     Those of one storage share its memory.
     """
@@ -125,7 +125,7 @@ def _values(payload: Payload, found: Found, *, most: int | None = None) -> dict[
 
 
 def _memory(storage: Storage, number: int, found: Found, maps: dict[int, mmap.mmap]) -> torch.Tensor:
-    """The bytes of a storage, mapped where they lie together in a file, and copied otherwise."""
+    """Returns the bytes of a storage, mapped where they lie together in a file, and copied otherwise."""
     if len(storage.extents) == 1 and storage.extents[0].nbytes == storage.nbytes:
         mapped = _mapped(storage.extents[0], found.files, maps)
         if mapped.data_ptr() % 8 == 0:

@@ -52,7 +52,7 @@ class Span:
         return self.offset + self.reading.nbytes - self.skip
 
     def extents(self) -> Iterator[Extent]:
-        """Where the bytes lie in the files."""
+        """Yields where the bytes lie in the files."""
         position = self.offset - self.skip
         for file, start, nbytes in self.reading.runs():
             known = min(max(self.offset - position, 0), nbytes)
@@ -61,7 +61,7 @@ class Span:
             position += nbytes
 
     def chunks(self, files: Sequence[Path]) -> Iterator[Chunk]:
-        """Its bytes, at most 16 MiB at a time."""
+        """Yields its bytes, at most 16 MiB at a time."""
         skip = self.skip
         for chunk in self.reading.chunks(files):
             yield memoryview(chunk)[skip:]
@@ -80,7 +80,7 @@ class Found:
     spans: Mapping[int, tuple[Span, ...]]
 
     def placed(self, storages: Iterable[Storage]) -> tuple[Storage, ...]:
-        """The storages with their extents in the files; one whose bytes are gathered, or cast, has none."""
+        """Returns the storages with their extents in files. What is gathered or cast has no extents."""
         extents = {
             s: tuple(extent for span in own for extent in span.extents())
             for s, own in self.spans.items()
@@ -91,7 +91,7 @@ class Found:
         )
 
     def chunks(self, storage: int) -> Iterator[tuple[int, Chunk]]:
-        """The bytes of a storage, at most 16 MiB at a time, each time with where they begin in it."""
+        """Yields the bytes of a storage, at most 16 MiB at a time, each time with where they begin in it."""
         for span in self.spans[storage]:
             position = span.offset
             for chunk in span.chunks(self.files):
@@ -137,13 +137,13 @@ def find_values(weights: Sequence[Weight], checkpoint: Checkpoint, rules: Rules)
 
 
 def without(checkpoint: Checkpoint, fqns: Iterable[str], rename: Rename) -> Checkpoint:
-    """The checkpoint without the tensors of some weights."""
+    """Returns the checkpoint without the tensors of some weights."""
     names = {name for fqn in fqns for name in tensor_names(fqn, rename)}
     return replace(checkpoint, tensors={n: t for n, t in checkpoint.tensors.items() if n not in names})
 
 
 def tensor_names(fqn: str, rename: Rename) -> tuple[str, ...]:
-    """The names of a weight in the files: one, or those of the tensors whose rows it consists of."""
+    """Returns the names of a weight in the files: one, or those of the tensors whose rows it consists of."""
     if rename is None:
         return (fqn,)
     if not callable(rename) and not isinstance(rename, Mapping):
@@ -158,7 +158,10 @@ def tensor_names(fqn: str, rename: Rename) -> tuple[str, ...]:
 
 
 def _pieces(weight: Weight, part: Part, names: Sequence[str], checkpoint: Checkpoint) -> list[Part]:
-    """The share of a part that each of several tensors has; SourceError where they do not add up to it."""
+    """Returns the share of a part that each of several tensors has.
+
+    Raises SourceError where they do not add up to it.
+    """
     if len(names) == 1:
         return [part]
     shapes = [checkpoint.tensors[name].shape for name in names]
@@ -177,7 +180,7 @@ def _pieces(weight: Weight, part: Part, names: Sequence[str], checkpoint: Checkp
 def _taken(
     weight: Weight, name: str, checkpoint: Checkpoint, shares: Mapping[str, Slice], count: int
 ) -> Reading:
-    """What to read of one of a weight's `count` tensors: all of it, or one rank's slice of the only one."""
+    """Returns what to read of one of a weight's `count` tensors: all, or one rank's slice of the only one."""
     if weight.fqn in shares and count > 1:
         raise SourceError(
             f"weight {weight.fqn} consists of several tensors, of which slices= cannot take a part: leave it "
@@ -188,7 +191,10 @@ def _taken(
 
 
 def _reading(weight: Weight, part: Part, named: tuple[str, Reading], cast: bool) -> Reading:
-    """The reading that is a part's value; SourceError where dtype, shape or strides do not allow it."""
+    """Returns the reading that is a part's value.
+
+    Raises SourceError where dtype, shape or strides do not allow it.
+    """
     name, taken = named
     tensor, shape = taken.tensor, taken.shape
     before = TORCH_NAMES.get(tensor.dtype, tensor.dtype)
@@ -214,7 +220,7 @@ def _refuse_strides(weight: Weight, part: Part) -> None:
 
 
 def is_dense(part: Part) -> bool:
-    """Whether the elements of a part lie one behind another, in the order of its indices."""
+    """Tells whether the elements of a part lie one behind another, in the order of its indices."""
     pairs = zip(part.shape, part.stride, _dense_stride(part.shape), strict=True)
     return not any(size > 1 and given != dense for size, given, dense in pairs)
 
@@ -240,7 +246,7 @@ def _digest(chunks: Iterable[Chunk]) -> str:
 
 
 def _disjoint(places: Mapping[tuple[int, int], Readings]) -> tuple[Span, ...]:
-    """Readings in the order of their places in the storage, without bytes that an earlier one has."""
+    """Returns the readings in the order of their places in the storage, without bytes of earlier ones."""
     placed: list[tuple[int, Reading]] = []
     for (offset, _), readings in places.items():
         starts = accumulate((reading.nbytes for reading in readings), initial=offset)
@@ -256,7 +262,7 @@ def _disjoint(places: Mapping[tuple[int, int], Readings]) -> tuple[Span, ...]:
 
 
 def _covered(part: Part, spans: Mapping[int, Sequence[Span]]) -> bool:
-    """Whether the bytes of a part were found under another weight's name."""
+    """Tells whether the bytes of a part were found under another weight's name."""
     position = part.offset
     for span in spans.get(part.storage, ()):
         if span.offset <= position < span.stop:
@@ -265,7 +271,7 @@ def _covered(part: Part, spans: Mapping[int, Sequence[Span]]) -> bool:
 
 
 def listed(names: Sequence[object], most: int = 5) -> str:
-    """The first of several names, for a message."""
+    """Returns the first of several names, for a message."""
     return ", ".join(map(str, names[:most])) + (", ..." if len(names) > most else "")
 
 
@@ -280,7 +286,7 @@ def _refuse_missing(missing: Sequence[str], files: Sequence[Path]) -> None:
 def _part_names(
     weights: Sequence[Weight], rename: Rename, known: Container[str]
 ) -> dict[str, tuple[str, ...]]:
-    """Names in the files of every weight, and of every part of a quantised one, by `FQN` or `FQN.PART`.
+    """Returns the names in the files of weights, and of parts of quantised ones, by `FQN` or `FQN.PART`.
 
     Where `rename` says nothing about a part it is looked for as the weight's name in the files and `.PART`,
     then as torchao's safetensors files have it (`layer._weight_PART`). SourceError for a table that renames
@@ -313,7 +319,7 @@ def _candidates(fqn: str, part: str, rename: Rename) -> Iterator[tuple[str, ...]
 
 
 def _check_parts(weights: Sequence[Weight], found: Mapping[int, object]) -> None:
-    """SourceError for a weight of which the files, with the storages `found`, have only some parts."""
+    """Raise SourceError for a weight of which the files, with the storages `found`, have only some parts."""
     for weight in weights:
         missing = [part for part in weight.parts if part.storage not in found]
         if missing and len(missing) < len(weight.parts):

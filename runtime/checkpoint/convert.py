@@ -142,7 +142,10 @@ def _entry(name: str, found: StoredTensor, files: Sequence[Path], dtype: str | N
 
 
 def _dtype_after(name: str, before: str | None, dtype: str | None) -> str | None:
-    """The dtype that a tensor is written in; SourceError for a dtype that tensors cannot be converted to."""
+    """Returns the dtype that a tensor is written in.
+
+    Raises SourceError for a dtype that tensors cannot be converted to.
+    """
     if dtype is None:
         return before
     wanted = getattr(torch, dtype, None)
@@ -157,13 +160,13 @@ def _dtype_after(name: str, before: str | None, dtype: str | None) -> str | None
 
 
 def describe(converted: Converted) -> Mapping[str, object]:
-    """The facts of a conversion, for JSON."""
+    """Returns the facts of a conversion, for JSON."""
     files = [str(path) for path in converted.files]
     return {"files": files, "tensors": converted.tensors, "bytes": converted.nbytes}
 
 
 def summary(converted: Converted) -> list[tuple[str, str]]:
-    """The facts of a conversion, for people to read: a label and a text each."""
+    """Returns the facts of a conversion, for people to read: a label and a text each."""
     return [
         ("tensors", str(converted.tensors)),
         ("bytes", format_size(converted.nbytes)),

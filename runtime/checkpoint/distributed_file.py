@@ -119,14 +119,14 @@ class _Range(io.RawIOBase):
 
 
 def is_distributed(path: Path) -> bool:
-    """Whether a folder is a checkpoint of torch.distributed."""
+    """Tells whether a folder is a checkpoint of torch.distributed."""
     return (path / METADATA).is_file()
 
 
 def read_tensors(
     folder: Path, files: dict[Path, int], wanted: Callable[[str], bool]
 ) -> dict[str, StoredTensor]:
-    """The tensors of a folder by name (flattened as torch does: `model.layers.0.weight`).
+    """Returns the tensors of a folder by name (flattened as torch does: `model.layers.0.weight`).
 
     Files that hold those that are `wanted` are added to `files`, which numbers them. Values that are no
     tensors are left out.
@@ -162,7 +162,7 @@ Described = dict[str, tuple[str, tuple[int, ...], list[Chunk]]]
 
 
 def _described(path: Path) -> tuple[Described, dict[tuple[str, tuple[int, ...]], _Place]]:
-    """What `.metadata` says: dtype, shape and chunks of each tensor, and where each chunk is."""
+    """Returns what `.metadata` says: dtype, shape and chunks of each tensor, and where each chunk is."""
     with path.open("rb") as file:
         found: Any = _Unpickler(file).load()
     described: Described = {}
@@ -242,7 +242,7 @@ def _box(
 
 
 def _file(folder: Path, name: str, place: _Place) -> Path:
-    """The path of a chunk's file, once it is known to be in the folder and long enough."""
+    """Returns the path of a chunk's file, once it is known to be in the folder and long enough."""
     relative = Path(place.file)
     if relative.is_absolute() or ".." in relative.parts or "\0" in place.file:
         _refuse(folder / METADATA, f"it names {place.file!r}, which is outside its folder")
@@ -259,7 +259,7 @@ def _file(folder: Path, name: str, place: _Place) -> Path:
 
 
 def _entry(file: Path, name: str, place: _Place) -> TensorEntry:
-    """Where the values of a chunk lie in a file of torch.save's, or of safetensors."""
+    """Tells where the values of a chunk lie in a file of torch.save's, or of safetensors."""
     with file.open("rb") as opened:
         opened.seek(place.start)
         if opened.read(len(_ZIP)) == _ZIP:

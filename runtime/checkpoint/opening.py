@@ -101,7 +101,7 @@ def _add(tensors: dict[str, StoredTensor], more: Mapping[str, StoredTensor]) -> 
 
 
 def _find_index(path: Path) -> Path | None:
-    """The index that `path` is, or that the folder `path` has."""
+    """Returns the index that `path` is, or that the folder `path` has."""
     if path.is_dir():
         return next(iter(sorted(path.glob(f"*{_INDEX}"))), None)
     return path if path.name.endswith(_INDEX) else None

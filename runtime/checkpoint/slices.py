@@ -18,7 +18,7 @@ Slices = Mapping[str, Slice]
 
 
 def match_slices(weights: Sequence[Weight], slices: Slices) -> dict[str, Slice]:
-    """The slice of each weight that has one, by FQN.
+    """Returns the slice of each weight that has one, by FQN.
 
     SourceError for what are no slices, a pattern that matches no weight, and a weight that two match.
     """
@@ -47,7 +47,10 @@ def _check_form(slices: object) -> None:
 
 
 def region(fqn: str, name: str, tensor: StoredTensor, share: Slice | None) -> Region:
-    """The region of a tensor that a weight takes; SourceError for a slice that the tensor does not have."""
+    """Returns the region of a tensor that a weight takes.
+
+    Raises SourceError for a slice that the tensor does not have.
+    """
     if share is None:
         return tensor.whole
     dim, rank, world = share

@@ -80,7 +80,7 @@ class Reading:
 
     @property
     def as_stored(self) -> bool:
-        """Whether the bytes are one run of each box: all is whole but for the first dimension."""
+        """Tells whether the bytes are one run of each box: all is whole but for the first dimension."""
         inner = self.tensor.whole[1:]
         sizes = self.tensor.shape[1:]
         return (
@@ -94,7 +94,7 @@ class Reading:
         return self.tensor.nbytes // max(prod(self.tensor.shape), 1)
 
     def runs(self) -> Iterator[Run]:
-        """Where the bytes of the region lie, in order."""
+        """Yields where the bytes of the region lie, in order."""
         boxes = self.tensor.boxes
         if len(boxes) == 1 and self.region == self.tensor.whole:  # also elements of less than a byte
             yield boxes[0].file, boxes[0].start, self.tensor.nbytes
@@ -102,12 +102,15 @@ class Reading:
             yield from self._runs(0, [(box, box.start) for box in boxes if box.sizes])
 
     def chunks(self, files: Sequence[Path]) -> Iterator[Chunk]:
-        """The bytes of the region, at most 16 MiB at a time; SourceError if a file cannot be read."""
+        """Yields the bytes of the region, at most 16 MiB at a time.
+
+        Raises SourceError if a file cannot be read.
+        """
         chunks = read_runs(self.runs(), files)
         return chunks if self.cast is None else _cast(chunks, TORCH_NAMES[self.tensor.dtype], self.cast)
 
     def _runs(self, dim: int, boxes: Sequence[tuple[Box, int]]) -> Iterator[Run]:
-        """The runs at one index of all dimensions before `dim`; it begins at the byte beside each box."""
+        """Yields the runs at one index of all dimensions before `dim`, at the byte given beside each box."""
         start, stop = self.region[dim]
         ends = {box.offsets[dim] for box, _ in boxes} | {
             box.offsets[dim] + box.sizes[dim] for box, _ in boxes
@@ -138,7 +141,7 @@ class Reading:
 
 
 def from_entry(path: Path, number: int, entry: TensorEntry) -> StoredTensor:
-    """A tensor that is stored as a whole in file `number`."""
+    """Returns a tensor that is stored as a whole in file `number`."""
     box = Box(number, entry.start, (0,) * len(entry.shape), entry.shape)
     return StoredTensor(path, entry.dtype, entry.shape, entry.nbytes, (box,))
 
@@ -152,7 +155,7 @@ def _cast(chunks: Iterable[Chunk], before: str, after: str) -> Iterator[Chunk]:
 
 
 def read_runs(runs: Iterator[Run], files: Sequence[Path]) -> Iterator[Chunk]:
-    """The bytes of runs, in chunks of 16 MiB (the last may be smaller), so that no element is divided."""
+    """Yields the bytes of runs, in chunks of 16 MiB (the last may be smaller) that divide no element."""
     with ExitStack() as stack:
         opened: dict[int, int] = {}
         gathered = bytearray()

@@ -24,7 +24,7 @@ _NAME_LENGTHS = 26
 
 
 def read_entries(path: Path) -> dict[str, TensorEntry]:
-    """The tensors of a state dict in a file, by name: dtype, shape and bytes.
+    """Returns the tensors of a state dict in a file, by name: dtype, shape and bytes.
 
     Raises SourceError for a file that is not a zip of torch.save, that holds anything but a mapping of dense
     tensors, or that would have to run code to be read.
@@ -41,7 +41,7 @@ def read_entries(path: Path) -> dict[str, TensorEntry]:
 
 
 def read_tensor(file: Any, path: Path, name: str) -> TensorEntry:
-    """The place of the one tensor that torch.save wrote to `file`; `path` and `name` are for messages."""
+    """Returns the place of the one tensor that torch.save wrote to `file`; messages name `path`, `name`."""
     records = _records(file, path)
     file.seek(0)
     return _entry(path, name, _load(file, path), records)
@@ -59,7 +59,7 @@ def _load(file: Any, path: Path) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """The reason of an error, without torch's advice to run the code."""
+    """Returns the reason of an error, without torch's advice to run the code."""
     if found := re.search(r"GLOBAL (\S+) was not an allowed", str(error)):
         return f"it calls {found[1]}"
     said = str(error).partition("WeightsUnpickler error:")[2] or str(error)
@@ -67,7 +67,7 @@ def _reason(error: Exception) -> str:
 
 
 def _records(file: Any, path: Path) -> Mapping[int, int]:
-    """The bytes of each record of a zip that is stored as it is, by where they begin.
+    """Returns the bytes of each record of a zip that is stored as it is, by where they begin.
 
     torch works places out from how torch.save lays records out, without looking whether they are so, and
     crashes where it should swap the bytes of tensors without memory.

@@ -87,7 +87,7 @@ def _check_inputs(inputs: Sequence[Any], homes: Mapping[int, Home]) -> None:
 
 
 def _session(record: Offloaded, own: Mapping[str, Any]) -> Session:
-    """The only session of a record, which has the budget that the module was first compiled for."""
+    """Returns the only session of a record, which has the budget that the module was first compiled for."""
     total = sum(storage.nbytes for storage in record.storages)
     budget = parse_size(own["budget"], total=total)
     below = own.get("resident_below", "64KiB")

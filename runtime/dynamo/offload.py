@@ -102,7 +102,7 @@ def _streamable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def home_of(value: object) -> Home | None:
-    """The home of a tensor that is an offloaded parameter; None for any other."""
+    """Returns the home of a tensor that is an offloaded parameter; None for any other."""
     home = getattr(value, HOME, None) if isinstance(value, torch.nn.Parameter) else None
     return home if isinstance(home, Home) else None
 

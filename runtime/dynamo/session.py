@@ -79,7 +79,7 @@ class Session:
     def _observe(
         self, number: int, probes: ProbePass, homes: Mapping[int, Home], code: Sequence[str]
     ) -> tuple[Trace, ProbeOrder]:
-        """The trace of a piece and the order of its probes, observed in the code that was emitted for it."""
+        """Returns the trace of a piece and the order of its probes, observed in the code emitted for it."""
         written = [text for text in code if "def call(self, args)" in text]
         if probes.placed is None or not written:
             raise PassError(
@@ -95,9 +95,9 @@ class Session:
     def variant(
         self, trace: Trace, order: ProbeOrder, fqns: Mapping[int, str], now: Mapping[int, str]
     ) -> int:
-        """The number of a piece run over other weights than it was compiled for: equal layers share code.
+        """Returns the number of a piece run over other weights than those it was compiled for.
 
-        Raises StreamError where their storages do not correspond.
+        Equal layers share code. Raises StreamError where their storages do not correspond.
         """
         storages: dict[int, int] = {}
         for i, fqn in fqns.items():
@@ -131,7 +131,10 @@ class Session:
             return output
 
     def home(self, value: Any) -> str:
-        """The FQN of a weight that a piece is called with. Raises StreamError for another module's."""
+        """Returns the FQN of a weight that a piece is called with.
+
+        Raises StreamError for another module's.
+        """
         home = home_of(value)
         if home is None or home.offloaded is not self._record:
             raise StreamError("a graph is called with a parameter that was not offloaded with its module")
@@ -196,7 +199,7 @@ class _CompiledPiece:
 
 
 def _placeholder_names(homes: Mapping[int, Home], weights: Weights) -> Callable[[fx.Node], str | None]:
-    """The FQN of a weight among a graph's inputs, which stand in Dynamo's order."""
+    """Returns the FQN of a weight among a graph's inputs, which stand in Dynamo's order."""
 
     def fqn(node: fx.Node) -> str | None:
         if node.op != "placeholder":

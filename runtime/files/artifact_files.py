@@ -14,7 +14,7 @@ DIGEST = "payload.json.sha256"
 
 
 def read_payload(folder: Path) -> Payload:
-    """The payload of an artifact folder, once its plans and the hash of its lowered program are checked."""
+    """Returns the payload of an artifact folder, and checks its plans and the hash of its lowered program."""
     try:
         data = (folder / PAYLOAD).read_bytes()
     except OSError as error:
@@ -39,7 +39,7 @@ def write_payload(payload: Payload, folder: Path) -> None:
 
 
 def digest_line(data: bytes) -> bytes:
-    """The content of the file DIGEST for a payload of these bytes."""
+    """Returns the content of the file DIGEST for a payload of these bytes."""
     return f"{hashlib.sha256(data).hexdigest()}  {PAYLOAD}\n".encode()
 
 

@@ -100,7 +100,7 @@ class DirectFile:
         self._read(self.fd, offset + done, address + done, nbytes - done)
 
     def _read_and_move(self, offset: int, address: int, nbytes: int) -> bool:
-        """Read all blocks that hold the bytes at once and directly; False where that did not bring them all.
+        """Read all blocks that hold the bytes at once and directly. Returns False where some did not come.
 
         The first block and the last ones go to memory of their own, those between into the range itself,
         behind where they belong. A cold GiB took 0.19 s of the processor so, 1.20 through the page cache and
@@ -149,7 +149,7 @@ class DirectFile:
 
 
 def open_direct_file(file: WeightFile, folder: Path, *, direct: bool, check: bool) -> DirectFile:
-    """Open a weight file of the artifact `folder`; with `check`, SourceError unless its stamp holds."""
+    """Open a weight file of the artifact `folder`. With `check`, raise SourceError unless its stamp holds."""
     path = locate(file, folder)
     in_place = Path(file.path).is_absolute()
     fd = -1
@@ -172,7 +172,7 @@ def open_direct_file(file: WeightFile, folder: Path, *, direct: bool, check: boo
 
 
 def memory_view(address: int, nbytes: int) -> memoryview:
-    """A writable view of raw memory, which it does not keep alive."""
+    """Returns a writable view of raw memory, which it does not keep alive."""
     from_memory = ctypes.pythonapi.PyMemoryView_FromMemory
     from_memory.restype = ctypes.py_object
     from_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
@@ -181,7 +181,7 @@ def memory_view(address: int, nbytes: int) -> memoryview:
 
 
 def _open_direct(path: Path, buffered_fd: int) -> tuple[int, int]:
-    """A descriptor that reads past the page cache, and its block in bytes; (-1, 0) where none works."""
+    """Returns a descriptor that reads past the page cache, and its block in bytes, or (-1, 0)."""
     fd = open_uncached(path, buffered_fd)
     block = _direct_block(fd) if fd >= 0 else 0
     if fd >= 0 and not block:

@@ -110,7 +110,7 @@ def _forget_pages(path: Path) -> None:
 
 
 def _place(entries: Sequence[PackEntry], *, dense: bool) -> tuple[list[int], list[tuple[int, int]], int]:
-    """The offset of each entry in the data, the ranges of the pads between them, and the data's bytes."""
+    """Returns the offset of each entry in the data, the ranges of the pads, and the bytes of the data."""
     offsets: list[int] = []
     pads: list[tuple[int, int]] = []
     position = 0
@@ -140,7 +140,7 @@ def check_space(folder: Path, nbytes: int, *, dense: bool = False) -> None:
 
 
 def tensor_chunks(flat: torch.Tensor) -> Iterator[Chunk]:
-    """The bytes of a contiguous one-dimensional uint8 tensor, on any device, 16 MiB at a time."""
+    """Yields the bytes of a contiguous one-dimensional uint8 tensor, on any device, 16 MiB at a time."""
     for start in range(0, flat.numel(), CHUNK_BYTES):
         yield flat[start : start + CHUNK_BYTES].cpu().numpy().data
 
@@ -172,7 +172,7 @@ class _Writer:
                 self._unflushed = 0
 
     def write_entry(self, entry: PackEntry) -> str:
-        """Write all chunks of an entry; the sha256 of its bytes."""
+        """Write all chunks of an entry, and return the sha256 of its bytes."""
         digest = hashlib.sha256()
         begin = self.position
         for chunk in entry.chunks():

@@ -1,4 +1,4 @@
-"""Which bytes of which file belong where: a layout as ranges that one read each can fill."""
+"""Tells which bytes of which file belong where, as ranges of a layout that one read each can fill."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FileRange:
         return self.stop - self.start
 
     def cut(self, start: int, stop: int) -> FileRange:
-        """The part of the range between two layout offsets."""
+        """Returns the part of the range between two layout offsets."""
         skip = max(0, start - self.start)
         return FileRange(
             self.start + skip,
@@ -66,7 +66,7 @@ class FileRanges:
         base: int = 0,
         gap: int = 0,
     ) -> FileRanges:
-        """The bytes in files of the storages that have a place.
+        """Returns the bytes in files of the storages that have a place.
 
         Storage s begins at layout offset `layout[s]`, and at address `base + places[s]`, if that place is not
         negative.
@@ -86,7 +86,7 @@ class FileRanges:
         return cls(pieces, gap=gap)
 
     def within(self, start: int, stop: int) -> Iterator[FileRange]:
-        """The ranges between two layout offsets, cut to them."""
+        """Yields the ranges between two layout offsets, cut to them."""
         first = max(0, bisect_right(self._starts, start) - 1)
         for piece in self._pieces[first:]:
             if piece.start >= stop:

@@ -43,7 +43,7 @@ class HeldStorages:
 
     @property
     def in_reader(self) -> bool:
-        """Whether the caller is one of the readers, which cannot wait for themselves."""
+        """Tells whether the caller is one of the readers, which cannot wait for themselves."""
         return self._readers.includes_caller
 
     def wait(self) -> None:

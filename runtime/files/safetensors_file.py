@@ -93,18 +93,18 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """The checked header of a safetensors file; SourceError says what is wrong with the file."""
+    """Returns the checked header of a safetensors file; SourceError says what is wrong with the file."""
     with open_for_reading(path) as fd:
         return read_open_header(fd, path)
 
 
 def read_open_header(fd: int, path: Path) -> Header:
-    """As `read_header`, of a file that is open; `path` is for messages."""
+    """Reads the header as `read_header` does, from a file that is open. `path` is for messages."""
     return parse_header(read_raw_header(fd, path), os.fstat(fd).st_size, path)
 
 
 def parse_header(raw: bytes, file_nbytes: int, path: Path) -> Header:
-    """The checked header in `raw` (length prefix and JSON) of a file of `file_nbytes`."""
+    """Returns the checked header in `raw` (length prefix and JSON) of a file of `file_nbytes`."""
     fields = _parse_json(raw[PREFIX_BYTES:], path)
     metadata = fields.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
@@ -119,7 +119,7 @@ def parse_header(raw: bytes, file_nbytes: int, path: Path) -> Header:
 
 
 def read_raw_header(fd: int, path: Path) -> bytes:
-    """Length prefix and JSON, unparsed, of a file that is open; the length is checked."""
+    """Returns length prefix and JSON of a file that is open, unparsed, once the length is checked."""
     file_nbytes = os.fstat(fd).st_size
     prefix = read_exactly(fd, 0, PREFIX_BYTES, path) if file_nbytes >= PREFIX_BYTES else b""
     if not prefix:
@@ -132,7 +132,10 @@ def read_raw_header(fd: int, path: Path) -> bytes:
 
 
 def read_exactly(fd: int, offset: int, nbytes: int, path: Path) -> bytes:
-    """`nbytes` of an open file from `offset` on; SourceError when the file ends before or fails."""
+    """Returns `nbytes` of an open file from `offset` on.
+
+    Raises SourceError when the file ends before or fails.
+    """
     parts = []
     while nbytes:
         try:
@@ -154,7 +157,7 @@ def read_exactly(fd: int, offset: int, nbytes: int, path: Path) -> bytes:
 
 
 def index_files(path: Path | Sequence[Path], wanted: Callable[[str], bool] | None = None) -> tuple[Path, ...]:
-    """The safetensors files that `path` stands for, in order, each once.
+    """Returns the safetensors files that `path` stands for, in order, each once.
 
     `path` is a `.safetensors` file, several, a checkpoint's `*.safetensors.index.json`, or a folder
     (its index if it has one, else all its `.safetensors` files by name). Of an index, only files that hold a
@@ -176,7 +179,10 @@ def index_files(path: Path | Sequence[Path], wanted: Callable[[str], bool] | Non
 
 @contextmanager
 def open_for_reading(path: Path) -> Iterator[int]:
-    """A descriptor of a weight file, closed at the end; SourceError if the system does not open it."""
+    """Yields a descriptor of a weight file, closed at the end.
+
+    Raises SourceError if the system does not open it.
+    """
     fd = open_descriptor(path)
     try:
         yield fd
@@ -185,7 +191,10 @@ def open_for_reading(path: Path) -> Iterator[int]:
 
 
 def open_descriptor(path: Path) -> int:
-    """A descriptor of a weight file that the caller closes; SourceError if the system does not open it."""
+    """Returns a descriptor of a weight file that the caller closes.
+
+    Raises SourceError if the system does not open it.
+    """
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError as error:

@@ -93,11 +93,11 @@ class Source:
         return tuple(self._files)
 
     def path(self, file: int) -> Path:
-        """The path of a file."""
+        """Returns the path of a file."""
         return self._open(file).path
 
     def fd(self, file: int) -> int:
-        """The buffered descriptor of a file, for mapping it; it belongs to this Source."""
+        """Returns the buffered descriptor of a file, for mapping it; it belongs to this Source."""
         return self._open(file).fd
 
     def check_unchanged(self, file: int) -> None:
@@ -106,7 +106,7 @@ class Source:
             self._open(file).check_unchanged()
 
     def check_all_unchanged(self) -> None:
-        """As `check_unchanged`, of every file."""
+        """Check every file as `check_unchanged` does."""
         for file in self._files:
             file.check_unchanged()
 
@@ -129,12 +129,12 @@ class Source:
         return sum(file.nbytes for file in self._files)
 
     def cached_fraction(self) -> float:
-        """The share of all files' bytes that the page cache holds, 0 to 1, estimated without reading."""
+        """Estimates, without reading, which share of all files the page cache holds, from 0 to 1."""
         with self._in_flight():
             return self._cached_fraction()
 
     def is_warm(self) -> bool:
-        """Whether the page cache holds the files now, so that reading through it is the faster way."""
+        """Tells whether the page cache holds the files now, so that reading through it is the faster way."""
         return self.cached_fraction() >= WARM_FRACTION
 
     def _cached_fraction(self) -> float:
@@ -190,7 +190,7 @@ class Source:
 
 
 def open_source(files: Sequence[WeightFile], folder: Path, *, repeated: int = 0) -> Source:
-    """The weight files, read through the page cache where it holds them now, and past it otherwise."""
+    """Opens weight files, to read them through the page cache where it holds them now, and else past it."""
     with Source(files, folder, mode="buffered", check=False) as source:
         mode: Mode = "buffered" if source.is_warm() else "direct"
     return Source(files, folder, mode=mode, repeated=repeated)
@@ -199,7 +199,7 @@ def open_source(files: Sequence[WeightFile], folder: Path, *, repeated: int = 0)
 def _in_order(
     opening: Callable[[WeightFile], DirectFile], files: Sequence[WeightFile]
 ) -> Iterator[DirectFile]:
-    """The files that `opening` opens, in order, by several threads. Those that nobody took are closed."""
+    """Yields the files that `opening` opens, in order, on several threads; closes those that nobody took."""
     pool = ThreadPoolExecutor(_OPENERS)
     running: deque[Future[DirectFile]] = deque()
     try:

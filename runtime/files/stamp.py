@@ -41,7 +41,10 @@ CHUNK_BYTES = 16 << 20
 
 
 def stamp_file(path: Path, *, recorded_path: str) -> WeightFile:
-    """The stamp of a safetensors file, to be recorded under `recorded_path`; SourceError if it is not one."""
+    """Returns the stamp of a safetensors file, to be recorded under `recorded_path`.
+
+    Raises SourceError if it is not one.
+    """
     with open_for_reading(path) as fd:
         status = os.fstat(fd)
         header = read_open_header(fd, path)
@@ -79,7 +82,10 @@ def compare_header(path: Path, file: WeightFile, found: WeightFile) -> None:
 
 
 def locate(file: WeightFile, folder: Path) -> Path:
-    """Where a weight file lies; SourceError for a relative path that leaves the artifact's folder."""
+    """Tells where a weight file lies.
+
+    Raises SourceError for a relative path that leaves the artifact's folder.
+    """
     if ".." in Path(file.path).parts or "\0" in file.path or not file.path:
         raise SourceError(
             f"the payload names the weight file {file.path!r}, which is not inside {folder}: "
@@ -89,7 +95,7 @@ def locate(file: WeightFile, folder: Path) -> Path:
 
 
 def sample_offsets(header: Header) -> tuple[int, ...]:
-    """Where the sampled blocks begin, ascending: multiples of SAMPLE_BYTES, the last cut at the end.
+    """Tells where the sampled blocks begin, ascending: multiples of SAMPLE_BYTES, the last cut at the end.
 
     64 blocks spread evenly over the file (first and last among them), and the blocks in which up
     to 256 tensors of 1 MiB or more begin, taken evenly in file order.
@@ -103,7 +109,10 @@ def sample_offsets(header: Header) -> tuple[int, ...]:
 
 
 def file_chunks(path: Path, start: int, stop: int) -> Iterator[bytes]:
-    """Bytes `start` to `stop` of a file, at most 16 MiB at a time; SourceError if it cannot be read."""
+    """Yields the bytes `start` to `stop` of a file, at most 16 MiB at a time.
+
+    Raises SourceError if it cannot be read.
+    """
     with open_for_reading(path) as fd:
         for offset in range(start, stop, CHUNK_BYTES):
             yield read_exactly(fd, offset, min(CHUNK_BYTES, stop - offset), path)
@@ -112,7 +121,7 @@ def file_chunks(path: Path, start: int, stop: int) -> Iterator[bytes]:
 def hash_storage(
     storage: Storage, files: Sequence[WeightFile], folder: Path, *, progress: BytesDone | None = None
 ) -> str:
-    """The sha256 of a storage's bytes as they lie in its files, extent after extent."""
+    """Returns the sha256 of a storage's bytes as they lie in its files, extent after extent."""
     digest = hashlib.sha256()
     for extent in storage.extents:
         path = locate(files[extent.file], folder)
@@ -124,7 +133,7 @@ def hash_storage(
 
 
 def count_bytes(progress: Progress | None, what: str, total: int) -> BytesDone | None:
-    """A function that takes the bytes done since its last call and reports their sum to `progress`."""
+    """Returns a function that takes the bytes done since its last call, and reports their sum."""
     if progress is None:
         return None
     report, done = progress, 0
@@ -138,7 +147,7 @@ def count_bytes(progress: Progress | None, what: str, total: int) -> BytesDone |
 
 
 def _hash_samples(fd: int, header: Header, path: Path) -> str:
-    """The sha256 of the sampled blocks.
+    """Returns the sha256 of the sampled blocks.
 
     Read past the page cache where that is possible: a small folio that a sample brings in would keep the
     granule around it from ever being mapped as one huge page.
