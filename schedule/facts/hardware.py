@@ -21,6 +21,12 @@ Links are what copies from pinned memory were reported to reach, in one directio
   NVMe disk behind PCIe 4.0 x4 that reads 7 GB/s. server: 64 cores with AVX-512 bfloat16 at 2.5 GHz,
   DDR5-4800 in twelve channels (461 GB/s), an NVMe disk behind PCIe 5.0 x4 that reads 14 GB/s. A read costs
   20 us beside its bytes when others are in flight, and the disks need 8 MiB in flight.
+- Hosts, which compute what a device does not hold where policies are compared. desktop (rtx4090, rtx5090): 16
+  cores with AVX2 at 4.5 GHz (2.3 TFLOPS in float32), DDR5-5600 in two channels, 64 GB. grace (gh200): NVIDIA
+  Grace data sheet, half of its two chips: 7.1 TFLOPS in float32, 500 GB/s, 480 GB. Others have the server.
+- The least time of a kernel. On a device: short kernels took 3.4 us each in a graph, and 3.8 us when launched
+  one by one, on a V100 (NVIDIA's developer blog, Getting Started with CUDA Graphs, 2019). On a CPU: torch
+  2.13 took 2.1 us for a product of eight numbers by eight, on the virtual machine of docs/benchmarks.md.
 
 Every `disk` is an NVMe disk of that time beside the device: 7 GB/s.
 """
@@ -38,6 +44,8 @@ _DISK = 7.0 * _GB
 _DISK_LATENCY_NS = 20_000
 _COPY_LATENCY_NS = 5_000
 _IN_FLIGHT = 8 << 20
+_DEVICE_KERNEL_NS = 3_400
+_HOST_KERNEL_NS = 2_100
 
 
 def _device(name: str, tflops: float, memory_gb_per_s: float, link_gb_per_s: float, gb: int) -> Hardware:
@@ -85,6 +93,13 @@ PRESETS: dict[str, Hardware] = {
     )
 }
 
+_HOSTS = {
+    "rtx4090": _host("desktop", 2.3, 90, 7, 64),
+    "rtx5090": _host("desktop", 2.3, 90, 7, 64),
+    "gh200": _host("grace", 7.1, 500, 7, 480),
+}
+"""The hosts of devices that stand beside none of the presets; all others have the server."""
+
 
 def find_hardware(name: Hardware | str) -> Hardware:
     """The preset of that name, or the hardware that is given; PlanError suggests the nearest preset."""
@@ -101,17 +116,22 @@ def find_hardware(name: Hardware | str) -> Hardware:
 
 
 def host_beside(hardware: Hardware) -> Hardware | None:
-    """The host that could compute what does not fit on a device; None for a CPU, which has no other host."""
-    return None if hardware.disk_bytes_per_s is None else PRESETS["server"]
+    """The host that could compute what does not fit on a device; None for a CPU, and where it is unknown."""
+    if hardware.name not in PRESETS or hardware.disk_bytes_per_s is None:
+        return None
+    return _HOSTS.get(hardware.name, PRESETS["server"])
 
 
 def roofline_ns(work: Work, hardware: Hardware) -> int:
-    """Nanoseconds of some work: the longer of computing and of moving its bytes.
+    """Nanoseconds of some work: of computing or of moving its bytes, at least of one kernel; 0 for no work.
 
     (Williams, Waterman and Patterson, Roofline, Communications of the ACM 52(4), 2009.)
     """
+    if work == Work():
+        return 0
     seconds = max(work.flops / hardware.flops_per_s, work.nbytes / hardware.memory_bytes_per_s)
-    return round(seconds * 1e9)
+    least = _HOST_KERNEL_NS if hardware.disk_bytes_per_s is None else _DEVICE_KERNEL_NS
+    return max(round(seconds * 1e9), least)
 
 
 def with_times(trace: Trace, hardware: Hardware) -> Trace:

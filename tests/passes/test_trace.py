@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,8 @@ from penstock.schedule.facts.model import Hardware, Work
 from tests.passes.pass_models import CASES
 from tests.passes.pass_runs import export
 
-MACHINE = Hardware("test", flops_per_s=1e9, memory_bytes_per_s=1e9, link_bytes_per_s=1e9, link_latency_ns=0)
+MACHINE = Hardware("test", flops_per_s=1e8, memory_bytes_per_s=1e8, link_bytes_per_s=1e9, link_latency_ns=0)
+"""So slow that a kernel takes longer than its launch: 10 ns for an operation or a byte."""
 
 
 class Block(nn.Module):
@@ -51,13 +54,21 @@ def test_times_follow_the_roofline():
     trace = trace_of()
     linear = trace.steps[1]
     assert linear.read_work.flops > linear.read_work.nbytes
-    assert linear.read_ns == linear.read_work.flops
-    assert linear.lead_ns == linear.lead_work.nbytes
+    assert linear.read_ns == 10 * linear.read_work.flops
+    assert linear.lead_ns == 10 * linear.lead_work.nbytes
     assert trace.times == "modelled"
-    slow_memory = with_times(trace, Hardware("slow", 1e12, 1e8, 1e9, 0))
-    assert slow_memory.steps[1].read_ns == 10 * linear.read_work.nbytes
+    slow_memory = with_times(trace, Hardware("slow", 1e12, 1e7, 1e9, 0))
+    assert slow_memory.steps[1].read_ns == 100 * linear.read_work.nbytes
     assert slow_memory.tail_ns == 10 * trace.tail_ns
     assert with_times(slow_memory, MACHINE) == trace
+
+
+def test_a_kernel_takes_a_least_time_however_small_it_is():
+    fast = Hardware("fast", 1e15, 1e15, 1e9, 0)
+    for hardware, least in ((fast, 2100), (replace(fast, disk_bytes_per_s=1e9), 3400)):
+        embedding, linear, _ = with_times(trace_of(), hardware).steps
+        assert (embedding.lead_ns, embedding.read_ns) == (0, least)  # nothing comes before
+        assert (linear.lead_ns, linear.read_ns) == (least, least)
 
 
 def test_dynamic_sizes_count_as_exported():
@@ -100,4 +111,4 @@ def test_a_program_without_weights_is_all_tail():
     _, exported = export(CASES["NoWeights"])
     trace = annotate(exported, hardware=MACHINE).traces[0]
     assert trace.steps == ()
-    assert trace.tail_ns == 4 * 3 * 8 * 4
+    assert trace.tail_ns == 10 * 4 * 3 * 8 * 4
