@@ -33,7 +33,7 @@ from penstock.models.preflight import Model
 from penstock.runtime.memory_split import CUDA_WORKSPACE, MemorySplit
 from penstock.schedule.clock.event_graph import simulate
 from penstock.schedule.facts.errors import BudgetError, PlanError
-from penstock.schedule.facts.hardware import find_hardware, host_beside, with_times
+from penstock.schedule.facts.hardware import find_hardware, with_times
 from penstock.schedule.facts.model import Hardware
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.facts.sizes import format_size, parse_size
@@ -98,7 +98,7 @@ def _run(plan: Plan, calls: int) -> tuple[int, int]:
 def _baselines(model: Model, plan: Plan, calls: int) -> dict[str, int]:
     """Nanoseconds of each policy's turn, those that do not fit left out."""
     hardware, trace, storages = plan.hardware, plan.traces[0], model.payload.storages
-    periods = whatif.other_policies(plan, storages, host_beside(hardware))
+    periods = whatif.other_policies(plan, find_hardware("server"))
     periods.pop("everything resident", None)
     found, fits = {}, model.weight_bytes <= plan.budget
     for name, period in periods.items():

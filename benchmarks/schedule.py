@@ -98,7 +98,7 @@ def run(case: Case) -> dict[str, Any]:
         verify_plan(program.storages, (trace,), plan)
     schedule = plan.schedules[0]
     host = PRESETS[HOST] if case.hardware not in ("laptop", "server") else None
-    others = compare(Setting(program.storages, trace, budget, hardware), host)
+    others = compare(Setting([s.nbytes for s in program.storages], trace, budget, hardware), host)
     return dataclasses.asdict(case) | {
         "storages": len(program.storages),
         "budget": budget,

@@ -12,14 +12,17 @@ from dataclasses import dataclass
 
 from penstock.schedule.clock.event_graph import steady_period_ns
 from penstock.schedule.facts.hardware import roofline_ns
-from penstock.schedule.facts.model import Hardware, Schedule, Storage, Trace, Transfer
+from penstock.schedule.facts.model import Hardware, Schedule, Trace, Transfer
+
+REST = "rest on the host"
+"""The policy that does not stream: it computes elsewhere what does not fit."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One trace, the storages it reads, `cap` bytes of memory for them, and the machine."""
+    """One trace, the bytes of every storage, `cap` bytes of memory for those it reads, and the machine."""
 
-    storages: Sequence[Storage]
+    sizes: Sequence[int]
     trace: Trace
     cap: int
     hardware: Hardware
@@ -27,10 +30,10 @@ class Setting:
     @property
     def total(self) -> int:
         """Bytes of everything that the trace reads."""
-        return sum(self.storages[s].nbytes for s in {s for step in self.trace.steps for s in step.reads})
+        return sum(self.sizes[s] for s in {s for step in self.trace.steps for s in step.reads})
 
     def read_bytes(self, step: int) -> int:
-        return sum(self.storages[s].nbytes for s in self.trace.steps[step].reads)
+        return sum(self.sizes[s] for s in self.trace.steps[step].reads)
 
 
 def everything_resident(setting: Setting) -> int | None:
@@ -76,7 +79,7 @@ def some_of_every_group(setting: Setting) -> int | None:
             continue
         largest = max(setting.read_bytes(k) for k in streamed)
         reads = {s for k in range(n) if k % size < size - m for s in setting.trace.steps[k].reads}
-        stays = sum(setting.storages[s].nbytes for s in reads)
+        stays = sum(setting.sizes[s] for s in reads)
         if stays + 2 * largest > setting.cap:
             continue
         count = len(streamed)
@@ -97,21 +100,24 @@ def least_recently_used(setting: Setting) -> int | None:
         for step in setting.trace.steps:
             missing = [s for s in step.reads if s not in held]
             for s in step.reads:
-                held[s] = setting.storages[s].nbytes
+                held[s] = setting.sizes[s]
                 held.move_to_end(s)
             while sum(held.values()) > setting.cap and len(held) > len(step.reads):
                 held.popitem(last=False)
             if sum(held.values()) > setting.cap:
                 return None
-            period += sum(setting.hardware.copy_ns(setting.storages[s].nbytes) for s in missing)
+            period += sum(setting.hardware.copy_ns(setting.sizes[s]) for s in missing)
     return period
 
 
 def rest_on_host(setting: Setting, host: Hardware) -> int | None:
     """Steps whose weights do not fit are computed on the host, whose memory holds those (llama.cpp's layers).
 
-    The last steps are the host's; what passes between the two costs one latency each way.
+    The last steps are the host's; what passes between the two costs one latency each way. None where the
+    host's memory is too small for the rest.
     """
+    if host.memory_nbytes is not None and setting.total - setting.cap > host.memory_nbytes:
+        return None
     left = setting.cap
     period = setting.trace.tail_ns + setting.trace.gap_ns + 2 * setting.hardware.link_latency_ns
     for k, step in enumerate(setting.trace.steps):
@@ -136,7 +142,7 @@ def compare(setting: Setting, host: Hardware | None = None) -> dict[str, int | N
     """The period of every policy, by name; with `host`, of leaving the rest to it too."""
     found = {name: policy(setting) for name, policy in POLICIES.items()}
     if host is not None:
-        found["rest on the host"] = rest_on_host(setting, host)
+        found[REST] = rest_on_host(setting, host)
     return found
 
 
@@ -152,7 +158,7 @@ def _period(setting: Setting, starts: Sequence[tuple[int, int]]) -> int | None:
     for k, after in sorted(starts):
         reached = max(reached, after)
         for s in setting.trace.steps[k].reads:
-            transfers.append(Transfer(0, setting.storages[s].nbytes, k, reached))
+            transfers.append(Transfer(0, setting.sizes[s], k, reached))
     schedule = Schedule(setting.trace.graph, tuple(transfers), (), 0)
     return steady_period_ns(setting.trace, schedule, setting.hardware, "overlap")
 

@@ -17,6 +17,7 @@ from penstock.schedule.facts.model import Decisions
 from penstock.schedule.facts.sizes import format_time
 from penstock.schedule.report.page.render import render_page
 from penstock.schedule.report.pictures import Interval, Picture, lanes_of, picture_of
+from penstock.schedule.report.verdict import Origin
 from penstock.schedule.report.views import View, Views, copied_by, copies_of, names_of, title_of
 
 Event = dict[str, Any]
@@ -33,19 +34,20 @@ def save_report(
     *,
     names: Sequence[str] | None = None,
     sweep: Sequence[Mapping[str, Any]] = (),
+    origin: Origin | None = None,
     force: bool = False,
 ) -> None:
     """Write the plan as one page of HTML that needs no network and no other file.
 
     `names` are the storages' names, those of the plan by default. `sweep` has the points of the
     budget curve: `budget`, `predicted_ns`, `lower_bound_ns` (or None) and `policies` (name to ns).
-    `force` replaces a file that exists.
+    `origin` is what the page says of where the plan comes from. `force` replaces a file that exists.
 
     Raises:
         PlanError: `path` exists or cannot be written, or there is not one name for each storage.
     """
     target = _new_file(path, force=force)
-    _write(target, [render_page(plan, names_of(plan, names), sweep)], force=force)
+    _write(target, [render_page(plan, names_of(plan, names), origin or Origin(), sweep)], force=force)
 
 
 def save_timeline(

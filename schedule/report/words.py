@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from penstock.schedule.facts.model import Decisions
 from penstock.schedule.facts.sizes import format_size, format_time
 from penstock.schedule.report.pictures import Box, Interval, Picture
 from penstock.schedule.report.uses import format_share
+from penstock.schedule.report.verdict import limit_of
 from penstock.schedule.report.views import View, resident_bytes, storage_ranges, title_of, weights_of
-from penstock.schedule.report.whatif import limit_of, verdict
 
 Lines = list[tuple[str, str]]
 """A name and a value each; a value may have several lines."""
@@ -21,68 +21,57 @@ Said = dict[str, Any]
 _MOST_LISTED = 4
 
 
-def headline_of(plan: Decisions) -> str:
-    """The plan in one line: what runs, how long it takes, and within which budget."""
-    methods = " and ".join(trace.method for trace in plan.traces) or "Nothing to run"
-    each = "for a pass of each" if len(plan.traces) > 1 else "a pass"
-    return f"{methods}: {format_time(plan.predicted_ns)} {each} within {format_size(plan.budget)}"
-
-
-def verdict_of(plan: Decisions, policies: Mapping[str, int]) -> str:
-    """How far the plan is from the bound, and what `verdict` says of it."""
-    predicted, bound = plan.predicted_ns, plan.lower_bound_ns
-    if bound is None:
-        sentence = "No bound was found in time, so it is not known how much faster a plan could be."
-    elif predicted < bound * 1.00005:
-        sentence = "No plan for this budget can be faster."
-    else:
-        sentence = (
-            f"No plan for this budget can be more than {predicted * 100 / max(1, bound) - 100:.2g} % faster."
-        )
-    return " ".join([sentence, *verdict(plan, policies)])
-
-
-def facts_of(plan: Decisions) -> Iterator[tuple[str, str, str]]:
-    """What is known at a glance: title, value, and a line of detail."""
-    hardware, predicted, bound = plan.hardware, plan.predicted_ns, plan.lower_bound_ns
+def cards_of(plan: Decisions) -> Iterator[tuple[str, str, str]]:
+    """What is known at a glance: four times a title, a value, and a line of detail."""
     transfers = [t for schedule in plan.schedules for t in schedule.transfers]
-    busy = sum(hardware.copy_ns(t.stop - t.start) for t in transfers) / max(1, predicted)
+    busy = sum(plan.hardware.copy_ns(t.stop - t.start) for t in transfers) / max(1, plan.predicted_ns)
     limit, reason = {
         "compute": ("Compute", "copies hide behind it"),
         "link": ("The link", f"busy {format_share(busy)} of the time"),
         "disk": ("The disk", "the host does not hold all that streams"),
         "memory": ("Memory", "too little room to copy ahead"),
     }[limit_of(plan)]
-    total = sum(plan.sizes)
-    share = (
-        f"{format_share(plan.budget / total)} of {format_size(total)} of weights"
-        if total
-        else "of unknown sizes"
-    )
-    outside = (
-        format_size(sum(plan.sizes[s] for s in plan.outside)) if total else f"{len(plan.outside)} storages"
-    )
-    arena = f"{plan.arena.kind}, {plan.arena.backing}, granule {format_size(plan.arena.granule)}"
-    rate = f"{hardware.link_bytes_per_s / 1e9:.3g} GB/s to the arena"
-    yield "Predicted", format_time(predicted), f"a pass; compute alone takes {format_time(plan.compute_ns)}"
-    if bound is None:
-        yield "Lower bound", "not found", "the solver gave none in time"
-    else:
-        yield "Lower bound", format_time(bound), f"predicted is {predicted / max(1, bound):.4f} times that"
+    total, near = sum(plan.sizes), "the solver gave none in time"
+    bound = None if plan.lower_bound_ns is None else format_time(plan.lower_bound_ns)
+    if bound is not None:
+        near = f"this plan takes {plan.ratio:.4f} times that"
+    share = f"{format_share(plan.budget / total)} of {format_size(total)}" if total else "unknown sizes"
+    title = "A pass of each method" if len(plan.traces) > 1 else "A pass"
+    yield title, format_time(plan.predicted_ns), f"compute alone takes {format_time(plan.compute_ns)}"
+    yield "Best streaming possible", bound or "not found", near
     yield "What limits it", limit, reason if transfers else "nothing streams"
-    yield "Budget", format_size(plan.budget), share if plan.arena.layout else "there are no weights"
-    yield "Arena", format_size(plan.arena_bytes), arena if plan.arena_bytes else "none is needed"
-    resident = format_size(sum(one.nbytes for one in plan.resident))
-    yield "Stays in memory", resident, f"in the arena; {outside} outside it"
-    yield "Streamed a pass", format_size(plan.streamed_bytes), f"in {_count(len(transfers), 'transfer')}"
-    yield "Hardware", hardware.name, f"{rate}; {hardware.note}" if hardware.note else rate
+    yield "Budget", format_size(plan.budget), f"{share} of weights"
+
+
+def terms_of(plan: Decisions) -> Iterator[tuple[str, str]]:
+    """The words that the page uses, each with what it means and what it is in this plan."""
+    arena, hardware = plan.arena, plan.hardware
+    methods = " or ".join(trace.method for trace in plan.traces) or "the program"
+    moved, room = "nothing streams", "nothing needs it"
+    if plan.streamed_bytes:
+        transfers = sum(len(schedule.transfers) for schedule in plan.schedules)
+        moved = f"{format_size(plan.streamed_bytes)} stream in {_count(transfers, 'transfer')}"
+    if plan.arena_bytes:
+        stays = format_size(sum(one.nbytes for one in plan.resident))
+        room = f"{format_size(plan.arena_bytes)}, {arena.kind}, of which {stays} never leave"
+    outside = _count(len(plan.outside), "weight")
+    if plan.sizes and plan.outside:
+        outside += f" ({format_size(sum(plan.sizes[s] for s in plan.outside))})"
+    rate = f"{hardware.link_bytes_per_s / 1e9:.3g} GB/s on {hardware.name}"
+    yield "Pass", f"one call of {methods}, which always reads its weights in the same order; {moved}"
+    yield "Arena", f"the memory in which weights take turns: {room}; {outside} outside it"
+    yield "Granule", f"the unit in which the arena is filled and emptied: {format_size(arena.granule)}"
+    yield (
+        "Link",
+        f"what brings weights to the arena: {rate}" + (f" ({hardware.note})" if hardware.note else ""),
+    )
 
 
 def note_of_curve(*, swept: bool, logarithmic: bool) -> str:
     """What there is to say of the curve of budgets, with a sweep and without one."""
-    note = "This plan, and what no plan for its budget can beat."
+    note = "This plan, the best streaming possible, and other policies with the same memory, link and times."
     if swept:
-        note = "Each dot is a plan for that budget. Other policies get the same memory, link and step times."
+        note += " Each dot of the line is a plan for that budget."
     return note + (" Times are on a logarithmic scale." if logarithmic else "")
 
 

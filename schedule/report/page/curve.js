@@ -1,6 +1,6 @@
 // Time against budget: the plan or the sweep, the bound below it, and other policies.
 
-const OWN = { "this plan": "compute", "plans by penstock": "compute", "no plan is faster": "ink" };
+const OWN = { "this plan": "compute", "plans by penstock": "compute", "best streaming possible": "ink" };
 const OTHERS = ["disk", "green", "gold", "stall", "muted", "indigo"];
 const DASHES = { solid: [], dashed: [8, 4], dotted: [2, 3] };
 

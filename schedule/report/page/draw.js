@@ -117,6 +117,5 @@ function drawPasses({ g, width, height, x }) {
   g.fillRect(0, 0, edges[0], height);
   g.fillRect(edges[1], 0, Math.max(0, width - edges[1]), height);
   g.globalAlpha = 1;
-  g.fillStyle = colour("ink");
-  for (const edge of edges) g.fillRect(Math.round(edge), 0, 1, height);
+  g.strokeRect(edges[0], -9, edges[1] - edges[0], height + 18);
 }

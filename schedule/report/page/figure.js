@@ -32,12 +32,6 @@ function makeChart(name, height, { data, series = [{}], range, dir = -1, axis, p
   listen(name, chart);
 }
 
-/** A read as pieces of the arena: what it reads there, while it does. */
-const readIn = (read) => read.weights.flatMap((index) => {
-  const { name, address, nbytes } = DATA.weights[index];
-  return address < 0 ? [] : { ...read, title: name, low: address, high: address + nbytes, weights: [index] };
-});
-
 /** Makes the charts of a view anew: lanes for compute and every link, what is held, and the arena. */
 function showView() {
   for (const chart of Object.values(figure.charts)) chart.destroy();
@@ -48,11 +42,15 @@ function showView() {
   ));
   const reads = bars.filter(({ paint }) => paint === "compute");
   const steps = reads.filter(({ start }) => start >= 0 && start < period);
-  const map = [...boxes, ...reads.flatMap(readIn)];
+  const map = [...boxes, ...reads.flatMap((read) => read.weights.map((index) => {
+    const { name, address, nbytes } = DATA.weights[index];
+    return { ...read, title: name, low: address, high: address + nbytes, weights: [index] };
+  })).filter(({ low }) => low >= 0)]; // and over what lies there, what is read of it
   Object.assign(figure, { charts: {}, view: { ...view, bars, map, reads, steps }, step: -1 });
   figure.limits.x = view.limits;
   showHit(null);
   fit();
+  showStreamed();
   const ink = { stroke: () => colour("ink") };
   makeChart("lanes", LANE * lanes.length, {
     range: () => [0, lanes.length],

@@ -11,42 +11,48 @@ import base64
 import gzip
 import html
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import date
 from importlib import resources
 from string import Template
 from typing import Any
 
 from penstock.schedule.facts.model import Decisions
+from penstock.schedule.facts.sizes import format_size
 from penstock.schedule.report import words
 from penstock.schedule.report.pictures import Box, Interval, Picture, boxes_of, held_of, lanes_of, picture_of
 from penstock.schedule.report.uses import uses_of
+from penstock.schedule.report.verdict import Origin, verdict
 from penstock.schedule.report.views import View, resident_bytes, storage_ranges
-from penstock.schedule.report.whatif import curve_of
+from penstock.schedule.report.whatif import curve_of, other_policies
 
 Facts = dict[str, Any]
 
 _PAINTS = {"read": "compute", "tail": "lead", "gap": "line"}
 """The colours of intervals that are not called as their kind is."""
-_STYLES = ("vendor/uPlot.min.css", "page.css")
 _SCRIPTS = ("vendor/uPlot.iife.min.js", "base.js", "figure.js", "draw.js", "input.js", "curve.js", "table.js")
 
 
-def render_page(plan: Decisions, names: Sequence[str], sweep: Sequence[Mapping[str, Any]] = ()) -> str:
+def render_page(
+    plan: Decisions, names: Sequence[str], origin: Origin, sweep: Sequence[Mapping[str, Any]] = ()
+) -> str:
     """The whole page; `names` has one for every storage, `sweep` the points of the budget curve."""
-    data = page_data(plan, names, sweep)
+    policies = other_policies(plan)
+    curve = curve_of(plan, policies, sweep)
+    data = page_data(plan, names) | {"curve": curve}
     packed = gzip.compress(json.dumps(data, separators=(",", ":"), allow_nan=False).encode(), mtime=0)
-    here = [point["policies"] for point in sweep if point["budget"] == plan.budget]
-    policies = {name: ns for name, ns in (here[0] if here else {}).items() if ns is not None}
-    facts = (map(html.escape, fact) for fact in words.facts_of(plan))
+    headline, *reasons = verdict(plan, origin.tokens, policies)
+    made = [origin.artifact, plan.hardware.name, date.today().isoformat()]
     return Template(_read("page.html")).substitute(
-        title=html.escape(f"penstock: {plan.traces[0].method if plan.traces else 'plan'}"),
-        headline=html.escape(words.headline_of(plan)),
-        verdict=html.escape(words.verdict_of(plan, policies)),
-        facts="\n".join(
-            f"<div><dt>{title}</dt><dd>{value}</dd><dd>{more}</dd></div>" for title, value, more in facts
-        ),
-        curve=words.note_of_curve(swept=bool(sweep), logarithmic=data["curve"]["logarithmic"]),
-        style="\n".join(map(_read, _STYLES)),
+        title=html.escape(f"{origin.artifact or 'plan'} within {format_size(plan.budget)} - penstock"),
+        made=html.escape(" \u00b7 ".join(filter(None, made))),
+        headline=html.escape(headline),
+        verdict=html.escape(" ".join(reasons)),
+        cards=_listed(words.cards_of(plan)),
+        terms=_listed(words.terms_of(plan)),
+        command=html.escape(origin.command),
+        curve=words.note_of_curve(swept=bool(sweep), logarithmic=curve["logarithmic"]),
+        style=_read("vendor/uPlot.min.css") + _read("page.css"),
         # Packed, so that thousands of transfers stay small, and no name can end the element.
         data=base64.b64encode(packed).decode(),
         licence=_read("vendor/LICENSE.txt"),
@@ -54,7 +60,7 @@ def render_page(plan: Decisions, names: Sequence[str], sweep: Sequence[Mapping[s
     )
 
 
-def page_data(plan: Decisions, names: Sequence[str], sweep: Sequence[Mapping[str, Any]] = ()) -> Facts:
+def page_data(plan: Decisions, names: Sequence[str]) -> Facts:
     """What the page draws, as JSON: totals, weights, and for each method what happens when."""
     ends = [segment.stop for segment in plan.arena.segments] if plan.arena_bytes else [0]
     places = plan.addresses or plan.arena.layout
@@ -69,7 +75,6 @@ def page_data(plan: Decisions, names: Sequence[str], sweep: Sequence[Mapping[str
         "resident_bytes": sum(one.nbytes for one in plan.resident),
         "weights": [dict(zip(fields, weight, strict=True)) for weight in weights],
         "methods": [_method(picture_of(plan, which), names) for which in range(len(plan.traces))],
-        "curve": curve_of(plan, sweep),
     }
 
 
@@ -115,6 +120,12 @@ def _view(picture: Picture, view: View, sayings: words.Sayings, about: dict[str,
         "boxes": [box(one) for one in boxes],
         "held": list(zip(*((time - zero, nbytes) for time, nbytes in held_of(view, boxes)), strict=True)),
     }
+
+
+def _listed(items: Iterable[Sequence[str]]) -> str:
+    """Items of a list of descriptions: a term, and what is said of it in one line or two."""
+    rows = ([html.escape(one) for one in item] for item in items)
+    return "".join(f"<div><dt>{term}</dt><dd>{'</dd><dd>'.join(said)}</dd></div>" for term, *said in rows)
 
 
 def _read(name: str) -> str:

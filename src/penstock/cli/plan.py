@@ -13,7 +13,7 @@ import typer
 
 from penstock.cli.terminal import console, options
 from penstock.cli.terminal.inputs import refuse_existing
-from penstock.schedule.facts.sizes import format_size
+from penstock.schedule.facts.sizes import format_size, format_time
 
 if TYPE_CHECKING:
     from penstock.models.advice import Advice
@@ -62,35 +62,43 @@ def plan(
             return decide(nbytes, hardware=decided.hardware)
 
         found = advise(program, decided, again, compare=compare, sweep=sweep)
-    _write(found, output=output, report=report, timeline=timeline, force=force)
+    if report is not None:
+        _write_report(found, artifact.resolve().name, report, force=force)
+    _write(found, output=output, timeline=timeline, force=force)
     if json:
         _print_json(found)
     else:
         _print(artifact, program, found)
 
 
-def _write(
-    found: Advice, *, output: Path | None, report: Path | None, timeline: Path | None, force: bool
-) -> None:
-    from penstock.runtime.system.atomic import replace_file
+def _write_report(found: Advice, artifact: str, report: Path, *, force: bool) -> None:
     from penstock.schedule.report.drawing import save_report
+    from penstock.schedule.report.verdict import Origin
+
+    origin = Origin(artifact, console.command(), found.tokens)
+    sweep = [asdict(point) for point in found.points or ()]
+    save_report(found.plan, report, sweep=sweep, origin=origin, force=force)
+
+
+def _write(found: Advice, *, output: Path | None, timeline: Path | None, force: bool) -> None:
+    from penstock.runtime.system.atomic import replace_file
 
     if output is not None:
         with replace_file(output, force=force) as fd, open(fd, "wb", closefd=False) as file:
             file.write(found.plan.to_json().encode())
-    if report is not None:
-        sweep = [asdict(point) for point in found.points or ()]
-        save_report(found.plan, report, sweep=sweep, force=force)
     if timeline is not None:
         found.plan.save_timeline(timeline, force=force)
 
 
 def _print_json(found: Advice) -> None:
-    """The plan itself, or an object that holds it where more was asked for."""
-    if found.comparison is None and found.points is None:
-        console.print_text(found.plan.to_json())
-        return
-    facts: dict[str, Any] = {"plan": json_module.loads(found.plan.to_json()), "verdict": list(found.verdict)}
+    """The verdict and what it rests on, and the plan itself."""
+    facts: dict[str, Any] = {
+        "verdict": list(found.verdict),
+        "predicted_seconds": found.plan.predicted_seconds,
+        "lower_bound_seconds": found.plan.lower_bound_seconds,
+        "floor_bytes": found.floor_bytes,
+        "plan": json_module.loads(found.plan.to_json()),
+    }
     if found.comparison is not None:
         facts["comparison"] = found.comparison
     if found.points is not None:
@@ -102,10 +110,11 @@ def _print(artifact: Path, program: Program, found: Advice) -> None:
     from penstock.schedule.report.drawing import terminal_timeline
 
     plan = found.plan
-    console.print_facts(f"{artifact} within {format_size(plan.budget)}", _facts(program, plan))
+    console.print_sentences(found.verdict)
+    facts = [("floor", format_size(found.floor_bytes)), *_facts(program, plan)]
+    console.print_facts(f"{artifact} within {format_size(plan.budget)}", facts)
     if plan.streamed_bytes:
         console.print_text(terminal_timeline(plan, console.width()))
-    console.print_sentences(found.verdict)
     if found.comparison is not None:
         console.print_table(
             "Beside other policies, in the same model",
@@ -120,22 +129,21 @@ def _facts(program: Program, plan: Plan) -> list[tuple[str, str]]:
     """The plan's decisions in words."""
     resident = sum(r.nbytes for r in plan.resident)
     outside = sum(program.payload.storages[s].nbytes for s in plan.outside)
-    compute = sum(t.compute_ns for t in plan.traces)
     transfers = sum(len(s.transfers) for s in plan.schedules)
     streamed = f"{format_size(plan.streamed_bytes)} in {transfers} transfers"
     if plan.streamed_bytes > program.weight_bytes:
         streamed += "; what several steps read, or lies in one granule with it, comes more than once"
     bound = "not found: the solver gave up"
-    if plan.lower_bound_seconds is not None and plan.ratio is not None:
-        bound = f"{plan.lower_bound_seconds:.4f} s; this one takes {plan.ratio:.3f} times as long"
+    if plan.lower_bound_ns is not None:
+        bound = f"{format_time(plan.lower_bound_ns)}; this plan takes {plan.ratio:.3f} times as long"
+    predicted, compute = format_time(plan.predicted_ns), format_time(plan.compute_ns)
     return [
         ("weights", format_size(program.weight_bytes)),
-        ("floor", format_size(program.floor_bytes)),
         ("arena", f"{format_size(plan.arena_bytes)}, {plan.arena.kind}, {plan.arena.backing}"),
         ("always in memory", f"{format_size(resident)} in the arena, {format_size(outside)} outside"),
         ("streamed each pass", streamed),
-        ("predicted", f"{plan.predicted_seconds:.4f} s a pass, {compute / 1e9:.4f} s of it compute"),
-        ("no plan is faster than", bound),
+        ("predicted", f"{predicted} a pass, {compute} of it compute"),
+        ("best streaming possible", bound),
         ("assumed", f"{plan.hardware.name}: {plan.hardware.note}"),
     ]
 

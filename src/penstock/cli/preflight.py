@@ -61,7 +61,7 @@ def preflight(
                 say(f"planning for {name}" + (f" within {asked}" if asked else ""))
                 findings.append(find(found, name, asked, host_memory))
     if report is not None:
-        _write_report(findings, report, force=force)
+        _write_report(found, findings, report, force=force)
     if json:
         console.print_json(found.facts() | {"findings": [finding.facts() for finding in findings]})
     else:
@@ -70,13 +70,17 @@ def preflight(
         raise typer.Exit(1)
 
 
-def _write_report(findings: Sequence[Finding], path: Path, *, force: bool) -> None:
+def _write_report(model: Model, findings: Sequence[Finding], path: Path, *, force: bool) -> None:
+    from penstock.schedule.report.drawing import save_report
+    from penstock.schedule.report.verdict import Origin, tokens_of
+
     plans = [finding.plan for finding in findings if finding.plan is not None]
     if len(plans) != 1:
         raise PlanError(
             f"--report shows one plan, and there are {len(plans)}: give one hardware and one budget"
         )
-    plans[0].save_report(path, force=force)
+    origin = Origin(model.name, console.command(), tokens_of(model.payload.methods))
+    save_report(plans[0], path, origin=origin, force=force)
 
 
 def _print(model: Model, findings: Sequence[Finding]) -> None:

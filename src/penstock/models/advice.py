@@ -9,16 +9,21 @@ from typing import Any
 from penstock.runtime.program import Program
 from penstock.schedule.clock.event_graph import settle, stalls_of
 from penstock.schedule.facts.errors import BudgetError
-from penstock.schedule.facts.hardware import host_beside
 from penstock.schedule.plan import Plan
 from penstock.schedule.report import whatif
+from penstock.schedule.report.verdict import tokens_of, verdict
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A plan, sentences that judge it, and, where they were asked for, other policies and other budgets."""
+    """A plan, sentences that judge it, and, where they were asked for, other policies and other budgets.
+
+    `tokens` are those of a pass, by method, and `floor_bytes` is the least budget for the plan's arena.
+    """
 
     plan: Plan
+    tokens: dict[str, int]
+    floor_bytes: int
     verdict: tuple[str, ...]
     comparison: list[dict[str, Any]] | None
     points: tuple[whatif.Point, ...] | None
@@ -32,23 +37,20 @@ def advise(
     `again` takes a budget in bytes and plans for the hardware and options of `decided`. With `compare` and
     `sweep` the tables are kept that the verdict comes from.
     """
-    storages, host = program.payload.storages, host_beside(decided.hardware)
-    more = again(decided.budget + whatif.GIGABYTE) if decided.streamed_bytes else None
-    point = whatif.point_of(decided, storages, host)
+    point, lowest = whatif.point_of(decided), _lowest(again)
     points = None
     if sweep:
-        lowest = _lowest(again)
-        highest = max(lowest, program.weight_bytes)
-        points = whatif.sweep(again, storages, lowest=lowest, highest=highest, host=host)
-    verdict = whatif.verdict(decided, point.policies, more)
-    return Advice(decided, verdict, _comparison(point) if compare else None, points)
+        points = whatif.sweep(again, lowest=lowest, highest=max(lowest, program.weight_bytes))
+    tokens = tokens_of(program.payload.methods)
+    judged = verdict(decided, tokens, point.policies)
+    return Advice(decided, tokens, lowest, judged, _comparison(point) if compare else None, points)
 
 
 def _comparison(point: whatif.Point) -> list[dict[str, Any]]:
     """The plan, its bound and every other policy, fastest first: name, seconds a pass, times the plan's."""
     rows = [("this plan", point.predicted_ns), *point.policies.items()]
     if point.lower_bound_ns is not None:
-        rows.append(("no plan is faster than", point.lower_bound_ns))
+        rows.append((whatif.BEST, point.lower_bound_ns))
     return [
         {"policy": name, "seconds": ns / 1e9, "times": ns / max(1, point.predicted_ns)}
         for name, ns in sorted(rows, key=lambda row: row[1])

@@ -21,7 +21,7 @@ from penstock.passes.building.fake_export import Built
 from penstock.passes.building.refusals import check_inputs, sentence, where
 from penstock.runtime.memory_split import CUDA_WORKSPACE, MemorySplit, parse_host_memory
 from penstock.schedule.facts.errors import BudgetError, PassError, SourceError
-from penstock.schedule.facts.hardware import find_hardware, host_beside, with_times
+from penstock.schedule.facts.hardware import find_hardware, with_times
 from penstock.schedule.facts.model import Arena, Hardware
 from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.facts.sizes import format_size, parse_size
@@ -29,7 +29,7 @@ from penstock.schedule.host import host_bytes
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan
 from penstock.schedule.planner import floor, make_plan
-from penstock.schedule.report import whatif
+from penstock.schedule.report.verdict import tokens_of, verdict
 from penstock.schedule.space.layout import packed_arena
 
 _ALIGNMENT = 64
@@ -173,10 +173,8 @@ def find(model: Model, hardware: str, budget: str | None, host_memory: str | Non
         found = plan(asked)
     except BudgetError as error:
         return Finding(machine, split, asked, least, None, (f"It does not run: {error}.",))
-    more = plan(asked + whatif.GIGABYTE) if found.streamed_bytes and host_memory is None else None
-    policies = whatif.point_of(found, storages, host_beside(machine)).policies
-    verdict = (*_room(split, asked, machine), *whatif.verdict(found, policies, more))
-    return Finding(machine, split, asked, least, found, verdict)
+    judged = verdict(found, tokens_of(model.payload.methods))
+    return Finding(machine, split, asked, least, found, (*_room(split, asked, machine), *judged))
 
 
 def _room(split: MemorySplit, budget: int, machine: Hardware) -> Iterator[str]:

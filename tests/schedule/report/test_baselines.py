@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 
-from penstock.schedule.facts.model import Hardware, Step, Storage, Trace, Work
+from penstock.schedule.facts.model import Hardware, Step, Trace, Work
 from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.report import baselines
@@ -21,11 +23,10 @@ def setting(
     n: int, *, cap: float, compute_us: int = 0, reads: tuple[tuple[int, ...], ...] = (), latency_us: int = 0
 ) -> Setting:
     """Storages of a unit, copied in 1,000 us each, and read in order unless `reads` says otherwise."""
-    storages = tuple(Storage(UNIT, "streamable") for _ in range(n))
     order = reads or tuple((k,) for k in range(n))
     steps = tuple(Step(f"s{k}", one, 0, compute_us * US) for k, one in enumerate(order))
     trace = Trace("forward", 0, "", steps, 0, 0, "modelled")
-    return Setting(storages, trace, int(cap * UNIT), machine(1e9, latency_ns=latency_us * US))
+    return Setting([UNIT] * n, trace, int(cap * UNIT), machine(1e9, latency_ns=latency_us * US))
 
 
 def us(ns: int | None) -> float | None:
@@ -63,14 +64,15 @@ def test_every_copy_pays_its_latency() -> None:
 
 def test_the_rest_on_the_host_takes_the_hosts_time() -> None:
     """Half fits; the host moves its 2 MB at 1 GB/s, the device reads at no cost, and two hops of 50 us."""
-    storages = tuple(Storage(UNIT, "streamable") for _ in range(4))
     steps = tuple(Step(f"s{k}", (k,), 0, 0, Work(), Work(0, UNIT)) for k in range(4))
     trace = Trace("forward", 0, "", steps, 0, 0, "modelled")
     host = Hardware("host", 1e12, 1e9, 1.0, 0)
-    one = Setting(storages, trace, 2 * UNIT, machine(1e9, latency_ns=50 * US))
+    one = Setting([UNIT] * 4, trace, 2 * UNIT, machine(1e9, latency_ns=50 * US))
     assert us(baselines.rest_on_host(one, host)) == 2 * 1000 + 2 * 50
     assert us(compare(one, host)["rest on the host"]) == 2_100
     assert "rest on the host" not in compare(one)
+    assert baselines.rest_on_host(one, replace(host, memory_nbytes=2 * UNIT)) is not None
+    assert baselines.rest_on_host(one, replace(host, memory_nbytes=2 * UNIT - 1)) is None
 
 
 @given(problems(kind="paged"))
@@ -83,7 +85,7 @@ def test_no_policy_beats_the_bound(p: RandomProblem) -> None:
     outside = sum(s.nbytes for s in p.storages if s.kind != "streamable")
     if not p.traces[0].steps:
         return
-    found = compare(Setting(p.storages, p.traces[0], budget - outside, p.hardware))
+    found = compare(Setting([s.nbytes for s in p.storages], p.traces[0], budget - outside, p.hardware))
     bound = plan.schedules[0].lower_bound_ns
     assert bound is not None
     assert all(ns is None or ns >= bound for ns in found.values())

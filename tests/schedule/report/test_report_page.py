@@ -52,7 +52,7 @@ def test_the_page_opens_and_names_what_the_pointer_is_at(
 ) -> None:
     plan = equal_plan(kind=kind)
     page = Page(browser, save(tmp_path, plan, names=names(8)), scheme=scheme)
-    assert page.text("h1").startswith("forward: ")
+    assert page.text("h1").startswith("Streaming ")
     background = "return getComputedStyle(document.body).backgroundColor"
     assert (browser.execute_script(background) == "rgb(17, 20, 23)") == (scheme == "dark")
 
@@ -121,8 +121,13 @@ def test_search_finds_where_weights_live(browser: Chrome, tmp_path: Path) -> Non
 
 def test_the_picture_obeys_keys_buttons_and_the_wheel(browser: Chrome, tmp_path: Path) -> None:
     page = Page(browser, save(tmp_path, equal_plan(), names=names(8)))
+    streamed = page.picture()
+    page.keys("0")
     whole = page.picture()
-    page.keys("n")
+    assert whole != streamed
+    page.keys("s")
+    assert page.picture() == streamed  # as the page began
+    page.keys("0", "n")
     assert page.text("#tip").startswith("block.0\n")
     page.keys("n", "n")
     assert page.text("#tip").startswith("block.2\ntakes\n")
@@ -202,14 +207,8 @@ def test_a_sweep_draws_a_line_for_each_policy(browser: Chrome, tmp_path: Path) -
     ]
     page = Page(browser, save(tmp_path, plan, sweep=sweep))
     legend = dict(page.legend())
-    assert legend.keys() == {
-        "budget",
-        "plans by penstock",
-        "this plan",
-        "no plan is faster",
-        "on demand",
-        "one block ahead",
-    }
+    lines = {"plans by penstock", "this plan", "best streaming possible", "on demand", "one block ahead"}
+    assert legend.keys() >= lines | {"budget", "some of every group"}  # and policies at the plan's own budget
     assert legend["budget"] == "16 KiB"  # the plan's own, until the pointer or a key asks for another
     seen = {}
     for key in [Keys.ARROW_LEFT] * 3 + [Keys.ARROW_RIGHT] * 5:
@@ -220,11 +219,11 @@ def test_a_sweep_draws_a_line_for_each_policy(browser: Chrome, tmp_path: Path) -
     assert seen.keys() == {"8 KiB", "12 KiB", "16 KiB", "20 KiB", "24 KiB"}
     assert len({one["plans by penstock"] for one in seen.values()}) == 5
     assert {one["on demand"] for one in seen.values()} == {"9 us"}
-    lines = "return [...document.querySelectorAll('.u-marker')].slice(1).map((one) => one.style.%s)"
-    assert set(browser.execute_script(lines % "borderStyle")) == {"solid", "dashed", "dotted"}
-    colours = set(browser.execute_script(lines % "borderColor"))
+    drawn = "return [...document.querySelectorAll('.u-marker')].slice(1).map((one) => one.style.%s)"
+    assert set(browser.execute_script(drawn % "borderStyle")) == {"solid", "dashed", "dotted"}
+    colours = set(browser.execute_script(drawn % "borderColor"))
     assert len(colours) == len(legend) - 2  # the budget has none, and both of ours have one
-    none = {budget for budget, one in seen.items() if one["no plan is faster"] == "\u2013"}
+    none = {budget for budget, one in seen.items() if one["best streaming possible"] == "\u2013"}
     assert none == {"20 KiB"}
     assert {budget for budget, one in seen.items() if one["one block ahead"] == "\u2013"} == {
         "8 KiB",
@@ -289,5 +288,31 @@ def test_names_are_shown_and_never_obeyed(browser: Chrome, tmp_path: Path) -> No
     hostile = ["</script><script>document.title = 'hit'</script>", "<img src=x onerror=alert(1)>", *"cdefgh"]
     page = Page(browser, save(tmp_path, equal_plan(), names=hostile))
     assert page.rows() == hostile
-    assert browser.title == "penstock: forward"
+    assert browser.title == "plan within 16.00 KiB - penstock"
     assert page.complaints() == []
+
+
+def test_four_cards_and_a_glossary_fit_a_phone(browser: Chrome, tmp_path: Path) -> None:
+    page = Page(browser, save(tmp_path, equal_plan()), width=360)
+    corners = """return [...document.querySelectorAll(".facts > div")]
+        .map((card) => [card.getBoundingClientRect().left, card.getBoundingClientRect().top])"""
+    lefts, tops = zip(*browser.execute_script(corners), strict=True)
+    assert (len(lefts), len(set(lefts)), len(set(tops))) == (4, 2, 2)
+    terms = page.text(".terms").split("\n")
+    assert terms[::2] == ["Pass", "Arena", "Granule", "Link"]
+    assert all(terms[1::2])
+
+
+def test_a_dark_page_prints_light_and_as_wide_as_paper(browser: Chrome, tmp_path: Path) -> None:
+    page = Page(browser, save(tmp_path, equal_plan()), scheme="dark")
+    shown = page.picture()
+    browser.execute_script("window.dispatchEvent(new Event('beforeprint'))")
+    page.settle()
+    widths = "return [...document.querySelectorAll('canvas')].map((one) => one.getBoundingClientRect().right)"
+    assert max(browser.execute_script(widths)) <= 1280 / 2 + 720 / 2  # paper lies in the middle of the window
+    ink = "return getComputedStyle(document.querySelector('h1')).color"
+    assert browser.execute_script(ink) == "rgb(27, 33, 39)"
+    browser.execute_script("window.dispatchEvent(new Event('afterprint'))")
+    page.settle()
+    assert page.picture() == shown
+    assert browser.execute_script(ink) == "rgb(231, 234, 237)"

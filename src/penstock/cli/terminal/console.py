@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -82,6 +83,11 @@ def print_text(text: str) -> None:
 def width() -> int:
     """Columns of the terminal."""
     return Console().width
+
+
+def command() -> str:
+    """The command that runs, as it can be typed again."""
+    return shlex.join(["penstock", *sys.argv[1:]])
 
 
 def print_json(facts: Any) -> None:

@@ -1,0 +1,159 @@
+"""The verdict on a plan: the sentences that terminal, page and JSON have in common."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Literal
+
+from penstock.schedule.facts.hardware import host_beside
+from penstock.schedule.facts.model import Decisions, Method
+from penstock.schedule.facts.sizes import format_size, format_time
+from penstock.schedule.report.baselines import REST
+from penstock.schedule.report.whatif import best_ns, other_policies
+
+Limit = Literal["compute", "link", "disk", "memory"]
+
+_ALIKE = 1.02
+"""Times within this ratio are called equal."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a plan comes from: its artifact's name, the command that made it, and the tokens of its passes.
+
+    `tokens` has those of a pass of each method that takes tokens, by the method's name.
+    """
+
+    artifact: str = ""
+    command: str = ""
+    tokens: Mapping[str, int] = field(default_factory=dict)
+
+
+def tokens_of(methods: Iterable[Method]) -> dict[str, int]:
+    """Tokens of a pass of each method that takes `input_ids`, at the sizes that it was exported with."""
+    found = {}
+    for method in methods:
+        examples = {symbol.name: symbol.example for symbol in method.symbols}
+        for one in method.inputs:
+            if one.name.endswith("input_ids"):  # where there are two, the decoder's come last
+                found[method.name] = prod(n if isinstance(n, int) else examples[n] for n in one.shape)
+    return found
+
+
+def limit_of(plan: Decisions) -> Limit:
+    """What sets the plan's time, or `memory` where compute, link and disk wait for one another."""
+    predicted = plan.predicted_ns
+    copying = sum(plan.hardware.copy_ns(t.stop - t.start) for s in plan.schedules for t in s.transfers)
+    if predicted <= plan.compute_ns * _ALIKE:
+        return "compute"
+    reading = sum(plan.hardware.disk_ns(nbytes) for s in plan.schedules for nbytes in s.staged if nbytes)
+    busiest = max(copying, reading)
+    if predicted > busiest * 1.05:
+        return "memory"
+    return "link" if busiest == copying else "disk"
+
+
+def verdict(
+    plan: Decisions, tokens: Mapping[str, int], policies: Mapping[str, int] | None = None
+) -> tuple[str, ...]:
+    """Says whether streaming pays and how fast it is, what else there is, what limits it and what would help.
+
+    The first sentence is the verdict itself. `tokens` are those of an Origin; `policies` are what
+    `other_policies` finds, which is asked where they are not given.
+    """
+    rates = " and ".join(
+        f"{trace.method} makes {_rate(schedule.predicted_ns, tokens.get(trace.method))}"
+        for trace, schedule in zip(plan.traces, plan.schedules, strict=True)
+    )
+    within = f"{rates or 'nothing runs'} within {format_size(plan.budget)}."
+    if not plan.streamed_bytes:
+        return (f"Everything fits: {within}", "Nothing streams, so that compute alone sets the time.")
+    pays, beside = _beside(plan, other_policies(plan) if policies is None else policies)
+    return (f"{pays}: {within}", *beside, _limit(plan), _best(plan), *_twice(plan))
+
+
+def _rate(ns: int, tokens: int | None) -> str:
+    """`3.05 tokens a second`, or `a token in 1.87 s` where one takes longer than a second."""
+    one, many = ("pass", "passes") if tokens is None else ("token", "tokens")
+    each = max(1, ns) / (tokens or 1)
+    if each > 1e9:
+        return f"a {one} in {format_time(each)}"
+    return f"{1e9 / each:,.0f} {many} a second" if each <= 1e7 else f"{1e9 / each:.3g} {many} a second"
+
+
+def _beside(plan: Decisions, policies: Mapping[str, int]) -> tuple[str, list[str]]:
+    """Whether streaming pays beside the best of the other policies, and a sentence about that one."""
+    if not policies:
+        return "This plan streams", []
+    name = min(policies, key=lambda policy: policies[policy])
+    host, way = host_beside(plan.hardware), repr(name)
+    if name == REST and host is not None:
+        way = f"to let the host ({host.name}) compute what does not fit"
+    taken, times = format_time(policies[name]), policies[name] / max(1, plan.predicted_ns)
+    pays, relation = "Streaming pays here", f"{times:.3g} times as long"
+    if times < 1 / _ALIKE:
+        pays, relation = "Streaming does not pay here", f"{1 / times:.3g} times as fast"
+    elif times <= _ALIKE:
+        pays, relation = "Streaming is as good as any other way here", "just as long"
+    return pays, [f"The best other way is {way}, which takes {taken} a pass: {relation}."]
+
+
+def _limit(plan: Decisions) -> str:
+    predicted, compute = format_time(plan.predicted_ns), format_time(plan.compute_ns)
+    moved = format_size(plan.streamed_bytes)
+    match limit_of(plan):
+        case "compute":
+            return f"Compute limits it: copying {moved} a pass hides behind {compute} of compute."
+        case "link":
+            return (
+                f"The link limits it: {moved} a pass at {_gigabytes(plan.hardware.link_bytes_per_s)} take "
+                f"{predicted}, compute {compute}."
+            )
+        case "disk":
+            held, read = format_size(plan.host.nbytes if plan.host else 0), format_size(_staged(plan))
+            return (
+                f"The disk limits it: of {moved} a pass, {read} are more than a host of {held} holds, and "
+                f"reading them takes {predicted}, compute {compute}."
+            )
+    return (
+        f"Memory limits it: within {format_size(plan.budget)} there is too little room to copy ahead, so "
+        f"link and compute ({compute}) wait for each other in {predicted}."
+    )
+
+
+def _best(plan: Decisions) -> str:
+    if plan.ratio is None:
+        return "How much faster streaming could be is not known: the solver found no bound in time."
+    if plan.ratio < 1.00005:
+        return "This is the best streaming possible."
+    return f"The best streaming possible is at most {plan.ratio * 100 - 100:.2g} % faster."
+
+
+def _twice(plan: Decisions) -> list[str]:
+    """What to give for half the time, if plans for larger budgets come as near to `best_ns` as this one."""
+    half, compute = plan.predicted_ns // 2, plan.compute_ns
+    if compute > half:
+        return [f"Only faster compute makes it twice as fast: compute alone takes {format_time(compute)}."]
+    limit, disk = limit_of(plan), plan.hardware.disk_bytes_per_s
+    if not plan.sizes or (limit == "disk" and best_ns(plan, plan.budget) > half):
+        return []
+    if limit == "disk" and plan.host and disk:
+        held = format_size(plan.host.nbytes + _staged(plan) // 2)
+        return [f"Twice as fast takes a host that holds about {held}, or a disk of {_gigabytes(2 * disk)}."]
+    wanted = max(compute, best_ns(plan, plan.budget) // 2)
+    budgets = range(plan.budget, plan.budget + sum(plan.sizes) + 1)
+    budget = budgets[bisect_left(budgets, True, key=lambda nbytes: best_ns(plan, nbytes) <= wanted)]
+    link = f", or a link of {_gigabytes(2 * plan.hardware.link_bytes_per_s)}" if limit == "link" else ""
+    return [f"Twice as fast takes a budget of about {format_size(budget)}{link}."]
+
+
+def _staged(plan: Decisions) -> int:
+    """Bytes that the disk reads for the host, in a pass of each method."""
+    return sum(nbytes for schedule in plan.schedules for nbytes in schedule.staged)
+
+
+def _gigabytes(rate: float) -> str:
+    return f"{rate / 1e9:.3g} GB/s"

@@ -1,0 +1,102 @@
+"""The verdict: whether streaming pays, what beats it, what limits it, and what makes it twice as fast."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from penstock.schedule.facts.hardware import PRESETS, host_beside
+from penstock.schedule.facts.model import Input, Method, Symbol
+from penstock.schedule.facts.sizes import parse_size
+from penstock.schedule.report.baselines import REST
+from penstock.schedule.report.verdict import limit_of, tokens_of, verdict
+from penstock.schedule.report.whatif import other_policies
+from tests.schedule.report.report_plans import plan_behind_a_disk
+from tests.schedule.report.test_whatif import GB, plan_for
+
+
+def test_a_decoder_on_a_slow_link_is_beaten_by_its_host() -> None:
+    plan = plan_for(2 * GB)
+    pays, other, limit, best, twice = verdict(plan, {"forward": 1})
+    rate = 1e9 / plan.predicted_ns
+    assert pays == f"Streaming does not pay here: forward makes {rate:.3g} tokens a second within 1.86 GiB."
+    assert other.startswith("The best other way is to let the host (desktop) compute what does not fit, ")
+    assert other.endswith(" times as fast.")
+    assert limit.startswith("The link limits it: ")
+    assert "25 GB/s" in limit
+    assert re.fullmatch(r"The best streaming possible is at most [\d.]+ % faster\.", best)
+    assert twice.endswith(", or a link of 50 GB/s.")
+    given = re.search(r"a budget of about (\S+ \S+),", twice)
+    assert given
+    faster = plan_for(parse_size(given[1]))
+    assert faster.predicted_ns == pytest.approx(plan.predicted_ns / 2, rel=0.02)
+
+
+def test_much_compute_hides_copying() -> None:
+    pays, other, limit, *_, twice = verdict(plan_for(2 * GB, flops=4e12), {})
+    assert pays.startswith("Streaming is as good as any other way here: forward makes ")
+    assert other.startswith("The best other way is 'one block ahead', which takes ")
+    assert other.endswith(" a pass: just as long.")
+    assert limit.startswith("Compute limits it: ")
+    assert twice.startswith("Only faster compute makes it twice as fast")
+
+
+def test_streaming_pays_where_nothing_else_is_as_fast() -> None:
+    plan = replace(plan_for(3 * GB), hardware=replace(PRESETS["rtx4090"], name="mine"))
+    assert REST not in other_policies(plan)  # whose host is not known
+    pays, other, *_ = verdict(plan, {})
+    assert pays.startswith("Streaming pays here: forward makes ")
+    assert pays.endswith(" passes a second within 2.79 GiB.")
+    assert other.startswith("The best other way is 'some of every group', ")
+    assert other.endswith(" times as long.")
+
+
+def test_one_slot_is_limited_by_memory() -> None:
+    """Copies and compute take as long as each other and must take turns."""
+    plan = plan_for(GB // 10 + (3 << 20), flops=6.6e11)
+    assert limit_of(plan) == "memory"
+    assert any(one.startswith("Memory limits it: ") for one in verdict(plan, {}))
+
+
+def test_what_fits_does_not_stream() -> None:
+    plan = plan_for(4 * GB)
+    first, second = verdict(plan, {})
+    assert re.fullmatch(r"Everything fits: forward makes [\d.]+ passes a second within 3\.73 GiB\.", first)
+    assert second == "Nothing streams, so that compute alone sets the time."
+
+
+def test_a_disk_behind_a_small_host_limits() -> None:
+    plan = plan_behind_a_disk()
+    assert limit_of(plan) == "disk"
+    sentences = verdict(plan, {})
+    assert any(one.startswith("The disk limits it: of ") for one in sentences)
+    assert sentences[-1].startswith("Twice as fast takes a host that holds about ")
+
+
+def test_a_slow_pass_and_a_missing_bound_are_said_plainly() -> None:
+    plan = plan_for(2 * GB, hardware=replace(PRESETS["laptop"], link_bytes_per_s=1e9))
+    (schedule,) = plan.schedules
+    unbounded = replace(plan, schedules=(replace(schedule, lower_bound_ns=None),))
+    sentences = verdict(unbounded, {"forward": 2})
+    assert re.search(r"forward makes a token in [\d.]+ s within", sentences[0]) is not None
+    assert any("is not known: the solver found no bound in time" in one for one in sentences)
+
+
+@pytest.mark.parametrize(
+    ("name", "host"), [("rtx4090", "desktop"), ("gh200", "grace"), ("h100", "server"), ("laptop", None)]
+)
+def test_a_device_has_a_host_of_its_own(name: str, host: str | None) -> None:
+    found = host_beside(PRESETS[name])
+    assert (found.name if found else None) == host
+    if found:
+        found.check()
+    assert host_beside(replace(PRESETS["rtx4090"], name="cuda:0")) is None
+
+
+def test_tokens_are_those_of_the_exported_call() -> None:
+    ids = Input("decoder_input_ids", "int64", (2, "s0"))
+    image = Input("pixel_values", "float32", (1, 3, 8, 8))
+    methods = (Method("generate", 0, (image, ids), (Symbol("s0", 1, None, 7),)), Method("see", 1, (image,)))
+    assert tokens_of(methods) == {"generate": 14}
