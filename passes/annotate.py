@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from penstock.passes.building.fake_export import with_computed_buffers
+from penstock.passes.building.fake_export import computed_buffers, with_computed_buffers
 from penstock.passes.building.refusals import refuse_scripted
 from penstock.passes.calls.inputs import describe_method
 from penstock.passes.calls.signature import check_signature
@@ -35,14 +35,18 @@ _KINDS: tuple[Kind, ...] = ("streamable", "returned", "mutable")
 class Annotated:
     """A payload, and the torch objects behind it.
 
-    `values[s]` is a tensor whose untyped storage is storage s; `programs` are the programs by method,
-    without regions of another grad mode, and `propagated` are copies of their graphs, with fake values.
+    `values[s]` is a tensor whose untyped storage is storage s. `computed` are the FQNs of buffers whose
+    values no checkpoint has. `programs` are the programs by method, without regions of another grad mode,
+    and `propagated` are copies of their graphs, with fake values. A method that was stored before has
+    neither, but `codes`: what runs of it, as JSON.
     """
 
     payload: Payload
     values: tuple[torch.Tensor, ...]
-    programs: dict[str, ExportedProgram]
-    propagated: dict[str, fx.GraphModule]
+    computed: frozenset[str] = frozenset()
+    programs: Mapping[str, ExportedProgram] = field(default_factory=dict)
+    propagated: Mapping[str, fx.GraphModule] = field(default_factory=dict)
+    codes: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def annotate(
@@ -61,7 +65,8 @@ def annotate_with_values(
     exported: ExportedProgram | Mapping[str, ExportedProgram], *, hardware: Hardware | str = PRESET_CPU
 ) -> Annotated:
     """Does what `annotate` does, and keeps the tensors, for whoever writes them to files."""
-    found = Pipeline(PASSES)(Programs(_by_method(exported), find_hardware(hardware)))
+    given = _by_method(exported)
+    found = Pipeline(PASSES)(Programs(given, find_hardware(hardware)))
     payload = Payload(
         lowering="none",
         torch=torch.__version__.split("+", maxsplit=1)[0],
@@ -71,7 +76,8 @@ def annotate_with_values(
         traces=found.traces,
     )
     propagated = {name: usage.graph_module for name, usage in found.usage.items()}
-    return Annotated(payload, tuple(found.catalog.values), dict(found.programs), propagated)
+    computed = frozenset(computed_buffers(given.values()))
+    return Annotated(payload, tuple(found.catalog.values), computed, found.programs, propagated)
 
 
 def _by_method(exported: object) -> dict[str, ExportedProgram]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.passes.annotate import Annotated, annotate_with_values
-from penstock.passes.building.fake_export import computed_buffers
 from penstock.passes.lowering import eager, inductor
 from penstock.passes.weights.values import has_values, storage_bytes
 from penstock.runtime.checkpoint.bind_values import with_small_values
@@ -54,7 +53,7 @@ Place = tuple[tuple[WeightFile, int, int], ...]
 
 
 def compile(
-    exported: ExportedProgram | Mapping[str, ExportedProgram],
+    exported: ExportedProgram | Mapping[str, ExportedProgram] | Annotated,
     path: str | PathLike[str],
     *,
     lowering: str = "eager",
@@ -69,7 +68,7 @@ def compile(
     progress: Progress | None = None,
     earlier: Program | None = None,
 ) -> Program:
-    """Compile an exported program into the artifact folder `path`, and open it.
+    """Compile an exported program, or what `annotate_with_values` made of one, into the folder `path`.
 
     Values come from the program itself, or from the checkpoint `weights` (safetensors files, an index, a
     folder, what torch.save or torch.distributed wrote), with `rename` and `slices` as for `bind`. They are
@@ -88,7 +87,7 @@ def compile(
     """
     _check_lowering(lowering, options, resident_below)
     _check_packing(weights, pack, cast, slices)
-    annotated = annotate_with_values(exported)
+    annotated = exported if isinstance(exported, Annotated) else annotate_with_values(exported)
     _check_names(annotated.payload.methods)
     found = None
     if weights is not None:
@@ -163,8 +162,7 @@ def _compile(
 
 
 def _open(weights: Paths, annotated: Annotated, rename: Rename, *, pack: bool) -> Checkpoint:
-    computed = computed_buffers(annotated.programs.values())
-    checkpoint = without(open_checkpoint(weights), computed, rename)
+    checkpoint = without(open_checkpoint(weights), annotated.computed, rename)
     others = [path for path in checkpoint.files if path.suffix != ".safetensors"]
     if others and not pack:
         raise SourceError(

@@ -2,6 +2,7 @@
 
     weights/NAME/             weights of applied models, named by their bytes
     programs/NAME.penstock/   what was exported and compiled of models, named by what it computes
+    calls/NAME.zip            calls of models that were exported, named by what was exported
     plans/NAME.json           plans that were made, named by what was asked
     hardware.json             rates of this machine
 
@@ -34,14 +35,14 @@ from penstock.schedule.facts.sizes import format_size, parse_size
 
 _log = logging.getLogger(__name__)
 
-Kind = Literal["weights", "program", "plan", "rates", "leftover"]
+Kind = Literal["weights", "program", "call", "plan", "rates", "leftover"]
 
 LIMIT = "PENSTOCK_CACHE_LIMIT"
 """The variable that says how many bytes a cache may hold: `20GB`. Not set: any number."""
 
-WEIGHTS, PROGRAMS, PLANS = "weights", "programs", "plans"
+WEIGHTS, PROGRAMS, CALLS, PLANS = "weights", "programs", "calls", "plans"
 
-_KINDS: dict[str, Kind] = {WEIGHTS: "weights", PROGRAMS: "program", PLANS: "plan"}
+_KINDS: dict[str, Kind] = {WEIGHTS: "weights", PROGRAMS: "program", CALLS: "call", PLANS: "plan"}
 
 _RECORD, _MADE_FOR = "entry.json", "made_for"
 
@@ -126,6 +127,10 @@ class Cache:
     @property
     def programs(self) -> Path:
         return self.folder / PROGRAMS
+
+    @property
+    def calls(self) -> Path:
+        return self.folder / CALLS
 
     def keep(self, path: Path, made_for: str, write: Callable[[], object], nbytes: int = 0) -> Hold:
         """Use the entry at `path`, which `write` makes unless it is there.

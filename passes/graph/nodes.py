@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
-
-from penstock.schedule.facts.errors import PassError
 
 
 def copy_graph_module(graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -49,16 +47,6 @@ def subgraphs_of(node: fx.Node) -> list[fx.GraphModule]:
 def dtype_name(dtype: torch.dtype) -> str:
     """Returns torch's name of a dtype without its prefix: `bfloat16`."""
     return str(dtype).removeprefix("torch.")
-
-
-def size_at(size: int | torch.SymInt, sizes: Mapping[str, int]) -> int:
-    """Returns what a size is where the symbols have these; PassError where it depends on values."""
-    if isinstance(size, int):
-        return size
-    expression = size.node.expr
-    if unknown := sorted(str(symbol) for symbol in expression.free_symbols if str(symbol) not in sizes):
-        raise PassError(f"a size, {expression}, depends on values that are not known ({', '.join(unknown)})")
-    return int(expression.xreplace({symbol: sizes[str(symbol)] for symbol in expression.free_symbols}))
 
 
 def size_hint(size: int | torch.SymInt) -> int:

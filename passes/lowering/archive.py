@@ -29,12 +29,20 @@ def write_programs(archive: zipfile.ZipFile, annotated: Annotated) -> None:
 
     Raises PassError for a program that has neither form.
     """
-    for name, exported in annotated.programs.items():
-        code = encode_method(exported, Activations.of(exported, annotated.propagated[name]))
-        if code is not None:
+    for name, code in encoded_methods(annotated).items():
+        if isinstance(code, bytes):
             archive.writestr(f"{name}.json", code)
         else:
-            archive.writestr(f"{name}.pt2", _saved(exported, name))
+            archive.writestr(f"{name}.pt2", _saved(code, name))
+
+
+def encoded_methods(annotated: Annotated) -> dict[str, bytes | ExportedProgram]:
+    """What runs of each method as JSON, or its exported program where it has no JSON."""
+    codes: dict[str, bytes | ExportedProgram] = dict(annotated.codes)
+    for name, exported in annotated.programs.items():
+        activations = Activations.of(exported, annotated.propagated[name])
+        codes[name] = encode_method(exported, activations) or exported
+    return codes
 
 
 def _saved(exported: ExportedProgram, name: str) -> bytes:

@@ -14,7 +14,7 @@ import torch
 from torch.export import ExportedProgram
 
 from penstock.passes.annotate import Annotated, annotate_with_values
-from penstock.passes.building.fake_export import computed_buffers, with_computed_buffers
+from penstock.passes.building.fake_export import with_computed_buffers
 from penstock.passes.lowering.hollow import COPIED
 from penstock.passes.weights.subclasses import with_plain_parts
 from penstock.passes.weights.values import has_values, tensor_in, with_values
@@ -59,7 +59,7 @@ def bind(
     opened = open_checkpoint(checkpoint, only)
     ignore = _ignored(ignore, opened)
     annotated = annotate_with_values(exported)
-    files = without(opened, computed_buffers([exported]), rename)
+    files = without(opened, annotated.computed, rename)
     found = find_values(annotated.payload.weights, files, Rules(rename, cast, slices))
     _refuse_unexpected(found, files, ignore)
     values = _values(annotated.payload, found)

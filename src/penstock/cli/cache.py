@@ -28,7 +28,7 @@ EXAMPLES = (
 )
 
 cache = typer.Typer(
-    help="What penstock keeps of models: weights, programs and plans. All of it can be made again.",
+    help="What penstock keeps of models: weights, programs, calls and plans. All of it can be made again.",
     no_args_is_help=True,
 )
 
@@ -40,8 +40,8 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Remove nothing, and say
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*(min|h|d|w)", re.IGNORECASE)
 _SECONDS = {"min": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 
-_SMALL = ("plan", "rates")
-"""Kinds that a table has in one line each."""
+_SMALL = {"call": "exported calls", "plan": "plans", "rates": "rates of this machine"}
+"""Kinds that a table has in one line each, and what that says."""
 
 _SHOWN = 8  # letters of a name that is a hash
 
@@ -140,11 +140,11 @@ def _rows(entries: Sequence[Entry]) -> Iterator[tuple[str, str, str, str]]:
             used = "in use" if one.in_use else _ago(one.used)
             name = one.path.name.lstrip(".")[:_SHOWN]
             yield f"{one.kind} {name}", one.made_for, format_size(one.nbytes), used
-    for kind in _SMALL:
+    for kind, what in _SMALL.items():
         if some := [one for one in entries if one.kind == kind]:
-            what = f"{len(some)} plans" if kind == "plan" else "rates of this machine"
+            number = "" if kind == "rates" else f"{len(some)} "
             used = _ago(max(one.used for one in some))
-            yield what, "", format_size(sum(one.nbytes for one in some)), used
+            yield f"{number}{what}", "", format_size(sum(one.nbytes for one in some)), used
 
 
 def _ago(used: float) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from os import PathLike
@@ -19,6 +20,7 @@ from torch import nn
 
 from penstock.integrations.adapters import Adapter, by_adapter, by_prefix, named_adapter, other_values
 from penstock.integrations.cached import store, stored_tensors
+from penstock.integrations.calls.kept_calls import KeptCalls
 from penstock.integrations.calls.kinds import method_of
 from penstock.integrations.calls.tiny_calls import Example, make_call, tiny_call
 from penstock.integrations.emptied.hollow import Hollow, blank_copy
@@ -32,6 +34,7 @@ from penstock.integrations.folders import (
     refuse_variant,
 )
 from penstock.integrations.kept import KeptWeights
+from penstock.integrations.keys.module import module_key
 from penstock.integrations.libraries import (
     add_generation_config,
     components_of,
@@ -44,7 +47,7 @@ from penstock.integrations.own_files import keep_weights
 from penstock.integrations.streamed import Cap, Component, Where
 from penstock.passes.building.fake_export import Built
 from penstock.runtime.cache import Cache
-from penstock.schedule.facts.errors import BudgetError, PenstockError, StreamError
+from penstock.schedule.facts.errors import BudgetError, PassError, PenstockError, StreamError
 from penstock.schedule.facts.sizes import format_size, parse_size
 
 _log = logging.getLogger(__name__)
@@ -93,7 +96,7 @@ class Applied:
         self,
         name: str,
         module: nn.Module,
-        blank: Built,
+        blank: Callable[[], Built],
         weights: Sequence[KeptWeights],
     ) -> None:
         """Let a module be called through a new component of its name, and free the memory of its parameters.
@@ -102,18 +105,21 @@ class Applied:
         """
         named = module.named_parameters(remove_duplicate=False)
         with_grad = [fqn for fqn, value in named if value.requires_grad]
+        entries = entries_of(module)
         component = Component(
             name,
             blank,
             weights,
             self._where,
             self.cap,
+            calls=KeptCalls(self._where.cache, self._key(module, entries), name),
+            methods={entry: inspect.signature(method_of(module, entry)) for entry in entries},
             made_for=owner_of(name, module),
             with_grad=with_grad,
         )
         self.components[name] = component
         self._modules[name] = module
-        for entry in entries_of(module):
+        for entry in entries:
             owner, _, method = entry.rpartition(".")
             part = module.get_submodule(owner)
             call = functools.wraps(getattr(part, method))(functools.partial(component.call, entry))
@@ -123,6 +129,18 @@ class Applied:
         with uninterrupted():
             self._hollow[name] = Hollow(module, self._instead, self._where.target)
         component.check = Watch(module, self._again).check
+
+    def _key(self, module: nn.Module, entries: Sequence[str]) -> str | None:
+        """The key of what is exported of a module; None where nothing can be kept, which is logged."""
+        if self._where.lowering != "eager":
+            return None  # an artifact of compiled code is made of programs, and not of their facts
+        try:
+            return module_key(module, entries, self._where.target)
+        except Exception as error:  # a module may hold anything; without a key it is exported anew, no worse
+            what = f"{type(error).__name__}: " if not isinstance(error, PassError) else ""
+            kind = type(module).__name__
+            _log.info("what is exported of the %s is not kept for other processes: %s%s", kind, what, error)
+            return None
 
     def evaluate(self, module: nn.Module) -> None:
         """Put a module in eval mode until it is restored."""
@@ -275,6 +293,10 @@ def uninterrupted() -> Iterator[None]:
             before(*pending[0])
 
 
+def _given(blank: Built) -> Built:
+    return blank
+
+
 def apply(
     model: Any,
     memory: int | str,
@@ -312,7 +334,7 @@ def apply(
             made_for = owner_of(name, module)
             kept = keep_weights(module, own, where.cache, made_for)
             kept += [store(tensors, where.cache, made_for) for tensors in adapters]
-            applied.add(name, module, blank_copy(module, where.target), kept)
+            applied.add(name, module, functools.partial(_given, blank_copy(module, where.target)), kept)
         _log.info("%s of parameters given back", format_size(applied.freed_bytes))
         applied.prepare_tiny_call() if example is None else applied.prepare(example)
         on_error.pop_all()
@@ -345,7 +367,7 @@ def load(
 
     def stream(stored: Stored) -> nn.Module:
         module = stored.make()
-        blank = Built.by(stored.build, str(where.target))
+        blank = functools.partial(Built.by, stored.build, str(where.target))
         applied.add(stored.name, module, blank, [KeptWeights(stored.files, stored.names(module))])
         return module
 

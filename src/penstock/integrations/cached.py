@@ -11,14 +11,12 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import nn
-from torch.export import ExportedProgram
 
 from penstock._version import __version__
 from penstock.integrations.adapters import refuse_transposed
 from penstock.integrations.emptied.absent import AbsentTensor
 from penstock.integrations.emptied.hollow import plain_parts
 from penstock.integrations.kept import KeptWeights, bytes_of, digests_of
-from penstock.passes.building.fake_export import with_computed_buffers
 from penstock.passes.graph.nodes import dtype_name
 from penstock.runtime.cache import Cache
 from penstock.runtime.files.pack import PackEntry, tensor_chunks, write_packed
@@ -112,26 +110,12 @@ def _entry(name: str, value: torch.Tensor) -> PackEntry:
     )
 
 
-def content_key(programs: Mapping[str, ExportedProgram], weights: Sequence[Path], lowering: str) -> str:
-    """A name for what programs compute from weight files as they are now, under these versions."""
+def artifact_key(contents: Sequence[str], weights: Sequence[Path], settings: str) -> str:
+    """A name for programs of these contents over weight files as they are now, under these versions."""
     states = [path.stat() for path in weights]
     stamps = [(state.st_size, state.st_mtime_ns, state.st_ino) for state in states]
-    versions = f"{lowering} {torch.__version__} {__version__}"
-    digest = hashlib.sha256(f"{versions} {weights} {stamps}".encode())
-    for name, exported in programs.items():
-        text = exported.graph_module.print_readable(
-            print_output=False, include_stride=True, include_device=True
-        )
-        facts = (name, text, exported.graph_signature, exported.range_constraints, exported._guards_code)
-        digest.update(repr(facts).encode())
-        for key, value in with_computed_buffers(exported).constants.items():
-            digest.update(key.encode())
-            digest.update(_content(value) if isinstance(value, torch.Tensor) else repr(value).encode())
-    return digest.hexdigest()[:32]
-
-
-def _content(value: torch.Tensor) -> bytes:
-    return bytes(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    versions = f"{settings} {torch.__version__} {__version__}"
+    return hashlib.sha256(f"{versions} {weights} {stamps} {contents}".encode()).hexdigest()[:32]
 
 
 def same_layout(first: Path, second: Path) -> bool:

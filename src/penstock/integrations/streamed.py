@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.export import ExportedProgram
 
 import penstock
-from penstock.integrations.cached import content_key, same_layout, with_other_file
-from penstock.integrations.calls.exported import ExportedCall
-from penstock.integrations.calls.kinds import Call, method_of, named, refuse_grad
+from penstock.integrations.cached import artifact_key, same_layout, with_other_file
+from penstock.integrations.calls.exported import ExportedCall, export_call
+from penstock.integrations.calls.kept_calls import KeptCalls
+from penstock.integrations.calls.kinds import Call, named, refuse_grad
 from penstock.integrations.kept import KeptWeights, names_of
 from penstock.integrations.libraries import EXPORTING
 from penstock.passes.building.fake_export import Built
+from penstock.passes.joining import join_methods
 from penstock.passes.lowering.eager import LoweredProgram
-from penstock.passes.weights.lifted import with_own_constants
 from penstock.runtime.cache import Cache, Hold
 from penstock.runtime.device.opening import device_kind
 from penstock.runtime.module import StreamedModule
@@ -91,30 +93,34 @@ class Component:
     """A module that is streamed when it is called.
 
     `check` is called before each call, and raises where the program would no longer do what the module says.
-    `blank` is a copy of the module with fake parameters. `weights` are what files keep of their values.
-    What is put into the cache is `made_for` this module. Parameters in `with_grad` require grad, as the
-    module's do, because torch chooses matrix products by that. `cap` is shared with the other components,
-    which unload when this one is called.
+    `blank` makes a copy of the module with fake parameters, when something has to be exported, and `methods`
+    says what its methods take. `weights` are what files keep of the values, and `calls` what the cache has of
+    exported calls. What is put into the cache is `made_for` this module. Parameters in `with_grad` require
+    grad, as the module's do, because torch chooses matrix products by that. `cap` is shared with the other
+    components, which unload when this one is called.
     """
 
     def __init__(
         self,
         name: str,
-        blank: Built,
+        blank: Callable[[], Built],
         weights: Sequence[KeptWeights],
         where: Where,
         cap: Cap,
         *,
+        calls: KeptCalls,
+        methods: Mapping[str, inspect.Signature],
         made_for: str,
         with_grad: Collection[str] = (),
     ) -> None:
         self.name, self._made_for = name, made_for
+        self._signatures = methods
         self._with_grad = with_grad
         self.check: Callable[[], None] = lambda: None
         self.own: Callable[[str], Any] | None = None  # the module's methods, once it is restored
         self.kept = list(weights)
         self._artifact: Hold | None = None
-        self._blank, self._where, self._cap = blank, where, cap
+        self._blank, self._calls, self._where, self._cap = cache(blank), calls, where, cap
         self._methods: list[ExportedCall] = []
         self._program: Program | None = None
         self._earlier: Program | None = None
@@ -142,7 +148,7 @@ class Component:
     def _call(self, entry: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         self.check()
         refuse_grad((args, kwargs))
-        call = Call.of(entry, named(method_of(self._blank.module, entry), args, kwargs))
+        call = Call.of(entry, named(self._signatures[entry], args, kwargs))
         method = self._method_for(call)
         if self._cap.rehearsing:
             self._rehearsed = max(self._rehearsed, method.bytes_beside(call))
@@ -175,16 +181,19 @@ class Component:
                 "load, which forgets them"
             )
         self.refuse_lost()
-        _log.info("exporting %s.%s for %s", self.name, call.entry, call.text)
-        try:
-            with EXPORTING:
-                method = ExportedCall.of(f"call{len(self._methods)}", self._blank, call)
-        except PassError as error:
-            raise PassError(f"{self.name}.{call.entry} of {call.text}: {error}") from error
+        method = self._calls.find(call) or self._exported(call)
         self.unload()
         self._methods.append(method)
         self._program = self._plan = None
         return method
+
+    def _exported(self, call: Call) -> ExportedCall:
+        _log.info("exporting %s.%s for %s", self.name, call.entry, call.text)
+        try:
+            with EXPORTING:
+                return self._calls.keep(export_call(self._blank(), call))
+        except PassError as error:
+            raise PassError(f"{self.name}.{call.entry} of {call.text}: {error}") from error
 
     def unload(self) -> None:
         """Free the arena's memory; the next call loads again."""
@@ -265,22 +274,23 @@ class Component:
 
     def _compile(self) -> Program:
         self.refuse_lost()
-        programs = with_own_constants({method.name: method.exported for method in self._methods})
-        settings = f"{self._where.lowering} {names_of(self.kept)}"
-        cache = self._where.cache
-        path = cache.programs / f"{content_key(programs, self.weights, settings)}.penstock"
-        self._artifact = cache.keep(path, self._made_for, lambda: self._write(programs, path))
+        cache, eager = self._where.cache, self._where.lowering == "eager"
+        contents = [method.content() for method in self._methods]
+        name = artifact_key(contents, self.weights, f"{self._where.lowering} {names_of(self.kept)}")
+        path = cache.programs / f"{name}.penstock"
+        self._artifact = cache.keep(path, self._made_for, lambda: self._write(path))
         program = penstock.open(path)  # what it would read from its files is set below
         program.activation_bytes = max(method.activations.peak() for method in self._methods)
-        if self._where.lowering == "eager":
-            with_grad = [f"model.{fqn}" for fqn in self._with_grad]
-            program.lowered = LoweredProgram.of(program.payload, programs, with_grad)
+        if eager:
+            with_grad = frozenset(f"model.{fqn}" for fqn in self._with_grad)
+            codes = {method.name: method.code for method in self._methods}
+            program.lowered = LoweredProgram(program.payload, codes, with_grad)
         return program
 
-    def _write(self, programs: Mapping[str, ExportedProgram], path: Path) -> Program:
+    def _write(self, path: Path) -> Program:
         names = names_of(self.kept)
         return penstock.compile(
-            programs,
+            join_methods({method.name: method.annotated() for method in self._methods}),
             path,
             lowering=self._where.lowering,
             weights=self.weights,

@@ -8,7 +8,7 @@ before each call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,11 +58,8 @@ class AskedMask:
         return AskedMask(~self._mask, self._decisions)
 
 
-def truth_of(
-    exported: ExportedProgram, count: int
-) -> Callable[[Sequence[torch.Tensor]], tuple[bool, ...]] | None:
-    """A function that computes a program's last `count` outputs from its inputs, or None where weights are
-    needed."""
+def truth_of(exported: ExportedProgram, count: int) -> fx.GraphModule | None:
+    """What computes a program's last `count` outputs from its inputs; None where weights are needed."""
     nodes = list(exported.graph_module.graph.nodes)
     wanted = nodes[-1].args[0][len(nodes[-1].args[0]) - count :]
     needed = set(wanted)
@@ -77,10 +74,4 @@ def truth_of(
                 return None
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in wanted))
-    module = fx.GraphModule(exported.graph_module, graph)
-
-    def truth(tensors: Sequence[torch.Tensor]) -> tuple[bool, ...]:
-        with torch.no_grad():
-            return tuple(bool(value) for value in module.forward(*tensors))
-
-    return truth
+    return fx.GraphModule(exported.graph_module, graph)

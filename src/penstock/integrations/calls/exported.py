@@ -2,88 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.export import Dim, ExportedProgram
 
-from penstock.integrations.calls.arguments import Builder, Collector
+from penstock.integrations.calls.arguments import Builder, Collector, State, Tree
 from penstock.integrations.calls.assumptions import Assumptions, truth_of
 from penstock.integrations.calls.isolation import empty_caches, watch_memory
-from penstock.integrations.calls.kinds import Call, Result, method_of
+from penstock.integrations.calls.kinds import Call, method_of
 from penstock.integrations.libraries import as_when_called
 from penstock.passes.activations import Activations
-from penstock.passes.building.fake_export import Built
-from penstock.passes.calls.checks import InputChecks
-from penstock.passes.calls.inputs import guards_of, leaves_of
-from penstock.passes.graph.nodes import size_at
+from penstock.passes.annotate import Annotated, annotate_with_values
+from penstock.passes.building.fake_export import Built, with_computed_buffers
+from penstock.passes.calls.checks import Dimension, InputChecks
+from penstock.passes.calls.inputs import dimension_of, guards_of
+from penstock.passes.lowering.method_code import MethodCode, method_code
+from penstock.passes.weights.lifted import with_named_constants
 from penstock.passes.weights.subclasses import with_plain_parts
+from penstock.passes.weights.values import has_values, storage_bytes
 from penstock.schedule.facts.errors import PassError, StreamError
 
 _MOST_ANSWERS = 24
 """How often a call is exported until it decides what was assumed."""
 
+Size = int | Dimension
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a call returned and left in the states that it was given, and what it assumed of its tensors."""
+
+    output: Tree
+    states: tuple[State, ...]
+    assumed: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a tensor that a program returns looks like."""
+
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[Size, ...]
+    stride: tuple[Size, ...]
+
+    def zeros(self, sizes: Mapping[str, int]) -> torch.Tensor:
+        """Zeros of the sizes of a call. Raises PassError where a size depends on values."""
+        shape, stride = ([_at(n, sizes) for n in of] for of in (self.shape, self.stride))
+        return torch.empty_strided(shape, stride, dtype=self.dtype, device=self.device).zero_()
+
 
 @dataclass(frozen=True)
 class ExportedCall:
-    """A program that serves one kind of call."""
+    """A program that serves one kind of call: how it is called, and what runs of it.
+
+    `truth` computes what the values of a call's tensors decide; None where that needs weights, or nothing
+    is decided. `annotated()` is the program as facts, of which an artifact is made, and `content()` a hash of
+    all that it computes.
+    """
 
     name: str
-    kind: tuple[object, ...]
-    exported: ExportedProgram
-    checks: InputChecks
+    kind: str
     result: Result
-    activations: Activations
-    truth: Callable[[Sequence[torch.Tensor]], tuple[bool, ...]] | None
-    """What the values of a call's tensors decide; None where that needs weights."""
-
-    @classmethod
-    def of(cls, name: str, model: Built, call: Call) -> ExportedCall:
-        """Export a model for a call, and again until the assumptions are what the call decides.
-
-        Raises PassError for what cannot be exported.
-        """
-        known: tuple[bool, ...] = ()
-        for _ in range(_MOST_ANSWERS):
-            method = cls._assuming(known, name, model, call)
-            known = method.decided(call)
-            if known == method.assumed:
-                return method
-        raise PassError("what its masks hide changes with every answer: call it without masks")
-
-    @classmethod
-    def _assuming(cls, known: Sequence[bool], name: str, model: Built, call: Call) -> ExportedCall:
-        results: list[Result] = []
-        flat = _Flat(model.module, call, known, results.append).eval()
-        sizes = [{d: Dim.AUTO for d, n in enumerate(t.shape) if n > 1} for t in call.tensors]
-        with empty_caches(model.module):
-            exported = with_plain_parts(model.export(([*call.tensors],), (sizes,), module=flat))
-        if names := results[-1].remembered:
-            raise PassError(
-                f"the {type(model.module).__name__} remembers something of a call ({', '.join(names[:3])}), "
-                "which a program cannot: it cannot be streamed as it is"
-            )
-        return cls(
-            name,
-            call.kind,
-            exported,
-            InputChecks(leaves_of(exported), guards_of(exported)),
-            results[-1],
-            Activations.of(exported),
-            truth_of(exported, len(results[-1].decisions.answers)),
-        )
+    outputs: tuple[Output, ...]
+    truth: fx.GraphModule | None
+    code: MethodCode
+    annotated: Callable[[], Annotated]
+    content: Callable[[], str]
 
     @property
     def assumed(self) -> tuple[bool, ...]:
         """The assumptions with which it was exported, in the order of the questions."""
-        return tuple(self.result.decisions.answers)
+        return self.result.assumed
+
+    @cached_property
+    def checks(self) -> InputChecks:
+        """The checks of a call's tensors."""
+        return InputChecks(self.code.signature.leaves, self.code.signature.guards)
+
+    @cached_property
+    def activations(self) -> Activations:
+        """The memory that its intermediate values take."""
+        return self.code.activations()
 
     def decided(self, call: Call) -> tuple[bool, ...]:
         """What a call's tensors decide of them; where weights would be needed, the assumptions themselves."""
-        return self.assumed if self.truth is None else self.truth(call.tensors)
+        if self.truth is None:
+            return self.assumed
+        with torch.no_grad():
+            return tuple(bool(value) for value in self.truth.forward(*call.tensors))
 
     def accepts(self, call: Call) -> bool:
         """Whether the program computes what the model would for this call."""
@@ -96,7 +109,7 @@ class ExportedCall:
         return self.decided(call) == self.assumed
 
     def bytes_beside(self, call: Call) -> int:
-        """The bytes that a call takes beside weights: its inputs, and the peak of intermediate values."""
+        """Bytes that the call takes beside weights, for the tensors that it is given too."""
         return self.activations.peak(self.checks.check(list(call.tensors))) + call.nbytes
 
     def check(self, outputs: Sequence[torch.Tensor]) -> None:
@@ -111,10 +124,8 @@ class ExportedCall:
     def zeros(self, call: Call) -> list[torch.Tensor]:
         """Zeros of the shapes of a call's outputs. Raises PassError where shapes depend on values."""
         sizes = self.checks.check(list(call.tensors))
-        nodes: Any = self.exported.graph_module.graph.output_node().args[0]
-        outputs = [_zeros(node.meta["val"], sizes) for node in nodes]
-        first = len(outputs) - len(self.assumed)
-        return outputs[:first] + [torch.tensor(answer) for answer in self.assumed]
+        outputs = self.outputs[: len(self.outputs) - len(self.assumed)]
+        return [one.zeros(sizes) for one in outputs] + [torch.tensor(answer) for answer in self.assumed]
 
     def returned(self, call: Call, outputs: Sequence[torch.Tensor]) -> Any:
         """The model's return value, made of the program's outputs; the call's states are updated."""
@@ -125,15 +136,81 @@ class ExportedCall:
         return output
 
 
+def export_call(model: Built, call: Call) -> ExportedCall:
+    """Export a model for a call, and again until the assumptions are what the call decides.
+
+    Raises PassError for what cannot be exported.
+    """
+    known: tuple[bool, ...] = ()
+    for _ in range(_MOST_ANSWERS):
+        exported, result = _export(known, model, call)
+        method = _serving(call, exported, result)
+        known = method.decided(call)
+        if known == method.assumed:
+            return method
+    raise PassError("what its masks hide changes with every answer: call it without masks")
+
+
+def _serving(call: Call, exported: ExportedProgram, result: Result) -> ExportedCall:
+    name = _name(call, result)
+    own = with_named_constants(exported, name)
+    return ExportedCall(
+        name,
+        call.kind,
+        result,
+        _outputs_of(own),
+        truth_of(own, len(result.assumed)) if result.assumed else None,
+        method_code(own),
+        lambda: annotate_with_values({name: own}),
+        lambda: _content(own),
+    )
+
+
+def _content(exported: ExportedProgram) -> str:
+    text = exported.graph_module.print_readable(print_output=False, include_stride=True, include_device=True)
+    facts = (text, exported.graph_signature, exported.range_constraints, guards_of(exported))
+    digest = hashlib.sha256(repr(facts).encode())
+    for name, value in with_computed_buffers(exported).constants.items():
+        known = isinstance(value, torch.Tensor) and has_values(value)
+        digest.update(f"{name} {storage_bytes(value).tolist() if known else value!r}".encode())
+    return digest.hexdigest()
+
+
+def _name(call: Call, result: Result) -> str:
+    """An identifier that no other program for calls of the module has."""
+    facts = call.kind, [tuple(tensor.shape) for tensor in call.tensors], result.assumed
+    return f"call_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}"
+
+
+def _export(known: Sequence[bool], model: Built, call: Call) -> tuple[ExportedProgram, Result]:
+    """Export a model for a call with the answers to its first questions that are `known`."""
+    made: list[tuple[Result, list[str]]] = []
+    flat = _Flat(model.module, call, known, lambda *result: made.append(result)).eval()
+    sizes = [{d: Dim.AUTO for d, n in enumerate(t.shape) if n > 1} for t in call.tensors]
+    with empty_caches(model.module):
+        exported = with_plain_parts(model.export(([*call.tensors],), (sizes,), module=flat))
+    result, remembered = made[-1]
+    if remembered:
+        raise PassError(
+            f"the {type(model.module).__name__} remembers something of a call ({', '.join(remembered[:3])}), "
+            "which a program cannot: it cannot be streamed as it is"
+        )
+    return exported, result
+
+
 class _Flat(nn.Module):
     """A module as a function of a list of tensors, for one kind of call.
 
     `record` is given what the module returned, because export drops attributes that a module sets while it
-    runs.
+    runs, and the names of what it remembers of the call.
     """
 
     def __init__(
-        self, model: nn.Module, call: Call, known: Sequence[bool], record: Callable[[Result], None]
+        self,
+        model: nn.Module,
+        call: Call,
+        known: Sequence[bool],
+        record: Callable[[Result, list[str]], None],
     ) -> None:
         super().__init__()
         self.model = model
@@ -148,10 +225,34 @@ class _Flat(nn.Module):
         collector = Collector(tensors, builder.states)
         tree = collector.take(output)
         states = tuple(collector.state(one) for one in builder.states)
-        self._record(Result(tree, states, decisions, remembered))
+        self._record(Result(tree, states, tuple(decisions.answers)), remembered)
         return [*collector.tensors, *decisions.tensors]
 
 
-def _zeros(like: torch.Tensor, sizes: dict[str, int]) -> torch.Tensor:
-    shape, strides = ([size_at(n, sizes) for n in of] for of in (like.shape, like.stride()))
-    return torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device).zero_()
+def _outputs_of(exported: ExportedProgram) -> tuple[Output, ...]:
+    known: dict[str, Dimension] = {}
+
+    def size(n: int | torch.SymInt) -> Size:
+        if isinstance(n, int):
+            return n
+        text = str(n.node.expr)
+        if text not in known:
+            known[text] = dimension_of(exported, n)
+        return known[text]
+
+    nodes: Any = exported.graph_module.graph.output_node().args[0]
+    values = [node.meta["val"] for node in nodes]
+    return tuple(
+        Output(one.dtype, one.device, tuple(map(size, one.shape)), tuple(map(size, one.stride())))
+        for one in values
+    )
+
+
+def _at(size: Size, sizes: Mapping[str, int]) -> int:
+    if isinstance(size, int):
+        return size
+    value = size.value(sizes)
+    if value is None:
+        unknown = ", ".join(symbol for symbol in size.symbols if symbol not in sizes)
+        raise PassError(f"a size, {size.text}, depends on values that are not known ({unknown})")
+    return int(value)

@@ -5,25 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from penstock.integrations.calls.arguments import Collector, State, Tree
-from penstock.integrations.calls.assumptions import Assumptions
+from penstock.integrations.calls.arguments import Collector, Tree
 from penstock.schedule.facts.errors import StreamError
-
-
-@dataclass
-class Result:
-    """What a call returned and left in the states that it was given, what it assumed, and remembers."""
-
-    output: Tree
-    states: tuple[State, ...]
-    decisions: Assumptions
-    remembered: list[str]
 
 
 @dataclass(frozen=True)
@@ -52,12 +42,12 @@ class Call:
         text = ", ".join(texts if full else [*texts, "padded"])
         return cls(entry, tree, tuple(collector.tensors), tuple(collector.states), full, text)
 
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """A value that is equal for calls that one exported program may serve."""
+    @cached_property
+    def kind(self) -> str:
+        """A text that is equal for calls that one exported program may serve."""
         shapes = tuple((t.dtype, t.device.type, tuple(min(n, 2) for n in t.shape)) for t in self.tensors)
         orders = tuple(_order(tensor) for tensor in self.tensors)
-        return self.entry, self.tree.key, shapes, orders, self.full_masks, _settings()
+        return repr((self.entry, self.tree.key, shapes, orders, self.full_masks, _settings()))
 
     @property
     def nbytes(self) -> int:
@@ -116,15 +106,15 @@ def method_of(module: nn.Module, entry: str) -> Any:
     return getattr(module.get_submodule(owner), name)
 
 
-def named(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, without those that were not given."""
-    signature = inspect.signature(function)
+def named(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, without those that were not given.
+
+    Raises TypeError for arguments that the method does not take, StreamError for those without a name.
+    """
     arguments = {**signature.bind(*args, **kwargs).arguments}
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             arguments |= arguments.pop(name, {})
         elif parameter.kind is parameter.VAR_POSITIONAL and arguments.pop(name, ()):
-            raise StreamError(
-                f"{function.__qualname__} was called with arguments that have no name: name them"
-            )
+            raise StreamError(f"it was called with arguments that have no name (*{name}): name them")
     return arguments

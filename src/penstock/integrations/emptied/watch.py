@@ -15,7 +15,7 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _OWN = frozenset(vars(nn.Module())) | {"forward", "extra_repr", "__deepcopy__", "__reduce_ex__", "_apply"}
 """Attributes that every module has, or that penstock sets."""
 
-_BESIDE = frozenset(
+BESIDE = frozenset(
     {
         "generation_config",
         "_compiled_call",
@@ -86,7 +86,7 @@ def attributes(module: nn.Module) -> dict[str, object]:
     for name, child in module.named_modules():
         prefix = f"{name}." if name else ""
         for key, value in list(vars(child).items()):
-            if key not in _OWN and key not in _BESIDE:
+            if key not in _OWN and key not in BESIDE:
                 _follow(prefix + key, value, found, seen, _DEPTH)
     return found
 

@@ -1,0 +1,239 @@
+"""Exported calls in the cache, so that another process need not export them again.
+
+A file holds one call as a zip of data: `call.json`, how the call is taken apart and put together;
+`method.json`, what runs of it; `payload.json`, the facts of which an artifact is made; `values.safetensors`,
+the values that no checkpoint has. Its name is a hash of the module's key (`keys/`), of the kind of call, and
+of a number, since calls of one kind may need several programs. A damaged file counts as none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import os
+import zipfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from importlib import import_module
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import fx
+
+from penstock.integrations.calls.arguments import (
+    STATE_MODULES,
+    Constant,
+    Count,
+    Given,
+    State,
+    TensorLeaf,
+    Tree,
+)
+from penstock.integrations.calls.exported import ExportedCall, Output, Result
+from penstock.integrations.calls.kinds import Call
+from penstock.passes.annotate import Annotated
+from penstock.passes.calls.stored_graph import decode_graph, decode_value, encode_graph, encode_value
+from penstock.passes.lowering.archive import encoded_methods
+from penstock.passes.lowering.method_code import decode_method
+from penstock.passes.weights.values import has_values, storage_bytes
+from penstock.runtime.cache import Cache
+from penstock.runtime.system.atomic import replace_file
+from penstock.schedule.facts.errors import PassError, PenstockError
+from penstock.schedule.payload.codec import Payload
+
+_log = logging.getLogger(__name__)
+
+_CALL, _METHOD, _PAYLOAD, _VALUES = "call.json", "method.json", "payload.json", "values.safetensors"
+
+
+@dataclass(frozen=True)
+class KeptCalls:
+    """The calls of one module in a cache. Without a key nothing is found and nothing is kept."""
+
+    cache: Cache
+    key: str | None
+    name: str
+
+    def find(self, call: Call) -> ExportedCall | None:
+        """A program that serves a call, if there is one."""
+        if self.key is None:
+            return None
+        for number in count():
+            path = self._path(call.kind, number)
+            try:
+                found = decode_call(path.read_bytes())
+            except FileNotFoundError:
+                return None
+            except Exception as error:  # whatever is wrong with it, the call can be exported again
+                _log.info("%s is of no use (%s: %s)", path, type(error).__name__, error)
+                with suppress(OSError):
+                    path.unlink()
+                return None
+            if found.accepts(call):
+                with suppress(OSError):
+                    os.utime(path)
+                return found
+        return None
+
+    def keep(self, method: ExportedCall) -> ExportedCall:
+        """Write a program into the cache, and return what comes back of it; itself where that cannot be."""
+        if self.key is None:
+            return method
+        try:
+            data = encode_call(method)
+            same = decode_call(data)
+        except (PassError, NotImplementedError) as error:
+            _log.info("%s: a call is exported again in each process: %s", self.name, error)
+            return method
+        try:
+            self.cache.make_room(len(data))
+            self._write(method.kind, data)
+        except (OSError, PenstockError) as error:
+            _log.info("%s: a call is not kept for another process: %s", self.name, error)
+        return same
+
+    def _write(self, kind: str, data: bytes) -> None:
+        self.cache.calls.mkdir(parents=True, exist_ok=True)
+        path = next(path for path in (self._path(kind, n) for n in count()) if not path.exists())
+        with replace_file(path, force=True) as fd:
+            os.write(fd, data)
+
+    def _path(self, kind: str, number: int) -> Path:
+        facts = f"{self.key} {kind} {number}"
+        return self.cache.calls / f"{hashlib.sha256(facts.encode()).hexdigest()[:32]}.zip"
+
+
+def encode_call(method: ExportedCall) -> bytes:
+    """An exported call as a zip of data.
+
+    Raises PassError or NotImplementedError where something of it has no form in JSON.
+    """
+    annotated = method.annotated()
+    (code,) = encoded_methods(annotated).values()
+    if not isinstance(code, bytes):
+        raise PassError("its program has arguments that JSON cannot hold")
+    values = {str(s): storage_bytes(one) for s, one in enumerate(annotated.values) if has_values(one)}
+    call = {
+        "name": method.name,
+        "kind": method.kind,
+        "output": _encode_tree(method.result.output),
+        "states": [_encode_leaf(state) for state in method.result.states],
+        "assumed": method.assumed,
+        "outputs": [encode_value((one.dtype, one.device, one.shape, one.stride)) for one in method.outputs],
+        "truth": None if method.truth is None else encode_graph(method.truth),
+        "computed": sorted(annotated.computed),
+    }
+    members = {
+        _CALL: json.dumps(call, separators=(",", ":"), allow_nan=False).encode(),
+        _METHOD: code,
+        _PAYLOAD: annotated.payload.to_bytes(),
+        _VALUES: save_tensors({name: value.contiguous() for name, value in values.items()}),
+    }
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w", zipfile.ZIP_STORED) as archive:
+        for name, member in members.items():
+            archive.writestr(zipfile.ZipInfo(name), member)  # without the time, so that equal calls are equal
+    return data.getvalue()
+
+
+def decode_call(data: bytes) -> ExportedCall:
+    """An exported call again. Raises whatever error there is for data that are none."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        members = {name: archive.read(name) for name in (_CALL, _METHOD, _PAYLOAD, _VALUES)}
+    call = json.loads(members[_CALL])
+    result = Result(
+        _decode_tree(call["output"]),
+        tuple(_decode_leaf(state) for state in call["states"]),
+        tuple(bool(answer) for answer in call["assumed"]),
+    )
+    return ExportedCall(
+        call["name"],
+        call["kind"],
+        result,
+        tuple(Output(*decode_value(output)) for output in call["outputs"]),
+        None if call["truth"] is None else _graph_module(call["truth"]),
+        decode_method(members[_METHOD]),
+        lambda: _annotated(members, call),
+        lambda: hashlib.sha256(data).hexdigest(),
+    )
+
+
+def _graph_module(stored: Mapping[str, Any]) -> fx.GraphModule:
+    graph, bodies = decode_graph(stored)
+    return fx.GraphModule(bodies, graph)
+
+
+def _annotated(members: Mapping[str, bytes], call: Mapping[str, Any]) -> Annotated:
+    payload = Payload.from_bytes(members[_PAYLOAD], source=_PAYLOAD)
+    known = load_tensors(members[_VALUES])
+    absent = torch.empty(0, device="meta")
+    return Annotated(
+        payload,
+        tuple(known.get(str(s), absent) for s in range(len(payload.storages))),
+        frozenset(call["computed"]),
+        codes={call["name"]: members[_METHOD]},
+    )
+
+
+def _encode_tree(tree: Tree) -> list[Any]:
+    return [encode_value(tree.spec), [_encode_leaf(leaf) for leaf in tree.leaves]]
+
+
+def _decode_tree(stored: list[Any]) -> Tree:
+    spec, leaves = stored
+    return Tree(decode_value(spec), tuple(_decode_leaf(leaf) for leaf in leaves))
+
+
+def _encode_leaf(leaf: Any) -> dict[str, Any]:
+    if isinstance(leaf, TensorLeaf | Count):
+        return {"tensor" if isinstance(leaf, TensorLeaf) else "count": leaf.index}
+    if isinstance(leaf, Given):
+        return {"given": [leaf.index, leaf.state]}
+    if isinstance(leaf, State):
+        return {"state": [_encode_class(leaf.kind), _encode_tree(leaf.held)]}
+    if isinstance(leaf.value, Enum):
+        return {"enum": [_encode_class(type(leaf.value)), leaf.value.name]}
+    if isinstance(leaf.value, type) and leaf.value.__module__ in STATE_MODULES:
+        return {"class": _encode_class(leaf.value)}
+    return {"constant": encode_value(leaf.value)}
+
+
+def _decode_leaf(stored: Mapping[str, Any]) -> Any:
+    ((name, held),) = stored.items()
+    return _LEAVES[name](held)
+
+
+_LEAVES: dict[str, Callable[[Any], Any]] = {
+    "tensor": TensorLeaf,
+    "count": Count,
+    "given": lambda held: Given(*held),
+    "state": lambda held: State(_decode_class(held[0]), _decode_tree(held[1])),
+    "enum": lambda held: Constant(_decode_class(held[0])[held[1]]),
+    "class": lambda held: Constant(_decode_class(held)),
+    "constant": lambda held: Constant(decode_value(held)),
+}
+"""What makes a leaf again, by the key that it has in JSON."""
+
+
+def _encode_class(kind: type) -> str:
+    """A class of the libraries' states by name, which is all that a file may make penstock look up."""
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    if kind.__module__ not in STATE_MODULES or _decode_class(name) is not kind:
+        raise PassError(f"a {kind.__qualname__} has no JSON")
+    return name
+
+
+def _decode_class(name: str) -> Any:
+    module, _, kind = name.partition(":")
+    found = getattr(import_module(module), kind, None) if module in STATE_MODULES else None
+    if not isinstance(found, type):
+        raise PassError(f"there is no class {name}")
+    return found

@@ -1,0 +1,99 @@
+"""The key of a module: equal for two modules, in any two processes, only where their calls export alike."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import types
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import penstock.passes
+from penstock._version import __version__
+from penstock.integrations.emptied.watch import BESIDE
+from penstock.integrations.keys.code import Code, package_of
+from penstock.integrations.keys.values import Place
+
+_TORCH = frozenset(vars(nn.Module()))
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+def module_key(module: nn.Module, entries: Iterable[str], device: torch.device) -> str:
+    """A hash of all that an export of a module for a device depends on, besides the call.
+
+    That is the code that the methods `entries` can reach, the versions of the libraries that it comes from,
+    of torch, Python and penstock, torch's settings, and of each submodule its class, attributes and hooks,
+    its parameters but their values, and its buffers, with the values of those that no checkpoint has. The
+    hooks of the module itself are left out: they are called as ever.
+
+    Raises PassError, which names the attribute, where something is held of which that cannot be said.
+    """
+    kinds = {kind for one in module.modules() for kind in type(one).__mro__}
+    own = frozenset(package_of(kind) or "" for kind in kinds) - {"torch"}
+    words = Code(own, {"forward", *(entry.rpartition(".")[2] for entry in entries)})
+    words.say("penstock", __version__, _own_code(), torch.__version__, platform.python_version(), str(device))
+    words.value(_settings(), Place("a setting of torch"))
+    _say_replaced(words)
+    for path, one in module.named_modules(remove_duplicate=False):
+        words.say("module", path)
+        words.value(type(one), Place(path))
+        _say_tensors(words, one, f"{path}." if path else "")
+        held = {n: v for n, v in vars(one).items() if n not in _TORCH and n not in BESIDE}
+        held |= {name: list(vars(one)[name].values()) for name in _HOOKS if path}
+        for name, value in held.items():
+            words.say("attribute", name)
+            words.value(value, Place(f"{path}.{name}" if path else name))
+    words.follow()
+    return words.hexdigest()
+
+
+def _say_tensors(words: Code, module: nn.Module, prefix: str) -> None:
+    for name, value in module._parameters.items():
+        words.say("parameter", name)
+        if value is not None:
+            words.tensor(value, prefix + name, values=False)
+    for name, buffer in module._buffers.items():
+        computed = name in module._non_persistent_buffers_set
+        words.say("buffer", name, computed)
+        if buffer is not None:
+            words.tensor(buffer, prefix + name, values=computed)
+
+
+def _settings() -> list[object]:
+    """Settings of torch that models and torch itself ask for while they are traced."""
+    backends = torch.backends
+    hooks = torch.nn.modules.module
+    return [
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.get_default_device(),
+        backends.mha.get_fastpath_enabled(),
+        *(getattr(backends.cuda, f"{name}_sdp_enabled")() for name in ("flash", "math", "mem_efficient")),
+        backends.mkldnn.enabled,
+        torch.get_device_module("cuda").get_device_properties(0).name if torch.cuda.is_available() else "",
+        *(list(vars(hooks)[f"_global_forward_{name}"].values()) for name in ("pre_hooks", "hooks")),
+    ]
+
+
+def _say_replaced(words: Code) -> None:
+    """Say which functions of torch are not torch's own."""
+    for owner in (torch, torch.nn.functional, torch.Tensor):
+        for name, held in list(vars(owner).items()):
+            if isinstance(held, types.FunctionType) and package_of(held) not in ("torch", None):
+                words.say("replaced", owner.__name__, name)
+                words.value(held, Place(f"torch's {name}"))
+
+
+@cache
+def _own_code() -> str:
+    """A hash of penstock's code that exports: between two versions it may change, too."""
+    digest = hashlib.sha256()
+    folders = [*map(Path, penstock.passes.__path__), Path(__file__).parent.parent]
+    for file in sorted(file for folder in folders for file in folder.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
