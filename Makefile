@@ -13,7 +13,7 @@ run: $(STAMP) ## make the environment, then run the demo
 test: $(STAMP) ## make the environment, then run every check and test (WORKERS=2)
 	@scripts/install-browser
 	@scripts/check
-	@$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
+	@$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal --durations=15
 
 check: $(STAMP) ## formatting, lint, types and hygiene
 	@scripts/check

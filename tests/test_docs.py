@@ -156,7 +156,8 @@ def test_the_table_of_rooms_is_whole() -> None:
         for name in ("passes", "schedule", "runtime", "src")
         for path in ROOT.glob(f"{name}/**/*.py")
     }
-    inner = {"schedule/report/page", "src/penstock/integrations/calls", "src/penstock/integrations/emptied"}
+    integrations = {f"src/penstock/integrations/{name}" for name in ("calls", "emptied", "keys")}
+    inner = {"schedule/report/page"} | integrations
     links = {f"src/penstock/{name}" for name in ("passes", "schedule", "runtime")}
     assert listed | inner == {str(room.relative_to(ROOT)) for room in rooms} - links
 

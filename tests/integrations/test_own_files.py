@@ -72,8 +72,8 @@ def test_weights_stay_in_the_files_that_hold_them_and_come_back_from_there(folde
     assert not written(tmp_path)
     assert unchanged(model, before)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert {one.kind for one in list_entries(tmp_path)} == {"program"}
-    assert len(prune(tmp_path, before=math.inf).removed) == 1
+    assert {one.kind for one in list_entries(tmp_path)} == {"call", "program"}
+    assert len(prune(tmp_path, before=math.inf).removed) == 2
 
 
 def test_what_has_changed_or_was_added_since_is_written_and_nothing_else(folder, tmp_path, said):

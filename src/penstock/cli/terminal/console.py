@@ -24,6 +24,9 @@ from penstock._logging import shown
 if TYPE_CHECKING:
     from penstock.runtime.files.stamp import Progress
 
+_UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]?i?B|[mun]?s|%)\b|%)")
+"""The space between a number and its unit."""
+
 _SHORTEST = 12
 """Characters that a column of text keeps in a table that is too wide."""
 
@@ -97,18 +100,20 @@ def print_json(facts: Any) -> None:
 
 
 def print_sentences(sentences: Iterable[str], indent: str = "") -> None:
-    """Print each sentence from a line of its own on, broken between words where the terminal ends."""
+    """Print each sentence from a line of its own on, broken between words where the terminal ends.
+
+    A number and its unit stay on one line.
+    """
     for sentence in sentences:
-        print_text(
-            fill(
-                sentence,
-                width(),
-                initial_indent=indent,
-                subsequent_indent=indent,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
+        lines = fill(
+            _UNIT.sub("\N{NO-BREAK SPACE}", sentence),
+            width(),
+            initial_indent=indent,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
         )
+        print_text(lines.replace("\N{NO-BREAK SPACE}", " "))
 
 
 def print_facts(title: str, facts: Iterable[tuple[str, str]]) -> None:
