@@ -35,7 +35,8 @@ from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Hardware, Weight
 
 _MATRIX, _CUDA_MATRIX = 1024, 4096
-_BUFFER, _CUDA_BUFFER = 128 << 20, 256 << 20  # several times what a processor's cache holds
+_BUFFER = 32 << 20  # a load measures while it runs, and may take 64 MiB beside its budget
+_CUDA_BUFFER = 256 << 20  # several times what a processor's cache holds
 _LATENCY_NS = 50_000  # waking a reader and telling the caller, mostly the interpreter's
 _COPY_LATENCY_NS = 5_000  # as the presets have it (schedule/facts/hardware.py)
 _IN_FLIGHT = 2 * READERS * PIECE  # what every reader copies, and what it copies next

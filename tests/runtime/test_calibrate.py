@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
+import torch
 
 from penstock.runtime import calibrate
 from penstock.runtime.calibrate import NO_FILES, common_dtype, measure_cpu
@@ -70,3 +72,22 @@ def test_this_machine_has_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     assert products.trials >= LEAST
     assert memory.trials >= LEAST
     assert min(products.median, memory.median) > 1e6
+
+
+def test_measuring_takes_less_memory_than_a_load_may_take_beside_its_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def alive() -> int:
+        return sum(one.nbytes for one in gc.get_objects() if type(one) is torch.Tensor)
+
+    seen: list[int] = []
+
+    def looked_at(*_: object, **options: object) -> Trials:
+        seen.append(alive() - before)
+        return Trials((1.0,) * LEAST)
+
+    monkeypatch.setattr(calibrate, "repeat", looked_at)
+    before = alive()
+    calibrate.compute_rates("float32")
+    assert len(seen) == 2
+    assert 0 < max(seen) <= 40 << 20
