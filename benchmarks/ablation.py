@@ -1,14 +1,14 @@
-"""What every stage of the planner is worth: a sample of the corpus planned without one stage after another.
+"""Measures what each stage of the planner is worth: plans a sample of the corpus without one stage at a time.
 
-`benchmarks/stages.py` lists the stages and what stands in for each. All plans of a case share its budget, its
-machine and its relaxation, which no stage changes; so ratios to the bound compare predicted times, and those
-are the same on every machine. Seconds are those of the processor, the relaxation included.
+`benchmarks/stages.py` lists the stages and what replaces each of them. All plans of a case share its budget,
+its machine and its relaxation, which no stage changes; so ratios to the bound compare predicted times, and
+those are the same on every machine. Seconds are those of the processor, the relaxation included.
 
 The sample: of every arena the cases that were furthest from the bound in the last scoreboard, and others of
 `benchmarks/schedule.py` drawn at random, the same in every run. Besides, problems so small that they are
 planned on the ladder of budgets; decoders whose two methods share an arena; and memory for blocks, beside the
-most bytes that are alive at once. A stage that the full planner does not reach in a case is not tried there:
-it changes nothing.
+most bytes that are alive at once. A stage that the full planner does not reach in a case is not tried there,
+since its absence changes nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ BEGIN = "<!-- benchmarks/ablation.py writes from here -->"
 RESULTS = Path(__file__).parent / "results"
 
 BLOCKS = (5, 6, 7, 8, 9, 10, 30, 60, 100)
-"""Sizes of the instances whose memory is compared."""
+"""The numbers of blocks of the instances whose memory is compared."""
 
 FIGURES = ("median", "p95", "worst")
 
@@ -137,7 +137,7 @@ def small_programs() -> dict[str, Callable[[], Program]]:
 
 
 def measure(case: Case, stages: Sequence[Stage] = STAGES) -> Result | None:
-    """A case with all stages and without each of these that takes part; None where it has no bound."""
+    """Plan a case with all stages, and without each stage that takes part; None if the case has no bound."""
     attempt = _blocks(case) if case.table == "blocks" else _plan(case)
     memory = _Memory()
 
@@ -283,7 +283,7 @@ def _render_table(name: str, table: dict[str, Any]) -> Iterator[str]:
 
 
 def carry_deleted(tables: dict[str, Any], before: dict[str, Any]) -> None:
-    """Adds the rows of stages that are no more from an earlier result, with the figures they refer to."""
+    """Add the rows of stages that were deleted from an earlier result, with the figures they refer to."""
     for name, table in before.get("tables", {}).items():
         for stage, row in table["stages"].items():
             if "deleted" in row and name in tables:

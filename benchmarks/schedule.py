@@ -1,4 +1,4 @@
-"""Plans well-known models for machines that one does not have, and compares with bound and baselines.
+"""Plans well-known models for many machines, and compares the plans with the bound and with baselines.
 
 Every program of benchmarks/corpus.py, on every preset of hardware, in budgets from the floor to nearly
 all, for both kinds of arena. Of each case: the plan's predicted time over the bound for its own granule,
@@ -7,7 +7,8 @@ seconds that planning took, bound included. Compute is a roofline at the vendors
 shortest and the link's share at its largest: the hardest case for the planner.
 
 With `--against` a sample is planned by this code and by another checkout's side by side, each in a process of
-its own and both with the same case before the next one.
+its own and both with the same case before the next one. Both plan for the step times that this code models:
+they solve the same problem.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ COLUMNS = (
     *("program", "hardware", "arena", "share", "budget"),
     *("predicted_ns", "lower_bound_ns", "plan_seconds"),
 )
-"""What is kept of each plan, beside the times of the policies."""
+"""The figures that are kept of each plan, beside the times of the policies."""
 
 HOST = "server"
-"""The machine that computes what does not fit, for the policy that does so."""
+"""The machine that computes what does not fit, for the policy that computes on the host."""
 
 RECORD = Path(__file__).parent / "results" / "schedule.json"
 HARD = 8
@@ -62,11 +63,18 @@ _EVERY = 29
 
 _WORKER = """
 import json, sys
+from dataclasses import replace
 sys.path.insert(0, sys.argv[1])
 from benchmarks import schedule
 schedule.compare = lambda *_: {}
 for line in sys.stdin:
-    print(json.dumps(schedule.run(schedule.Case(**json.loads(line)))), flush=True)
+    case, times, tail = json.loads(line)
+    def with_times(trace, hardware):
+        pairs = zip(trace.steps, times, strict=True)
+        steps = tuple(replace(step, lead_ns=lead, read_ns=read) for step, (lead, read) in pairs)
+        return replace(trace, steps=steps, tail_ns=tail, times="modelled")
+    schedule.with_times = with_times
+    print(json.dumps(schedule.run(schedule.Case(**case))), flush=True)
 """
 
 
@@ -220,7 +228,9 @@ def compare_codes(other: Path, cases: Sequence[Case]) -> str:
 def _ask(worker: subprocess.Popen[str], case: Case) -> dict[str, Any]:
     assert worker.stdin
     assert worker.stdout
-    worker.stdin.write(json.dumps(dataclasses.asdict(case)) + "\n")
+    trace = with_times(list_programs()[case.program]().trace, PRESETS[case.hardware])
+    times = [(step.lead_ns, step.read_ns) for step in trace.steps]
+    worker.stdin.write(json.dumps([dataclasses.asdict(case), times, trace.tail_ns]) + "\n")
     worker.stdin.flush()
     result: dict[str, Any] = json.loads(worker.stdout.readline())
     return result

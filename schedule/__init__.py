@@ -1,1 +1,1 @@
-"""Facts in, plan out, without torch: what is in memory when, proved safe, and bounded from below."""
+"""Facts in, plan out, without torch: which bytes are in memory when, a proof of safety, and a lower bound."""

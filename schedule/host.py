@@ -1,9 +1,10 @@
-"""What a host between disk and device holds of the bytes that stream, and how the rest passes through it.
+"""The tier of a host between disk and device: which streamed bytes it holds, and how the others pass through.
 
-The device's decisions stand; what they copy comes from the host's memory or, through a ring of staging
-memory, from the disk. Bytes that are copied more often in a pass are held first. Among others the
-same share is held all along the trace, so that the disk reads while the link copies what is held. How
-large the ring should be is tried out on the exact event graph.
+The decisions for the device stay as they are. The bytes that they copy come from the host's memory or,
+through a ring of staging memory, from the disk. The host first holds the bytes that are copied most often in
+a pass. Of bytes that are copied equally often it holds an equal share all along the trace, so that the disk
+reads while the link copies held bytes. Several sizes of the ring are tried and timed on the exact event
+graph.
 """
 
 from __future__ import annotations
@@ -23,17 +24,20 @@ from penstock.schedule.space.spans import merged, subtract
 _P = TypeVar("_P", bound=Decisions)
 
 _RINGS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""Staging memory that is tried, as parts of all that the host has."""
+"""Sizes of the ring that are tried, as divisors of the host's memory."""
 
 _TURNS = 4
-"""Pieces that fit into the ring, so that one is read while others wait or are copied."""
+"""The number of pieces that fit into the ring, so that one is read while others wait or are copied."""
 
 
 def with_host(plan: _P, nbytes: int) -> _P:
-    """The plan with `nbytes` of host memory for weights, in the fastest way found.
+    """The plan in which the host has `nbytes` of memory for weights, in the fastest way found.
 
-    Transfers are cut to fit into the ring. Raises PlanError where the disk's rate is not known,
-    BudgetError where not even a ring of one granule fits.
+    Transfers are cut into pieces that fit into the ring.
+
+    Raises:
+        PlanError: the rate of the disk is not known.
+        BudgetError: not even a ring of one granule fits into `nbytes`.
     """
     granule, hardware = plan.arena.granule, plan.hardware
     if hardware.disk_bytes_per_s is None:
@@ -56,20 +60,20 @@ def with_host(plan: _P, nbytes: int) -> _P:
 
 
 def copied_ranges(plan: Decisions) -> tuple[Range, ...]:
-    """What is ever copied: in a steady pass, or by one that starts anew and finds only what always stays."""
+    """The ranges that are ever copied: in a steady pass, or when the boundary is loaded."""
     transfers = [r for schedule in plan.schedules for r in _ranges(schedule)]
     boundaries = [item for schedule in plan.schedules for item in plan.boundary_of(schedule)]
     return merged(transfers + subtract(boundaries, merged(plan.resident)))
 
 
 def host_bytes(plan: Decisions) -> int:
-    """Memory of the host for what streams, its ring included."""
+    """Bytes of host memory for streamed weights, the ring included."""
     held = copied_ranges(plan) if plan.host is None else plan.host.resident
     return sum(item.nbytes for item in held) + max((s.staging_bytes for s in plan.schedules), default=0)
 
 
 def _timed(plan: _P) -> _P:
-    """The plan with its schedules' periods."""
+    """The plan whose schedules have the periods of the exact event graph."""
     timed = []
     for schedule, trace in zip(plan.schedules, plan.traces, strict=True):
         period = steady_period_ns(trace, schedule, plan.hardware, plan.wrap)
@@ -78,7 +82,7 @@ def _timed(plan: _P) -> _P:
 
 
 def staged_bytes(transfer: Transfer, resident: Sequence[Range]) -> int:
-    """Bytes of a transfer that are in none of the resident ranges, which are sorted and disjoint."""
+    """Bytes of a transfer that the host does not hold; `resident` are its ranges, sorted and disjoint."""
     held = 0
     first = bisect_right(resident, transfer.start, key=lambda r: r.stop)
     for one in resident[first : bisect_left(resident, transfer.stop, key=lambda r: r.start)]:
@@ -87,7 +91,7 @@ def staged_bytes(transfer: Transfer, resident: Sequence[Range]) -> int:
 
 
 def _with_ring(plan: _P, nbytes: int, ring: int) -> _P:
-    """The plan with transfers in pieces that fit into the ring, and what the host holds beside it."""
+    """The plan with a ring of `ring` bytes: transfers in pieces, and what the host holds beside the ring."""
     granule = plan.arena.granule
     piece = max(granule, ring // _TURNS // granule * granule)
     cut = [
@@ -103,7 +107,11 @@ def _with_ring(plan: _P, nbytes: int, ring: int) -> _P:
 
 
 def _held(schedules: Sequence[Schedule], room: int) -> tuple[Range, ...]:
-    """Ranges of at most `room` bytes: those copied most often, and of others the same share all along."""
+    """The ranges that the host holds, of at most `room` bytes in all.
+
+    Ranges that are copied most often come first. Of ranges that are copied equally often, and do not all fit,
+    an equal share is held all along the trace.
+    """
     counts: Counter[Range] = Counter()
     edges = sorted({edge for s in schedules for t in s.transfers for edge in (t.start, t.stop)})
     for schedule in schedules:

@@ -1,4 +1,4 @@
-"""The plan that users hold: the decisions of `facts/`, and what people ask of them."""
+"""The plan that users work with: the decisions of `facts/`, and methods that write and draw them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Plan(Decisions):
-    """What `Program.plan` returns, a payload holds and a module runs."""
+    """The decisions for a program within a budget. A payload stores plans, and a streamed module runs one."""
 
     def __repr__(self) -> str:
         predicted = format_time(sum(one.predicted_ns for one in self.schedules))
@@ -26,7 +26,7 @@ class Plan(Decisions):
 
     @property
     def residency(self) -> str:
-        """How many of the weights stay in memory and how many stream, in words."""
+        """How many bytes of the weights stay in memory and how many stream in a pass, in words."""
         outside = sum(self.sizes[s] for s in self.outside) if self.sizes else 0
         resident = format_size(sum(one.nbytes for one in self.resident) + outside)
         total = f" of {format_size(sum(self.sizes))}" if self.sizes else ""
@@ -52,8 +52,9 @@ class Plan(Decisions):
         save_timeline(self, path, force=force)
 
     def event_graph(self, method: str | None = None) -> networkx.DiGraph:
-        """The events of a pass of one method and what each waits for (docs/planning.md has the attributes).
+        """The events of a steady pass of one method, with an edge from each event to those that wait for it.
 
-        `method` may be left out where there is one only. Raises PlanError for a method that there is not.
+        docs/planning.md lists the attributes of nodes and edges. `method` may be left out if the plan has
+        only one. Raises PlanError if the plan has no method of that name, or several and none is named.
         """
         return event_graph(self, method)

@@ -1,9 +1,9 @@
-"""Facts in, plan out: what is on the device when, within a budget of bytes.
+"""Facts in, plan out: which bytes are on the device when, within a budget of bytes.
 
-The budget pays for the storages outside the arena and for the arena. The search of the arena's kind proposes
-decisions, each is timed on the exact event graph, and the one with the shortest period wins. A larger budget
-widens the choice, but it also moves copies, which can cost more than it saves where single storages count for
-much. Small problems are therefore planned on the lower rungs of a fixed ladder of budgets too.
+The budget pays for the storages outside the arena and for the arena. The search for the arena's kind proposes
+decisions. Each is timed on the exact event graph, and the one with the shortest period wins. A larger budget
+allows more choices, but the search may still find a slower plan for it, since copies move and a single
+storage may count for much. Small problems are therefore also planned for the lower budgets of a fixed ladder.
 """
 
 from __future__ import annotations
@@ -27,18 +27,21 @@ from penstock.schedule.space.pieces import Pieces
 from penstock.schedule.space.spans import Reads
 
 RUNGS = 12
-"""Rungs of the ladder of budgets, from the floor to that at which nothing streams."""
+"""The number of rungs of the ladder of budgets, which begins at the floor and ends where nothing streams."""
 
 _SMALL = 32
-"""Reads, at most, of a problem that is planned on lower rungs; larger ones are smooth, and slow to plan."""
+"""The most reads of a problem that is planned on lower rungs.
+
+In larger problems a larger budget seldom gives a slower plan, and each rung takes long to plan.
+"""
 
 
 @dataclass(frozen=True)
 class Floor:
-    """The smallest budget: no plan exists below `lower_bytes`, one is found from `upper_bytes` on.
+    """The smallest budget: no plan exists below `lower_bytes`, and one is found from `upper_bytes` on.
 
-    `step` names the step that sets it (empty where nothing is streamed), `reads` the storages that
-    have to be in memory then, those outside the arena not counted.
+    `step` names the step that sets the floor (empty if nothing is streamed), and `reads` are the storages of
+    the arena that this step reads.
     """
 
     lower_bytes: int
@@ -48,7 +51,7 @@ class Floor:
 
 
 def floor(demand: Demand) -> Floor:
-    """The floor of what a program needs; `make_plan` accepts `upper_bytes` and not one byte less."""
+    """The smallest budget for a demand: `make_plan` accepts its `upper_bytes`, and not one byte less."""
     return _floor(Pieces(demand))
 
 
@@ -69,18 +72,23 @@ def _floor(pieces: Pieces) -> Floor:
     return Floor(outside + min(lower, most), outside + min(upper, most), step.name, reads)
 
 
+def check_floor(demand: Demand, budget: int, names: Sequence[str] | None) -> None:
+    """Raise the BudgetError that `make_plan` would, without making a plan."""
+    _check_floor(Pieces(demand), budget, names)
+
+
 def make_plan(
     problem: Problem, budget: int, *, names: Sequence[str] | None = None, effort: float = 1.0
 ) -> Plan:
     """The fastest plan that the search finds within `budget` bytes.
 
-    `names[s]` is what messages call storage s. `effort` is the share of the usual search: a plan for one run
-    need not be the best.
+    `names[s]` is the name of storage s in messages. `effort` is how much to search, as a multiple of the
+    usual amount: a plan that is run once need not be the best.
 
     Raises:
         BudgetError: the budget is below the floor, which the error names with its step and weights.
-        PlanError: the hardware has a rate that is not above 0 and finite, a negative size, or no disk; a
-            time, size or read of the facts cannot be.
+        PlanError: the hardware has a rate that is not above 0 and finite, or a negative size; it has no disk,
+            and `problem.host` limits the host; or a time, size or read of the facts is impossible.
     """
     problem.hardware.check()
     for fault in facts_faults(problem.storages, problem.traces):
@@ -113,7 +121,7 @@ def make_plan(
 
 
 def _fastest(problem: Problem, pieces: Pieces, cap: int, effort: float) -> tuple[Draft, tuple[Schedule, ...]]:
-    """The fastest draft for `cap` bytes of arena and for the rungs below that can still be faster."""
+    """The fastest draft for `cap` bytes of arena, or for a lower rung whose plan may still be faster."""
     search = contiguous.search if problem.arena.kind == "contiguous" else paged.search
     best: tuple[Draft, tuple[Schedule, ...]] | None = None
     bounds: tuple[int | None, ...] = ()
@@ -134,12 +142,12 @@ def _fastest(problem: Problem, pieces: Pieces, cap: int, effort: float) -> tuple
 
 
 def _tiers(problem: Problem, pieces: Pieces, cap: int) -> tuple[Tier, ...]:
-    """The device's tier with `cap` bytes, and the host's where that is limited."""
+    """The tier of the device with `cap` bytes and, if the host's memory is limited, the tier of the host."""
     hardware = problem.hardware
     granule = problem.arena.granule if problem.arena.kind == "paged" else 1
     device = tier_of(usable_bytes(pieces.copied, granule, cap), hardware, granule)
     if problem.arena.kind == "contiguous" and len(problem.traces) == 1:
-        # What fixed addresses mean for one trace: more bytes copied, and each copy of one storage.
+        # Fixed addresses force one trace to copy more bytes, and each copy to bring one storage only.
         largest: dict[Reads, int] = {}
         for block in pieces.blocks:
             largest[block.reads] = max(largest.get(block.reads, 1), block.range.nbytes)
@@ -152,6 +160,7 @@ def _tiers(problem: Problem, pieces: Pieces, cap: int) -> tuple[Tier, ...]:
 
 
 def _rungs_below(pieces: Pieces, cap: int) -> list[int]:
+    """The rungs below `cap`, in bytes of arena, the largest first; none for a large problem."""
     demand = pieces.demand
     if sum(len(step.reads) for trace in demand.traces for step in trace.steps) > _SMALL:
         return []
@@ -161,7 +170,7 @@ def _rungs_below(pieces: Pieces, cap: int) -> list[int]:
 
 
 def _least_ns(problem: Problem, cap: int) -> int:
-    """No plan takes less time: what does not fit into `cap` bytes is copied in every pass."""
+    """A lower bound of the period: bytes that do not fit into `cap` are copied in every pass."""
     total = 0
     for trace in problem.traces:
         read = {s for step in trace.steps for s in step.reads}
@@ -171,7 +180,7 @@ def _least_ns(problem: Problem, cap: int) -> int:
 
 
 def _timed(problem: Problem, found: Draft) -> tuple[Schedule, ...]:
-    """The schedules of a draft with their steady periods."""
+    """The schedules of a draft, with their steady periods."""
     boundaries = found.boundaries or (None,) * len(problem.traces)
     facts = zip(problem.traces, found.streams, found.periods_ns(problem), boundaries, strict=True)
     return tuple(Schedule(trace.graph, *stream, ns, boundary=last) for trace, stream, ns, last in facts)
@@ -182,6 +191,7 @@ def _total_ns(schedules: Sequence[Schedule]) -> int:
 
 
 def _check_floor(pieces: Pieces, budget: int, names: Sequence[str] | None) -> None:
+    """Raise BudgetError if the budget is below the floor."""
     demand, lowest = pieces.demand, _floor(pieces)
     if budget >= lowest.upper_bytes:
         return
@@ -201,7 +211,7 @@ def _check_floor(pieces: Pieces, budget: int, names: Sequence[str] | None) -> No
 
 
 def _nothing_streamed(problem: Problem) -> tuple[Draft, tuple[Schedule, ...]]:
-    """No copies, and passes that take as long as their compute."""
+    """The draft and the schedules of a plan without copies, whose passes take as long as their compute."""
     addresses = (-1,) * len(problem.storages) if problem.arena.kind == "contiguous" else ()
     found = Draft(0, addresses, (), (), tuple(((), ()) for _ in problem.traces))
     timed = zip(_timed(problem, found), problem.traces, strict=True)

@@ -1,1 +1,1 @@
-"""What no plan can beat: a linear relaxation of the whole problem, and the residency that it suggests."""
+"""The time that no plan can beat: a linear relaxation of the problem, and the residency that it suggests."""

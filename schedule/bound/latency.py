@@ -1,32 +1,33 @@
-"""Latency in the relaxation: for how long the link pauses in a pass, at least.
+"""Latency in the relaxation: a lower bound on the time for which the link pauses in a pass.
 
-Let z be the memory that does not hold the same bytes all the time (`largest`: no copy is larger), and D the
-bytes that do not fit. A pass then copies D + z bytes at least, in at least (D + z) / z copies, each of which
-pauses the link for one latency. Where the link never idles, there are twice as many copies:
+Let z be the bytes of memory that are refilled during a pass (`largest`, since no copy is larger), and let D
+be the bytes that do not fit into memory. A pass copies at least D + z bytes, in at least (D + z) / z copies,
+each of which pauses the link for one latency. If the link never idles, there are twice as many copies:
 
-Copies follow one another on the link. When the next one begins, its room is free, and all bytes of the one
-before are still there but those that were read and dropped since it arrived. So two neighbours are together
-no larger than z and what was dropped between them; around the pass
+Copies follow one another on the link. When a copy begins, its memory is free, and all bytes of the copy
+before it are still there, except those that were read and dropped since they arrived. So two neighbouring
+copies together are no larger than z plus the bytes dropped between them. Summed around the pass, this gives
 
     2 (D + z) <= n z + dropped,
 
 for n copies. Bytes that are dropped between two copies were read there from beginning to end, while the link
-was idle. With the latency l, and y[k] the share of the read of step k (r[k] long, of s[k] bytes) for which
-the link is idle,
+was idle. Let l be the latency, and let y[k] be the share of the read of step k (which takes r[k] and reads
+s[k] bytes) for which the link is idle. Then
 
     l n + sum y[k] r[k]  >=  2 l (D + z) / z - max over y of sum y[k] (l s[k] / z - r[k]),
 
 where sum y[k] s[k] <= D + z. The right-hand side is a convex curve in z (`_PauseCurve`). Bytes that several
-steps read are dropped after the last of these reads, so they count at the longest of them only; if they are
-copied more than once, each further copy adds twice as much on the left as is dropped after it. The maximum
-takes the steps with most bytes a nanosecond first: a knapsack that may be cut anywhere. No more than z bytes
-are dropped at once either: steps that read much more than others (an embedding) are left out of both sums,
-and cost one latency each.
+steps read are dropped after the last of these reads, so they count only at the longest of the reads; if they
+are copied more than once, each further copy adds twice as many bytes on the left as are dropped after it. The
+maximum takes the steps with most bytes a nanosecond first: this is a knapsack whose items may be divided.
+Also, no more than z bytes are dropped at once: steps that read much more than others (an embedding) are left
+out of both sums, and cost one latency each.
 
-No two copies that begin within one read replace each other, so those that do are together no larger than z.
-A read whose copies are left out takes z from what is copied, and two neighbours apart: the last copy before
-it and the first after it, of z at most each, have one neighbour only. So n is less by 3 at most for each
-read left out; and one copy before it may pause within it.
+Some inequalities leave out the copies that begin within a few long reads. Two copies that begin within one
+read never replace each other, so all copies of that read together are no larger than z. Leaving them out
+takes z from the bytes that are copied. It also separates two neighbours: the last copy before the read and
+the first one after it, of at most z each, then have one neighbour only. So n is less by at most 3 for each
+read left out, and one copy that begins before the read may pause within it.
 """
 
 from __future__ import annotations
@@ -36,19 +37,24 @@ import numpy
 from penstock.schedule.bound.relaxation import LinearProgram
 
 _DUST = 1e-9
-"""Of sums that should be equal, floating point leaves a difference of this share at most."""
+"""The largest difference, as a share, that floating point leaves between sums that should be equal."""
 
 _TANGENTS = 24
 _SMALLEST_COPY = 1e-5
-"""Tangents of the number of copies, and the smallest copy, as a share of memory, that has one."""
+"""How many tangents bound the number of copies, and the smallest z with a tangent, as a share of memory."""
 
 _POINTS_AN_OCTAVE = 24
 _LARGE = 8
-"""Times the mean bytes of a step, from which it counts as one that reads much."""
+"""The points of the curve in each octave of z; and the multiple of the mean bytes of a step from which on a
+step counts as one that reads much more than others.
+"""
 
 
 def add_latency(program: LinearProgram, groups: numpy.ndarray, always: int) -> None:
-    """Adds the pauses; `groups` has the group of each gap, `always` the bytes that never leave."""
+    """Add the variables and constraints of the pauses to a program.
+
+    `groups` has the group of each gap, and `always` is the bytes of the groups that never leave.
+    """
     _, first, group = numpy.unique(groups, return_index=True, return_inverse=True)
     sizes = program.sizes[first]
     gaps = numpy.bincount(group)
@@ -57,7 +63,8 @@ def add_latency(program: LinearProgram, groups: numpy.ndarray, always: int) -> N
         room = (shape.nbytes - always) / program.unit_bytes
         excess = float(sizes.sum()) - room
         resident = its.resident[: len(sizes)]
-        rows = program.at_most.add((gaps - 1) * sizes)  # never dropped: all but what some gap copies again
+        # Bytes of a group that no gap copies again are never dropped.
+        rows = program.at_most.add((gaps - 1) * sizes)
         program.at_most.put(rows[group], its.kept, 1.0)
         program.at_most.put(rows, resident, -1.0)
         rows = program.equals.add(numpy.array([room]))
@@ -75,7 +82,7 @@ def add_latency(program: LinearProgram, groups: numpy.ndarray, always: int) -> N
 
 
 def _add_copies(program: LinearProgram, tier: int, room: float) -> None:
-    """The pauses sum up to a latency for each copy, none of which is larger than the memory."""
+    """Constrain the sum of all pauses: at least one latency for each copy, none larger than the memory."""
     its, upper, m = program.columns(tier), program.at_most, program.phases.count
     latency = program.tiers[tier].latency_ns / program.unit_ns
     rows = upper.add(numpy.zeros(2))
@@ -89,7 +96,7 @@ def _add_copies(program: LinearProgram, tier: int, room: float) -> None:
 
 
 def _add_fewest(program: LinearProgram, tier: int, room: float, excess: float) -> None:
-    """At least (D + z) / z copies, a convex function of z, by its tangents."""
+    """Constrain the number of copies to at least (D + z) / z, a convex function of z, by its tangents."""
     its, upper = program.columns(tier), program.at_most
     latency = program.tiers[tier].latency_ns / program.unit_ns
     at = numpy.geomspace(room * _SMALLEST_COPY, room, _TANGENTS)
@@ -101,9 +108,9 @@ def _add_fewest(program: LinearProgram, tier: int, room: float, excess: float) -
 
 
 def _add_pairs(program: LinearProgram, group: numpy.ndarray, room: float, excess: float) -> None:
-    """Copies that follow one another share the memory, unless the link idles between them.
+    """Add the constraint that neighbouring copies share the memory unless the link idles between them.
 
-    `group` has the group of each gap. Its bytes count at the longest of its reads.
+    `group` has the group of each gap. The bytes of a group count at the longest of its reads.
     """
     its, upper, phases, shape = program.columns(0), program.at_most, program.phases, program.tiers[0]
     read = phases.read_ns / program.unit_ns
@@ -114,7 +121,7 @@ def _add_pairs(program: LinearProgram, group: numpy.ndarray, room: float, excess
     dropped = numpy.bincount(at, weights=nbytes, minlength=phases.count)
     curve = _PauseCurve(excess, shape.latency_ns / program.unit_ns, dropped, read)
     counted = numpy.where(curve.large, 0.0, read)
-    rows = upper.add(counted)  # what is never dropped is not dropped then
+    rows = upper.add(counted)  # bytes that are never dropped are not dropped during a read either
     upper.put(rows, its.idle, 1.0)
     upper.put(rows[at], its.resident[: len(at)], (counted / numpy.maximum(dropped, _DUST))[at])
 
@@ -133,7 +140,7 @@ def _add_pairs(program: LinearProgram, group: numpy.ndarray, room: float, excess
 
 
 def _add_single(program: LinearProgram, tier: int, groups: numpy.ndarray) -> None:
-    """A copy brings bytes of one group, and of those no more than is known."""
+    """Add the pauses of copies that bring bytes of one group only, at most `most_at_once` of them each."""
     its, upper, shape = program.columns(tier), program.at_most, program.tiers[tier]
     known = shape.most_at_once or {}
     most = numpy.array([known[g] for g in groups.tolist()]) / program.unit_bytes
@@ -146,7 +153,7 @@ def _add_single(program: LinearProgram, tier: int, groups: numpy.ndarray) -> Non
 
 
 class _PauseCurve:
-    """The right-hand side of the inequality above as a function of z, for given reads."""
+    """The right-hand side of the second inequality above as a function of z, for given reads."""
 
     def __init__(self, excess: float, latency: float, nbytes: numpy.ndarray, read: numpy.ndarray) -> None:
         self.large = nbytes > _LARGE * nbytes.mean()
@@ -162,10 +169,10 @@ class _PauseCurve:
     def lines(
         self, smallest: float, largest: float, *, apart: int = 0
     ) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """Slopes and values at 0 of lines that lie nowhere above the curve up to `largest`.
+        """The slopes, and the values at z = 0, of lines that lie nowhere above the curve up to z = `largest`.
 
-        Below `smallest` they keep below what the curve can fall to there. The copies that begin within
-        `apart` reads do not count.
+        For z below `smallest` they lie below the least value that the curve can have there. The copies that
+        begin within `apart` reads are left out.
         """
         octaves = max(1.0, float(numpy.log2(largest / smallest)))
         grid = numpy.geomspace(smallest, largest, int(octaves * _POINTS_AN_OCTAVE) + 2)
@@ -180,7 +187,7 @@ class _PauseCurve:
         return slopes, y[:-1] - slopes * x[:-1]
 
     def _least_between(self, low: numpy.ndarray, high: numpy.ndarray) -> numpy.ndarray:
-        """No more than the curve anywhere between `low` and `high`."""
+        """For each pair of `low` and `high`, a value that the curve does not go below between them."""
         gaining = numpy.searchsorted(-self._density, -low / self._latency)
         bytes_dropped = numpy.minimum(self._nbytes[gaining], self._excess + high)
         idle = numpy.interp(bytes_dropped, self._nbytes, self._read)
@@ -190,7 +197,7 @@ class _PauseCurve:
 
 
 def _lower_hull(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The lower convex hull, by Andrew's monotone chain; of points with one x the lowest counts."""
+    """The lower convex hull, by Andrew's monotone chain; among points of equal x the lowest counts."""
     hull: list[tuple[float, float]] = []
     for x, y in sorted(points):
         if hull and hull[-1][0] == x:

@@ -1,35 +1,35 @@
 """A period that no plan can beat: the dual value of a linear relaxation, rounded down.
 
-The relaxation keeps what every plan obeys. Time is cut into phases: for each step the lead, in which a
-pass may also wait, and the read, which takes just its time. In each tier (the device, and behind it
-the host, counted together with the device) let, in bytes,
+The relaxation keeps only constraints that every plan obeys. Time is cut into two phases for each step: the
+lead, in which a pass may also wait, and the read, which takes just its time. There is a tier for the device,
+and a tier for the host behind it, which is counted together with the device. In each tier let, in bytes,
 
   kept[g]    of gap g between two reads of a group stay, so that the rest is copied again;
   over[k]    are kept over step k, which does not read them;
   early[k]   have arrived by the end of step k for later steps;
   lead[k], read[k]   are copied during the two phases of step k.
 
-Then, with indices around the pass:
+Then, where indices wrap around the pass:
 
   over[k] = over[k-1] + kept[gaps opened by k-1] - kept[gaps closed by k]
   early[k] = early[k-1] + lead[k] + read[k] - (size - kept)[gaps closed by k]
   early[k] >= read[k]                                  what step k reads is there when it begins
-  over[k] + early[k] <= room[k]                        beside what step k reads; and never more than
-                                                       the gaps over step k could use
+  over[k] + early[k] <= room[k]                        the memory left beside what step k reads, and
+                                                       never more than the gaps over step k could use
   lead[k] <= rate * (lead time + wait[k]),  read[k] <= rate * read time
 
-and the period is the compute plus the sum of all waits. A byte that a plan brings from the disk has
-left host and device; so the tier behind has the same constraints with the memory of both, at the rate
-of the disk, and keeps at least what the device keeps.
+and the period is the compute plus the sum of all waits. A byte that a plan brings from the disk is neither
+on the host nor on the device. So the tier of the host has the same constraints, with the memory of both and
+the rate of the disk, and it keeps at least what the device keeps.
 
-Any plan, of any number of passes, gives a solution: take the mean over its passes. Copies may be
-split at will, take no order and arrive in parts here, so the solution can be better than every plan.
+Any plan, of any number of passes, gives a solution: the mean over its passes. In the relaxation copies may be
+split at will, follow no order and arrive in parts, so its optimum can be better than every plan.
 
-Latency adds a pause for each copy, which takes time of the link in some phase. How many there are at least
-(`latency.py`) only holds for what repeats every pass, as a schedule does: over several passes
-nothing has to stay for good, and larger copies can take turns.
+Latency adds a pause for each copy, which takes time of the link in some phase. The least number of pauses
+(`latency.py`) only holds for plans that repeat every pass, as a schedule does: over several passes, no byte
+has to stay for good, and larger copies can take turns.
 
-What is reported is a dual objective, computed here from the solver's multipliers with every variable
+The reported bound is a dual objective, computed here from the solver's multipliers with every variable
 bounded: by weak duality it is a bound whatever the solver did. (The fluid relaxation of integrated
 prefetching and caching: Albers, Garg and Leonardi, J. ACM 47(6), 2000.)
 """
@@ -52,27 +52,27 @@ from penstock.schedule.space.pieces import Pieces
 from penstock.schedule.space.spans import Group
 
 MOST_STEPS = 4000
-"""Longer traces are cut to this many steps whose constraints count; to drop some only lowers the bound."""
+"""The most steps whose constraints count. Leaving out those of other steps can only lower the bound."""
 
 SECONDS = 60.0
-"""The solver's time, at most."""
+"""The most seconds that the solver may take."""
 
 
 _CUT = 8
-"""Spans that are no whole granules, at most, of which all sums are looked at."""
+"""The most spans that are no whole granules for which all sums of their sizes are looked at."""
 
 _FEW_GRANULES, _NEARLY_WHOLE = 12, 0.01
-"""Granules of refilled memory, at most, that are made a whole number; and how near to one it is whole."""
+"""The most granules of refilled memory that are rounded to a whole number, and the largest rounding error."""
 
 _MARGIN = 1e-9
-"""Share by which the reported value stays below the computed one: what floating point may have lost."""
+"""The share by which the reported bound stays below the computed one, for errors of floating point."""
 
 
 @dataclass(frozen=True)
 class Relaxation:
-    """The solution: a bound in ns, and of each gap the bytes that the device keeps in it.
+    """The solution of the relaxation: a bound in ns, and the bytes that the device keeps over each gap.
 
-    `shared_bytes` is the memory that is refilled, which no copy exceeds.
+    `shared_bytes` is the memory that is refilled during a pass; no copy is larger.
     """
 
     bound_ns: int
@@ -88,7 +88,7 @@ def tier_of(nbytes: int, hardware: Hardware, granule: int = 1) -> Tier:
 
 
 def usable_bytes(groups: Sequence[Group], granule: int, nbytes: int) -> int:
-    """The most of `nbytes` that spans can fill: whole granules, and the few spans that segments cut short."""
+    """The most of `nbytes` bytes that spans can fill: whole granules, and the few spans cut by segments."""
     cut = [span.nbytes % granule for group in groups for span in group.spans if span.nbytes % granule]
     if len(cut) > _CUT:
         return nbytes
@@ -97,7 +97,7 @@ def usable_bytes(groups: Sequence[Group], granule: int, nbytes: int) -> int:
 
 
 def relax(problem: Problem, pieces: Pieces, tiers: Sequence[Tier], which: int = 0) -> Relaxation | None:
-    """Solve the relaxation for trace number `which` of the problem; None where the solver fails.
+    """Solve the relaxation for trace number `which` of the problem; None if the solver fails in time.
 
     The first tier is the device's.
     """
@@ -124,10 +124,11 @@ def relax(problem: Problem, pieces: Pieces, tiers: Sequence[Tier], which: int = 
 
 
 def _solve_in_granules(program: LinearProgram, granule: int) -> tuple[float, numpy.ndarray] | None:
-    """The value of the dual, and the variables; None where the solver fails.
+    """The value of the dual, and the variables; None if the solver fails.
 
-    The memory that is refilled is a number of granules: where that is small, and the solution's lies
-    between two, the better of both sides counts.
+    The memory that is refilled is a whole number of granules. Where the solution has a small number that is
+    not whole, the program is solved again with at most the number below and with at least the number above,
+    and the better of the two solutions counts.
     """
     column, whole = program.columns(0).largest[0], granule / program.unit_bytes
     solved = _solve(program)
@@ -144,6 +145,7 @@ def _solve_in_granules(program: LinearProgram, granule: int) -> tuple[float, num
 
 
 def _solve(program: LinearProgram) -> tuple[float, numpy.ndarray] | None:
+    """The value of the dual, and the variables; None if the solver fails."""
     from scipy.optimize import linprog
 
     solution = linprog(
@@ -163,6 +165,7 @@ def _solve(program: LinearProgram) -> tuple[float, numpy.ndarray] | None:
 
 
 def _phases(gaps: Sequence[Gap], trace: Trace, wrap: Wrap) -> Phases:
+    """The checkpoints of a trace, spread evenly over its steps, and its gaps and times between them."""
     n = len(trace.steps)
     checkpoints = numpy.unique(numpy.linspace(0, n - 1, min(n, MOST_STEPS)).round().astype(int))
     twice = numpy.concatenate((checkpoints, checkpoints + n))

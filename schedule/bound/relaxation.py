@@ -13,19 +13,25 @@ if TYPE_CHECKING:
     import scipy.sparse
 
 APART = 4
-"""Sets of long reads whose pauses are counted apart: none, the longest, the two longest, and so on."""
+"""The number of sets of long reads whose pauses are counted apart from those of all other reads.
+
+The sets are: no read, the longest read, the two longest reads, and so on.
+"""
 
 _TIE = 1e-6
-"""Price of copying a byte, as a share of its copying time, so that of equal solutions one copies least."""
+"""The price of copying a byte, as a share of its copying time.
+
+Among solutions of equal period, the solver then finds one that copies the fewest bytes.
+"""
 
 
 @dataclass(frozen=True)
 class Tier:
-    """Memory that holds weights, and the link that fills it: bytes, and nanoseconds a byte.
+    """Memory that holds weights, in bytes, and the link that fills it, in nanoseconds a byte.
 
-    `nbytes` is the memory of this tier and of all before it, `granule` the least that one copy brings. Fixed
-    addresses can force more: `least_copied` bytes are copied in every pass, and a copy of each group brings
-    `most_at_once` bytes at most, where that is known.
+    `nbytes` is the memory of this tier and of all tiers before it, and `granule` the fewest bytes that one
+    copy brings. Two fields say what fixed addresses force: at least `least_copied` bytes are copied in every
+    pass, and a copy of a group brings at most `most_at_once[group]` bytes (None: as many as there are).
     """
 
     nbytes: int
@@ -38,10 +44,11 @@ class Tier:
 
 @dataclass(frozen=True)
 class Phases:
-    """The trace at its checkpoints; a gap is open over those from `first` up to, not with, `last`.
+    """The trace at its checkpoints, which are the steps whose constraints count.
 
-    `first` and `last` count through two passes. Times are those in which copies may go on, in ns:
-    before the read of each checkpoint, since the read of the one before, and during it.
+    Gap g is open over the checkpoints from `first[g]` to `last[g]`, the latter excluded; these numbers count
+    through two passes. `lead_ns` and `read_ns` are the times in which copies may go on: between the read of
+    the checkpoint before and the read of each checkpoint, and during its read.
     """
 
     checkpoints: numpy.ndarray
@@ -56,11 +63,11 @@ class Phases:
 
     @property
     def complete(self) -> bool:
-        """Whether every step is a checkpoint."""
+        """True if every step is a checkpoint."""
         return int(self.checkpoints[-1]) + 1 == self.count
 
     def covered(self, sizes: numpy.ndarray) -> numpy.ndarray:
-        """Bytes of all gaps that are open over each checkpoint."""
+        """The bytes of all gaps that are open over each checkpoint, if gap g has `sizes[g]` bytes."""
         change = numpy.zeros(2 * self.count + 1)
         numpy.add.at(change, self.first, sizes)
         numpy.add.at(change, self.last, -sizes)
@@ -70,7 +77,7 @@ class Phases:
 
 
 class _Rows:
-    """Constraints in the making: a sparse matrix and its right-hand side."""
+    """Constraints under construction: the entries of a sparse matrix, and its right-hand side."""
 
     def __init__(self, columns: int) -> None:
         self.columns = columns
@@ -79,14 +86,14 @@ class _Rows:
         self._limits: list[numpy.ndarray] = []
 
     def add(self, limits: numpy.ndarray) -> numpy.ndarray:
-        """New rows with these right-hand sides."""
+        """Add a row for each of these right-hand sides, and return the numbers of the new rows."""
         rows = numpy.arange(self.count, self.count + len(limits))
         self.count += len(limits)
         self._limits.append(limits)
         return rows
 
     def put(self, rows: numpy.ndarray, columns: numpy.ndarray, value: float | numpy.ndarray) -> None:
-        """Add `value`, or one value each, at each (row, column)."""
+        """Add an entry at each pair of row and column: `value`, or the element of it at that place."""
         self._entries.append((rows, columns, numpy.broadcast_to(value, len(columns)).astype(float)))
 
     def limits(self) -> numpy.ndarray:
@@ -101,7 +108,12 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Columns:
-    """The variables of a tier: by gap, by group, by checkpoint, and two single ones."""
+    """The columns of a tier's variables in the linear program.
+
+    `kept` has one for each gap, and `resident` one for each group (and unused ones up to the number of gaps).
+    `spent` has APART columns, and `pause` and `largest` have one each. The others have one for each
+    checkpoint.
+    """
 
     kept: numpy.ndarray
     resident: numpy.ndarray
@@ -118,7 +130,10 @@ class _Columns:
 
 
 class LinearProgram:
-    """The linear program in units near 1, and the value of its dual."""
+    """The linear program, in units that keep its numbers near 1, and the value of its dual.
+
+    Bytes are counted in multiples of `unit_bytes`, and times in multiples of `unit_ns` nanoseconds.
+    """
 
     def __init__(
         self, sizes: numpy.ndarray, needed: numpy.ndarray, phases: Phases, tiers: Sequence[Tier]
@@ -145,12 +160,13 @@ class LinearProgram:
             self._add_tier(tier)
 
     def close(self) -> None:
-        """All constraints are there."""
+        """Build the matrices and the bounds, once all constraints have been added."""
         self.equal, self.equal_values = self.equals.matrix(), self.equals.limits()
         self.upper, self.upper_limits = self.at_most.matrix(), self.at_most.limits()
         self.bounds = self._bounds()
 
     def columns(self, tier: int) -> _Columns:
+        """The columns of the variables of tier number `tier`."""
         g, m = len(self.sizes), self.phases.count
         edges = itertools.accumulate(
             (g, g, m, m, m, m, m, m, m, 1, APART, 1), initial=tier * self._tier_columns
@@ -158,7 +174,10 @@ class LinearProgram:
         return _Columns(*(numpy.arange(a, b) for a, b in itertools.pairwise(edges)))
 
     def dual_value(self, inequalities: numpy.ndarray, equalities: numpy.ndarray) -> float:
-        """The least of the Lagrangian within the variables' bounds, for these multipliers."""
+        """The minimum of the Lagrangian over all variables within their bounds, for these multipliers.
+
+        By weak duality it is a lower bound of the program's optimum for any multipliers.
+        """
         multipliers = numpy.minimum(inequalities, 0.0)
         reduced = self.cost - self.upper.T @ multipliers - self.equal.T @ equalities
         low, high = self.bounds.T
@@ -170,12 +189,13 @@ class LinearProgram:
         self._add_limits(tier)
 
     def _add_flow(self, tier: int) -> None:
-        """What is kept over each checkpoint, and what has arrived early."""
+        """Add the equations of the bytes kept over each checkpoint and of those that have arrived early."""
         its, equal, phases, m = self.columns(tier), self.equals, self.phases, self.phases.count
         begins, ends = phases.first % m, phases.last % m
 
         rows = equal.add(numpy.zeros(m))
-        spans_first = (phases.first <= m) & (phases.last > m)  # the first checkpoint, in the second pass
+        # The gaps that are open over the first checkpoint of the next pass.
+        spans_first = (phases.first <= m) & (phases.last > m)
         equal.put(rows, its.over, 1.0)
         equal.put(rows[1:], its.over[:-1], -1.0)
         equal.put(rows[begins[begins > 0]], its.kept[begins > 0], -1.0)
@@ -190,7 +210,7 @@ class LinearProgram:
         equal.put(rows[ends], its.kept, -1.0)
 
     def _add_limits(self, tier: int) -> None:
-        """What memory and link allow."""
+        """Add the inequalities that memory and link impose."""
         its, upper, phases = self.columns(tier), self.at_most, self.phases
         rows = upper.add(numpy.zeros(phases.count))
         upper.put(rows, its.read, 1.0)
@@ -217,7 +237,7 @@ class LinearProgram:
             upper.put(rows, its.kept, -1.0)
 
     def _bounds(self) -> numpy.ndarray:
-        """Bounds of all variables that leave an optimum: no step waits longer than for all copies."""
+        """Bounds of all variables within which an optimum lies: no step waits longer than all copies take."""
         total = float(self.sizes.sum())
         bounds = numpy.zeros((self.at_most.columns, 2))
         bounds[:, 1] = total

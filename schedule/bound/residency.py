@@ -1,7 +1,7 @@
-"""Which spans of a paged arena stay on the device, for each gap between two reads: keep, or copy again.
+"""The choice of which spans stay on the device in each gap between two reads, and which are copied again.
 
-A gap reaches from one read of a group of spans to the next; the last of a pass reaches into the
-next pass. Keeping it costs memory at the steps inside it and saves one copy.
+A gap reaches from one read of a group of spans to the next read; the last gap of a pass reaches into the next
+pass. Keeping spans over a gap costs memory at the steps inside it and saves one copy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from penstock.schedule.space.spans import Group
 
 @dataclass(frozen=True)
 class Gap:
-    """From the read at step `opens` to the next, at `closes` (n more than the step when it wraps)."""
+    """The time from the read of a group at step `opens` to its next read, at step `closes`.
+
+    `closes` counts on into the next pass: a step k there is n + k, where a pass has n steps.
+    """
 
     group: int
     opens: int
@@ -27,12 +30,12 @@ class Gap:
 
     @property
     def inside(self) -> int:
-        """Steps at which the spans are on the device only because they are kept."""
+        """The number of steps at which the spans are on the device only if they are kept over the gap."""
         return self.closes - self.opens - 1
 
 
 def gaps_of(groups: Sequence[Group], trace: Trace, *, which: int = 0) -> tuple[Gap, ...]:
-    """The gaps of every group that trace number `which` reads and that may be dropped at all."""
+    """The gaps of every group that trace number `which` reads and that a plan may drop."""
     n = len(trace.steps)
     return tuple(
         Gap(index, opens, closes)
@@ -43,7 +46,7 @@ def gaps_of(groups: Sequence[Group], trace: Trace, *, which: int = 0) -> tuple[G
 
 
 def needed_bytes(groups: Sequence[Group], steps: int, *, which: int = 0) -> list[int]:
-    """Bytes that must be on the device at each step: what it reads, and what is always kept."""
+    """Bytes that must be on the device at each step: the groups that it reads, and those always kept."""
     needed = [sum(group.nbytes for group in groups if group.kept)] * steps
     for group in groups:
         for k in () if group.kept else group.reads[which]:
@@ -52,7 +55,7 @@ def needed_bytes(groups: Sequence[Group], steps: int, *, which: int = 0) -> list
 
 
 class Residency:
-    """Counts the memory of one pass of a trace, and rounds what is kept over each gap to whole spans."""
+    """Counts the memory of one pass of a trace, and rounds the bytes kept over each gap to whole spans."""
 
     def __init__(self, groups: Sequence[Group], gaps: Sequence[Gap], needed: Sequence[int]) -> None:
         self.groups = groups
@@ -62,11 +65,12 @@ class Residency:
         self._closes = numpy.array([gap.closes for gap in gaps], dtype=numpy.int64)
 
     def rounded(self, kept: Sequence[float], *, quantum: int = 0) -> list[int]:
-        """Leading spans to keep over each gap, near to `kept` bytes.
+        """The number of leading spans to keep over each gap, so that about `kept` bytes are kept.
 
-        In the order of their closing steps each gap makes up for what was rounded before it, so that sums
-        over neighbours stay close. Gaps of less than `quantum` bytes are copied whole or not at all, in runs
-        of about that many bytes: one copy can then bring a run.
+        Gaps are rounded in the order of their closing steps. Each one makes up for the rounding error of
+        those before it, so that sums over neighbouring gaps stay close. Gaps of less than `quantum` bytes are
+        copied whole or not at all, in runs of about `quantum` bytes, so that one copy can bring a run. Larger
+        gaps are copied in multiples of `quantum` bytes.
         """
         gaps, steps = self.gaps, len(self.needed)
         counts = [0] * len(gaps)
@@ -89,19 +93,20 @@ class Residency:
         return counts
 
     def held(self, counts: Sequence[int]) -> numpy.ndarray:
-        """Bytes on the device at each step when transfers arrive just in time."""
+        """Bytes on the device at each step if `counts` spans are kept and transfers arrive just in time."""
         total: numpy.ndarray = self.needed + self._profile(range(len(self.gaps)), counts)
         return total
 
     def held_bytes(self, kept: Sequence[float]) -> numpy.ndarray:
-        """As `held`, of bytes kept over each gap."""
+        """Bytes on the device at each step, as `held` counts them, if gap g keeps `kept[g]` bytes."""
         total: numpy.ndarray = self.needed + self._over(numpy.arange(len(self.gaps)), numpy.array(kept))
         return total
 
     def trim(self, counts: Sequence[int], kept: Sequence[float], limit: int) -> list[int]:
-        """Fewer spans over some gaps, so that no step holds more than `limit` bytes, or what it needs itself.
+        """The counts, lowered so that no step holds more than `limit` bytes, or more than it needs itself.
 
-        Where a step holds too much, spans leave first from gaps that have more than their `kept` bytes.
+        Where a step holds too much, the count is lowered first at the gap whose spans exceed its `kept` bytes
+        by most.
         """
         counts = list(counts)
         held, steps = self.held(counts), len(self.needed)
@@ -124,10 +129,11 @@ class Residency:
         return counts
 
     def _short(self, gap: int, counts: Sequence[int], kept: Sequence[float]) -> float:
+        """Bytes that the spans kept over a gap lack of its `kept` bytes; negative if they have more."""
         return kept[gap] - self.groups[self.gaps[gap].group].bytes_of_first[counts[gap]]
 
     def _profile(self, gaps: Sequence[int], counts: Sequence[int]) -> numpy.ndarray:
-        """Bytes held at each step only because these gaps keep that many spans."""
+        """Bytes held at each step only because each of these gaps keeps its count of spans."""
         which = numpy.fromiter(gaps, dtype=numpy.int64, count=len(gaps))
         nbytes = numpy.array(
             [
@@ -139,6 +145,7 @@ class Residency:
         return self._over(which, nbytes)
 
     def _over(self, which: numpy.ndarray, nbytes: numpy.ndarray) -> numpy.ndarray:
+        """Bytes held at each step only because these gaps keep `nbytes` each."""
         steps = len(self.needed)
         change = numpy.zeros(2 * steps + 1, dtype=nbytes.dtype)
         numpy.add.at(change, self._opens[which] + 1, nbytes)

@@ -1,11 +1,11 @@
 """The event graph of a schedule, its steady period, and when everything happens from a cold start.
 
-Events are the end of each step's read, the end of each transfer, the end of what the disk reads for
-it, and the start of the call. An
-event happens at the maximum over its incoming edges of (source's time + weight), where an edge of
-height 1 refers to the pass before: a linear system over the (max, +) semiring. Its period, what
-one more pass costs in the limit, is the maximum over all cycles of weight over height. (Baccelli,
-Cohen, Olsder and Quadrat, Synchronization and Linearity, 1992, chapters 2 and 3.)
+The events of a pass are the end of each step's read, the end of each transfer, the end of each read of the
+disk, and the start of the call. An event happens at the maximum, over its incoming edges, of the time of the
+edge's source plus the edge's weight. The source of an edge of height 1 is an event of the pass before. This
+is a linear system over the (max, +) semiring. Its period, which is what one more pass costs in the limit, is
+the maximum of weight over height among all cycles. (Baccelli, Cohen, Olsder and Quadrat, Synchronization and
+Linearity, 1992, chapters 2 and 3.)
 """
 
 from __future__ import annotations
@@ -24,18 +24,22 @@ Edge = tuple[int, int, int, int]
 """Source, target, weight in ns, height in passes."""
 
 _SETTLING = 24
-"""Passes before the steady ones: transients end when the link has caught up, usually in two."""
+"""Passes that are simulated before the steady ones: the link usually settles within two passes."""
 
 _WINDOW = 12
-"""Passes over which the steady period is taken: a multiple of 1, 2, 3, 4 and 6, after which it repeats."""
+"""Passes over which the steady period is averaged.
+
+Steady times repeat after a few passes; this number is a multiple of 1, 2, 3, 4 and 6.
+"""
 
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Nanoseconds since the first call began, of one pass: (start, end) of reads and of transfers.
+    """The times of one pass, in nanoseconds since the first call began: a pair (start, end) for each event.
 
-    A read starts when its lead has ended and its spans are there. `transfers` are those issued
-    for this pass, some of them during the pass before; `stages` what the disk reads for them, in order.
+    A read starts when the lead of its step has ended and its spans have arrived. `transfers` are those for
+    the reads of this pass, some of which start during the pass before. `stages` are the reads of the disk for
+    these transfers, in order.
     """
 
     call_start: int
@@ -47,8 +51,8 @@ class PassTimes:
 def build_graph(trace: Trace, schedule: Schedule, hardware: Hardware, wrap: Wrap) -> networkx.DiGraph:
     """The event graph with attributes `weight` (ns) and `height` (passes, 0 or 1) on its edges.
 
-    Nodes are ("step", k), the end of its read; ("transfer", i), its end; ("call", 0), the moment at
-    which a pass begins; and ("stage", q), the end of the disk's q-th read.
+    The nodes are ("step", k), the end of the read of step k; ("transfer", i), the end of transfer i;
+    ("call", 0), the moment at which a pass begins; and ("stage", q), the end of the disk's q-th read.
     """
     import networkx
 
@@ -66,12 +70,12 @@ def build_graph(trace: Trace, schedule: Schedule, hardware: Hardware, wrap: Wrap
 def steady_period_ns(trace: Trace, schedule: Schedule, hardware: Hardware, wrap: Wrap) -> int:
     """The exact maximum cycle ratio of the event graph, rounded up to whole nanoseconds.
 
-    Lawler's parametric search, driven by the cycles that are found (Lawler, Combinatorial
+    This is Lawler's parametric search, driven by the cycles that are found (Lawler, Combinatorial
     Optimization, 1976, section 3.13; compared with Howard's algorithm and others by Dasdan, ACM
-    TODAES 9(4), 2004): with every edge worth den * weight - num * height for a ratio num / den that
-    some cycle has, longest paths either settle, and then no cycle has more, or their predecessors
-    close a cycle that has. Every ratio is that of a real cycle and each is larger than the
-    last, so this ends, and it is exact in integers.
+    TODAES 9(4), 2004). For a ratio num / den that some cycle has, every edge is worth
+    den * weight - num * height. Either the longest paths settle, and no cycle has a larger ratio; or
+    their predecessors close a cycle that has a larger one, with which the search goes on. Every ratio is
+    that of a real cycle and larger than the last, so the search ends, and it is exact in integers.
 
     Raises:
         PlanError: transfers and steps wait for each other within one pass.
@@ -94,10 +98,13 @@ def steady_period_ns(trace: Trace, schedule: Schedule, hardware: Hardware, wrap:
 def simulate(
     trace: Trace, schedule: Schedule, hardware: Hardware, wrap: Wrap, passes: int
 ) -> tuple[PassTimes, ...]:
-    """When every read and transfer of the first passes starts and ends.
+    """The times at which every read and transfer of the first `passes` passes starts and ends.
 
-    At time 0 the first call begins, what is resident is on the device, and nothing else is: the
-    transfers that a pass has in flight when its call begins start then, too.
+    At time 0 the first call begins, and only the resident ranges are on the device. Transfers that a steady
+    pass has in flight when its call begins start at time 0, too.
+
+    Raises:
+        PlanError: transfers and steps wait for each other within one pass.
     """
     edges = list(_edges(trace, schedule, hardware, wrap))
     steps, transfers = trace.steps, schedule.transfers
@@ -132,10 +139,10 @@ def simulate(
 
 @dataclass(frozen=True)
 class Simulation:
-    """The first and a steady pass of a schedule, and how long they take.
+    """The first pass and a steady pass of a schedule, and how long they take.
 
-    `first_ns` is the first pass, from a cold start to the next call; `period_ns` one more pass in the steady
-    state, rounded up.
+    `first_ns` is the time from a cold start to the start of the second call. `period_ns` is what one more
+    pass costs in the steady state, rounded up.
     """
 
     first: PassTimes
@@ -145,14 +152,14 @@ class Simulation:
 
 
 def settle(trace: Trace, schedule: Schedule, hardware: Hardware, wrap: Wrap) -> Simulation:
-    """Simulate passes until they are steady."""
+    """Simulate a fixed number of passes, after which they are steady as a rule."""
     passes = simulate(trace, schedule, hardware, wrap, _SETTLING + _WINDOW + 1)
     period = -(-(passes[-1].call_start - passes[-1 - _WINDOW].call_start) // _WINDOW)
     return Simulation(passes[0], passes[-2], passes[1].call_start - passes[0].call_start, period)
 
 
 def stalls_of(trace: Trace, times: PassTimes) -> list[int]:
-    """Nanoseconds that each step of a pass waits for what it reads."""
+    """Nanoseconds for which each step of a pass waits for the spans that it reads."""
     ended, found = times.call_start, []
     for step, (start, end) in zip(trace.steps, times.reads, strict=True):
         found.append(start - ended - step.lead_ns)
@@ -161,9 +168,10 @@ def stalls_of(trace: Trace, times: PassTimes) -> list[int]:
 
 
 def _edges(trace: Trace, schedule: Schedule, hardware: Hardware, wrap: Wrap) -> Iterator[Edge]:
-    """Steps are numbered from 0, then the transfers, the start of the call, and the disk's reads.
+    """Yield the edges of the event graph, with events as numbers.
 
-    Transfers run in issue order, so a step waits for the last of its own only.
+    The steps are numbered from 0, and then the transfers, the start of the call, and the reads of the disk.
+    Transfers run in issue order, so a step waits only for the last of the transfers made for it.
     """
     steps, transfers = trace.steps, schedule.transfers
     n, m = len(steps), len(transfers)
@@ -187,10 +195,14 @@ def _edges(trace: Trace, schedule: Schedule, hardware: Hardware, wrap: Wrap) -> 
 
 
 def _stage_edges(schedule: Schedule, hardware: Hardware, n: int) -> Iterator[Edge]:
-    """The disk reads in order, each once what was read too long before it to fit beside it is copied."""
+    """Yield the edges of the disk's reads, which are numbered after the `n` steps, transfers and call.
+
+    The disk reads in order. A read starts when the bytes of earlier reads that do not fit into the ring
+    beside its own have been copied to the device. A transfer starts when its bytes have been read.
+    """
     staged = _staged(schedule)
     sizes, first, count = [schedule.staged[i] for i in staged], n + len(schedule.transfers) + 1, len(staged)
-    back, held = 0, 0  # reads `back` to q, counted on from the pass before, are in the ring together
+    back, held = 0, 0  # reads `back - count` to q, which may be of the pass before, are in the ring together
     for q in range(-count, count):
         held += sizes[q]
         while held > schedule.staging_bytes or q - (back - count) >= count:
@@ -206,17 +218,21 @@ def _stage_edges(schedule: Schedule, hardware: Hardware, n: int) -> Iterator[Edg
 
 
 def _staged(schedule: Schedule) -> list[int]:
-    """The transfers for which the disk reads something."""
+    """The indices of the transfers for which the disk reads bytes."""
     return [i for i, nbytes in enumerate(schedule.staged) if nbytes]
 
 
 def _count(trace: Trace, schedule: Schedule) -> int:
-    """Events of a pass."""
+    """The number of events of a pass."""
     return len(trace.steps) + len(schedule.transfers) + 1 + len(_staged(schedule))
 
 
 def _topological_order(edges: list[Edge], count: int, graph: int) -> list[int]:
-    """Events in an order in which one pass can happen."""
+    """The events in an order in which one pass can happen, by the edges of height 0.
+
+    Raises:
+        PlanError: events wait for each other within one pass.
+    """
     waiting = [0] * count
     following: list[list[int]] = [[] for _ in range(count)]
     for source, target, _, height in edges:
@@ -240,8 +256,8 @@ def _topological_order(edges: list[Edge], count: int, graph: int) -> list[int]:
 def _heavier_cycle(edges: list[Edge], count: int, weight: int, height: int) -> list[Edge] | None:
     """A cycle with more than weight / height, or None when there is none.
 
-    Longest paths by relaxation in topological order (Bellman and Ford): a sweep carries them as far
-    as the next edge of height 1, of which a path without cycles has few.
+    The search computes longest paths by relaxation in topological order (Bellman and Ford). One sweep carries
+    the paths up to the next edge of height 1, of which a path without cycles has few.
     """
     worth = [(s, t, height * w - weight * h, e) for e, (s, t, w, h) in enumerate(edges)]
     length = [0] * count

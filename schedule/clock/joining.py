@@ -1,7 +1,9 @@
-"""Joining neighbouring copies saves a latency, but the first bytes then wait for the room of the last.
+"""Ways to join neighbouring copies.
 
-`in_sizes` joins up to a size. `Joiner.fastest` goes through the copies of two passes and works out, for each
-way to cut them, when link and compute would be done; everywhere it keeps the ways that are ahead in either.
+Joining two copies saves a latency, but the first bytes then wait until there is memory for the last bytes.
+`in_sizes` joins copies up to a size. `Joiner.fastest` goes through the copies of two passes and works out,
+for each way to cut them into copies, when the link and the compute would be done; at each place it keeps the
+ways that are ahead in one of the two.
 """
 
 from __future__ import annotations
@@ -13,16 +15,16 @@ from typing import NamedTuple
 from penstock.schedule.facts.model import Hardware, Trace, Transfer
 
 MERGED_BYTES = 1 << 30
-"""Neighbouring spans are copied together up to this size.
+"""Neighbouring spans are copied together up to this size in bytes, since each copy pays a latency.
 
-Each copy pays a latency. Readers share one in pieces of their own.
+The threads that read files divide a copy among themselves, in smaller pieces.
 """
 
 
 def in_sizes(pieces: Sequence[Transfer], most: int, breaks: Collection[int]) -> list[Transfer]:
-    """Neighbours of up to `most` bytes joined, where all may start before the step of the first.
+    """Join neighbouring transfers up to `most` bytes, where all may start before the step of the first runs.
 
-    Those that may start at one time are joined whatever their size.
+    Neighbours that may start at the same time are joined up to MERGED_BYTES.
     """
     joined: list[Transfer] = []
     for piece in pieces:
@@ -36,13 +38,16 @@ def in_sizes(pieces: Sequence[Transfer], most: int, breaks: Collection[int]) -> 
 
 
 def _follows(last: Transfer, piece: Transfer, breaks: Collection[int]) -> bool:
+    """Tell whether `piece` may become the end of transfer `last`."""
     return piece.start == last.stop and piece.start not in breaks and piece.after < last.step
 
 
 class _Way(NamedTuple):
-    """The copies up to some piece, cut in one way: when the link and the steps before that piece are done.
+    """One way to join the first `pieces` pieces into copies, and the times that follow from it.
 
-    `step` is the last that had to wait for a copy, or could have, and `ended_ns` when it ended.
+    The link is done with these copies at `link_ns`, and the step of the next piece would begin at `steps_ns`.
+    `step` is the last step that may have waited for a copy, -1 if it is not known, and `ended_ns` its end.
+    `before` is the same way without its last copy.
     """
 
     link_ns: int
@@ -64,10 +69,10 @@ class Joiner:
         each = [step.lead_ns + step.read_ns for step in trace.steps]
         second = [each[0] + between, *each[1:]] if each else []
         self._ended_ns = list(itertools.accumulate((*each, *second), initial=0))
-        """When each step of two passes begins if none ever waits, and when the last ends."""
+        """The times at which the steps of two passes begin if none waits, and at which the last one ends."""
 
     def fastest(self, pieces: Sequence[Transfer]) -> list[Transfer]:
-        """The pieces of one pass joined as the best way found joins them in its second pass."""
+        """Join the pieces of one pass as the best way found joins them in the second of two passes."""
         m, n = len(pieces), self._steps
         if not m:
             return []
@@ -81,7 +86,7 @@ class Joiner:
         return self._cut(pieces, last)
 
     def _extend(self, way: _Way, twice: Sequence[Transfer], end: int, ways: list[list[_Way]]) -> None:
-        """All ways that follow with one copy more, of pieces up to `end`."""
+        """Add all ways to `ways` that extend a way by one copy, which brings no piece from `end` on."""
         first = twice[way.pieces]
         stop, ended = first.start, self._ended_ns
         begins, read_ns = ended[first.step], self._read_ns[first.step % self._steps]
@@ -104,7 +109,7 @@ class Joiner:
             ways[index + 1].append(_Way(link_ns, steps_ns, first.step, done_ns, way, index + 1))
 
     def _ended(self, way: _Way | None, step: int) -> int:
-        """When a step ends of which all copies are on the way."""
+        """The time at which a step ends, if the copies of a way are all that it may wait for."""
         if step < 0:
             return 0
         while way is not None:
@@ -114,6 +119,7 @@ class Joiner:
         return self._ended_ns[step + 1]
 
     def _cut(self, pieces: Sequence[Transfer], last: _Way) -> list[Transfer]:
+        """The transfers of one pass, joined as way `last` joins the pieces of its second pass."""
         edges = []
         way: _Way | None = last
         while way is not None and way.pieces >= len(pieces):
@@ -126,7 +132,7 @@ class Joiner:
 
 
 def _best(ways: list[_Way]) -> list[_Way]:
-    """The first on the link, the first in the compute, and the best in the sum of both."""
+    """The ways with the least time of the link, with the least time of the steps, and with the least sum."""
     if len(ways) < 2:
         return ways
     chosen = (

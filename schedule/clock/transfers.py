@@ -1,8 +1,9 @@
-"""Transfers of a paged arena from its residency: in order of deadline, each as early as there is room for it.
+"""The transfers of a paged arena, which follow from its residency.
 
-In the steady state, the arena holds what crosses the boundary of the pass, plus what has been
-copied, minus what has been dropped. A transfer may start after the first step by whose end enough
-has been dropped for it and for everything before it on the link.
+Transfers are issued in the order of the steps that need them, and each starts as soon as there is memory for
+it. In the steady state the arena holds what crosses the boundary of the pass, plus what has been copied,
+minus what has been dropped. A transfer may start after the first step by whose end enough has been dropped to
+make room for it and for all transfers issued before it.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from penstock.schedule.facts.model import Drop, Range, Transfer
 from penstock.schedule.space.spans import Group, merged
 
 Join = Callable[[Sequence[Transfer]], Iterable[Transfer]]
-"""Puts neighbours among the transfers of a pass together."""
+"""A function that joins neighbours among the transfers of a pass."""
 
 
 @dataclass(frozen=True)
 class Holding:
-    """What leaves the device when, what it holds between passes, and the most that it ever holds."""
+    """The drops of a pass, the ranges held between passes, and the most bytes that are ever held."""
 
     drops: tuple[Drop, ...]
     boundary: tuple[Range, ...]
@@ -36,7 +37,8 @@ class Holding:
 class Streaming:
     """What moves in one pass, before its times are known.
 
-    The transfers decide the period; `holding` is worked out only when it is asked for.
+    The period follows from the transfers alone, so `holding` is worked out by `follow` only when it is asked
+    for.
     """
 
     transfers: tuple[Transfer, ...]
@@ -44,14 +46,16 @@ class Streaming:
 
     @cached_property
     def holding(self) -> Holding:
+        """What the arena holds while these transfers run."""
         return self.follow()
 
 
 class Loads:
-    """Every copy that a trace could need, one row for each span and gap, in issue order.
+    """Every copy that a trace could need: one row for each span and gap, in issue order.
 
-    A row is a copy for step `step` of a span that was dropped, at the earliest, at the end of step
-    `dropped` (negative: of the pass before).
+    The row is the copy of a span for step `step`, after the span was dropped. The earliest that it can be
+    dropped is the end of step `dropped`, which is negative for a step of the pass before. The columns are
+    arrays with one element a row.
     """
 
     def __init__(
@@ -83,12 +87,12 @@ class Loads:
         self.breaks = breaks
 
     def after_first(self, counts: Sequence[int]) -> numpy.ndarray:
-        """The rows of all spans but the leading `counts[g]` of each gap g."""
+        """The mask of the rows of all spans except the leading `counts[g]` spans of each gap g."""
         rows: numpy.ndarray = self.number >= numpy.array(counts, dtype=numpy.int64)[self.gap]
         return rows
 
     def never_in(self, rows: numpy.ndarray) -> numpy.ndarray:
-        """For each span whether none of these rows copies it."""
+        """A mask over all spans: true for those that none of these rows copies."""
         never = numpy.ones(len(self.spans), dtype=bool)
         never[self.span[rows]] = False
         return never
@@ -96,11 +100,12 @@ class Loads:
     def stream(
         self, rows: numpy.ndarray, resident: numpy.ndarray, *, cap: int, early: int, join: Join | None = None
     ) -> Streaming:
-        """Transfers and drops when the chosen `rows` are copied, in `cap` bytes.
+        """The transfers and drops that copy the chosen `rows` in `cap` bytes of memory.
 
-        `resident` says of each span whether it never leaves. Only transfers for steps up to `early` may
-        start before the pass does. The memory that each step needs by itself must be within `cap`. `join`
-        puts neighbours together.
+        `rows` is a mask over the rows, and `resident` a mask over the spans that never leave. Only transfers
+        for steps up to `early` may start before the pass does. The memory that each step needs by itself must
+        be within `cap`. `join` joins neighbouring transfers; without it, only those with equal step and
+        `after` are joined.
         """
         nbytes, dropped = self.nbytes[rows], self.dropped[rows]
         crossing = ~rows & (self.dropped < 0) & ~resident[self.span]
@@ -128,7 +133,7 @@ class Loads:
         return Streaming(transfers, follow)
 
     def _merged(self, rows: numpy.ndarray, after: numpy.ndarray) -> tuple[Transfer, ...]:
-        """One transfer for neighbours with one step that may start at one time."""
+        """Make one transfer of neighbouring rows for the same step that may start at the same time."""
         result: list[Transfer] = []
         columns = (self.start[rows], self.stop[rows], self.step[rows], after)
         start = stop = step = earliest = -1
@@ -145,6 +150,7 @@ class Loads:
         return tuple(result)
 
     def _drops(self, row: numpy.ndarray) -> tuple[Drop, ...]:
+        """The drops of the spans that the chosen rows copy again, by step."""
         spans: dict[int, list[Range]] = {}
         columns = (self.dropped[row] % self.steps, self.start[row], self.stop[row])
         for step, start, stop in zip(*(column.tolist() for column in columns), strict=True):
@@ -154,7 +160,7 @@ class Loads:
         )
 
     def _peak(self, base: int, freed: numpy.ndarray, transfers: Sequence[Transfer]) -> int:
-        """The most bytes that any step finds on the device or on their way to it."""
+        """The most bytes that are on the device, or on their way to it, during any step."""
         after = numpy.array([t.after for t in transfers], dtype=numpy.int64)
         copied = numpy.array([t.stop - t.start for t in transfers], dtype=numpy.int64)
         copied = numpy.concatenate(([0], copied.cumsum()))

@@ -1,1 +1,1 @@
-"""The vocabulary: what is known of programs and machines, and what a plan consists of."""
+"""The vocabulary that all rooms share: facts of programs and machines, and the decisions of a plan."""

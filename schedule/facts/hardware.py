@@ -1,8 +1,9 @@
-"""How long work takes on a machine, and machines that one does not have, from public figures.
+"""Times of work modelled for a machine, and presets of machines from public figures.
 
-Rates of products and memory are the vendors' peaks (dense bfloat16 or float16, accumulated in float32).
-What kernels reach is less, so modelled compute is at its shortest and streaming is never flattered.
-Links are what copies from pinned memory were reported to reach, in one direction.
+The presets let people plan for machines that they do not have. Rates of matrix products and of memory are the
+vendors' peaks (dense bfloat16 or float16, accumulated in float32). Kernels reach less, so modelled compute is
+the shortest possible, and less copying hides behind it than in reality. Rates of links are those that copies
+from pinned memory were reported to reach, in one direction.
 
 - t4: NVIDIA T4 data sheet: 65 TFLOPS, 320 GB/s, 16 GB, PCIe 3.0 x16 (15.8 GB/s of which 12 are reached).
 - l4: NVIDIA L4 data sheet: 242 TFLOPS with sparsity, 300 GB/s, 24 GB, PCIe 4.0 x16.
@@ -15,20 +16,21 @@ Links are what copies from pinned memory were reported to reach, in one directio
   direction, of which public threads report 342.
 - mi300x: AMD Instinct MI300X data sheet: 1307 TFLOPS, 5300 GB/s, 192 GB, PCIe 5.0 x16.
 - PCIe: 25 GB/s of the 31.5 of a 4.0 x16 slot and 55 of the 63 of a 5.0 x16 slot are what public
-  threads report from pinned memory. 5 us is the usual order of what one copy costs beside its bytes
-  when the next ones are queued behind it.
+  threads report from pinned memory. A copy costs about 5 us beside its bytes when the next copies are queued
+  behind it.
 - laptop: eight cores with AVX2 at 3.5 GHz (0.9 TFLOPS in float32), DDR5-5600 in two channels (90 GB/s), an
   NVMe disk behind PCIe 4.0 x4 that reads 7 GB/s. server: 64 cores with AVX-512 bfloat16 at 2.5 GHz,
   DDR5-4800 in twelve channels (461 GB/s), an NVMe disk behind PCIe 5.0 x4 that reads 14 GB/s. A read costs
   20 us beside its bytes when others are in flight, and the disks need 8 MiB in flight.
-- Hosts, which compute what a device does not hold where policies are compared. desktop (rtx4090, rtx5090): 16
+- Hosts of devices, for the policy that computes on the host what does not fit. desktop (rtx4090, rtx5090): 16
   cores with AVX2 at 4.5 GHz (2.3 TFLOPS in float32), DDR5-5600 in two channels, 64 GB. grace (gh200): NVIDIA
-  Grace data sheet, half of its two chips: 7.1 TFLOPS in float32, 500 GB/s, 480 GB. Others have the server.
+  Grace data sheet, half of its two chips: 7.1 TFLOPS in float32, 500 GB/s, 480 GB. All other devices have the
+  server.
 - The least time of a kernel. On a device: short kernels took 3.4 us each in a graph, and 3.8 us when launched
   one by one, on a V100 (NVIDIA's developer blog, Getting Started with CUDA Graphs, 2019). On a CPU: torch
   2.13 took 2.1 us for a product of eight numbers by eight, on the virtual machine of docs/benchmarks.md.
 
-Every `disk` is an NVMe disk of that time beside the device: 7 GB/s.
+The disk behind the host of every device is an NVMe disk that reads 7 GB/s.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ def _device(name: str, tflops: float, memory_gb_per_s: float, link_gb_per_s: flo
 
 
 def _host(name: str, tflops: float, memory_gb_per_s: float, disk_gb_per_s: float, gb: int) -> Hardware:
-    """A CPU, which weights reach from the disk."""
+    """The preset of a CPU, whose link is its disk."""
     return Hardware(
         name=name,
         flops_per_s=tflops * 1e12,
@@ -98,11 +100,14 @@ _HOSTS = {
     "rtx5090": _host("desktop", 2.3, 90, 7, 64),
     "gh200": _host("grace", 7.1, 500, 7, 480),
 }
-"""The hosts of devices that stand beside none of the presets; all others have the server."""
+"""The hosts of devices whose host is not a preset; all other devices have the preset `server`."""
 
 
 def find_hardware(name: Hardware | str) -> Hardware:
-    """The preset of that name, or the hardware that is given; PlanError suggests the nearest preset."""
+    """The preset of that name, or the hardware that is given.
+
+    Raises PlanError for an unknown name; the message suggests the nearest preset.
+    """
     if isinstance(name, Hardware):
         return name
     if not isinstance(name, str):
@@ -116,16 +121,18 @@ def find_hardware(name: Hardware | str) -> Hardware:
 
 
 def host_beside(hardware: Hardware) -> Hardware | None:
-    """The host that could compute what does not fit on a device; None for a CPU, and where it is unknown."""
+    """The host that could compute what does not fit on a device; None for a CPU and for unknown hardware."""
     if hardware.name not in PRESETS or hardware.disk_bytes_per_s is None:
         return None
     return _HOSTS.get(hardware.name, PRESETS["server"])
 
 
 def roofline_ns(work: Work, hardware: Hardware) -> int:
-    """Nanoseconds of some work: of computing or of moving its bytes, at least of one kernel; 0 for no work.
+    """Nanoseconds that work takes on a machine, by the roofline model.
 
-    (Williams, Waterman and Patterson, Roofline, Communications of the ACM 52(4), 2009.)
+    This is the time of computing or of moving the bytes, whichever is longer, and at least the time of one
+    kernel; 0 for no work. (Williams, Waterman and Patterson, Roofline, Communications of the ACM 52(4),
+    2009.)
     """
     if work == Work():
         return 0
@@ -135,7 +142,7 @@ def roofline_ns(work: Work, hardware: Hardware) -> int:
 
 
 def with_times(trace: Trace, hardware: Hardware) -> Trace:
-    """The trace with times modelled from its work for `hardware`; the gap is kept."""
+    """The trace with times modelled for `hardware` from the trace's work; `gap_ns` stays as it is."""
     steps = tuple(
         replace(
             step,
@@ -148,7 +155,10 @@ def with_times(trace: Trace, hardware: Hardware) -> Trace:
 
 
 def stretched(trace: Trace, compute_ns: float) -> Trace:
-    """The trace with times scaled alike, so that a pass computes for `compute_ns`; the gap is kept."""
+    """The trace with its times scaled by one factor, so that a pass without its gap takes `compute_ns`.
+
+    `gap_ns` stays as it is.
+    """
     modelled = trace.compute_ns - trace.gap_ns
     if not modelled:
         return trace

@@ -1,9 +1,8 @@
-"""The vocabulary of the schedule: frozen dataclasses, no torch, no behaviour beyond lookups.
+"""The vocabulary of the schedule: frozen dataclasses without torch, and without behaviour beyond lookups.
 
-Facts come from the passes (weights, storages, traces), decisions from the planner (plans).
-The same classes are what a payload holds: `payload/` reads and writes them as JSON, and
-`docs/payload.md` specifies every field. All offsets are bytes, all ranges half-open, all times
-integer nanoseconds.
+Facts (weights, storages, traces) come from the passes, and decisions (plans) from the planner. A payload
+holds these classes: `payload/` reads and writes them as JSON, and `docs/payload.md` specifies every
+field. All offsets are in bytes, all ranges are half-open, and all times are integer nanoseconds.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Timing = Literal["modelled", "measured"]
 Direction = Literal["in"]
 
 STRICT: dict[str, object] = {"extra": "forbid", "strict": True}
-"""How pydantic treats the classes of a payload at the file boundary; inert elsewhere."""
+"""How pydantic reads the classes of a payload from a file; it has no effect elsewhere."""
 
 
 # Facts: the weights, and where their bytes lie.
@@ -34,9 +33,10 @@ STRICT: dict[str, object] = {"extra": "forbid", "strict": True}
 class WeightFile:
     """A safetensors file and the stamp by which it is recognised.
 
-    `path` is relative to the artifact's folder for a packed file, absolute for a checkpoint
-    used in place. `header_sha256` covers the length prefix and the header, `sampled_sha256`
-    the blocks that `runtime/files/stamp.py` samples.
+    `path` is relative to the artifact's folder for a packed file, and absolute for a checkpoint that
+    is used in place. `nbytes` is the size of the file, and `mtime_ns` and `inode` are as in its
+    `os.stat`. `header_sha256` is the hash of the length prefix and the header, and `sampled_sha256`
+    that of the blocks that `runtime/files/stamp.py` samples.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -50,7 +50,7 @@ class WeightFile:
 
 @dataclass(frozen=True)
 class Extent:
-    """`nbytes` of a storage, from `storage_offset` on, that lie at `file_offset` of file `file`."""
+    """A run of `nbytes` bytes, at `storage_offset` of a storage and at `file_offset` of file `file`."""
 
     __pydantic_config__: ClassVar = STRICT
     file: int
@@ -63,8 +63,9 @@ class Extent:
 class Storage:
     """The bytes behind one or more parts; its index in the catalog is its identity.
 
-    `kind` says whether it may be streamed: only `streamable` may. `extents` is empty until the
-    bytes lie in a file, and sorted by `storage_offset`; it covers all bytes that a part reads.
+    A storage may be streamed only if its `kind` is `streamable`. `extents` is empty as long as the bytes
+    lie in no file; otherwise it is sorted by `storage_offset` and covers all bytes that a part reads.
+    `sha256` is the hash of the bytes, None if it is not known.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -111,7 +112,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Work:
-    """Floating-point operations, and bytes read and written, weights included."""
+    """The work of some kernels: floating-point operations, and bytes read and written, weights included."""
 
     __pydantic_config__: ClassVar = STRICT
     flops: int = 0
@@ -122,8 +123,9 @@ class Work:
 class Step:
     """One position of the lowered order that reads at least one streamable storage.
 
-    `lead_ns` is the compute since the step before, which reads none of them, and `read_ns` the
-    compute that does. `reads` holds ascending storage indices.
+    `lead_ns` is the compute since the step before, which reads no streamable storage, and `read_ns` the
+    compute that reads those in `reads`, which holds storage indices in ascending order. `name` is that of the
+    node or kernel that reads. `lead_work` and `read_work` are the work from which times are modelled.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -140,8 +142,8 @@ class Trace:
     """The steps of one method in the order the lowered program runs them, at one shape point.
 
     `graph` is the number that the method's probes carry. `shape` names the shape point
-    (`batch=1,sequence=16`, empty for a static program). `tail_ns` is the compute after the last
-    step, `gap_ns` the time between two calls.
+    (`batch=1,sequence=16`; empty for a static program). `tail_ns` is the compute after the last
+    step, and `gap_ns` the time between two calls. `times` says whether the times are modelled or measured.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -162,10 +164,10 @@ class Trace:
 
 @dataclass(frozen=True)
 class Input:
-    """A leaf of a method's inputs: a tensor, or a Python value (`dtype` then is its type's name).
+    """A leaf of a method's inputs: a tensor, or a Python value, whose `dtype` is the name of its type.
 
-    A dimension is a size, or the name of a symbol of the method. `value` is the repr of a Python
-    value that export has made constant.
+    A dimension in `shape` is a size, or the name of a symbol of the method. `value` is the repr of a
+    Python value that export has made constant.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -178,7 +180,10 @@ class Input:
 
 @dataclass(frozen=True)
 class Symbol:
-    """A dynamic size: its name, range (inclusive; `upper` None where unbounded), exported value."""
+    """A dynamic size of a method's inputs, from `lower` to `upper` (both included, None: no limit).
+
+    `example` is its value in the inputs that the method was exported with.
+    """
 
     __pydantic_config__: ClassVar = STRICT
     name: str
@@ -189,7 +194,10 @@ class Symbol:
 
 @dataclass(frozen=True)
 class Method:
-    """What a method takes: its leaves in pytree order, and the symbols in their shapes."""
+    """The inputs of a method: its leaves in pytree order, and the symbols in their shapes.
+
+    `graph` is the number that the method's probes carry.
+    """
 
     __pydantic_config__: ClassVar = STRICT
     name: str
@@ -203,13 +211,13 @@ class Method:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The machine a plan assumes. Rates are per second, latency is per transfer.
+    """The machine that a plan assumes. Rates are per second, and latencies are for each transfer.
 
-    `link_bytes_per_s` is the rate at which weights reach the arena, and `link_in_flight_bytes` what
-    must be on its way at once for the link to reach it: plans leave room for that much beside what is
-    resident. `memory_nbytes` is all memory of the device. The disk is the one behind the host, where
-    weights have another tier to come from; None where that is not known. `note` says where the
-    figures come from.
+    `link_bytes_per_s` is the rate at which weights reach the arena. `link_in_flight_bytes` is the number of
+    bytes that must be on their way at once for the link to reach this rate; plans leave that much memory free
+    beside the resident bytes. `memory_nbytes` is all memory of the device. `disk_bytes_per_s` and
+    `disk_latency_ns` are of the disk behind the host of a device; the rate is None if there is no such disk
+    or it is not known. `note` says where the figures come from.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -225,7 +233,7 @@ class Hardware:
     note: str = ""
 
     def faults(self) -> Iterator[str]:
-        """One sentence for each figure that no machine has: field, what is expected, what is there."""
+        """Yield a sentence for each impossible figure: its field, what is expected, and what was found."""
         for name in ("link_latency_ns", "link_in_flight_bytes", "memory_nbytes", "disk_latency_ns"):
             if (getattr(self, name) or 0) < 0:
                 yield f"{name}: expected 0 or more, got {getattr(self, name)}"
@@ -249,7 +257,10 @@ class Hardware:
         return self.link_latency_ns + -int(-nbytes * 1e9 // self.link_bytes_per_s)
 
     def disk_ns(self, nbytes: int) -> int:
-        """Nanoseconds that the disk behind the host takes to read `nbytes`, rounded up; it must be known."""
+        """Nanoseconds that the disk behind the host takes to read `nbytes`, rounded up.
+
+        The rate of the disk must be known.
+        """
         assert self.disk_bytes_per_s is not None
         return self.disk_latency_ns + -int(-nbytes * 1e9 // self.disk_bytes_per_s)
 
@@ -259,7 +270,7 @@ class Hardware:
 
 @dataclass(frozen=True, order=True)
 class Range:
-    """Bytes `start` to `stop` of a layout."""
+    """Bytes `start` to `stop` of a layout, the latter excluded."""
 
     __pydantic_config__: ClassVar = STRICT
     start: int
@@ -272,15 +283,15 @@ class Range:
 
 @dataclass(frozen=True)
 class Arena:
-    """The shape of the memory that a plan fills, before any decision.
+    """The facts of the memory that a plan fills, before any decision.
 
-    `layout[s]` is where storage s begins in the layout, or -1 for a storage that is never in
-    the arena. `segments` are the ranges of the layout that exist at all (one a mapped file, one in
-    all for anonymous memory): a span is a run of granules, cut to its segment. Granules are
-    counted from layout offset 0.
+    `layout[s]` is the layout offset at which storage s begins, or -1 for a storage that is never in
+    the arena. `granule` is the unit, in bytes, in which memory is filled and dropped; granules are
+    counted from layout offset 0. `segments` are the ranges of the layout that hold bytes: one for each
+    mapped file, or a single one for anonymous memory. A span is a run of granules, cut to its segment.
 
-    In a `paged` arena a storage's address is its layout offset, and a range of the layout takes
-    memory while it is on the device. In a `contiguous` one a plan gives addresses.
+    In a `paged` arena, the address of a storage is its layout offset, and a range of the layout takes
+    memory only while it is on the device. In a `contiguous` arena, the plan chooses addresses.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -295,9 +306,10 @@ class Arena:
 class Transfer:
     """One copy of the layout range `start:stop` into the arena, for the read of step `step`.
 
-    It may start once step `after` has ended. `after` < `step` counts from the start of the pass
-    in which `step` runs: a negative value is step `n + after` of the pass before (n steps a
-    pass), and never less than `step - n`: a dependency reaches back one pass at most.
+    The copy may start once step `after` has ended. `after` is less than `step` and counts from the
+    start of the pass in which `step` runs: where a pass has n steps, a negative value is step
+    `n + after` of the pass before. It is never less than `step - n`, since a dependency reaches back
+    one pass at most.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -321,19 +333,20 @@ class Drop:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What streams in one pass of one method: transfers in issue order, drops by step.
+    """What streams in one pass of one method: transfers in issue order, and drops by step.
 
     A range that no transfer brings and no drop takes is resident. The transfers with a negative
-    `after` are on their way, or done, when a call begins. `lower_bound_ns` is what no plan can beat
-    (`bound/period.py`), None where the solver did not find it in time.
+    `after` are on their way, or done, when a call begins. `predicted_ns` is the steady period, and
+    `lower_bound_ns` a period that no plan can beat (`bound/period.py`), None if the solver did not find one
+    in time.
 
-    `staged[i]` are the bytes of transfer i that the host does not hold: the disk brings them into a
-    ring of `staging_bytes` first, in issue order, once transfers before have left room for them.
-    Empty where the source of every transfer is all there.
+    `staged[i]` is the number of bytes of transfer i that the host does not hold. The disk reads them into a
+    ring of `staging_bytes` first, in issue order, as soon as earlier transfers have left room in the ring.
+    `staged` is empty if the host holds the bytes of every transfer.
 
-    `boundary` is what is on the device, or on its way, when one call of this method follows another, in
-    the order in which an entry from elsewhere loads it: a call that follows another method's begins with
-    the resident ranges alone. None where it is the plan's.
+    `boundary` is what is on the device, or on its way, when a call of this method follows another call of
+    it. After a call of another method, only the resident ranges are there, and the rest of `boundary` is
+    loaded in its order. None stands for the boundary of the plan.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -349,9 +362,9 @@ class Schedule:
 
 @dataclass(frozen=True)
 class HostTier:
-    """What a host between disk and device holds: `resident` ranges of the layout, in `nbytes` of memory.
+    """The memory of a host between disk and device: `nbytes`, in which it holds the ranges `resident`.
 
-    The staging ring of the schedules is part of these bytes.
+    The staging ring of the schedules takes a part of these bytes.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -361,19 +374,20 @@ class HostTier:
 
 @dataclass(frozen=True)
 class Decisions:
-    """Which bytes are on the device when, for every method of a program, within `budget` bytes.
+    """The decisions of a plan: which bytes are on the device when, for every method, within `budget` bytes.
 
-    These are the decisions alone. What is made, stored and run is a `Plan` (`schedule/plan.py`), which can
-    also write and draw itself.
+    This class has the decisions alone. Plans are made, stored and run as a `Plan` (`schedule/plan.py`), a
+    subclass that can also be written and drawn.
 
-    `outside` lists the storages held whole in ordinary memory (mutable and returned ones
-    always, all of them when everything fits); their bytes and `arena_bytes` are within the budget.
-    `addresses[s]` is where storage s begins in a contiguous arena (-1 outside; empty when paged).
-    `resident` never leaves the device. `boundary`, which contains it, is on the device or on its way
-    between calls, in the order in which a cold start loads it; each of several methods may have its own.
-    `traces` are those that the plan was made for. `names` and `sizes` (bytes) are those of the storages, for
-    people who read the plan without its catalog; empty where nobody gave them. `host` is what a host between
-    disk and device holds, None where the source of transfers needs no plan.
+    `outside` lists the storages that are held whole in ordinary memory: all that are not streamable, and all
+    others too if everything fits. Their bytes and `arena_bytes` together are within the budget.
+    `addresses[s]` is the address of storage s in a contiguous arena (-1 for a storage outside); it is empty
+    for a paged arena. The ranges in `resident` never leave the device. `boundary`, which contains them, is on
+    the device or on its way between calls, in the order in which a cold start loads it; each of several
+    methods may have a boundary of its own. `traces` are those that the plan was made for. `names` and `sizes`
+    (bytes) are those of the storages, for people who read the plan without its catalog; they are empty if
+    nobody gave them. `host` is the memory of a host between disk and device, None if that memory holds all
+    that streams.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -394,11 +408,11 @@ class Decisions:
 
     @cached_property
     def streamed_bytes(self) -> int:
-        """Bytes copied in one pass of each method, summed."""
+        """Bytes copied to the device in one pass of each method, summed."""
         return sum(t.stop - t.start for s in self.schedules for t in s.transfers)
 
     def boundary_of(self, schedule: Schedule) -> tuple[Range, ...]:
-        """What is on the device, or on its way, between two calls of one method."""
+        """The ranges on the device, or on their way to it, between two calls of the schedule's method."""
         return self.boundary if schedule.boundary is None else schedule.boundary
 
     @property
@@ -408,12 +422,12 @@ class Decisions:
 
     @property
     def predicted_ns(self) -> int:
-        """Nanoseconds that one more pass of each method costs in the limit, summed."""
+        """Nanoseconds that one more pass of each method costs in the steady state, summed."""
         return sum(schedule.predicted_ns for schedule in self.schedules)
 
     @property
     def lower_bound_ns(self) -> int | None:
-        """Nanoseconds that no plan can beat, summed over the methods; None where one's bound is missing."""
+        """Nanoseconds that no plan can beat, summed over the methods; None if the bound of one is missing."""
         bounds = [s.lower_bound_ns for s in self.schedules if s.lower_bound_ns is not None]
         return sum(bounds) if len(bounds) == len(self.schedules) else None
 
@@ -429,7 +443,10 @@ class Decisions:
 
     @property
     def ratio(self) -> float | None:
-        """Predicted time over the bound: at 1.02, no plan can be more than 2 % faster."""
+        """The predicted time divided by the lower bound; None if there is no bound.
+
+        At a ratio of 1.02, no plan can be more than 2 % faster.
+        """
         bound = self.lower_bound_seconds
         if bound is None:
             return None

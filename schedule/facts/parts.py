@@ -1,4 +1,4 @@
-"""The parts of weights: a quantised weight has several, which are named one by one and read together."""
+"""The parts of weights: a quantised weight has several parts, each with a name, which are read together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def plain_weights(weights: Iterable[Weight]) -> tuple[Weight, ...]:
 
 
 def join_parts(plain: Iterable[Weight], parts: Mapping[str, tuple[str, str]]) -> tuple[Weight, ...]:
-    """Undo `plain_weights`: `parts` has FQN and part's name, by the name of the tensor."""
+    """Undo `plain_weights`: `parts` maps the name of a tensor to its weight's FQN and its part's name."""
     joined: dict[str, Weight] = {}
     for weight in plain:
         fqn, name = parts.get(weight.fqn, (weight.fqn, ""))
@@ -34,9 +34,10 @@ def join_parts(plain: Iterable[Weight], parts: Mapping[str, tuple[str, str]]) ->
 
 
 def storages_together(weights: Sequence[Weight]) -> dict[int, tuple[int, ...]]:
-    """For each storage of a weight of several parts, all storages of exactly the same weights, itself too.
+    """Groups of storages that belong to exactly the same weights, for all weights of several parts.
 
-    A storage that other weights have too, such as a scale that many share, is in a group of its own.
+    Maps each storage to its group, which contains it. A storage that further weights use, such as a scale
+    that many weights share, is not in the group of the other parts.
     """
     holders: dict[int, list[str]] = {}
     for weight in weights:
@@ -51,7 +52,7 @@ def storages_together(weights: Sequence[Weight]) -> dict[int, tuple[int, ...]]:
 def read_together(trace: Trace, weights: Sequence[Weight]) -> Trace:
     """The trace in which a step that reads one part of a weight reads all parts that any step reads.
 
-    They are then on the device during the same steps, and leave it together.
+    All parts of a weight are then on the device during the same steps, and leave it together.
     """
     together = storages_together(weights)
     read = {s for step in trace.steps for s in step.reads}

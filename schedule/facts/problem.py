@@ -1,4 +1,4 @@
-"""What is to be planned: what a program needs in memory at each step, and the machine that it runs on."""
+"""The problem to plan: what a program needs in memory at each step, and the machine that it runs on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.schedule.facts.model import Arena, Hardware, Storage, Trace, Wrap
 
 @dataclass(frozen=True)
 class Demand:
-    """What a program needs in memory at each step, on any machine; `keep` are storages that never leave."""
+    """What a program needs in memory at each step, on any machine; storages in `keep` never leave it."""
 
     storages: tuple[Storage, ...]
     traces: tuple[Trace, ...]
@@ -20,12 +20,12 @@ class Demand:
 
     @cached_property
     def outside(self) -> tuple[int, ...]:
-        """The storages that are never in the arena, whoever reads them."""
+        """The storages that are never in the arena, whether a step reads them or not."""
         return tuple(s for s, storage in enumerate(self.storages) if storage.kind != "streamable")
 
     @cached_property
     def streamed(self) -> tuple[int, ...]:
-        """The storages that the arena is for, in the order of their first read."""
+        """The storages that are in the arena at some step, in the order of their first read."""
         return first_uses(self.storages, self.traces)
 
     @cached_property
@@ -35,16 +35,17 @@ class Demand:
 
     @cached_property
     def streamed_bytes(self) -> int:
-        """Bytes of the storages that the arena is for."""
+        """Bytes of the storages that are in the arena at some step."""
         return sum(self.storages[s].nbytes for s in self.streamed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem(Demand):
-    """Everything that a plan is made from, but for the budget.
+    """Everything that a plan is made from, except the budget.
 
-    `wrap` says whether copies may cross the end of a call. `host` is how many bytes of the weights the host
-    of `hardware` may hold, the rest coming from its disk; None where it holds them all.
+    `wrap` says whether copies may be on their way across the end of a call (`overlap`) or not (`barrier`).
+    `host` is how many bytes of the weights the host of `hardware` may hold, while the others come from its
+    disk; None if it holds all of them.
     """
 
     hardware: Hardware

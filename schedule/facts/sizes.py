@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from fractions import Fraction
 
@@ -21,9 +22,10 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\+?\d{1,2})?)\s*(%|[a-z]*)\s*", re.IGN
 
 
 def parse_size(size: int | str, *, total: int | None = None, name: str = "budget") -> int:
-    """Bytes that `size` stands for, rounded down; a percentage is of `total` bytes.
+    """The bytes that `size` stands for, rounded down; a percentage is of `total` bytes.
 
-    Raises `BudgetError` for what is no size, for a fraction without a unit, and for what is not positive.
+    `name` is the name of the size in messages. Raises `BudgetError` for a value that is no size, for a
+    fraction without a unit, and for a size that is not positive.
     """
     if isinstance(size, bool) or not isinstance(size, int | float | str):
         raise BudgetError(f"{name} must be bytes or a size such as '32MiB', got {size!r}")
@@ -52,19 +54,22 @@ def _parse(size: str, total: int | None, name: str) -> int:
     return int(number * _UNITS[unit])
 
 
-def format_size(nbytes: int) -> str:
-    """`nbytes` for people: `1.50 GiB`, `640 B`."""
+def format_size(nbytes: int, *, up: bool = False) -> str:
+    """A number of bytes for people: `1.50 GiB`, `640 B`. With `up` the text is never less than the number."""
     value = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{nbytes} B" if unit == "B" else f"{value:.2f} {unit}"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1024 or unit == "TiB":
+            break
         value /= 1024
-    return f"{value:.2f} TiB"
+    if unit == "B":
+        return f"{nbytes} B"
+    return f"{math.ceil(value * 100) / 100 if up else value:.2f} {unit}"
 
 
 def format_time(ns: float) -> str:
-    """Nanoseconds for people: `1.53 ms`."""
+    """A time in nanoseconds for people: `1.53 ms`."""
     for unit, size in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
         if ns >= size:
-            return f"{ns / size:.3g} {unit}"
+            # More than three digits are written out, and never as a power of ten.
+            return f"{ns / size:.3g} {unit}" if ns < 999.5 * size else f"{ns / size:.0f} {unit}"
     return f"{ns:.0f} ns"

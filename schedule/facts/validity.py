@@ -1,4 +1,8 @@
-"""What plans, traces and machines must satisfy beyond the types of their fields; see `payload_checks.py`."""
+"""The rules that plans, traces and machines must satisfy beyond the types of their fields.
+
+Every function yields a sentence for each fault, which begins with `path`, the place of the faulty value.
+`payload/checks.py` has the rules of the other parts of a payload.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from penstock.schedule.facts.model import Decisions, Drop, Hardware, Range, Storage, Trace, Transfer
 
 LARGEST_SIZE = 1 << 50
-"""Bytes that no file, storage or arena exceeds: far above any model, far below overflow."""
+"""The most bytes that a file, a storage or an arena may have: far above any model, and far below overflow."""
 
 
 def range_faults(value: int, least: int, most: int, path: str) -> Iterator[str]:
@@ -51,7 +55,7 @@ def trace_faults(trace: Trace, path: str, storages: int) -> Iterator[str]:
 
 
 def facts_faults(storages: Sequence[Storage], traces: Sequence[Trace]) -> Iterator[str]:
-    """What is wrong with sizes, times and reads that are to be planned."""
+    """Yield the faults of the sizes, times and reads that a plan is to be made for."""
     for i, storage in enumerate(storages):
         yield from negative_faults(f"storages[{i}]", nbytes=storage.nbytes)
     for i, trace in enumerate(traces):
@@ -64,7 +68,7 @@ def machine_faults(hardware: Hardware, path: str) -> Iterator[str]:
 
 
 def plan_faults(plan: Decisions, path: str, storages: int) -> Iterator[str]:
-    """The shape of a plan; that it is safe is for `verify/` to say."""
+    """Yield the faults in the form of a plan; whether the plan is safe, `verify/` decides."""
     yield from size_faults(plan.budget, f"{path}.budget")
     yield from size_faults(plan.arena_bytes, f"{path}.arena_bytes")
     yield from size_faults(plan.arena.granule, f"{path}.arena.granule", 1)

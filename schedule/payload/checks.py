@@ -1,7 +1,7 @@
-"""What a payload must satisfy beyond the types of its fields: docs/payload.md, sentence by sentence.
+"""The rules of docs/payload.md that a payload must satisfy beyond the types of its fields.
 
-Every function yields one sentence for each thing that is wrong, with its JSON path, what was
-expected and what was got; `check_payload` raises the first.
+Every function yields one sentence for each fault, with its JSON path, what was expected and what was
+found; `check_payload` raises the first fault.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ ITEM_SIZES: dict[str, int] = {
     )
     for name in names.split()
 }
-"""Bytes an item of each dtype takes, by torch's name."""
+"""The bytes that one item of each dtype takes, by torch's name of the dtype."""
 
 
 def part_nbytes(part: Part) -> int:
-    """Bytes from the first to the last item of `part`, its gaps included; 0 when it has no item."""
+    """Bytes from the first to the last item of `part`, gaps between items included; 0 if it has no item."""
     if 0 in part.shape:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride, strict=True))
@@ -57,7 +57,7 @@ def part_nbytes(part: Part) -> int:
 
 
 def check_payload(payload: Payload, source: str) -> None:
-    """Raise PayloadError with the first sentence of `payload` that docs/payload.md forbids."""
+    """Raise PayloadError with the first fault of `payload`; `source` names the payload in the message."""
     for check in (
         _program,
         _files,
@@ -75,7 +75,7 @@ def check_payload(payload: Payload, source: str) -> None:
 
 
 def check_plan(plan: Decisions, source: str) -> None:
-    """Raise PayloadError where a plan that stands alone contradicts itself."""
+    """Raise PayloadError with the first fault of a plan that is in a file of its own, named `source`."""
     for fault in plan_faults(plan, "$", len(plan.arena.layout)):
         raise PayloadError(f"{source}: {fault}")
 
@@ -86,7 +86,7 @@ def _sha256(value: str | None, path: str) -> Iterator[str]:
 
 
 def _path(value: str, path: str, *, absolute: bool) -> Iterator[str]:
-    """A relative path must stay in the artifact's folder, whichever system reads it."""
+    """A relative path must stay inside the artifact's folder on every operating system."""
     rooted = PurePosixPath(value).is_absolute() or bool(PureWindowsPath(value).anchor)
     if not value or "\0" in value:
         yield f"{path}: expected the path of a file, got {value!r}"
@@ -106,7 +106,7 @@ def _program(payload: Payload) -> Iterator[str]:
 
 
 def _probes(payload: Payload) -> Iterator[str]:
-    """A call encloses at most one step from each side, and every step is enclosed by two calls or ends."""
+    """Every step lies between two probe calls, or ends of the pass; no call opens or closes two steps."""
     yield from repeat_faults((p.graph for p in payload.probes), "$.probes", "a graph")
     steps = {trace.graph: len(trace.steps) for trace in payload.traces}
     for i, order in enumerate(payload.probes):

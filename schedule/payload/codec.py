@@ -1,14 +1,14 @@
 """payload.json: the whole contract between compile time and run time, as docs/payload.md specifies it.
 
-`Payload` holds the classes of `facts/`, and becomes bytes and back. What types cannot say (indices,
-extents, spans of parts) is checked by `checks.py`, on writing as on reading. `verify_payload` proves
-plans safe whenever a payload is opened to be run.
+`Payload` holds the classes of `facts/`, and is written to bytes and read from them. Rules that types cannot
+express (on indices, extents and parts) are checked by `checks.py`, on writing and on reading.
+`verify_payload` proves all plans safe whenever a payload is opened to be run.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from penstock.schedule.facts.errors import PayloadError, PlanError
 from penstock.schedule.facts.model import STRICT, Hardware, Method, Storage, Trace, Weight, WeightFile
@@ -17,7 +17,11 @@ from penstock.schedule.facts.sizes import format_size
 from penstock.schedule.payload.checks import check_payload, check_plan
 from penstock.schedule.payload.text import decode, encode, parse, short
 from penstock.schedule.plan import Plan
+from penstock.schedule.report.reads import read_graph
 from penstock.schedule.verify.proof import verify_plan
+
+if TYPE_CHECKING:
+    import networkx
 
 VERSIONS = (4,)
 Lowering = Literal["none", "eager", "inductor"]
@@ -27,7 +31,7 @@ Lowering = Literal["none", "eager", "inductor"]
 class ProgramFile:
     """The lowered program: its path inside the artifact's folder, and the sha256 of the file.
 
-    `machine` names the processor or device that it was compiled for, empty where any will do.
+    `machine` names the processor or device that the program was compiled for, and is empty if any will do.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -38,10 +42,10 @@ class ProgramFile:
 
 @dataclass(frozen=True)
 class ProbeOrder:
-    """Which probe calls enclose the steps of the trace of method number `graph`, as a compiler left them.
+    """The probe calls that enclose each step of method number `graph`, in the code that a compiler emitted.
 
-    Step k runs between the calls `opens[k]` and `closes[k]`: 2 p is the acquire of probe p, 2 p + 1 its
-    release, -1 the beginning or the end of the pass.
+    Step k runs between the calls `opens[k]` and `closes[k]`. Call 2 p is the acquire of probe p, and 2 p + 1
+    its release; -1 is the beginning of the pass in `opens`, and its end in `closes`.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -54,8 +58,8 @@ class ProbeOrder:
 class Payload:
     """Catalog, traces and plans of one compiled program.
 
-    `lowering` is `none` for a program annotated in memory. `hardware` measured the traces. Where `probes`
-    has no entry for a method, step k lies between acquire and release of probe k.
+    `lowering` is `none` for a program annotated in memory. The times of the traces are of `hardware`. If
+    `probes` has no entry for a method, step k lies between acquire and release of probe k.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -79,9 +83,9 @@ class Payload:
         return f"Payload({self.lowering}, {nbytes} in {len(self.weights)} weights, methods: {methods})"
 
     def to_bytes(self) -> bytes:
-        """The payload as UTF-8 JSON, the same bytes for the same payload.
+        """The payload as UTF-8 JSON. Equal payloads give equal bytes.
 
-        Raises PayloadError for one that `from_bytes` would refuse.
+        Raises PayloadError for a payload that `from_bytes` would refuse.
         """
         check_payload(self, "the payload to be written")
         return encode(self)
@@ -97,16 +101,36 @@ class Payload:
 
     @property
     def tensors(self) -> tuple[Weight, ...]:
-        """The weights with each part of a quantised one as a weight of its own, called `FQN.PART`."""
+        """The weights, in which each part of a quantised weight is a weight of its own, called `FQN.PART`."""
         return plain_weights(self.weights)
 
     def storage_names(self) -> tuple[str, ...]:
-        """For each storage the first FQN that lies in it, for messages."""
+        """For each storage, the name of the first weight or part that lies in it, for messages."""
         names: dict[int, str] = {}
         for weight in self.weights:
             for part in weight.parts:
                 names.setdefault(part.storage, tensor_of(weight, part))
         return tuple(names.get(s, f"storage {s}") for s in range(len(self.storages)))
+
+    def read_graph(self) -> networkx.DiGraph:
+        """A graph of the steps of all methods, the storages of all weights, and the reads between them.
+
+        The node `("step", graph, k)` is step k of method number `graph`, with these attributes: `kind`
+        ("step"), `name` (of the node or kernel that reads), `method`, `index` (k), `bytes` (of the storages
+        that it reads), `lead_ns`, `lead_flops` and `lead_bytes` (the compute since the step before, and the
+        memory that it reads and writes), `read_ns`, `read_flops` and `read_bytes` (the compute of the step
+        itself, and its memory).
+
+        The node `("storage", s)` is storage s of the payload: `kind` ("storage"), `name` (the first FQN that
+        lies in it), `bytes`, `storage_kind` ("streamable", "mutable", "returned", "inlined" or "small"), and
+        one entry for each tensor that lies in it in the lists `fqns`, `dtypes` and `shapes`. A storage
+        without edges always stays in memory, or nothing uses it.
+
+        Edges have the attribute `why`: "reads" from a storage to a step, "order" from a step to the next one
+        of its method. The graph's own attributes are `lowering`, and `methods`: by name the `shape` point of
+        the trace, its `tail_ns` and `gap_ns`, and whether its `times` are modelled or measured.
+        """
+        return read_graph(self)
 
     def trace_for(self, graph: int) -> Trace:
         """The trace of method number `graph`. Raises PayloadError when there is none."""
@@ -128,7 +152,7 @@ def verify_payload(payload: Payload) -> None:
 
 
 def plan_from_json(data: str | bytes, *, source: str = "plan.json") -> Plan:
-    """Read one plan. Raises PayloadError; whether it is safe is for `verify_plan` to say."""
+    """Read one plan. Raises PayloadError if it is malformed; only `verify_plan` says whether it is safe."""
     text, tree = parse(data, source)
     plan = decode(Plan, text, tree, source)
     check_plan(plan, source)

@@ -1,4 +1,4 @@
-"""JSON text of frozen dataclasses, and back: what docs/payload.md says of every file, whatever it holds."""
+"""Frozen dataclasses as JSON text, and back, by the rules of docs/payload.md that hold for every file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _T = TypeVar("_T")
 
 
 def encode(value: Any) -> bytes:
-    """A dataclass as UTF-8 JSON, the same bytes for the same value. Raises PayloadError."""
+    """A dataclass as UTF-8 JSON; equal values give equal bytes.
+
+    Raises PayloadError for text that is not Unicode.
+    """
     try:
         return (_render(_plain(value), "") + "\n").encode()
     except UnicodeEncodeError as error:
@@ -27,7 +30,7 @@ def encode(value: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Dataclasses as dictionaries in field order; whole rates as floats, as they are read back."""
+    """A dataclass as a dictionary in field order. Values of float fields are floats, whole ones too."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
         return {f.name: float(v) if f.type == "float" else _plain(v) for f, v in items}
@@ -37,7 +40,7 @@ def _plain(value: Any) -> Any:
 
 
 def _render(value: Any, indent: str) -> str:
-    """JSON that a person can read: on one line what fits there, and every list of numbers."""
+    """JSON that a person can read: a list of numbers, or a value of up to 100 columns, takes one line."""
     flat = json.dumps(value, ensure_ascii=False, allow_nan=False)
     numbers = isinstance(value, list) and all(isinstance(v, int) for v in value)
     if not isinstance(value, dict | list) or numbers or len(flat) + len(indent) <= _WIDTH:
@@ -52,7 +55,7 @@ def _render(value: Any, indent: str) -> str:
 
 
 class _Pairs(dict[str, Any]):
-    """A JSON object that remembers a key which occurred twice."""
+    """A JSON object that remembers a key that occurred twice."""
 
     twice: str | None = None
 
@@ -66,7 +69,10 @@ def _pairs(items: list[tuple[str, Any]]) -> _Pairs:
 
 
 def parse(data: str | bytes, source: str) -> tuple[str, Any]:
-    """The text and its JSON tree, free of what pydantic's parser lets pass: repeated keys, NaN."""
+    """The text and its JSON tree.
+
+    Raises PayloadError for text that is no JSON, and for repeated keys and NaN, which pydantic accepts.
+    """
     try:
         text = data if isinstance(data, str) else bytes(data).decode("utf-8")
         tree = json.loads(text, object_pairs_hook=_pairs)
@@ -111,7 +117,7 @@ def decode(kind: type[_T], text: str, tree: Any, source: str) -> _T:
     from pydantic import ValidationError
 
     try:
-        # from JSON, not from the tree: in strict mode only JSON lists may become tuples
+        # Validated from the text, not from the tree: in strict mode only a list in JSON may become a tuple.
         value: _T = _adapter(cast(Any, kind)).validate_json(text)
     except ValidationError as error:
         raise PayloadError(f"{source}: {_first_problem(error, tree)}") from None
@@ -119,10 +125,11 @@ def decode(kind: type[_T], text: str, tree: Any, source: str) -> _T:
 
 
 def _first_problem(error: ValidationError, tree: Any) -> str:
+    """The first problem as a sentence with its path in the tree, what was expected and what was found."""
     problem = error.errors(include_url=False)[0]
     path, value = "$", tree
     for place in problem["loc"]:
-        # pydantic also names the member of a union that it tried, which is no part of the path
+        # pydantic's location also has the member of a union that it tried, which is no part of the path.
         if isinstance(place, int) and isinstance(value, list):
             path, value = f"{path}[{place}]", value[place]
         elif isinstance(place, str) and isinstance(value, dict):
@@ -135,7 +142,7 @@ def _first_problem(error: ValidationError, tree: Any) -> str:
 
 
 def short(value: Any) -> str:
-    """A value as JSON, for messages."""
+    """A value as JSON of at most 80 characters, for messages."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):

@@ -1,1 +1,1 @@
-"""What people see of a plan: pages, timelines, and comparisons with other policies and budgets."""
+"""Reports of a plan for people: pages, timelines, and comparisons with other policies and budgets."""

@@ -1,7 +1,8 @@
-"""The policies that other tools use, in the same model, so that a plan can be compared with them.
+"""The policies that other tools use, in the model of the plans, so that a plan can be compared with them.
 
-All get the same memory, link and step times, copies at the link's full rate and no overhead of their own.
-Each function returns the period in ns, or None where the policy does not fit.
+All policies get the memory, the link and the step times of the plan, copies at the link's full rate, and no
+overhead of their own. Each function returns the period in nanoseconds, or None if the policy does not fit
+into the memory.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from penstock.schedule.facts.hardware import roofline_ns
 from penstock.schedule.facts.model import Hardware, Schedule, Trace, Transfer
 
 REST = "rest on the host"
-"""The policy that does not stream: it computes elsewhere what does not fit."""
+"""The name of the policy that does not stream: the host computes the steps whose weights do not fit."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One trace, the bytes of every storage, `cap` bytes of memory for those it reads, and the machine."""
+    """One trace, the bytes of every storage, `cap` bytes of memory for what it reads, and the machine."""
 
     sizes: Sequence[int]
     trace: Trace
@@ -29,27 +30,28 @@ class Setting:
 
     @property
     def total(self) -> int:
-        """Bytes of everything that the trace reads."""
+        """Bytes of all storages that the trace reads."""
         return sum(self.sizes[s] for s in {s for step in self.trace.steps for s in step.reads})
 
     def read_bytes(self, step: int) -> int:
+        """Bytes of the storages that a step reads."""
         return sum(self.sizes[s] for s in self.trace.steps[step].reads)
 
 
 def everything_resident(setting: Setting) -> int | None:
-    """No streaming at all: the time to beat, where the weights fit."""
+    """The period without streaming, which needs memory for all weights."""
     return setting.trace.compute_ns if setting.total <= setting.cap else None
 
 
 def on_demand(setting: Setting) -> int | None:
-    """Every step's weights are copied when it is reached, and dropped behind it (accelerate's hooks)."""
+    """The weights of a step are copied when it is reached, and dropped when it ends (accelerate's hooks)."""
     return _period(setting, [(k, k - 1) for k in range(len(setting.trace.steps))])
 
 
 def one_block_ahead(setting: Setting) -> int | None:
-    """While a block of steps runs the next is copied; nothing stays (diffusers' group offloading).
+    """While a block of steps runs, the next block is copied; nothing stays (diffusers' group offloading).
 
-    Blocks are as large as half of the memory allows, or single steps where those are larger.
+    Blocks are as large as fits into half of the memory. A step that is larger is a block by itself.
     """
     block_of = list(_blocks(setting, setting.cap // 2))
     sizes: dict[int, int] = {}
@@ -67,9 +69,9 @@ def one_block_ahead(setting: Setting) -> int | None:
 
 
 def some_of_every_group(setting: Setting) -> int | None:
-    """Of every group of n steps the last m stream, two at a time, and the others stay (vLLM's offloader).
+    """Of every group of n steps, the last m stream, two at a time, and the others stay (vLLM's offloader).
 
-    The least share m / n that fits, with n up to 16.
+    The share m / n is the least that fits, where n is at most 16.
     """
     n = len(setting.trace.steps)
     shares = sorted({(m / size, size, m) for size in range(1, 17) for m in range(1, size + 1)})
@@ -89,9 +91,9 @@ def some_of_every_group(setting: Setting) -> int | None:
 
 
 def least_recently_used(setting: Setting) -> int | None:
-    """What was read longest ago makes room for what is missing, which is copied when it is needed.
+    """A storage is copied when a step needs it, and the storages that were read longest ago make room for it.
 
-    On a cyclic scan nothing is ever found (Sleator and Tarjan, CACM 28(2), 1985).
+    On a cyclic scan, such a cache never holds what is read next (Sleator and Tarjan, CACM 28(2), 1985).
     """
     held: OrderedDict[int, int] = OrderedDict()
     period = 0
@@ -111,10 +113,10 @@ def least_recently_used(setting: Setting) -> int | None:
 
 
 def rest_on_host(setting: Setting, host: Hardware) -> int | None:
-    """Steps whose weights do not fit are computed on the host, whose memory holds those (llama.cpp's layers).
+    """The last steps, whose weights do not fit, are computed on the host (llama.cpp's layers).
 
-    The last steps are the host's; what passes between the two costs one latency each way. None where the
-    host's memory is too small for the rest.
+    The host's memory holds their weights. Moving the activations costs one latency in each direction. None if
+    the host's memory is too small for these weights.
     """
     if host.memory_nbytes is not None and setting.total - setting.cap > host.memory_nbytes:
         return None
@@ -139,7 +141,7 @@ POLICIES: dict[str, Callable[[Setting], int | None]] = {
 
 
 def compare(setting: Setting, host: Hardware | None = None) -> dict[str, int | None]:
-    """The period of every policy, by name; with `host`, of leaving the rest to it too."""
+    """The period of every policy, by name; with `host`, also that of computing the rest on the host."""
     found = {name: policy(setting) for name, policy in POLICIES.items()}
     if host is not None:
         found[REST] = rest_on_host(setting, host)
@@ -147,9 +149,9 @@ def compare(setting: Setting, host: Hardware | None = None) -> dict[str, int | N
 
 
 def _period(setting: Setting, starts: Sequence[tuple[int, int]]) -> int | None:
-    """The period of copying the reads of step k after step `after` has ended, for each (k, after).
+    """The period if, for each pair (k, after), the reads of step k are copied once step `after` has ended.
 
-    Every storage is a copy of its own. None where one step does not fit.
+    Every storage is a copy of its own. None if the reads of one step do not fit into the memory.
     """
     if max(setting.read_bytes(k) for k, _ in starts) > setting.cap:
         return None
@@ -164,7 +166,7 @@ def _period(setting: Setting, starts: Sequence[tuple[int, int]]) -> int | None:
 
 
 def _blocks(setting: Setting, most: int) -> Iterator[int]:
-    """The number of the block of each step: consecutive steps of at most `most` bytes, or one step."""
+    """Yield the number of each step's block: consecutive steps of at most `most` bytes, or a single step."""
     block, held = -1, 0
     for k in range(len(setting.trace.steps)):
         nbytes = setting.read_bytes(k)

@@ -23,7 +23,7 @@ from penstock.schedule.report.views import View, Views, copied_by, copies_of, na
 Event = dict[str, Any]
 
 _BLOCKS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
-"""Eighths of a cell, from none to all."""
+"""Characters that fill no, one, ... eight eighths of a cell."""
 
 _LEAST_WIDTH = 40
 
@@ -41,7 +41,7 @@ def save_report(
 
     `names` are the storages' names, those of the plan by default. `sweep` has the points of the
     budget curve: `budget`, `predicted_ns`, `lower_bound_ns` (or None) and `policies` (name to ns).
-    `origin` is what the page says of where the plan comes from. `force` replaces a file that exists.
+    `origin` says where the plan comes from. `force` replaces a file that exists.
 
     Raises:
         PlanError: `path` exists or cannot be written, or there is not one name for each storage.
@@ -79,7 +79,8 @@ def save_timeline(
 def terminal_timeline(plan: Decisions, width: int = 100) -> str:
     """One steady pass of each method in lines of at most `width` characters (40 at least).
 
-    A column is a stretch of time, and how full it is says how much of that compute or link is busy.
+    A column stands for a stretch of time; the fuller its character, the more of that time compute or link is
+    busy.
     """
     parts = []
     for which, trace in enumerate(plan.traces):
@@ -106,7 +107,7 @@ def _terminal_lines(plan: Decisions, which: int, width: int) -> list[str]:
 
 
 def _cells(intervals: Iterable[Interval], view: View, columns: int) -> str:
-    """How busy a lane is: one character a column, and the share of the whole pass; a gap counts as busy."""
+    """How busy a lane is: a character for each column, and the share of the pass. A gap counts as busy."""
     begin, period = view.begins[view.focus], max(1, view.period_ns)
     shares = [0.0] * columns
     for one in intervals:
@@ -121,7 +122,7 @@ def _cells(intervals: Iterable[Interval], view: View, columns: int) -> str:
 
 
 def _events(plan: Decisions, which: int, names: Sequence[str], passes: int) -> Iterator[Event]:
-    """The events of one method."""
+    """Yield the events of one method in the Trace Event Format."""
     trace, schedule = plan.traces[which], plan.schedules[which]
     times = simulate(trace, schedule, plan.hardware, plan.wrap, passes + 1)
     view = View(times[:-1], 0, times[-1].call_start)
@@ -165,7 +166,11 @@ def _exists(target: Path) -> str:
 
 
 def _write(target: Path, pieces: Iterable[str], *, force: bool) -> None:
-    """Make `target` hold the pieces, whole or not at all, and with `force` only in the place of a file."""
+    """Write all of the pieces to `target`, or leave it as it is. `force` replaces a file that exists.
+
+    Raises:
+        PlanError: `target` exists and `force` is not given, or it cannot be written.
+    """
     temporary = target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
     try:
         try:
@@ -189,11 +194,11 @@ def _write(target: Path, pieces: Iterable[str], *, force: bool) -> None:
 
 
 def _publish(temporary: Path, target: Path) -> None:
-    """Give the temporary its name; FileExistsError where somebody else has taken that meanwhile."""
+    """Rename the temporary file to `target`. Raises FileExistsError if that name was taken meanwhile."""
     try:
         os.link(temporary, target)
     except FileExistsError:
         raise
-    except OSError:  # a file system without links: take the name first, then replace what holds it
+    except OSError:  # a file system without links: take the name with an empty file, then replace that file
         target.touch(exist_ok=False)
         os.replace(temporary, target)

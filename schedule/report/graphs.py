@@ -1,4 +1,4 @@
-"""The event graph of a plan for people, and any such graph as DOT or JSON.
+"""The event graph of a plan with names and times for people, and graphs as DOT or JSON.
 
 docs/planning.md has the attributes of nodes and edges.
 """
@@ -22,14 +22,17 @@ _WHY = {
     ("step", "transfer"): "room",
     ("transfer", "stage"): "room",
 }
-"""Why the second event waits for the first, by their kinds; all others are in order."""
+"""The reason why one event waits for another, by the kinds of the earlier and the later event.
+
+An edge between other kinds has the reason "order".
+"""
 
 
 def event_graph(plan: Decisions, method: str | None = None) -> networkx.DiGraph:
-    """The events of a steady pass of one method, and what each waits for.
+    """The graph of the events of a steady pass of one method; an edge leads to an event that waits.
 
-    It is the graph by which the plan was timed: the largest ratio of `weight` to `height` over its cycles,
-    rounded up, is the period. `method` may be left out where there is one only.
+    The plan was timed by this graph: the period is the largest ratio of `weight` to `height` over its cycles,
+    rounded up. `method` may be left out if the plan has only one.
 
     Raises:
         PlanError: the plan has no method of that name, or several and no name is given.
@@ -90,7 +93,7 @@ def _number_of(plan: Decisions, method: str | None) -> int:
 
 
 def _described(plan: Decisions, which: int, kind: str) -> list[dict[str, Any]]:
-    """Name, bytes and pass of every event of one kind, in order."""
+    """The name, the bytes and the pass of every event of one kind, in order."""
     trace, schedule = plan.traces[which], plan.schedules[which]
     if kind == "call":
         return [{"name": "call", "bytes": 0, "pass": 0}]

@@ -1,7 +1,7 @@
-"""What happens when, in one method of a plan: what compute and links do, and what lies in the arena.
+"""The pictures of one method of a plan: what compute and links do over time, and what lies in the arena.
 
-An *interval* is what compute or a link does for a while. A *box* is a range of a storage that is in the arena
-for a while.
+An *interval* is a time in which compute or a link does one thing. A *box* is a range of a storage, together
+with the time in which it is in the arena.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from penstock.schedule.report.views import (
 class Interval:
     """What compute or a link does from `start` to `end` (ns), in pass number `at` of a view.
 
-    Compute: the `lead` or the `read` of step number `of`, a `stall` before that read, or behind the last
-    step (`of` is None) the `tail`, a `stall` for copies under way, and the `gap` to the next call. A link:
-    `copy` number `of`, or what the `disk` reads for it.
+    For compute, `kind` is the `lead` or the `read` of step number `of`, or a `stall` before that read. Behind
+    the last step, where `of` is None, it is the `tail`, a `stall` for copies under way, or the `gap` to the
+    next call. For a link, `kind` is `copy`, or `disk` where the disk reads for a copy, and `of` is the copy's
+    number.
     """
 
     kind: str
@@ -48,7 +49,7 @@ class Interval:
 class Box:
     """A range of a storage that arrives in the arena from `start` to `ready` and leaves at `end` (ns).
 
-    `until` is the step at whose end it leaves, as in Stay, or None for what never leaves.
+    `until` is the step at whose end the range leaves, counted as in Stay, or None if it never leaves.
     """
 
     storage: int
@@ -61,7 +62,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Picture:
-    """Method number `which` of a plan as it is drawn."""
+    """Method number `which` of a plan, with the times, copies and stays that its pictures are drawn from."""
 
     plan: Decisions
     which: int
@@ -79,13 +80,14 @@ class Picture:
 
 
 def picture_of(plan: Decisions, which: int) -> Picture:
+    """The picture of method number `which` of a plan."""
     views = views_of(plan, which)
     copies = copies_of(plan, plan.schedules[which], views.passes)
     return Picture(plan, which, views, copies, stays_of(plan, which, copies))
 
 
 def lanes_of(picture: Picture, view: View) -> dict[str, list[Interval]]:
-    """What compute and every link do in all passes of a view, by the name of the lane, in order of time."""
+    """The intervals of compute and of every link in all passes of a view, by lane, in order of time."""
     copies, lasts = picture.copies, [copy.last for copy in picture.copies]
     staged = [bisect_right(lasts, i) for i, nbytes in enumerate(picture.schedule.staged) if nbytes]
     links = sorted({copy.link for copy in copies} | ({1} if staged else set()))
@@ -105,7 +107,7 @@ def _lane(link: int) -> str:
 
 
 def _compute(trace: Trace, times: PassTimes, following: int, at: int) -> Iterator[Interval]:
-    """Compute in one pass, without a hole, until the next call at `following`."""
+    """The intervals of compute in one pass, without a hole, until the next call at `following`."""
     begin = times.call_start
     found: list[tuple[str, int, int, int | None]] = []
     for k, (step, (start, end)) in enumerate(zip(trace.steps, times.reads, strict=True)):
@@ -118,17 +120,21 @@ def _compute(trace: Trace, times: PassTimes, following: int, at: int) -> Iterato
 
 
 def boxes_of(picture: Picture, view: View) -> list[Box]:
-    """What lies in the arena in all passes of a view, first what never leaves; nothing outlasts the view."""
+    """The boxes of a view: first the ranges that never leave, then those that copies bring.
+
+    A box that is still in the arena when the view ends is cut off there.
+    """
     n, begin = len(picture.trace.steps), view.begins[0]
 
     def leaves(at: int, until: int) -> int:
+        """The time at which a range leaves that arrived for pass `at`."""
         at += until // n
         return view.passes[at].reads[until % n][1] if at < len(view.passes) else view.end
 
     found = [Box(s, piece, None, begin, begin, view.end) for s, piece in resident_of(picture.plan)]
     for stay in picture.stays:
         copy, what = picture.copies[stay.copy], (stay.storage, stay.range, stay.until)
-        if stay.until >= n:  # what the pass before the first one brought is there from the start
+        if stay.until >= n:  # the pass before the view brought this range, which is there from the start
             found.append(Box(*what, begin, begin, leaves(0, stay.until - n)))
         for at, times in enumerate(view.passes):
             first, last = times.transfers[copy.first][0], times.transfers[copy.last - 1][1]
@@ -141,7 +147,7 @@ def boxes_of(picture: Picture, view: View) -> list[Box]:
 
 
 def held_of(view: View, boxes: Sequence[Box]) -> list[tuple[int, int]]:
-    """Bytes in the arena during a view, as the corners (ns, bytes) of a line; copies count as they arrive."""
+    """Bytes in the arena during a view: the corners (ns, bytes) of a line that rises while copies arrive."""
     changes = {limit: (0, 0.0) for limit in (view.begins[0], view.end)}
 
     def change(time: int, nbytes: int, rate: float) -> None:

@@ -1,33 +1,19 @@
-"""Which step of a program reads which storage, as a graph."""
+"""The graph of a program's steps and of the storages that they read."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from penstock.schedule.facts.model import Part, Step
-from penstock.schedule.payload.codec import Payload
 
 if TYPE_CHECKING:
     import networkx
 
+    from penstock.schedule.payload.codec import Payload
+
 
 def read_graph(payload: Payload) -> networkx.DiGraph:
-    """Returns the steps of all methods, the storages of all weights, and who reads what.
-
-    The node `("step", graph, k)` is step k of method number `graph`, with these attributes: `kind` ("step"),
-    `name` (of the node or kernel that reads), `method`, `index` (k), `bytes` (of the storages that it reads),
-    `lead_ns`, `lead_flops` and `lead_bytes` (the compute since the step before, and the memory that it reads
-    and writes), `read_ns`, `read_flops` and `read_bytes` (the same of the step itself).
-
-    The node `("storage", s)` is storage s of the payload: `kind` ("storage"), `name` (the first FQN that lies
-    in it), `bytes`, `storage_kind` ("streamable", "mutable", "returned", "inlined" or "small"), and one entry
-    for each tensor that lies in it in the lists `fqns`, `dtypes` and `shapes`. A storage without edges
-    always stays in memory, or nothing uses it.
-
-    Edges have the attribute `why`: "reads" from a storage to a step, "order" from a step to the next one of
-    its method. The graph's own attributes are `lowering`, and `methods`: by name the `shape` point of the
-    trace, its `tail_ns` and `gap_ns`, and whether its `times` are modelled or measured.
-    """
+    """Returns what `Payload.read_graph` says."""
     import networkx
 
     graph = networkx.DiGraph(
@@ -66,6 +52,7 @@ def read_graph(payload: Payload) -> networkx.DiGraph:
 
 
 def _facts(step: Step) -> dict[str, str | int]:
+    """The attributes of a step's node that say what it computes."""
     return {
         "name": step.name,
         "lead_ns": step.lead_ns,

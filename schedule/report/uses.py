@@ -1,4 +1,4 @@
-"""What a plan does with every weight, and why, in words."""
+"""The use that a plan makes of every weight, and the reason in words."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Lives = Literal["resident", "in part", "streamed", "outside", "not read"]
 
 @dataclass(frozen=True)
 class Use:
-    """Where a weight lives, the first step that reads it (-1 for none), its bytes copied a pass, and why.
+    """Where a weight is kept, the first step that reads it (-1 for none), its bytes copied a pass, and why.
 
-    `where` says the same as `lives`, and how much of it stays.
+    `where` says in words what `lives` says, and which share of the weight stays if only a part does.
     """
 
     lives: Lives
@@ -32,19 +32,22 @@ class Use:
 
 @dataclass(frozen=True)
 class _Stream:
-    """How the part of a weight that does not stay comes in the steady state."""
+    """The copies of the part of a weight that does not stay, in the steady state.
+
+    `nbytes` is the bytes that they bring in a pass.
+    """
 
     share: float
     """The share of the weight that stays."""
     nbytes: int
     steps: frozenset[int]
-    """Steps that something is copied for."""
+    """The steps for which bytes of the weight are copied."""
     ahead: int | None
-    """Steps between the start of the earliest copy and the step that reads it; None where none comes."""
+    """Steps between the start of the earliest copy and the step that reads it; None if there is no copy."""
 
 
 def uses_of(picture: Picture) -> list[Use]:
-    """What a method does with each storage."""
+    """The use that a method makes of each storage, by index."""
     plan, trace = picture.plan, picture.trace
     waits = stalls_of(trace, picture.views.steady.now)
     reads: list[list[int]] = [[] for _ in plan.arena.layout]
@@ -72,6 +75,7 @@ def uses_of(picture: Picture) -> list[Use]:
 
 
 def _streams(picture: Picture) -> Iterator[_Stream]:
+    """Yield the copies of each storage, by index."""
     places, view = storage_ranges(picture.plan), picture.views.steady
     brought: list[Counter[int]] = [Counter() for _ in places]
     for stay in picture.stays:
@@ -88,6 +92,7 @@ def _streams(picture: Picture) -> Iterator[_Stream]:
 
 
 def _reason(stream: _Stream, times: int, wait_ns: int) -> str:
+    """How a weight that is read `times` times a pass is copied, and for how long its steps wait."""
     if stream.ahead is None:
         return "stays, so it is never copied"
     what = "copied whole" if stream.share == 0 else f"{format_share(stream.share)} stays, the rest is copied"
@@ -100,7 +105,7 @@ def _reason(stream: _Stream, times: int, wait_ns: int) -> str:
 
 
 def format_share(share: float) -> str:
-    """A share for people: `36 %`, and never none or all where it is not."""
+    """A share for people: `36 %`. Only a share of exactly 0 or 1 is `0 %` or `100 %`."""
     if 0 < share < 0.01:
         return "under 1 %"
     return "over 99 %" if 0.99 < share < 1 else f"{share * 100:.0f} %"

@@ -1,4 +1,4 @@
-"""The verdict on a plan: the sentences that terminal, page and JSON have in common."""
+"""The verdict on a plan: the sentences that the terminal, the page and the JSON output share."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from penstock.schedule.report.whatif import best_ns, other_policies
 Limit = Literal["compute", "link", "disk", "memory"]
 
 _ALIKE = 1.02
-"""Times within this ratio are called equal."""
+"""Two times are called equal if their ratio is at most this."""
 
 
 @dataclass(frozen=True)
 class Origin:
     """Where a plan comes from: its artifact's name, the command that made it, and the tokens of its passes.
 
-    `tokens` has those of a pass of each method that takes tokens, by the method's name.
+    `tokens` has the number of tokens in a pass of each method that takes tokens, by the method's name.
     """
 
     artifact: str = ""
@@ -33,18 +33,18 @@ class Origin:
 
 
 def tokens_of(methods: Iterable[Method]) -> dict[str, int]:
-    """Tokens of a pass of each method that takes `input_ids`, at the sizes that it was exported with."""
+    """The tokens in a pass of each method that takes `input_ids`, at the sizes that it was exported with."""
     found = {}
     for method in methods:
         examples = {symbol.name: symbol.example for symbol in method.symbols}
         for one in method.inputs:
-            if one.name.endswith("input_ids"):  # where there are two, the decoder's come last
+            if one.name.endswith("input_ids"):  # if there are two, the decoder's come last
                 found[method.name] = prod(n if isinstance(n, int) else examples[n] for n in one.shape)
     return found
 
 
 def limit_of(plan: Decisions) -> Limit:
-    """What sets the plan's time, or `memory` where compute, link and disk wait for one another."""
+    """The resource that sets the plan's time, or `memory` if compute, link and disk wait for one another."""
     predicted = plan.predicted_ns
     copying = sum(plan.hardware.copy_ns(t.stop - t.start) for s in plan.schedules for t in s.transfers)
     if predicted <= plan.compute_ns * _ALIKE:
@@ -59,10 +59,10 @@ def limit_of(plan: Decisions) -> Limit:
 def verdict(
     plan: Decisions, tokens: Mapping[str, int], policies: Mapping[str, int] | None = None
 ) -> tuple[str, ...]:
-    """Says whether streaming pays and how fast it is, what else there is, what limits it and what would help.
+    """The verdict: whether streaming pays, the best other way, what limits the plan, and what would help.
 
-    The first sentence is the verdict itself. `tokens` are those of an Origin; `policies` are what
-    `other_policies` finds, which is asked where they are not given.
+    It has one sentence or more, of which the first is a summary. `tokens` is as in Origin, and `policies` the
+    result of `other_policies`, which is called if they are not given.
     """
     rates = " and ".join(
         f"{trace.method} makes {_rate(schedule.predicted_ns, tokens.get(trace.method))}"
@@ -76,7 +76,7 @@ def verdict(
 
 
 def _rate(ns: int, tokens: int | None) -> str:
-    """`3.05 tokens a second`, or `a token in 1.87 s` where one takes longer than a second."""
+    """A rate for people: `3.05 tokens a second`, or `a token in 1.87 s` if one takes longer than a second."""
     one, many = ("pass", "passes") if tokens is None else ("token", "tokens")
     each = max(1, ns) / (tokens or 1)
     if each > 1e9:
@@ -85,7 +85,10 @@ def _rate(ns: int, tokens: int | None) -> str:
 
 
 def _beside(plan: Decisions, policies: Mapping[str, int]) -> tuple[str, list[str]]:
-    """Whether streaming pays beside the best of the other policies, and a sentence about that one."""
+    """Compare the plan with the best of the other policies.
+
+    Returns the words that say whether streaming pays, and a sentence about that policy, if there is one.
+    """
     if not policies:
         return "This plan streams", []
     name = min(policies, key=lambda policy: policies[policy])
@@ -102,6 +105,7 @@ def _beside(plan: Decisions, policies: Mapping[str, int]) -> tuple[str, list[str
 
 
 def _limit(plan: Decisions) -> str:
+    """The sentence on what limits a plan."""
     predicted, compute = format_time(plan.predicted_ns), format_time(plan.compute_ns)
     moved = format_size(plan.streamed_bytes)
     match limit_of(plan):
@@ -125,6 +129,7 @@ def _limit(plan: Decisions) -> str:
 
 
 def _best(plan: Decisions) -> str:
+    """The sentence on how near a plan is to the lower bound."""
     if plan.ratio is None:
         return "How much faster streaming could be is not known: the solver found no bound in time."
     if plan.ratio < 1.00005:
@@ -133,7 +138,10 @@ def _best(plan: Decisions) -> str:
 
 
 def _twice(plan: Decisions) -> list[str]:
-    """What to give for half the time, if plans for larger budgets come as near to `best_ns` as this one."""
+    """The sentence on what would halve the plan's time, or none if that is not known.
+
+    It takes for granted that plans for larger budgets come as near to `best_ns` as this plan does.
+    """
     half, compute = plan.predicted_ns // 2, plan.compute_ns
     if compute > half:
         return [f"Only faster compute makes it twice as fast: compute alone takes {format_time(compute)}."]
@@ -151,7 +159,7 @@ def _twice(plan: Decisions) -> list[str]:
 
 
 def _staged(plan: Decisions) -> int:
-    """Bytes that the disk reads for the host, in a pass of each method."""
+    """Bytes that the disk reads in a pass of each method, summed."""
     return sum(nbytes for schedule in plan.schedules for nbytes in schedule.staged)
 
 

@@ -1,4 +1,4 @@
-"""What pictures of a plan are drawn from: copies, stays and times, worked out from the plan alone.
+"""The copies, stays and times that pictures of a plan are drawn from, worked out from the plan alone.
 
 A *copy* here is a run of neighbouring transfers for one step that follow each other without a pause. A
 *stay* is a range of one storage on the device, from its copy to the step at whose end it leaves.
@@ -19,12 +19,12 @@ from penstock.schedule.space.spans import merged
 
 _MOST_PASSES = 64
 _MOST_EVENTS = 400_000
-"""Events that are simulated at most to see the steady state, which is seldom more than three passes away."""
+"""The most passes and events that are simulated until passes are steady, usually after three passes."""
 
 
 @dataclass(frozen=True)
 class Copy:
-    """Transfers `first` to `last` (exclusive) as one range of the layout; other fields are as in Transfer."""
+    """Transfers `first` to `last` (the latter excluded) as one range; other fields are as in Transfer."""
 
     range: Range
     step: int
@@ -38,7 +38,8 @@ class Copy:
 class Stay:
     """A range of storage `storage` that copy number `copy` brings, and that leaves when step `until` ends.
 
-    `until` counts from the start of the copy's pass, so that a step of the next pass is n or more.
+    `until` counts from the start of the pass that the copy is for; a step of the next pass is n or more,
+    where a pass has n steps.
     """
 
     storage: int
@@ -49,7 +50,7 @@ class Stay:
 
 @dataclass(frozen=True)
 class View:
-    """Consecutive passes, of which number `focus` is looked at. The pass after them begins at `end`."""
+    """Consecutive passes, of which number `focus` is in focus. The pass after them begins at `end` (ns)."""
 
     passes: tuple[PassTimes, ...]
     focus: int
@@ -57,7 +58,7 @@ class View:
 
     @property
     def now(self) -> PassTimes:
-        """The times of the pass that is looked at."""
+        """The times of the pass in focus."""
         return self.passes[self.focus]
 
     @property
@@ -67,7 +68,7 @@ class View:
 
     @property
     def period_ns(self) -> int:
-        """Nanoseconds from the start of the pass that is looked at to the start of the next one."""
+        """Nanoseconds from the start of the pass in focus to the start of the next one."""
         return self.begins[self.focus + 1] - self.begins[self.focus]
 
 
@@ -85,7 +86,7 @@ class Views:
 
 
 def views_of(plan: Decisions, which: int) -> Views:
-    """Simulates schedule number `which` until a pass takes what is predicted, or for long enough."""
+    """Simulates schedule number `which` until a pass takes the predicted time, or up to a limit of passes."""
     trace, schedule = plan.traces[which], plan.schedules[which]
     events = len(trace.steps) + len(schedule.transfers) + 1
     count = 4
@@ -101,7 +102,10 @@ def views_of(plan: Decisions, which: int) -> Views:
 
 
 def copies_of(plan: Decisions, schedule: Schedule, passes: Sequence[PassTimes] = ()) -> tuple[Copy, ...]:
-    """Returns the transfers in issue order, joined where they are one copy in all of `passes`, if any."""
+    """Returns the transfers in issue order; neighbours without a pause between them in `passes` are one copy.
+
+    Without `passes`, every transfer is a copy.
+    """
     breaks = set(plan.arena.layout) if plan.arena.kind == "contiguous" else set()
     breaks |= {segment.start for segment in plan.arena.segments}
     found: list[Copy] = []
@@ -122,7 +126,7 @@ def copies_of(plan: Decisions, schedule: Schedule, passes: Sequence[PassTimes] =
 
 
 def stays_of(plan: Decisions, which: int, copies: Sequence[Copy]) -> tuple[Stay, ...]:
-    """Returns where every byte of every copy ends, cut where a storage begins or where the drops differ."""
+    """Returns the stays of all copies, which are cut where storages begin and where the drops differ."""
     steps, drops = len(plan.traces[which].steps), plan.schedules[which].drops
     edges = sorted({edge for drop in drops for edge in (drop.start, drop.stop)})
     dropped: list[list[int]] = [[] for _ in range(len(edges) + 1)]
@@ -135,7 +139,7 @@ def stays_of(plan: Decisions, which: int, copies: Sequence[Copy]) -> tuple[Stay,
         cuts = (piece.start, *edges[low:high], piece.stop)
         for i, (start, stop) in enumerate(itertools.pairwise(cuts), low):
             step = copies[c].step
-            # The first drop at or after the step counts, of this pass or of the next.
+            # The first drop at or after the step counts, in this pass or the next one.
             until = min((one + steps * (one < step) for one in dropped[i]), default=step + steps)
             before = found[-1] if found else None
             if before and (before.storage, before.copy, before.until) == (storage, c, until):
@@ -146,7 +150,10 @@ def stays_of(plan: Decisions, which: int, copies: Sequence[Copy]) -> tuple[Stay,
 
 
 def names_of(plan: Decisions, names: Sequence[str] | None = None) -> Sequence[str]:
-    """Returns `names`, the names in the plan, or numbers. PlanError unless there is one for every storage."""
+    """Returns `names`, or else the names in the plan, or else numbers.
+
+    Raises PlanError unless there is a name for every storage.
+    """
     count = len(plan.arena.layout)
     chosen = names if names is not None else plan.names or [f"storage {s}" for s in range(count)]
     if len(chosen) != count:
@@ -155,7 +162,7 @@ def names_of(plan: Decisions, names: Sequence[str] | None = None) -> Sequence[st
 
 
 def title_of(weights: Sequence[str]) -> str:
-    """The names of the first two weights, and how many there are more."""
+    """The names of the first two weights, and the number of the others."""
     more = f" and {len(weights) - 2} more" if len(weights) > 2 else ""
     return (", ".join(weights[:2]) or "padding") + more
 
@@ -171,7 +178,7 @@ def weights_of(plan: Decisions, copies: Sequence[Copy]) -> list[list[int]]:
 
 
 def copied_by(plan: Decisions, which: int, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Says of every transfer of a method what it brings, for which step, and for which step it waits."""
+    """Yields the weights, the bytes, the step and the step waited for of every transfer of a method."""
     steps, copies = plan.traces[which].steps, copies_of(plan, plan.schedules[which])
     for copy, weights in zip(copies, weights_of(plan, copies), strict=True):
         yield {
@@ -184,7 +191,7 @@ def copied_by(plan: Decisions, which: int, names: Sequence[str]) -> Iterator[dic
 
 
 def resident_of(plan: Decisions) -> tuple[tuple[int, Range], ...]:
-    """What never leaves the arena, as storages and ranges, which are cut where storages begin."""
+    """The ranges that never leave the arena, cut where storages begin, each with its storage."""
     return tuple((storage, piece) for _, storage, piece in _cut(plan, merged(plan.resident)))
 
 
@@ -200,7 +207,7 @@ def resident_bytes(plan: Decisions) -> list[int]:
 def storage_ranges(plan: Decisions) -> tuple[Range | None, ...]:
     """The layout range of every storage, or None for a storage that is never in the arena.
 
-    In a plan without `sizes` a storage is taken to end where the next one or no segment is.
+    In a plan without `sizes`, a storage is taken to reach up to the next storage or the end of its segment.
     """
     layout = plan.arena.layout
     edges = sorted({*layout, *(segment.stop for segment in plan.arena.segments)})

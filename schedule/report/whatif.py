@@ -1,4 +1,4 @@
-"""What if: the time that other policies and other budgets would take."""
+"""The time that a pass would take with other policies and other budgets."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from penstock.schedule.facts.model import Decisions, Hardware
 from penstock.schedule.report.baselines import Setting, compare
 
 SHARES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
-"""Budgets of a sweep, as shares of the way from the floor to everything."""
+"""The budgets of a sweep: 0 is the floor, and 1 the bytes of all weights."""
 
 BEST = "best streaming possible"
-"""What the lower bound of a plan is called."""
+"""The name of a plan's lower bound in curves."""
 _WIDE = 12
-"""From this ratio on times are drawn on a logarithmic scale."""
+"""Times are drawn on a logarithmic scale if the longest exceeds the shortest by more than this factor."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One budget: what a plan for it takes a pass, what none can beat, and what other policies take (ns)."""
+    """One budget, and the nanoseconds of a pass: as a plan predicts, its bound, and with other policies."""
 
     budget: int
     predicted_ns: int
@@ -32,8 +32,7 @@ class Point:
 def other_policies(plan: Decisions, host: Hardware | None = None) -> dict[str, int]:
     """The period of each policy that fits into the plan's budget, summed over the plan's traces.
 
-    `host` is by default the one that stands beside the plan's hardware. A plan without sizes is compared
-    with nothing.
+    The default of `host` is the host beside the plan's hardware. For a plan without sizes there is no result.
     """
     host = host or host_beside(plan.hardware)
     found: dict[str, int] = {}
@@ -49,12 +48,12 @@ def other_policies(plan: Decisions, host: Hardware | None = None) -> dict[str, i
 
 
 def point_of(plan: Decisions) -> Point:
-    """The point of one plan."""
+    """The point of one plan on the curve of time against budget."""
     return Point(plan.budget, plan.predicted_ns, plan.lower_bound_ns, other_policies(plan))
 
 
 def sweep(make: Callable[[int], Decisions], *, lowest: int, highest: int) -> tuple[Point, ...]:
-    """Time against budget from the floor (`lowest`) to all weights (`highest`); `make` plans for a budget."""
+    """The points of a curve from the floor (`lowest`) to all weights (`highest`); `make` makes the plans."""
     budgets = sorted({lowest + int((highest - lowest) * share) for share in SHARES})
     return tuple(point_of(make(budget)) for budget in budgets)
 
@@ -62,10 +61,11 @@ def sweep(make: Callable[[int], Decisions], *, lowest: int, highest: int) -> tup
 def curve_of(
     plan: Decisions, policies: Mapping[str, int], points: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Time against budget as lines: ascending budgets, and by name the times at these (ns or None).
+    """The curve of time against budget as data: `budgets` in ascending order, and `lines` by name.
 
-    `policies` are the other ones for the plan's own budget, `points` those of a sweep, as `Point` has them.
-    Without a sweep there is what link and compute allow at best with other budgets (`best_ns`).
+    A line has a time (ns) or None for each budget. `policies` has the times of other policies for the plan's
+    own budget, and `points` the points of a sweep, with the fields of `Point`. Without a sweep, the times at
+    other budgets are the lower bounds that link and compute set (`best_ns`).
     """
     at: dict[int, dict[str, int | None]] = {}
     for one in points:
@@ -83,9 +83,9 @@ def curve_of(
 
 
 def best_ns(plan: Decisions, budget: int) -> int:
-    """A lower bound (ns) for a pass of each method with `budget` bytes: only link and compute count.
+    """A lower bound (ns), set by link and compute alone, for a pass of each method with `budget` bytes.
 
-    What the budget cannot hold of the weights that a method reads is copied in every pass of it.
+    The bytes of the weights that a method reads and the budget cannot hold are copied in every pass.
     """
     found, rate = 0, plan.hardware.link_bytes_per_s / 1e9
     for trace in plan.traces:
@@ -95,5 +95,5 @@ def best_ns(plan: Decisions, budget: int) -> int:
 
 
 def _fixed(plan: Decisions) -> int:
-    """Bytes of the budget that are never an arena's: those of storages that the program writes or returns."""
+    """Bytes of the storages that no arena can hold, because the program writes or returns them."""
     return sum(plan.sizes[s] for s in plan.outside if plan.arena.layout[s] < 0)

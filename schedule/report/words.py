@@ -1,4 +1,4 @@
-"""What is said of a plan beside its pictures: facts, notes to its passes, and what copies and steps are."""
+"""The words on a plan's page: facts of the plan, notes on passes, and descriptions of copies and steps."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from penstock.schedule.report.verdict import limit_of
 from penstock.schedule.report.views import View, resident_bytes, storage_ranges, title_of, weights_of
 
 Lines = list[tuple[str, str]]
-"""A name and a value each; a value may have several lines."""
+"""Pairs of a name and a value; a value may have several lines."""
 
 Said = dict[str, Any]
-"""A title, a name to show where there is room (or nothing), the weights that it is about, and lines."""
+"""A description: its title, a name to show if there is room, the weights that it is about, and its lines."""
 
 _MOST_LISTED = 4
 
 
 def cards_of(plan: Decisions) -> Iterator[tuple[str, str, str]]:
-    """What is known at a glance: four times a title, a value, and a line of detail."""
+    """Yield the four facts at the top of the page, each as a title, a value, and a line of detail."""
     transfers = [t for schedule in plan.schedules for t in schedule.transfers]
     busy = sum(plan.hardware.copy_ns(t.stop - t.start) for t in transfers) / max(1, plan.predicted_ns)
     limit, reason = {
@@ -44,7 +44,7 @@ def cards_of(plan: Decisions) -> Iterator[tuple[str, str, str]]:
 
 
 def terms_of(plan: Decisions) -> Iterator[tuple[str, str]]:
-    """The words that the page uses, each with what it means and what it is in this plan."""
+    """Yield the terms that the page uses, each with its meaning and its value in this plan."""
     arena, hardware = plan.arena, plan.hardware
     methods = " or ".join(trace.method for trace in plan.traces) or "the program"
     moved, room = "nothing streams", "nothing needs it"
@@ -68,7 +68,7 @@ def terms_of(plan: Decisions) -> Iterator[tuple[str, str]]:
 
 
 def note_of_curve(*, swept: bool, logarithmic: bool) -> str:
-    """What there is to say of the curve of budgets, with a sweep and without one."""
+    """The note under the curve of time against budget: `swept` if a sweep was made for it."""
     note = "This plan, the best streaming possible, and other policies with the same memory, link and times."
     if swept:
         note += " Each dot of the line is a plan for that budget."
@@ -76,7 +76,7 @@ def note_of_curve(*, swept: bool, logarithmic: bool) -> str:
 
 
 def note_of_first(picture: Picture) -> str:
-    """What there is to say of the first pass after a cold start."""
+    """The note on the first pass after a cold start."""
     held = sum(one.nbytes for one in picture.plan.resident)
     held += sum(stay.range.nbytes for stay in picture.stays if stay.until >= len(picture.trace.steps))
     there = f" The {format_size(held)} that stay between passes are in memory when it begins." if held else ""
@@ -84,7 +84,7 @@ def note_of_first(picture: Picture) -> str:
 
 
 def note_of_steady(picture: Picture) -> str:
-    """What there is to say of a steady pass, and of the part that its neighbours have in it."""
+    """The note on a steady pass, which says what it copies for the next pass and keeps for it."""
     trace = picture.trace
     if not picture.copies:
         wrap = "Nothing is copied."
@@ -112,7 +112,7 @@ def _time(picture: Picture, view: View) -> str:
 
 
 class Sayings:
-    """What is said of what compute and links do in one method; `names` has one for every storage."""
+    """Describes the intervals and boxes of one method; `names` has a name for every storage."""
 
     def __init__(self, picture: Picture, names: Sequence[str]) -> None:
         self._picture, self._steps, self._names = picture, picture.trace.steps, names
@@ -124,7 +124,7 @@ class Sayings:
             self._late.setdefault(copy.step, set()).update(weights)
 
     def of_interval(self, one: Interval) -> Said:
-        """What is said of an interval; compute that reads and copies are shown with their names."""
+        """The description of an interval; reads and copies have a name that is shown in the picture."""
         if one.of is None:
             titles = {"tail": "Compute after the last step", "gap": "Between two calls", "stall": "Stall"}
             return _said(titles[one.kind], (), [("for", "copies under way")] if one.kind == "stall" else [])
@@ -141,7 +141,7 @@ class Sayings:
         return _said(step.name, step.reads, lines, named=True)
 
     def of_box(self, box: Box) -> Said:
-        """The same of a range of a storage that is in the arena."""
+        """The description of a box."""
         place, n = self._places[box.storage], len(self._steps)
         whole = f" of {format_size(place.nbytes)}" if place else ""
         here = ("here", "always: it never leaves")
@@ -152,6 +152,7 @@ class Sayings:
         return _said(self._names[box.storage], [box.storage], lines)
 
     def _copy(self, number: int) -> Lines:
+        """The lines on a copy: its bytes, its step, when it may start, and the weights that it brings."""
         copy, weights = self._picture.copies[number], self._brought[number]
         before = " of the pass before" if copy.after < 0 else ""
         lines = [
@@ -162,7 +163,7 @@ class Sayings:
         return lines + ([("brings", self._listed(weights))] if len(weights) > 1 else [])
 
     def _listed(self, weights: Sequence[int]) -> str:
-        """A line for each of the first weights, and how many there are more."""
+        """A line for each of the first weights, and a line that counts the others."""
         lines = []
         for s in weights[:_MOST_LISTED]:
             share = self._resident[s] / max(1, self._sizes[s]) if self._sizes else 0

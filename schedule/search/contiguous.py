@@ -1,6 +1,7 @@
 """The search for a plan of a contiguous arena: which storages stay, and how much memory the others share.
 
-What is copied, and when a copy may start, follows from the addresses alone (`occupancy.py`).
+The search chooses addresses. Which bytes are copied, and when a copy may start, follows from the addresses
+alone (`occupancy.py`).
 """
 
 from __future__ import annotations
@@ -18,33 +19,42 @@ from penstock.schedule.space.addresses import Addressing, first_use, place_oldes
 from penstock.schedule.space.pieces import Block
 
 _SIZES = 8
-"""How many largest sizes of streaming blocks are tried: small blocks need little memory on their way."""
+"""How many values are tried for the largest size of a streaming block: small blocks share little memory."""
 
 _SMALLEST = (0.0, 0.1, 0.5)
-"""Smallest sizes of streaming blocks, as shares of the largest: few large copies pay few latencies."""
+"""Values tried for the smallest size of a streaming block, as shares of the largest size.
+
+Few large copies pay fewer latencies than many small ones.
+"""
 
 _ROOMS = (1.0, 1.06, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0)
-"""Memory that streaming blocks share, in multiples of the most of their bytes that one step reads."""
+"""Values tried for the memory that streaming blocks share.
+
+The unit is the number of bytes of such blocks that a single step reads, taken at the step that reads most.
+"""
 
 _LEAST_PARTS = (16, 0, 4, 64, 1 << 20)
-"""The least part of a block that is a copy of its own, in multiples of the bytes that one latency costs.
+"""Values tried for the smallest part of a block that gets a copy of its own.
 
-Addresses are compared with the first; the others are tried with the best of them.
+The unit is the number of bytes that the link carries during one latency. Placements are compared with the
+first value; the other values are tried with the best placement only.
 """
 
 _EFFORT = 60_000
-"""Addresses, at most, that one search chooses."""
+"""The most addresses that one search chooses, summed over the placements that it tries."""
 
 _CLOSE = 1.0001
-"""Times the bound, at which a plan is good enough."""
+"""A plan is good enough when its period is at most this multiple of the lower bound."""
 
 
 @dataclass(frozen=True)
 class _Family:
-    """Blocks of which some stream, and the most of their bytes that one step reads.
+    """A set of blocks from which the streaming ones are chosen.
 
-    They are chosen so that bytes stream in proportion to `wanted`, which has a number for every block. The
-    blocks `ends` stream besides, at the two ends of the memory, and stick out of what is shared.
+    `able` holds the indices of these blocks, and `read` the bytes of them that a single step reads, at the
+    step that reads most. The streaming blocks are chosen so that bytes stream in proportion to `wanted`,
+    which has a number for every block of the program. The two blocks in `ends`, if any, stream as well: they
+    lie at the two ends of the memory, and part of each lies outside the shared memory and stays.
     """
 
     able: frozenset[int]
@@ -55,7 +65,11 @@ class _Family:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """What stays, the bytes that the rest shares (None: all that are left), and the least time of a pass."""
+    """A choice of resident blocks that has not been placed yet.
+
+    The other blocks share `ring` bytes of memory, or all memory that is left if `ring` is None. A pass takes
+    at least `least_ns` nanoseconds, whatever the addresses are.
+    """
 
     resident: frozenset[int]
     ring: int | None
@@ -63,19 +77,23 @@ class _Candidate:
 
 
 def search(task: Task) -> Draft:
-    """The best draft found."""
+    """The best draft found for a contiguous arena."""
     found = search_blocks(task, task.pieces.blocks)
-    assert found is not None  # the floor is that of a placement which is tried as well
+    assert found is not None  # the floor is the size of the tight placement, which is always tried
     return found
 
 
 def search_blocks(task: Task, blocks: Sequence[Block]) -> Draft | None:
-    """As `search`, of any blocks; None where no placement of them is found."""
+    """The best draft found for the given blocks, or None if no placement of them is found."""
     return _Search(task, blocks).run(task.relaxed)
 
 
 class _Search:
-    """The placements that are tried, and the draft of the best so far."""
+    """A running search: the placements that were tried, and the draft of the best of them.
+
+    `period` and `copied` are the steady period in nanoseconds, and the bytes copied in a pass, of that draft,
+    both summed over the traces. `effort` is the number of addresses that may still be chosen.
+    """
 
     def __init__(self, task: Task, blocks: Sequence[Block]) -> None:
         problem = task.problem
@@ -91,7 +109,7 @@ class _Search:
         self.compute_ns = sum(trace.compute_ns for trace in self.traces)
 
     def run(self, relaxed: Sequence[Relaxation | None]) -> Draft | None:
-        """Times the candidates in the order of their least times, until none can be faster than the best."""
+        """Try the candidates in ascending order of their least times, until none can beat the best draft."""
         enough = sum(one.bound_ns if one else 0 for one in relaxed) * _CLOSE
         shares = [[float(block.size) for block in self.blocks]]
         known = [one for one in relaxed if one]
@@ -107,7 +125,7 @@ class _Search:
             placement = place_oldest(self.blocks, one.resident, cap=self.cap, ring=one.ring)
             if placement:
                 self._time(placement)
-        # Last, because of two plans that take the same time the one that copies less is better.
+        # The tight placement comes last: it replaces a draft of the same period only if it copies less.
         self._time(tight(self.blocks))
         if self.best:
             for part in _LEAST_PARTS[1:]:
@@ -115,7 +133,7 @@ class _Search:
         return self.found
 
     def _copied(self, relaxed: Sequence[Relaxation]) -> list[float]:
-        """Bytes of each block that the relaxation copies."""
+        """Bytes of each block that the relaxation copies, at the gap and trace where it copies most."""
         wanted = [0.0] * len(self.blocks)
         starts = [block.range.start for block in self.blocks]
         for one in relaxed:
@@ -129,7 +147,7 @@ class _Search:
         return wanted
 
     def _families(self, wanted: Sequence[float]) -> Iterator[_Family]:
-        """The blocks of some range of sizes; and all but the two largest, where those are much larger."""
+        """Yield the blocks of each range of sizes, and all but the two largest if those are much larger."""
         free = sorted(
             (b for b, block in enumerate(self.blocks) if not block.kept), key=lambda b: self.blocks[b].size
         )
@@ -146,13 +164,18 @@ class _Search:
             yield _Family(able, self._most_read(able), wanted, tuple(free[-2:]))
 
     def _candidate(self, family: _Family, room: float) -> _Candidate | None:
-        """What stays of a family when the rest shares `room` times the most that one step reads of it."""
+        """The candidate whose streaming blocks share `room` times the most bytes that a step reads of them.
+
+        None if the blocks that cannot stream do not fit into the rest of the memory.
+        """
         granule = self.arena.granule
-        ring = math.ceil(room * family.read / granule) * granule
+        # Besides what a step reads, the bytes that keep the link busy, at most half of what can be spared.
+        in_flight = min(self.hardware.link_in_flight_bytes, max(0, self.cap - family.read) // 2)
+        ring = math.ceil(max(room * family.read, family.read + in_flight) / granule) * granule
         ends = sum(self.blocks[b].size for b in family.ends)
         others = sum(b.size for n, b in enumerate(self.blocks) if n not in family.able) - ends
         ring = max(ring, ends - self.cap + others)
-        beside = max(0, ends - ring)  # the bytes at the ends, those of the ring with them
+        beside = max(0, ends - ring)  # the bytes that the blocks at the ends occupy, shared ones counted once
         left = self.cap - beside + ends if ends else self.cap - ring
         resident = self._spread(family.able, family.wanted, left)
         if resident is None:
@@ -165,7 +188,7 @@ class _Search:
         return _Candidate(resident, ring if ends else None, least)
 
     def _read_with(self, some: Collection[int]) -> set[int]:
-        """The blocks that a step reads which reads some of these."""
+        """The blocks that are read in a step together with one of `some`, these themselves included."""
         steps = {(which, k) for b in some for which, ks in enumerate(self.blocks[b].reads) for k in ks}
         return {
             b
@@ -174,7 +197,7 @@ class _Search:
         }
 
     def _most_read(self, able: Collection[int]) -> int:
-        """The most bytes of these blocks that one step reads."""
+        """The bytes of these blocks that a single step reads, at the step that reads most."""
         reads: Counter[tuple[int, int]] = Counter()
         for b in able:
             for which, steps in enumerate(self.blocks[b].reads):
@@ -182,9 +205,10 @@ class _Search:
         return max(reads.values(), default=0)
 
     def _spread(self, able: frozenset[int], wanted: Sequence[float], room: int) -> frozenset[int] | None:
-        """Residents of at most `room` bytes: all but some of `able`, spread as the relaxation copies.
+        """The blocks that stay resident, in at most `room` bytes.
 
-        None where the others alone take more.
+        The streaming blocks are taken from `able`, spread over the trace in proportion to `wanted`. None if
+        the blocks outside `able` alone take more than `room`.
         """
         streamed = sum(block.size for block in self.blocks) - room
         if sum(self.blocks[b].size for b in able) < streamed:
@@ -198,7 +222,7 @@ class _Search:
                 chosen.remove(b)
                 owed -= self.blocks[b].size
                 free += self.blocks[b].size
-        for b in order:  # what was still owed at the end
+        for b in order:  # rounding may leave too few streaming blocks: take more, from the start of the trace
             if free < 0 and b in chosen:
                 chosen.remove(b)
                 free += self.blocks[b].size
@@ -209,13 +233,16 @@ class _Search:
         return frozenset(chosen)
 
     def _time(self, placement: Addressing) -> None:
-        """Times a placement that fits, unless that was done before."""
+        """Compare a placement with the best draft, unless it does not fit or was compared before."""
         if placement.addresses not in self.tried and placement.nbytes <= self.cap:
             self.tried.add(placement.addresses)
             self._decide(placement, _LEAST_PARTS[0])
 
     def _decide(self, placement: Addressing, part: int) -> None:
-        """Keeps the placement if it takes less time than any before, or as much for fewer bytes copied."""
+        """Keep the draft of a placement if its period is the shortest, or ties and fewer bytes are copied.
+
+        Parts of a block that take less than `part` latencies to copy are copied with a neighbouring part.
+        """
         least = int(part * self.hardware.link_latency_ns * self.hardware.link_bytes_per_s / 1e9)
         last = max((len(trace.steps) for trace in self.traces), default=1) - 1
         choices = (last,) if self.wrap == "overlap" else (last, 0)

@@ -1,8 +1,8 @@
-"""What is copied when, in a contiguous arena, as it follows from addresses alone.
+"""The transfers and drops of a contiguous arena, which follow from the addresses of its blocks alone.
 
-The arena is cut wherever a storage begins or ends. The bytes of such a cell are copied again when another
-storage's were read there since, and may be written once those have been read for the last time: a
-place is refilled part by part as what was there ends.
+The arena is cut into cells wherever a block begins or ends. Before a step reads a block, the block's bytes in
+a cell are copied again if another block was read from that cell since. The copy may start when that other
+block has been read for the last time. A place in the arena is thus refilled cell by cell.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ from penstock.schedule.space.spans import merged
 
 @dataclass
 class _Moves:
-    """What is copied and dropped in a pass of one trace, and which bytes stay over its end."""
+    """What is copied and dropped in a pass of one trace, and which bytes stay until the next pass.
+
+    `copies` maps (step, step that must have ended, block) to the layout ranges to copy, and `drops` maps a
+    step to the ranges that leave when it ends. `crossing` pairs each range that stays with the first step of
+    the next pass that reads it.
+    """
 
     copies: dict[tuple[int, int, int], list[Range]] = field(default_factory=dict)
     drops: dict[int, list[Range]] = field(default_factory=dict)
@@ -30,7 +35,7 @@ class _Moves:
 
 
 class Occupancy:
-    """What the addresses of a placement mean for every trace of a demand."""
+    """The copies and drops that the addresses of a placement cause in every trace of a demand."""
 
     def __init__(self, demand: Demand, blocks: Sequence[Block], placement: Addressing) -> None:
         self._demand, self._blocks, self._placement = demand, blocks, placement
@@ -49,10 +54,10 @@ class Occupancy:
         self._resident = merged(resident, self._begins)
 
     def decide(self, early: int, least: int = 0) -> Draft:
-        """Everything that follows from the addresses.
+        """The draft with the transfers, drops and boundaries that follow from the addresses.
 
-        Only transfers for steps up to `early` may start before the pass does. Parts of a block of less than
-        `least` bytes are copied together with a neighbour, once both may be.
+        Only transfers for steps up to `early` may start before the pass does. A part of a block that has
+        fewer than `least` bytes is copied together with a neighbouring part, as soon as both may be copied.
         """
         begins, resident = self._begins, self._resident
         streams, boundaries = [], []
@@ -70,7 +75,11 @@ class Occupancy:
         return Draft(nbytes, addresses, resident, resident, tuple(streams), tuple(boundaries))
 
     def _transfers(self, moves: _Moves, steps: int, early: int, least: int) -> tuple[Transfer, ...]:
-        """In order of deadline; `after` made to grow along the line, as it does in effect."""
+        """The transfers of one trace, in the order of the steps that need them.
+
+        A link copies in issue order, so a transfer never starts before the one issued before it. `after` is
+        therefore raised where needed, so that it never decreases from one transfer to the next.
+        """
         blocks: dict[tuple[int, int], list[tuple[Range, int]]] = {}
         for (step, after, b), ranges in moves.copies.items():
             blocks.setdefault((step, b), []).extend((one, after) for one in merged(ranges, self._begins))
@@ -88,7 +97,7 @@ class Occupancy:
         return tuple(result)
 
     def _addresses(self) -> tuple[int, ...]:
-        """That of every storage in a contiguous arena; a paged one has none to choose."""
+        """The address of every storage in a contiguous arena (-1 for one outside); () for a paged arena."""
         arena = self._demand.arena
         if arena.kind == "paged":
             return ()
@@ -101,10 +110,11 @@ class Occupancy:
 def _cells(
     blocks: Sequence[Block], granule: int, placement: Addressing
 ) -> tuple[list[dict[int, Range]], list[list[int]]]:
-    """The arena cut wherever a block begins or ends.
+    """Cut the arena wherever a block begins or ends.
 
-    For each block its layout range in every cell that it fills, and for each cell its blocks. A
-    block whose layout offset is no multiple of the granule cannot be cut.
+    Returns, for each block, its layout range in every cell that it fills, by the number of the cell; and, for
+    each cell, the blocks that fill it. The arena is not cut inside a block whose layout offset is no multiple
+    of the granule.
     """
     places = [Range(at, at + block.size) for at, block in zip(placement.addresses, blocks, strict=True)]
     whole = [r for r, block in zip(places, blocks, strict=True) if block.range.start % granule]
@@ -130,7 +140,11 @@ def _cells(
 
 
 def _move(reads: Sequence[tuple[int, int]], ranges: dict[int, Range], steps: int, moves: _Moves) -> None:
-    """Adds the copies and drops of one cell, which `reads` (step, block) reads in this order every pass."""
+    """Add the copies and drops of one cell to `moves`.
+
+    `reads` has a pair (step, block) for each read of the cell in a pass, in order of time. `ranges` maps each
+    block to its layout range in the cell.
+    """
     for j, (k, b) in enumerate(reads):
         before, user = reads[j - 1]
         following = reads[(j + 1) % len(reads)][1]
@@ -146,7 +160,11 @@ def _move(reads: Sequence[tuple[int, int]], ranges: dict[int, Range], steps: int
 def _joined(
     pieces: Sequence[tuple[Range, int]], least: int, begins: Collection[int]
 ) -> Iterator[tuple[Range, int]]:
-    """Pieces and the steps that they wait for; neighbours joined while one of them is under `least` bytes."""
+    """Join neighbouring pieces while one of the two has fewer than `least` bytes.
+
+    Each piece comes with the step whose end its copy waits for; a joined piece waits for the later of the
+    two.
+    """
     last, waits = pieces[0]
     for one, after in pieces[1:]:
         touches = one.start == last.stop and one.start not in begins
@@ -159,5 +177,6 @@ def _joined(
 
 
 def _parts(one: Range) -> Iterator[Range]:
+    """Cut a range into parts of at most MERGED_BYTES."""
     for start in range(one.start, one.stop, MERGED_BYTES):
         yield Range(start, min(start + MERGED_BYTES, one.stop))

@@ -1,10 +1,13 @@
 """The search for what one trace streams through a paged arena, timed on the exact event graph.
 
-The more bytes stay, the fewer are copied, and the less room there is to copy ahead. The bytes that the
-relaxation keeps are rounded to whole spans, in several ways and leaving several amounts of memory free, and
-those that it copies are chosen in runs of several lengths. The copies of the fastest candidates are then
-joined in other ways, and the best one is improved: its runs grow and shrink at their ends, and where rows
-are few, any two of them are changed.
+The more bytes stay resident, the fewer are copied, and the less memory is left for copying ahead. The search
+looks for the best balance in three stages. First it rounds the bytes that the relaxation keeps to whole
+spans, in several ways that leave several amounts of memory free. Then it chooses the spans to copy in runs
+of several lengths, and joins the copies of the fastest candidates in other ways. Last it improves the best
+candidate: runs grow and shrink at their ends and, in a small problem, any two rows are changed.
+
+A row is a copy that the trace could need: one span over one gap (`Loads` in `schedule/clock/transfers.py`).
+A candidate is a choice of the rows that are copied.
 """
 
 from __future__ import annotations
@@ -26,29 +29,34 @@ from penstock.schedule.search.runs import Runs
 from penstock.schedule.search.task import Task
 
 _SMALL = 128
-"""Spans to copy, at most, in a problem in which any two of them are changed at once."""
+"""The most rows of a small problem, in which any two rows are changed at once."""
 
 _LARGE = 8_000
-"""Spans to copy, at most, in a problem for which every amount of memory to leave is tried."""
+"""The most rows of a problem for which every amount of free memory is tried."""
 
 _CLOSE = 1.0001
-"""Times the bound, at which a plan is good enough."""
+"""Rounding ends when the period is at most this multiple of the lower bound."""
 
 _NEAR = 1.01
-"""Times the bound, within which a plan is not searched for further."""
+"""Rounding is the only stage, and improving ends, at a period of at most this multiple of the lower bound."""
 
 _SHARED = 0.1
-"""Share of the memory to spare that is taken to be refilled where the relaxation was not solved."""
+"""The share of the spare memory that is assumed to be refilled where the relaxation was not solved."""
 
 _JOINED = 4
-"""Choices of spans, the fastest, whose copies are joined in every way."""
+"""The number of candidates, the fastest ones, whose copies are joined in every way."""
 
 _EFFORT, _SMALL_EFFORT = 40_000, 2_000
-"""Copies, counted before joining, that one search may join in every way; and the same of a small problem."""
+"""The most copies that one search may join in every way: of a large problem, and of a small one.
+
+Copies are counted before they are joined, and each time that they are joined anew.
+"""
 
 
 @dataclass(frozen=True)
 class _Candidate:
+    """A choice of rows, the transfers that copy them, and the period and the bytes of a pass with these."""
+
     period_ns: int
     copied: int
     streaming: Streaming
@@ -56,7 +64,12 @@ class _Candidate:
 
 
 class OneTrace:
-    """The candidates for one trace, and the best of those tried so far."""
+    """The search for one trace: its inputs, and the best of the candidates that were tried.
+
+    `ranked` holds the best candidates, the fastest first. `effort` is the number of copies that may still be
+    joined in every way. `spare` is the memory beyond what the fullest step itself needs, and `highest` the
+    memory that resident spans and the reads of a step may fill, both in bytes.
+    """
 
     def __init__(self, task: Task) -> None:
         problem, groups, cap, breaks = task.problem, task.pieces.groups, task.cap, task.pieces.breaks
@@ -78,17 +91,17 @@ class OneTrace:
         self.joined: set[bytes] = set()
         self.effort = int((_EFFORT if len(self.loads.step) > _SMALL else _SMALL_EFFORT) * task.effort)
         self.ranked: list[_Candidate] = []
-        # Residency may fill all but what keeps the link busy, or half of what can be spared.
+        # Some memory stays free for the bytes that keep the link busy, at most half of what can be spared.
         self.spare = cap - int(max(self.residency.needed, default=0))
         self.highest = cap - min(hardware.link_in_flight_bytes, self.spare // 2)
 
     @property
     def period_ns(self) -> float:
-        """The period of the best candidate so far."""
+        """The steady period of the best candidate so far, infinite before the first."""
         return self.ranked[0].period_ns if self.ranked else math.inf
 
     def best(self, relaxed: Relaxation | None) -> tuple[Streaming, Sequence[bool]]:
-        """The best way to stream, and for each span whether it never leaves."""
+        """The fastest way to stream that was found, and, for each span, whether it never leaves the arena."""
         relaxed = relaxed or self._even_relaxation()
         self._round(relaxed)
         if self.period_ns > relaxed.bound_ns * _NEAR:
@@ -103,7 +116,7 @@ class OneTrace:
         return found.streaming, stays
 
     def _even_relaxation(self) -> Relaxation:
-        """What stands in for a relaxation that was not solved: the same share of every gap is kept."""
+        """A substitute for a relaxation that was not solved: it keeps the same share of every gap's bytes."""
         sizes = [self.groups[gap.group].nbytes for gap in self.gaps]
         over = self.residency.held_bytes(sizes) - self.residency.needed
         room = self.highest - self.residency.needed
@@ -116,9 +129,10 @@ class OneTrace:
         return self.ranked[-1].period_ns if len(self.ranked) == 2 * _JOINED else math.inf
 
     def _round(self, relaxed: Relaxation) -> None:
-        """Rounds the relaxation, leaving several amounts of memory for rounding and for copies on their way.
+        """Round the relaxation to whole spans, with several amounts of memory left free.
 
-        First the best amount to leave is found, then the best way to round with it.
+        The free memory takes what rounding adds, and copies on their way. The best amount is found first, and
+        then the best way to round with that amount.
         """
         shared = int(relaxed.shared_bytes)
         copy = shared // 2
@@ -141,6 +155,11 @@ class OneTrace:
                 self._time_rounded(relaxed.kept, margin, quantum=quantum, most=copy)
 
     def _time_rounded(self, kept: Sequence[float], margin: int, *, quantum: int, most: int) -> None:
+        """Time the rounding of `kept` bytes of each gap that leaves `margin` bytes of memory free.
+
+        Bytes are rounded in units of `quantum` (0: whole spans), and copies are joined up to `most` bytes (0:
+        they are not joined).
+        """
         peak = int((self.residency.held_bytes(kept) - self.residency.needed).max())
         share = max(0.0, 1.0 - margin / peak) if peak else 0.0
         scaled = [nbytes * share for nbytes in kept]
@@ -151,7 +170,7 @@ class OneTrace:
             self._time(self.loads.after_first(counts), join)
 
     def _improve(self, runs: Runs, bound_ns: int) -> None:
-        """Takes the first of the neighbours of the best candidate that is better, as long as there is one."""
+        """Replace the best candidate by the first of its neighbours that is faster, while there is one."""
         few = len(self.loads.step) <= _SMALL
         while self.effort > 0:
             before = self.period_ns
@@ -165,17 +184,18 @@ class OneTrace:
                 return
 
     def _time_joined(self, rows: numpy.ndarray) -> None:
-        """Times rows with their copies joined in the best way found, unless that was done before."""
+        """Time a choice of rows with its copies joined in the best way found, once for each choice."""
         if rows.tobytes() not in self.joined and self.effort > 0:
             self.joined.add(rows.tobytes())
             self._time(rows, self._join)
 
     def _join(self, pieces: Sequence[Transfer]) -> Sequence[Transfer]:
+        """Join copies in the fastest way found, and count them against the effort."""
         self.effort -= len(pieces)
         return self.joiner.fastest(pieces)
 
     def _time(self, rows: numpy.ndarray, join: Join | None = None) -> None:
-        """Times the copies of these rows, and ranks them."""
+        """Time the copies of these rows on the event graph, and rank the candidate among the best ones."""
         stays = self.loads.never_in(rows)
         last = len(self.trace.steps) - 1
         for early in (last,) if self.wrap == "overlap" else (last, 0):

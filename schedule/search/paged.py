@@ -1,4 +1,8 @@
-"""The search for a plan of a paged arena: what one method streams, or one resident share for several."""
+"""The search for a plan of a paged arena.
+
+For one method the search chooses what streams (`one_trace.py`). Several methods share the arena, so it keeps
+the same share of every group of spans resident for all of them.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +25,14 @@ from penstock.schedule.space.pieces import Block, Pieces
 from penstock.schedule.space.spans import merged
 
 _NEAR = 1.01
-"""Times the bound, within which runs are not searched for as well."""
+"""The contiguous search is not tried as well at a period of at most this multiple of the lower bound."""
 
 _SHARES = 64
-"""Resident shares that are tried for several methods in one arena."""
+"""The number of resident shares, beside 0, that are tried for several methods in one arena."""
 
 
 def search(task: Task) -> Draft:
-    """The best draft that is found."""
+    """The best draft found for a paged arena."""
     problem, pieces = task.problem, task.pieces
     alone = len(problem.traces) == 1
     if alone:
@@ -40,13 +44,13 @@ def search(task: Task) -> Draft:
     bounds = [one.bound_ns for one in task.relaxed if one]
     near = len(bounds) == len(problem.traces) and period_ns <= sum(bounds) * _NEAR
     if near or (alone and problem.hardware.link_in_flight_bytes):
-        return found  # the other search leaves no room for copies on their way
+        return found  # the contiguous search reserves no memory for what the link needs in flight
     other = _search_runs(task)
     return other if other and sum(other.periods_ns(problem)) < period_ns else found
 
 
 def _draft(pieces: Pieces, streams: Sequence[Streaming], stays: Sequence[bool]) -> Draft:
-    """The draft of what each method streams beside the spans that never leave."""
+    """The draft of a paged arena: `streams` has what each method streams, `stays` which spans never leave."""
     spans = (span for group in pieces.groups for span in group.spans)
     resident = merged(itertools.compress(spans, stays), pieces.breaks)
     peak = max((one.holding.peak_bytes for one in streams), default=sum(r.nbytes for r in resident))
@@ -60,7 +64,11 @@ def _draft(pieces: Pieces, streams: Sequence[Streaming], stays: Sequence[bool]) 
 def _share_for_all(
     problem: Problem, pieces: Pieces, cap: int
 ) -> tuple[tuple[Streaming, ...], Sequence[bool]]:
-    """One resident share of every group for all methods; each streams the rest, for its own next call too."""
+    """The best way to stream in which one share of every group is resident for all methods.
+
+    Each method streams the rest, and prefetches at the end of a call as if its own next call followed.
+    Returns what each method streams, and, for each span, whether it never leaves.
+    """
     groups = pieces.groups
     best: tuple[int, tuple[Streaming, ...], Sequence[bool]] | None = None
     plans = []
@@ -102,10 +110,10 @@ _Piece = TypeVar("_Piece", Range, Transfer, Drop)
 
 
 def _search_runs(task: Task) -> Draft | None:
-    """What the search for a contiguous arena finds for the runs, as blocks of whole granules.
+    """The draft that the search for a contiguous arena finds when each run is a block of whole granules.
 
-    In a paged arena its addresses are not used: they only decide which runs take turns in the same memory.
-    None where no placement of the runs is found.
+    A paged arena does not use the addresses found: they only decide which runs take turns in the same memory.
+    None if no placement of the runs is found.
     """
     arena = task.problem.arena
     blocks = []
@@ -118,7 +126,7 @@ def _search_runs(task: Task) -> Draft | None:
 
 
 def _clipped(found: Draft, arena: Arena) -> Draft:
-    """The draft without what lies before a segment, in the first granule that it reaches into."""
+    """The draft with its ranges cut to segments, which may begin inside a granule, unlike blocks."""
     begins = {s.start // arena.granule * arena.granule: s.start for s in arena.segments}
 
     def clip(pieces: Sequence[_Piece]) -> tuple[_Piece, ...]:

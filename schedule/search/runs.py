@@ -1,4 +1,8 @@
-"""Runs of neighbouring rows that one copy can bring, spread over the trace as the relaxation copies bytes."""
+"""Choices of the rows to copy: runs of neighbouring rows, spread over the trace.
+
+A row is one span over one gap (`Loads` in `schedule/clock/transfers.py`). One copy can bring a whole run, and
+the runs follow one another so that bytes are copied in proportion to what the relaxation copies.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +16,22 @@ from penstock.schedule.bound.residency import Residency
 from penstock.schedule.clock.transfers import Loads
 
 _ATTEMPTS = 5
-"""How often a choice that does not fit is made again with more bytes to copy."""
+"""The number of times that a choice which does not fit into memory is made, each time with more to copy."""
 
 _RINGS = (0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 2.8)
-"""Memory that is refilled, as multiples of what the relaxation refills."""
+"""Values tried for the memory that is refilled during a pass, as multiples of what the relaxation refills."""
 
 _PARTS = (1, 1.5, 2, 3)
-"""Runs that fit into the memory that is refilled."""
+"""Values tried for the number of runs that fit into the refilled memory, which sets their length."""
 
 _AHEAD = (0.0, 0.5)
-"""The share of a run that is owed at the start of a pass."""
+"""Values tried for the share of a run that is owed at the start of a pass, which shifts all runs."""
 
 
 class Runs:
-    """Choices of the rows of one trace that are copied, so that all others fit into `cap` bytes.
+    """Chooses the rows of one trace to copy so that everything else fits into `cap` bytes.
 
-    `kept` are the bytes that the relaxation keeps over each gap.
+    `kept` holds the bytes that the relaxation keeps over each gap.
     """
 
     def __init__(self, loads: Loads, residency: Residency, kept: Sequence[float], cap: int) -> None:
@@ -35,20 +39,26 @@ class Runs:
         inside = numpy.array([gap.inside for gap in loads.gaps])
         nbytes = numpy.bincount(loads.gap, weights=loads.nbytes, minlength=len(inside))
         copied = numpy.clip(1 - numpy.array(kept) / nbytes, 0.0, 1.0)
-        # What is dropped over less than half a pass is copied only where the relaxation copies it.
+        # A gap of less than half a pass is copied over only where the relaxation copies over it.
         self._may = ((inside > loads.steps // 2) | ((inside > 0) & (copied > 0)))[loads.gap]
         self._share = copied[loads.gap]
         self._excess = int(loads.span_bytes.sum()) - cap
 
     def choices(self, shared_bytes: float) -> Iterator[numpy.ndarray]:
-        """Rows in runs of several lengths; the relaxation refills `shared_bytes` of memory."""
+        """Yield choices of rows in runs of several lengths, each as a mask over all rows.
+
+        `shared_bytes` is the memory that the relaxation refills during a pass.
+        """
         for ring, parts, ahead in itertools.product(_RINGS, _PARTS, _AHEAD):
             rows = self._choose(int(shared_bytes * ring), int(shared_bytes * ring / parts), ahead)
             if rows is not None:
                 yield rows
 
     def _choose(self, shared: int, run: int, ahead: float) -> numpy.ndarray | None:
-        """Rows in runs of about `run` bytes that refill `shared` bytes of memory; None where none fit."""
+        """Choose rows in runs of about `run` bytes that refill `shared` bytes of memory.
+
+        None if no choice fits after `_ATTEMPTS`.
+        """
         copied = self._excess + shared
         for _ in range(_ATTEMPTS):
             rows = self._spread(copied, run, ahead)
@@ -59,7 +69,10 @@ class Runs:
         return None
 
     def neighbours(self, rows: numpy.ndarray, *, any_two: bool) -> Iterator[numpy.ndarray]:
-        """Choices that differ in one end of one run, in two ends of any, or in `any_two` rows, and fit."""
+        """Yield the choices next to `rows` that fit: one end of a run is moved, or two ends of any runs are.
+
+        With `any_two`, choices that differ in any two rows follow.
+        """
         order = numpy.nonzero(self._may)[0]
         chosen = rows[order]
         edges = numpy.nonzero(chosen != numpy.roll(chosen, 1))[0]
@@ -72,7 +85,11 @@ class Runs:
                 yield other
 
     def _spread(self, copied: int, run: int, ahead: float) -> numpy.ndarray:
-        """Rows of about `copied` bytes: a run begins when half of it is owed, and ends half in advance."""
+        """Choose rows of about `copied` bytes in all.
+
+        Bytes are owed in proportion to what the relaxation copies. A run of `run` bytes begins when half of
+        it is owed, and ends when half of it has been copied in advance.
+        """
         weights = (self._wanted(copied) * self._loads.nbytes).tolist()
         rows = numpy.zeros(len(weights), dtype=bool)
         owed, running = ahead * run, False
@@ -88,7 +105,7 @@ class Runs:
         return rows
 
     def _wanted(self, copied: int) -> numpy.ndarray:
-        """The share of each row to copy: the relaxation's, less or more in proportion."""
+        """The share of each row to copy, 0 to 1: the relaxation's shares, scaled to `copied` bytes in all."""
         nbytes = self._loads.nbytes * self._may
         given = float((self._share * nbytes).sum())
         if copied <= given:
@@ -100,13 +117,14 @@ class Runs:
         return wanted
 
     def _short(self, rows: numpy.ndarray) -> int:
-        """Bytes by which the fullest step holds more than the cap; negative where all fit."""
+        """Bytes by which the fullest step exceeds the cap when `rows` are copied; negative if it fits."""
         loads = self._loads
         kept = numpy.bincount(loads.gap[~rows], weights=loads.nbytes[~rows], minlength=len(loads.gaps))
         return int(self._residency.held_bytes(kept.tolist()).max()) - self._cap
 
 
 def _shuffled_pairs(rows: Sequence[int]) -> list[tuple[int, ...]]:
+    """All pairs of these rows, in an order that is random but the same on every call."""
     pairs: list[tuple[int, ...]] = list(itertools.combinations(rows, 2))
     random.Random(len(pairs)).shuffle(pairs)
     return pairs

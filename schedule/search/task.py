@@ -1,4 +1,4 @@
-"""The interface of the searches: `search` in `contiguous.py` and `paged.py` makes a Draft for a Task."""
+"""The input and output of a search: `search` in `contiguous.py` and `paged.py` makes a Draft of a Task."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from penstock.schedule.space.pieces import Pieces
 
 @dataclass(frozen=True)
 class Task:
-    """A problem and `cap` bytes of arena for it, which are at least what is needed.
+    """A problem, and `cap` bytes of arena for it, in which a plan exists.
 
-    `relaxed` has the relaxation of each trace for that memory, None where the solver failed; `effort` is the
-    share of the usual search.
+    `relaxed` has the relaxation of each trace within these bytes, None where the solver failed. `effort` is
+    how much to search, as a multiple of the usual amount.
     """
 
     problem: Problem
@@ -28,9 +28,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Draft:
-    """All of a plan but its times; `streams` has the transfers and drops of each trace.
+    """All decisions of a plan, without its times; the fields are as in `Decisions`.
 
-    `boundaries` has what lies between two calls of each, empty where `boundary` holds for all.
+    `streams` has the transfers and the drops of each trace. `boundaries` has the boundary of each trace, and
+    is empty where `boundary` holds for all.
     """
 
     arena_bytes: int
@@ -41,7 +42,7 @@ class Draft:
     boundaries: tuple[tuple[Range, ...], ...] = ()
 
     def periods_ns(self, problem: Problem) -> list[int]:
-        """The steady period of each trace."""
+        """The steady period of each trace, in nanoseconds."""
         return [
             steady_period_ns(trace, Schedule(trace.graph, *stream, 0), problem.hardware, problem.wrap)
             for trace, stream in zip(problem.traces, self.streams, strict=True)

@@ -1,1 +1,1 @@
-"""Where bytes lie: the layout of storages, spans of it, and addresses in an arena."""
+"""Where bytes lie: the layout of storages, the spans that it is cut into, and addresses in an arena."""

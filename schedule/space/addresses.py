@@ -1,10 +1,10 @@
-"""Addresses of blocks in a contiguous arena: in the least memory, or so that copies may start early.
+"""Addresses of blocks in a contiguous arena.
 
-Storages that no step reads together may share bytes. Placing them in little memory is offline dynamic storage
-allocation (`packing.py`). For early copies, each storage lies over the bytes that were last read longest ago:
-a copy may start once what it overwrites has been read for the last time, and on a trace that repeats, that
-place can be filled earliest. Memory then works as a ring for blocks of any sizes, and nothing is lost where a
-trace turns around (a backward pass).
+Blocks that no step reads together may share bytes. There are two aims. `tight` places blocks in the least
+memory, which is offline dynamic storage allocation (`packing.py`). `place_oldest` places them so that copies
+may start early. A copy may start once what it overwrites has been read for the last time, so each block is
+placed over the bytes whose last read is longest ago. Memory then works as a ring for blocks of any sizes, and
+no memory is wasted where a trace reads in reverse order, as in a backward pass.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from penstock.schedule.space.pieces import Block
 
 @dataclass(frozen=True)
 class Addressing:
-    """Address of each block, and the bytes up to the end of the last."""
+    """The address of each block, and the bytes of arena that they take, up to the end of the highest."""
 
     addresses: tuple[int, ...]
     nbytes: int
 
 
 def tight(blocks: Sequence[Block]) -> Addressing:
-    """The smallest placement found: what is always kept is apart from everything."""
+    """The smallest placement found. Blocks that are always kept share their bytes with no other block."""
     addresses = [0] * len(blocks)
     base = 0
     for b, block in enumerate(blocks):
@@ -44,13 +44,13 @@ def tight(blocks: Sequence[Block]) -> Addressing:
 
 
 def least_copied(blocks: Sequence[Block], cap: int) -> int:
-    """Bytes that every pass of one trace copies at least, whatever the addresses in `cap` bytes are.
+    """The least bytes that every pass of one trace copies, whatever the addresses in `cap` bytes are.
 
-    An address with m > 1 blocks has each of them copied every pass, one with a single block none. So with
-    W bytes of addresses shared, and D bytes of blocks more than fit, D + W are copied. Shared addresses
-    form intervals. At most two blocks stick out of each, since beside it they would share as well; all
-    others there are no larger than W. So D <= W + S(W), with S(W) the bytes of all blocks of at most W,
-    and the least such W is part of what is copied.
+    If m > 1 blocks share a byte of the arena, that byte is copied m times in every pass; a byte of a single
+    block is never copied. Let W bytes of the arena be shared, and let the blocks have D bytes more than
+    `cap`. A pass then copies D + W bytes. The shared bytes form intervals. At most two blocks reach beyond
+    each interval, one at each end; all others in it have at most W bytes. So D <= W + S(W), where S(W) is the
+    sum of the bytes of all blocks of at most W bytes. The least W that satisfies this gives the bound.
     """
     excess = sum(block.range.nbytes for block in blocks) - cap
     if excess <= 0:
@@ -65,23 +65,27 @@ def least_copied(blocks: Sequence[Block], cap: int) -> int:
 
 
 def first_use(block: Block) -> tuple[int, int]:
+    """The first step that reads a block, and the number of its trace."""
     return min((steps[0], which) for which, steps in enumerate(block.reads) if steps)
 
 
 def _alive(block: Block) -> list[int]:
-    """The steps that read a block, those of all traces numbered apart."""
+    """The steps that read a block, as numbers that differ between the traces."""
     return [which << 32 | k for which, steps in enumerate(block.reads) for k in steps]
 
 
 class _Room:
-    """Memory as pieces, each with the position in the order of first uses of what was placed there last."""
+    """Memory cut into pieces, each with an age: the position, in order of first use, of its last block.
+
+    Piece i reaches from `edges[i]` to `edges[i + 1]`, and no block was placed there yet if its age is -1.
+    """
 
     def __init__(self, start: int, stop: int) -> None:
         self.edges = [start, stop]
         self.ages = [-1]
 
     def take(self, start: int, stop: int, age: int) -> None:
-        """What is placed at these bytes is the youngest there."""
+        """Place a block at these bytes, whose age becomes `age`."""
         low, high = bisect_right(self.edges, start) - 1, bisect_left(self.edges, stop) - 1
         before = [self.edges[low]] * (self.edges[low] < start)
         after = [self.edges[high + 1]] * (stop < self.edges[high + 1])
@@ -90,10 +94,11 @@ class _Room:
         self.ages[low : high + 1] = ages
 
     def oldest(self, size: int, within: Range, apart: Sequence[Range], now: int) -> int | None:
-        """The address whose youngest bytes are oldest, beginning or ending where another piece does.
+        """The address for `size` bytes whose youngest piece is the oldest.
 
-        Of equal places the one with the fewest youngest bytes wins. None where all have bytes of
-        position `now`, or of what must stay apart.
+        Only addresses are looked at for which the bytes begin or end at the edge of a piece, of `within` or
+        of a range in `apart`. Among equal ones, the one with the fewest bytes of the youngest age wins, then
+        the lowest. None if every address has bytes of age `now` or touches a range in `apart`.
         """
         edges, ages = numpy.array(self.edges), numpy.array(self.ages)
         more = [within.start, within.stop - size, *(r.stop for r in apart), *(r.start - size for r in apart)]
@@ -113,7 +118,7 @@ class _Room:
         return min(alike, key=lambda start: (self._bytes_of(least, start, start + size), start))
 
     def _bytes_of(self, age: int, start: int, stop: int) -> int:
-        """Bytes of that age in a range."""
+        """The bytes of the given age between two addresses."""
         low, high = bisect_right(self.edges, start) - 1, bisect_left(self.edges, stop)
         return sum(
             min(stop, self.edges[i + 1]) - max(start, self.edges[i])
@@ -123,7 +128,7 @@ class _Room:
 
 
 def _largest(values: numpy.ndarray, first: numpy.ndarray, last: numpy.ndarray) -> numpy.ndarray:
-    """The largest of each run of values, `last` with it, from maxima over runs of every power of two."""
+    """The largest value of each run from `first[i]` to `last[i]`, inclusive, by a table of powers of two."""
     powers = [values]
     while 2 ** len(powers) <= len(values):
         half = 2 ** (len(powers) - 1)
@@ -138,11 +143,12 @@ def _largest(values: numpy.ndarray, first: numpy.ndarray, last: numpy.ndarray) -
 def place_oldest(
     blocks: Sequence[Block], resident: Collection[int], *, cap: int, ring: int | None = None
 ) -> Addressing | None:
-    """Addresses below `cap` for blocks in order of first use, the resident ones first and apart.
+    """Addresses below `cap` for blocks in order of first use.
 
-    With `ring`, the two largest of the others lie at the ends of what the resident ones leave and share all
-    but so many bytes with nobody: what sticks out stays. None where blocks read at one step would
-    overlap, or something does not fit.
+    The resident blocks come first and share their bytes with no other block. With `ring`, the two largest of
+    the other blocks lie at the two ends of the memory that is left. Each of the two shares at most `ring`
+    bytes with other blocks, and its other bytes stay. None if blocks that one step reads would overlap, or if
+    a block does not fit.
     """
     addresses = [-1] * len(blocks)
     base = 0
@@ -178,7 +184,7 @@ def place_oldest(
 
 
 def _read_together(blocks: Sequence[Block]) -> list[set[int]]:
-    """For each block those that a step reads with it."""
+    """For each block, the other blocks that some step reads together with it."""
     together: dict[tuple[int, int], list[int]] = {}
     for b, block in enumerate(blocks):
         for which, steps in enumerate(block.reads):
@@ -192,7 +198,7 @@ def _read_together(blocks: Sequence[Block]) -> list[set[int]]:
 
 
 def _overlap(blocks: Sequence[Block], addresses: Sequence[int], read_with: Sequence[Collection[int]]) -> bool:
-    """Whether two blocks that one step reads share bytes."""
+    """Tell whether two blocks that one step reads share bytes."""
     return any(
         addresses[b] < addresses[o] + blocks[o].size and addresses[o] < addresses[b] + blocks[b].size
         for b, others in enumerate(read_with)

@@ -12,10 +12,10 @@ from penstock.schedule.facts.model import Arena, ArenaKind, Extent, Range, Stora
 from penstock.schedule.facts.problem import first_uses
 
 MAPPED_ALIGNMENT = 64
-"""A storage that is used where its file has it lies at a multiple of this (see the note below).
+"""The alignment, in bytes, of a storage that is used at the address to which its file is mapped.
 
-Kernels choose their code by the alignment of an address, so a less aligned one gives other last
-bits than the same weight in memory of its own.
+Kernels choose their code by the alignment of an address. At a smaller alignment, the last bits of a result
+can differ from those that the same weight gives in memory of its own.
 """
 
 
@@ -29,7 +29,7 @@ def packed_arena(
 ) -> Arena:
     """An arena of anonymous memory whose layout holds the storages in first-use order.
 
-    Each begins at a multiple of `alignment` bytes. One segment covers them all; there is none
+    Each storage begins at a multiple of `alignment` bytes. One segment covers them all; there is no segment
     when nothing is streamed.
     """
     layout = [-1] * len(storages)
@@ -49,12 +49,13 @@ def mapped_arena(
     page: int = 4096,
     traces: Sequence[Trace] = (),
 ) -> Arena | None:
-    """An arena that maps the files in which the weights already lie, or None where none can.
+    """An arena that maps the files in which the weights lie, or None if a storage cannot be mapped.
 
-    The layout is the files one after the other, each from a multiple of the granule on. Every
-    streamable storage with bytes is laid out, or those that `traces` read if any are given;
-    each has to be one run of one file that begins at a multiple of 64. A segment a file covers,
-    in whole pages, its first to its last laid-out byte.
+    The layout consists of the files one after the other, each beginning at a multiple of the granule. It
+    holds every streamable storage with bytes or, if `traces` are given, those that the traces read. Each of
+    them has to be one run of bytes in one file that begins at a multiple of MAPPED_ALIGNMENT. There is one
+    segment for each file, which reaches, in whole pages, from the first to the last byte of the storages in
+    it.
     """
     wanted = range(len(storages)) if not traces else first_uses(storages, traces)
     chosen = [s for s in wanted if storages[s].kind == "streamable" and storages[s].nbytes > 0]
@@ -77,6 +78,7 @@ def mapped_arena(
 
 
 def _file_bases(files: Sequence[WeightFile], alignment: int) -> Iterator[int]:
+    """Yield the layout offset at which each file begins."""
     end = 0
     for file in files:
         yield end
@@ -84,7 +86,7 @@ def _file_bases(files: Sequence[WeightFile], alignment: int) -> Iterator[int]:
 
 
 def _place_in_file(storage: Storage, files: Sequence[WeightFile]) -> tuple[int, int] | None:
-    """The file and the offset of the storage's byte 0, where its extents are one aligned run."""
+    """The file of a storage and the offset of its first byte; None if its extents are no aligned run."""
     extents = storage.extents
     if not extents or not _is_one_run(extents):
         return None

@@ -1,16 +1,17 @@
-"""Addresses for blocks of which those that are alive together may not overlap, in little memory.
+"""Addresses for blocks in as little memory as possible, where blocks that are alive together may not overlap.
 
-This is offline dynamic storage allocation. First fit, in the order of the addresses that an optimum has,
-finds that optimum (push every block down); so what is searched for is an order:
+This is offline dynamic storage allocation. First fit finds an optimum if it places the blocks in the
+ascending order of their addresses in that optimum (push every block down). The search is therefore for an
+order:
 
-- a few blocks are searched through by branch and bound, in ascending order of address;
-- more are placed in several orders that do well in compilers, and then again and again, each time with
+- for a few blocks, branch and bound searches all such orders;
+- more blocks are placed in several orders that do well in compilers, and then again and again, each time with
   the blocks that ended highest placed earlier (squeaky wheel optimisation: Joslin and Clements, JAIR
   10, 1999).
 
-The most bytes alive at one step is a bound that no placement beats: what is alive together is a clique
-of the conflict graph. (Buchsbaum et al., OPT versus LOAD in dynamic storage allocation, SIAM J. Comput.
-33(3), 2004: large blocks can force more, so a gap need not be the search's fault.)
+No placement takes fewer bytes than are alive at a single step, since blocks that are alive together are a
+clique of the conflict graph. Large blocks can force an optimum above this bound. (Buchsbaum et al., OPT
+versus LOAD in dynamic storage allocation, SIAM J. Comput. 33(3), 2004.)
 """
 
 from __future__ import annotations
@@ -21,46 +22,57 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 _EXACT = 10
-"""Blocks, at most, that are searched through."""
+"""The most blocks for which branch and bound is tried."""
 
 _WORK = 400_000
-"""Pairs of conflicting blocks that one search looks at, at most, unless it is told otherwise."""
+"""The most pairs of conflicting blocks that one search looks at, unless its caller gives another limit."""
 
 _NODES = 30_000
-"""Partial placements that branch and bound looks at, at most."""
+"""The most partial placements that branch and bound looks at."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """An address for each block, the end of the highest, and the bytes that no packing goes below."""
+    """An address for each block, the end of the highest block, and the least end that a packing can have."""
 
     addresses: tuple[int, ...]
     nbytes: int
     bound: int
 
 
-def pack_blocks(
-    sizes: Sequence[int], alive: Sequence[Collection[int]], *, work: int = _WORK, seed: int = 0
-) -> Packing:
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks to pack, by number.
+
+    Each has a size in bytes, the steps at which it is alive, and the other blocks that are alive at one of
+    them. `load` is the most bytes alive at a single step.
+    """
+
+    sizes: Sequence[int]
+    alive: Sequence[Collection[int]]
+    conflicts: Sequence[Sequence[int]]
+    load: int
+
+
+def pack_blocks(sizes: Sequence[int], alive: Sequence[Collection[int]], *, work: int = _WORK) -> Packing:
     """The smallest packing found of blocks of these sizes in bytes, each alive at some steps.
 
     `bound` is the most bytes alive at one step, and `nbytes` itself where the search was complete.
     `work` limits the search, in pairs of conflicting blocks.
     """
-    conflicts = conflicts_of(alive)
-    load = _load(sizes, alive)
-    best = _improved(sizes, alive, conflicts, load=load, tries=_tries(conflicts, work), seed=seed)
-    top = height(sizes, best)
-    if top > load and len(sizes) <= _EXACT:
-        found, complete = _BranchAndBound(sizes, alive, conflicts, top).run()
+    blocks = Blocks(sizes, alive, conflicts_of(alive), _load(sizes, alive))
+    best = _improved(blocks, tries=_tries(blocks.conflicts, work))
+    top, bound = height(sizes, best), blocks.load
+    if top > bound and len(sizes) <= _EXACT:
+        found, complete = _BranchAndBound(blocks, top).run()
         best = found or best
         top = height(sizes, best)
-        load = top if complete else load
-    return Packing(tuple(best), top, load)
+        bound = top if complete else bound
+    return Packing(tuple(best), top, bound)
 
 
 def conflicts_of(alive: Sequence[Collection[int]]) -> list[list[int]]:
-    """For each block the others that are alive at a step of its own."""
+    """For each block, the other blocks that are alive at a step at which it is alive."""
     at: dict[int, list[int]] = {}
     for block, steps in enumerate(alive):
         for step in steps:
@@ -73,7 +85,7 @@ def conflicts_of(alive: Sequence[Collection[int]]) -> list[list[int]]:
 
 
 def first_fit(sizes: Sequence[int], conflicts: Sequence[Sequence[int]], order: Sequence[int]) -> list[int]:
-    """Each block in turn at the lowest address at which it overlaps none that it conflicts with."""
+    """Place each block in turn at the lowest address at which it overlaps no block in conflict with it."""
     addresses = [-1] * len(sizes)
     for block in order:
         addresses[block] = _lowest(block, sizes, conflicts, addresses)
@@ -81,13 +93,14 @@ def first_fit(sizes: Sequence[int], conflicts: Sequence[Sequence[int]], order: S
 
 
 def height(sizes: Sequence[int], addresses: Sequence[int]) -> int:
-    """The end of the highest block."""
+    """The bytes up to the end of the highest block."""
     return max((at + size for at, size in zip(addresses, sizes, strict=True)), default=0)
 
 
 def _lowest(
     block: int, sizes: Sequence[int], conflicts: Sequence[Sequence[int]], addresses: Sequence[int]
 ) -> int:
+    """The lowest address at which a block overlaps no placed block that it conflicts with."""
     taken = sorted((addresses[o], addresses[o] + sizes[o]) for o in conflicts[block] if addresses[o] >= 0)
     size, address = sizes[block], 0
     for start, stop in taken:
@@ -98,7 +111,7 @@ def _lowest(
 
 
 def _load(sizes: Sequence[int], alive: Sequence[Collection[int]]) -> int:
-    """The most bytes alive at one step."""
+    """The bytes alive at a single step, at the step where they are most."""
     at: dict[int, int] = {}
     for size, steps in zip(sizes, alive, strict=True):
         for step in steps:
@@ -107,11 +120,16 @@ def _load(sizes: Sequence[int], alive: Sequence[Collection[int]]) -> int:
 
 
 def _tries(conflicts: Sequence[Sequence[int]], work: int) -> int:
+    """The number of placements that a search may try with this much work."""
     return 1 + work // (1 + len(conflicts) + sum(len(others) for others in conflicts))
 
 
 def _orders(sizes: Sequence[int], alive: Sequence[Collection[int]]) -> Iterator[list[int]]:
-    """Orders that do well: large first, long-lived first, both, and by first use."""
+    """Yield orders that do well: by size, by lifetime, by the product of both, and by first use.
+
+    By size alone, `benchmarks/allocation.py` takes up to 3.9 % more memory (60 scattered blocks), and 1.7 %
+    more in the mean of its kind `cut` with 60 blocks.
+    """
     blocks = range(len(sizes))
     yield sorted(blocks, key=lambda b: -sizes[b])
     yield sorted(blocks, key=lambda b: -len(alive[b]))
@@ -119,25 +137,18 @@ def _orders(sizes: Sequence[int], alive: Sequence[Collection[int]]) -> Iterator[
     yield sorted(blocks, key=lambda b: min(alive[b], default=0))
 
 
-def _improved(
-    sizes: Sequence[int],
-    alive: Sequence[Collection[int]],
-    conflicts: Sequence[Sequence[int]],
-    *,
-    load: int,
-    tries: int,
-    seed: int,
-) -> list[int]:
-    """The best of some orders and of what squeaky wheels make of the best of them."""
-    draw = random.Random(seed)
-    placed = [(first_fit(sizes, conflicts, order), order) for order in _orders(sizes, alive)]
+def _improved(blocks: Blocks, *, tries: int) -> list[int]:
+    """The addresses of the best of several orders, after `tries` rounds of squeaky wheel optimisation."""
+    draw = random.Random(0)
+    sizes, conflicts = blocks.sizes, blocks.conflicts
+    placed = [(first_fit(sizes, conflicts, order), order) for order in _orders(sizes, blocks.alive)]
     best, order = min(placed, key=lambda one: height(sizes, one[0]))
     top = height(sizes, best)
     current = best
     for _ in range(tries):
-        if top <= load:
+        if top <= blocks.load:
             break
-        order = _squeaked(sizes, current, order, load, draw)
+        order = _squeaked(blocks, current, order, draw)
         current = first_fit(sizes, conflicts, order)
         if height(sizes, current) <= top:
             best, top = current, height(sizes, current)
@@ -145,39 +156,35 @@ def _improved(
 
 
 def _squeaked(
-    sizes: Sequence[int], addresses: Sequence[int], order: Sequence[int], load: int, draw: random.Random
+    blocks: Blocks, addresses: Sequence[int], order: Sequence[int], draw: random.Random
 ) -> list[int]:
-    """The order with every block that ends above the bound moved forward, by a drawn number of places."""
+    """The order with every block that ends above the bound moved forward by a random number of places."""
     places = {
-        block: place - (draw.random() * len(order) / 2 if addresses[block] + sizes[block] > load else 0)
+        block: place
+        - (draw.random() * len(order) / 2 if addresses[block] + blocks.sizes[block] > blocks.load else 0)
         for place, block in enumerate(order)
     }
     return sorted(order, key=lambda block: places[block])
 
 
 class _BranchAndBound:
-    """Every placement in which each block lies as low as those below it allow, in ascending address."""
+    """The search through all placements in which each block lies as low as the blocks below it allow."""
 
-    def __init__(
-        self,
-        sizes: Sequence[int],
-        alive: Sequence[Collection[int]],
-        conflicts: Sequence[Sequence[int]],
-        top: int,
-    ) -> None:
-        self.sizes, self.conflicts, self.top = sizes, conflicts, top
-        steps = dict.fromkeys(itertools.chain.from_iterable(alive))
-        self.together = [[b for b, lives in enumerate(alive) if step in lives] for step in steps]
-        self.addresses = [-1] * len(sizes)
+    def __init__(self, blocks: Blocks, top: int) -> None:
+        self.sizes, self.conflicts, self.top = blocks.sizes, blocks.conflicts, top
+        steps = dict.fromkeys(itertools.chain.from_iterable(blocks.alive))
+        self.together = [[b for b, lives in enumerate(blocks.alive) if step in lives] for step in steps]
+        self.addresses = [-1] * len(blocks.sizes)
         self.best: list[int] | None = None
         self.nodes = 0
 
     def run(self) -> tuple[list[int] | None, bool]:
-        """A better placement, if there is one, and whether all were looked at."""
+        """The best placement that ends below `top`, or None, and whether the search was complete."""
         self._extend((0, -1))
         return self.best, self.nodes < _NODES
 
     def _extend(self, last: tuple[int, int]) -> None:
+        """Place the remaining blocks in order of address and number, all after the pair `last` of these."""
         self.nodes += 1
         rest = [b for b, address in enumerate(self.addresses) if address < 0]
         if not rest:
@@ -194,7 +201,7 @@ class _BranchAndBound:
             self.addresses[b] = -1
 
     def _hopeless(self, lowest: dict[int, int], last: int) -> bool:
-        """Whether what is still to be placed at some step cannot end below the best."""
+        """Tell whether the blocks still to be placed at some step cannot end below the best placement."""
         for blocks in self.together:
             rest = [b for b in blocks if b in lowest]
             if rest:

@@ -1,4 +1,4 @@
-"""The pieces of a layout that move together, in each of the ways in which plans look at them."""
+"""The pieces of a layout that move together: runs, groups of spans, and blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.schedule.space.spans import Group, Reads, Run, read_runs, reads_of
 
 @dataclass(frozen=True)
 class Block:
-    """A storage as it is placed: `size` is that of its layout range, in whole granules."""
+    """A storage as the searches place it: `size` is the bytes of its layout range, rounded up to granules."""
 
     storage: int
     range: Range
@@ -24,13 +24,13 @@ class Block:
 
 @dataclass(frozen=True)
 class Pieces:
-    """The runs, groups and blocks of one demand, each worked out once, when it is first asked for."""
+    """The runs, groups and blocks of one demand. Each is worked out once, when it is first asked for."""
 
     demand: Demand
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
-        """Neighbouring granules that the same steps read."""
+        """The runs of neighbouring granules that the same steps read."""
         return read_runs(self.demand, self.demand.arena.granule)
 
     @cached_property
@@ -40,7 +40,7 @@ class Pieces:
 
     @cached_property
     def copied(self) -> tuple[Group, ...]:
-        """The groups of what copies bring: granules of a paged arena, storages of a contiguous one."""
+        """The groups that copies bring: whole granules in a paged arena, any bytes in a contiguous one."""
         if self.demand.arena.kind == "paged":
             return self.groups
         return span_groups(read_runs(self.demand, 1), 1)
@@ -52,7 +52,7 @@ class Pieces:
 
     @cached_property
     def breaks(self) -> Collection[int]:
-        """Layout offsets that no copy reaches over: the beginnings of segments."""
+        """The layout offsets at which segments begin. No copy crosses one of them."""
         return frozenset(segment.start for segment in self.demand.arena.segments)
 
 

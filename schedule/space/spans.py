@@ -1,7 +1,8 @@
-"""Spans: the layout cut at granule boundaries by which steps read it, then into chunks.
+"""Spans: the ranges of the layout that plans keep, copy and drop.
 
-Spans with the same reads form a group: they are loaded and dropped at the same steps, so that
-residency is decided by group, as a number of leading spans.
+The layout is cut at granule boundaries wherever the steps that read it change, and then into chunks. Spans
+that the same steps read form a group: they are loaded and dropped at the same steps. Residency is therefore
+decided for a group, as the number of its leading spans that stay.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from penstock.schedule.facts.model import Range
 from penstock.schedule.facts.problem import Demand
 
 Reads = tuple[tuple[int, ...], ...]
-"""For every trace the steps, ascending, that read something."""
+"""For every trace, the steps, in ascending order, that read a piece of the layout."""
 
 _CHUNKS = 30_000
-"""Spans that the layout would have if one storage filled it; boundaries of storages come on top."""
+"""The number of spans into which a layout of one storage is cut; boundaries of storages add more spans."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Whole granules, cut to their segment, that the same steps read; `kept` if never dropped."""
+    """Neighbouring granules, cut to their segment, that the same steps read; `kept` if never dropped."""
 
     range: Range
     reads: Reads
@@ -33,7 +34,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Group:
-    """The spans, in layout order, that the same steps read."""
+    """The spans, in layout order, that the same steps read; `kept` if they are never dropped."""
 
     spans: tuple[Range, ...]
     reads: Reads
@@ -41,7 +42,7 @@ class Group:
 
     @cached_property
     def bytes_of_first(self) -> tuple[int, ...]:
-        """Bytes of the first 0, 1, 2, ... spans."""
+        """The bytes of the first 0, 1, 2, ... spans, summed."""
         return tuple(itertools.accumulate((span.nbytes for span in self.spans), initial=0))
 
     @property
@@ -50,7 +51,7 @@ class Group:
 
 
 def reads_of(demand: Demand) -> dict[int, Reads]:
-    """The steps that read each storage of the arena, for those that hold bytes and are read at all."""
+    """The steps that read each storage of the arena; empty storages and those never read are left out."""
     steps: dict[int, tuple[list[int], ...]] = {}
     for which, trace in enumerate(demand.traces):
         for k, step in enumerate(trace.steps):
@@ -61,9 +62,9 @@ def reads_of(demand: Demand) -> dict[int, Reads]:
 
 
 def read_runs(demand: Demand, granule: int) -> tuple[Run, ...]:
-    """The granules that any step reads, in layout order, in runs as long as their reads are the same.
+    """The granules that any step reads, in layout order, as runs of granules that the same steps read.
 
-    A granule that several storages touch is read whenever one of them is.
+    A granule that holds bytes of several storages is read whenever one of these is read.
     """
     reads = reads_of(demand)
     storages, arena = demand.storages, demand.arena
@@ -88,7 +89,7 @@ def read_runs(demand: Demand, granule: int) -> tuple[Run, ...]:
 
 
 def span_groups(runs: Sequence[Run], granule: int) -> tuple[Group, ...]:
-    """The runs cut into spans of at most one chunk, grouped by reads, in order of first appearance."""
+    """Cut runs into spans of at most one chunk, and group these by their reads, in layout order."""
     total = sum(run.range.nbytes for run in runs)
     chunk = max(1, -(-total // (_CHUNKS * granule))) * granule
     spans: dict[tuple[Reads, bool], list[Range]] = {}
@@ -98,7 +99,7 @@ def span_groups(runs: Sequence[Run], granule: int) -> tuple[Group, ...]:
 
 
 def merged(ranges: Iterable[Range], breaks: Collection[int] = ()) -> tuple[Range, ...]:
-    """The same bytes in as few ranges as possible, ascending; none reaches over one of `breaks`."""
+    """The bytes of `ranges` in as few ranges as possible, ascending; no range crosses one of `breaks`."""
     result: list[Range] = []
     for one in sorted(ranges):
         if result and one.start <= result[-1].stop and one.start not in breaks:
@@ -132,6 +133,7 @@ def _union(steps: Iterator[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def _cut(piece: Range, segments: Sequence[Range]) -> Iterator[Range]:
+    """Yield the parts of a range that lie in segments."""
     for segment in segments:
         start, stop = max(piece.start, segment.start), min(piece.stop, segment.stop)
         if start < stop:
@@ -139,7 +141,7 @@ def _cut(piece: Range, segments: Sequence[Range]) -> Iterator[Range]:
 
 
 def _joined(runs: Sequence[Run], segments: Sequence[Range]) -> Iterator[Run]:
-    """Neighbours of one segment with the same reads become one run."""
+    """Join neighbouring runs of one segment that have the same reads."""
     begins = {segment.start for segment in segments}
     for (_, _), same in itertools.groupby(
         _numbered(runs, begins), key=lambda numbered: (numbered[0], numbered[1].reads)
@@ -149,7 +151,7 @@ def _joined(runs: Sequence[Run], segments: Sequence[Range]) -> Iterator[Run]:
 
 
 def _numbered(runs: Sequence[Run], begins: Collection[int]) -> Iterator[tuple[int, Run]]:
-    """Each run with a number that changes where it does not continue the one before."""
+    """Yield each run with a number, which changes wherever a run does not continue the one before."""
     number, before = 0, None
     for run in runs:
         touches = before is not None and before.range.stop == run.range.start and before.kept == run.kept
@@ -159,7 +161,7 @@ def _numbered(runs: Sequence[Run], begins: Collection[int]) -> Iterator[tuple[in
 
 
 def _chunks(run: Range, chunk: int, granule: int) -> Iterator[Range]:
-    """The run in pieces of about equal size, at most `chunk`, that begin at granule boundaries."""
+    """Cut a run into pieces of about equal size, at most `chunk` bytes, that begin at granule boundaries."""
     first, last = run.start // granule, -(-run.stop // granule)
     count = -(-(last - first) * granule // chunk)
     edges = [(first + (last - first) * i // count) * granule for i in range(count + 1)]

@@ -1,1 +1,1 @@
-"""The proof that a plan is safe, which shares nothing with the code that made the plan."""
+"""The proof that a plan is safe, which shares no code with the planner."""

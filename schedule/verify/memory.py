@@ -1,9 +1,9 @@
-"""The memory of a plan as cells, for the verifier: which bytes a range or a storage stands for.
+"""The memory of a plan as cells, for the verifier: the bytes of the arena that a range or a storage fills.
 
-Shares no code with the planner. In a paged arena a byte's address is its layout offset; in a
-contiguous one it is the offset plus its storage's shift, and several storages may share it. The
-edges of everything that the plan moves cut the addresses into cells, each of them all there or not
-there at all.
+This file shares no code with the planner. In a paged arena, the address of a byte is its layout offset. In a
+contiguous arena it is the layout offset plus the shift of its storage, and several storages may share an
+address. The edges of all ranges that the plan moves cut the addresses into cells, so that a cell is filled
+and dropped as a whole.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import Decisions, Drop, Range, Storage, Transfer
 
 ABSENT = -1
-LAYOUT = 0
-"""What every byte of a paged arena holds: the layout's own. In a contiguous arena a storage's index."""
+"""The content of a cell that holds nothing."""
 
-Piece = Range | Transfer | Drop
+LAYOUT = 0
+"""The content of a filled cell of a paged arena. In a contiguous arena the content is a storage's index."""
+
+Item = Range | Transfer | Drop
 
 
 class Place(NamedTuple):
@@ -30,7 +32,7 @@ class Place(NamedTuple):
 
 
 class Memory:
-    """The cells of `plan`'s arena. Raises PlanError for what lies outside it or is misaligned."""
+    """The cells of a plan's arena. Raises PlanError for a range that lies outside it or is misaligned."""
 
     def __init__(self, storages: tuple[Storage, ...], plan: Decisions) -> None:
         self.paged = plan.arena.kind == "paged"
@@ -45,14 +47,14 @@ class Memory:
             self._check_storage(s)
         self._edges = self._cut()
 
-    def place(self, piece: Piece) -> Place:
-        """The cells that a range of the layout fills, checked when the memory was made."""
-        content = LAYOUT if self.paged else self._owner(piece)
-        start = piece.start + self._shift(content)
-        return self._cells(content, start, start + piece.stop - piece.start)
+    def place(self, item: Item) -> Place:
+        """The cells that a range of the layout fills; the range was checked when this Memory was made."""
+        content = LAYOUT if self.paged else self._owner(item)
+        start = item.start + self._shift(content)
+        return self._cells(content, start, start + item.stop - item.start)
 
     def place_storage(self, s: int) -> Place | None:
-        """The cells of storage `s`, which a step reads; None where it needs none."""
+        """The cells of storage `s`, which a step reads; None if it is outside the arena or empty."""
         if not self._takes_room(s):
             return None
         if self._plan.arena.layout[s] == -1:
@@ -71,28 +73,28 @@ class Memory:
         """The addresses of a cell."""
         return Range(self._edges[cell], self._edges[cell + 1])
 
-    def check_piece(self, piece: Piece, what: str) -> None:
-        """Raise PlanError unless `piece` is a run of granules inside a segment (and slot)."""
+    def check_item(self, item: Item, what: str) -> None:
+        """Raise PlanError unless `item` is a run of granules inside a segment and, if contiguous, a slot."""
         arena = self._plan.arena
-        span = f"{what} of bytes {piece.start}:{piece.stop}"
-        segment = self._segment(piece.start)
-        if segment is None or not piece.start < piece.stop <= segment.stop:
+        span = f"{what} of bytes {item.start}:{item.stop}"
+        segment = self._segment(item.start)
+        if segment is None or not item.start < item.stop <= segment.stop:
             raise PlanError(f"{span} is not inside one segment of the layout, {_listed(arena.segments)}")
         starts, stops = {segment.start}, {segment.stop}
         if not self.paged:
-            slot = self._slot(self._owner(piece, span))
-            if not slot.start <= piece.start < piece.stop <= slot.stop:
+            slot = self._slot(self._owner(item, span))
+            if not slot.start <= item.start < item.stop <= slot.stop:
                 raise PlanError(f"{span} is not inside one storage's slot, which is {slot.start}:{slot.stop}")
-            owner = self._owner(piece)
+            owner = self._owner(item)
             starts.add(slot.start)
             stops.add(slot.start + self._storages[owner].nbytes)
-            address = piece.start + self._shift(owner)
-            if address < 0 or address + piece.stop - piece.start > self._plan.arena_bytes:
+            address = item.start + self._shift(owner)
+            if address < 0 or address + item.stop - item.start > self._plan.arena_bytes:
                 raise PlanError(
                     f"{span} lies at address {address}, which is not inside the arena of "
                     f"{self._plan.arena_bytes} bytes"
                 )
-        for offset, ends in ((piece.start, starts), (piece.stop, stops)):
+        for offset, ends in ((item.start, starts), (item.stop, stops)):
             if offset % arena.granule and offset not in ends:
                 raise PlanError(
                     f"{span} is cut at {offset}, which is no multiple of the granule {arena.granule}"
@@ -112,7 +114,7 @@ class Memory:
                     f"expected ascending segments apart from each other, got {_listed(arena.segments)}"
                 )
             if self.paged and reached > segment.start // arena.granule * arena.granule:
-                # What one segment drops the other would lose: memory comes and goes by granule.
+                # Memory is filled and dropped by granule, so one segment would drop bytes of the other.
                 raise PlanError(
                     f"expected segments that share no granule of {arena.granule} bytes, got "
                     f"{_listed(arena.segments)}"
@@ -154,14 +156,14 @@ class Memory:
         segment = self._plan.arena.segments[at] if at >= 0 else None
         return segment if segment is not None and offset < segment.stop else None
 
-    def _owner(self, piece: Piece, span: str = "") -> int:
-        at = bisect_right(self._slots, (piece.start, len(self._storages))) - 1
+    def _owner(self, item: Item, span: str = "") -> int:
+        at = bisect_right(self._slots, (item.start, len(self._storages))) - 1
         if at < 0:
             raise PlanError(f"{span} is not inside the slot of any storage in the arena")
         return self._slots[at][1]
 
     def _slot(self, s: int) -> Range:
-        """From the first byte of storage `s` to the next granule or storage after its last."""
+        """The layout range of storage `s`, up to the end of its last granule or to the next storage."""
         start, granule = self._plan.arena.layout[s], self._plan.arena.granule
         stop = -(-(start + self._storages[s].nbytes) // granule) * granule
         segment = self._segment(start)
@@ -174,20 +176,21 @@ class Memory:
         return 0 if self.paged else self._plan.addresses[content] - self._plan.arena.layout[content]
 
     def _cut(self) -> list[int]:
+        """The edges of all cells, in ascending order, once every range of the plan has been checked."""
         plan = self._plan
-        pieces: list[tuple[str, tuple[Piece, ...]]] = [
+        items: list[tuple[str, tuple[Item, ...]]] = [
             ("resident range", plan.resident),
             ("boundary range", plan.boundary),
         ]
         for schedule in plan.schedules:
-            pieces += [("transfer", schedule.transfers), ("drop", schedule.drops)]
-            pieces += [("boundary range", schedule.boundary or ())]
+            items += [("transfer", schedule.transfers), ("drop", schedule.drops)]
+            items += [("boundary range", schedule.boundary or ())]
         edges = set()
-        for what, group in pieces:
-            for i, piece in enumerate(group):
-                self.check_piece(piece, f"{what} {i}")
-                start = piece.start + (0 if self.paged else self._shift(self._owner(piece)))
-                edges |= {start, start + piece.stop - piece.start}
+        for what, group in items:
+            for i, item in enumerate(group):
+                self.check_item(item, f"{what} {i}")
+                start = item.start + (0 if self.paged else self._shift(self._owner(item)))
+                edges |= {start, start + item.stop - item.start}
         if self.paged:
             edges |= {edge for s in plan.arena.segments for edge in (s.start, s.stop)}
         else:

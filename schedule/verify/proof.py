@@ -1,7 +1,8 @@
-"""The proof that a plan is safe, from storages, traces and plan alone; no code of the planner.
+"""The proof that a plan is safe, from storages, traces and plan alone, without any code of the planner.
 
-The rules are those of docs/payload.md, "What a schedule means". This file checks what stands still
-(facts, indices, budget, what the host holds), `memory.py` where ranges lie, `walk.py` what moves.
+The rules are those of docs/payload.md, "What a schedule means". This file checks what does not change during
+a pass (facts, indices, the budget, what the host holds), `memory.py` checks where ranges lie, and `walk.py`
+checks transfers and drops.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from penstock.schedule.verify.walk import Walk, dropped_or_written, lay
 def verify_plan(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: Decisions) -> None:
     """Return when `plan` is safe for every method of the program, at any speed of any copy.
 
-    Raises PlanError with one sentence: which graph, transfer or step, and which bytes. Takes time
-    linear in transfers and steps, but for ranges that many others cut.
+    Raises PlanError with one sentence, which names the graph, the transfer or step, and the bytes. The time
+    taken is linear in transfers and steps, except where a range is cut by the edges of many others.
     """
     _check_traces(storages, traces, plan)
     _check_budget(storages, plan)
@@ -32,11 +33,13 @@ def verify_plan(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: 
 
 
 def _paired(plan: Decisions) -> list[tuple[Schedule, Trace]]:
+    """Each schedule of a plan with the trace that it was made for."""
     traces = {t.graph: t for t in plan.traces}
     return [(s, traces[s.graph]) for s in plan.schedules]
 
 
 def _check_traces(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: Decisions) -> None:
+    """The plan has a schedule and a trace for each of the program's traces, with the same reads."""
     if plan.wrap not in ("overlap", "barrier"):
         raise PlanError(f"expected wrap to be overlap or barrier, got {plan.wrap!r}")
     graphs = sorted(t.graph for t in traces)
@@ -71,6 +74,7 @@ def _check_trace(storages: tuple[Storage, ...], trace: Trace) -> None:
 
 
 def _check_budget(storages: tuple[Storage, ...], plan: Decisions) -> None:
+    """Storages that are not streamable are outside the arena; they and the arena fit into the budget."""
     outside = set(plan.outside)
     if len(outside) < len(plan.outside) or not outside <= set(range(len(storages))):
         raise PlanError(
@@ -90,6 +94,7 @@ def _check_budget(storages: tuple[Storage, ...], plan: Decisions) -> None:
 
 
 def _check_schedule(schedule: Schedule, trace: Trace) -> None:
+    """Transfers and drops name steps of the trace, and no transfer waits for more than one pass."""
     steps = len(trace.steps)
     if schedule.predicted_ns < 0:
         raise PlanError(
@@ -115,17 +120,17 @@ def _check_schedule(schedule: Schedule, trace: Trace) -> None:
 def _check_resident(memory: Memory, plan: Decisions) -> None:
     """Resident bytes are in the boundary, and nothing drops or overwrites them."""
     resident = lay(plan.resident, memory, "resident range")
-    for pieces in map(plan.boundary_of, plan.schedules):
-        boundary = lay(pieces, memory, "boundary range")
+    for items in map(plan.boundary_of, plan.schedules):
+        boundary = lay(items, memory, "boundary range")
         for cell, content in enumerate(resident):
             if content not in (ABSENT, boundary[cell]):
                 extent = memory.extent(cell)
                 raise PlanError(
                     f"bytes {extent.start}:{extent.stop} are resident but missing from the boundary"
                 )
-        if memory.paged and sum(r.nbytes for r in pieces) > plan.arena_bytes:
+        if memory.paged and sum(r.nbytes for r in items) > plan.arena_bytes:
             raise PlanError(
-                f"the boundary of {sum(r.nbytes for r in pieces)} bytes does not fit into the arena of "
+                f"the boundary of {sum(r.nbytes for r in items)} bytes does not fit into the arena of "
                 f"{plan.arena_bytes} bytes"
             )
     for schedule in plan.schedules:
@@ -136,7 +141,7 @@ def _check_resident(memory: Memory, plan: Decisions) -> None:
 
 
 def _check_host(plan: Decisions) -> None:
-    """Every transfer's bytes are held by the host or pass through its ring, and both fit into its memory."""
+    """The host holds the bytes of every transfer, or they pass through its ring, and both fit its memory."""
     rings = {schedule.staging_bytes for schedule in plan.schedules} - {0}
     if plan.host is None:
         if rings or any(schedule.staged for schedule in plan.schedules):
@@ -189,7 +194,7 @@ def _staging_faults(schedule: Schedule, held: Sequence[Range]) -> Iterator[str]:
 
 
 def _lacks(item: Range, held: Sequence[Range], resident: Sequence[Range]) -> bool:
-    """Whether a byte of a range is in none of the others."""
+    """Tell whether a byte of `item` is in none of the ranges `held` and `resident`."""
     position = item.start
     for one in sorted((*held, *resident)):
         if one.start > position:
@@ -199,7 +204,7 @@ def _lacks(item: Range, held: Sequence[Range], resident: Sequence[Range]) -> boo
 
 
 def _missing(transfer: Transfer, held: Sequence[Range]) -> int:
-    """Bytes of a transfer that the host does not hold, walking along what it does."""
+    """Bytes of a transfer in none of the ranges `held` by the host, which are sorted and disjoint."""
     position, missing = transfer.start, 0
     for one in held:
         if one.stop <= position:

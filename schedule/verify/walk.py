@@ -1,11 +1,11 @@
-"""One schedule walked through two passes at every legal timing at once, for the verifier.
+"""The walk of one schedule through two passes, which covers every legal timing at once, for the verifier.
 
-A transfer may write from the end of the step that opens its gate until the read it was made for
-begins, so those bytes are unusable, and take memory, for all of that time. Steps are in sequence and
-drops are tied to them; hence nothing is lost by looking only at the ends of steps, and a plan that
-passes is safe at any speed of any copy. At the start of a pass what is on the device is the
-boundary; the first pass knows of it only that each range is there when first read. The second
-has the due times of every later pass, so two passes prove all.
+A transfer may write at any time from the end of the step that it waits for until the read that it is for
+begins. The walk therefore takes its bytes to be unusable, and to occupy memory, for all of that time. Steps
+run in sequence, and drops happen when steps end, so it suffices to look at the ends of steps. A plan that
+passes is safe at any speed of any copy. At the start of a pass, the boundary is on the device or on its way.
+In the first pass, all that is known is that each of its ranges has arrived when it is first read. In the
+second pass, ranges arrive as in every later pass, so two passes prove all of them.
 """
 
 from __future__ import annotations
@@ -15,27 +15,31 @@ from collections.abc import Sequence
 
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import Decisions, Drop, Schedule, Trace, Transfer
-from penstock.schedule.verify.memory import ABSENT, Memory, Piece, Place
+from penstock.schedule.verify.memory import ABSENT, Item, Memory, Place
 
 PASSES = 2
 NEVER = 1 << 62
 
 
-def lay(pieces: Sequence[Piece], memory: Memory, what: str) -> list[int]:
-    """The content of every cell with `pieces` there; PlanError where two take the same bytes."""
+def lay(items: Sequence[Item], memory: Memory, what: str) -> list[int]:
+    """The content of every cell if it holds `items` and nothing else.
+
+    Raises PlanError if two of the items take the same bytes; `what` names them in the message.
+    """
     owner = [ABSENT] * memory.cells
-    for i, piece in enumerate(pieces):
-        place = memory.place(piece)
+    for i, item in enumerate(items):
+        place = memory.place(item)
         if not _uniform(owner, place, ABSENT):
-            raise PlanError(f"{what} {i} of bytes {piece.start}:{piece.stop} overlaps another {what}")
+            raise PlanError(f"{what} {i} of bytes {item.start}:{item.stop} overlaps another {what}")
         owner[place.lo : place.hi] = [place.content] * (place.hi - place.lo)
     return owner
 
 
 def gates(schedule: Schedule, steps: int) -> list[int]:
-    """The step whose end really opens each transfer: its own `after`, or a later one ahead in line.
+    """For each transfer, the step after whose end it may really start.
 
-    PlanError for a transfer that would wait for a step that waits for it.
+    This is its own `after`, or a later `after` of a transfer that is issued before it. Raises PlanError for a
+    transfer that would wait for a step that itself waits for the transfer.
     """
     transfers = schedule.transfers
     opened = max((t.after for t in transfers), default=0) - steps
@@ -65,8 +69,8 @@ class Walk:
     def __init__(self, memory: Memory, plan: Decisions, schedule: Schedule, trace: Trace) -> None:
         self._memory, self._plan, self._schedule, self._trace = memory, plan, schedule, trace
         self._steps = len(trace.steps)
-        self._pieces = plan.boundary_of(schedule)
-        self._boundary = lay(self._pieces, memory, "boundary range")
+        self._items = plan.boundary_of(schedule)
+        self._boundary = lay(self._items, memory, "boundary range")
         self._reads = [self._read_places(step.reads) for step in trace.steps]
         self._opened: dict[int, list[int]] = defaultdict(list)
         for i, gate in enumerate(gates(schedule, self._steps)):
@@ -74,12 +78,13 @@ class Walk:
         self._dropped: dict[int, list[int]] = defaultdict(list)
         for i, drop in enumerate(schedule.drops):
             self._dropped[drop.step].append(i)
-        # content of each cell, and the step, counted over all passes, from whose read on it is there
+        # The content of each cell, and the step, counted over all passes, by whose read it has arrived.
         self._owner = list(self._boundary)
         self._due = self._cold_due()
-        self._occupied = sum(r.nbytes for r in self._pieces)
+        self._occupied = sum(r.nbytes for r in self._items)
 
     def run(self) -> None:
+        """Walk through two passes. Raises PlanError at the first fault."""
         self._check_room("at the beginning of a call")
         for now in range(PASSES * self._steps):
             begun, step = now - now % self._steps, now % self._steps
@@ -100,14 +105,17 @@ class Walk:
         return [(s, place) for s, place in places if place is not None]
 
     def _cold_due(self) -> list[int]:
-        """A cold start brings each boundary range by the first read of any of its bytes."""
+        """For each cell, the step by whose read a cold start has brought it.
+
+        A cold start brings a range of the boundary by the first read of any of its bytes.
+        """
         first = [NEVER] * self._memory.cells
         for step in reversed(range(self._steps)):
             for content, lo, hi in (place for _, place in self._reads[step]):
                 first[lo:hi] = [step if self._boundary[c] == content else first[c] for c in range(lo, hi)]
         due = [NEVER] * self._memory.cells
-        for piece in self._pieces:
-            _, lo, hi = self._memory.place(piece)
+        for item in self._items:
+            _, lo, hi = self._memory.place(item)
             due[lo:hi] = [min(first[lo:hi])] * (hi - lo)
         return due
 
@@ -202,7 +210,7 @@ def _transfer(schedule: Schedule, i: int) -> str:
 
 
 def dropped_or_written(schedule: Schedule) -> list[tuple[str, Transfer | Drop]]:
-    """Everything of `schedule` that changes memory, with its name for a message."""
+    """The transfers and the drops of `schedule`, each with its name for a message."""
     named: list[tuple[str, Transfer | Drop]] = [
         (_transfer(schedule, i), t) for i, t in enumerate(schedule.transfers)
     ]

@@ -229,3 +229,17 @@ def test_a_plan_leaves_room_for_what_must_be_on_its_way(weights: int) -> None:
 
     least = min(in_flight, (weights - 1) * UNIT // 2)
     assert min(on_their_way(step) for step in range(n)) >= least - UNIT
+
+
+@pytest.mark.parametrize("weights", [2, 3, 10, 20, 30])
+def test_a_contiguous_plan_leaves_room_for_what_must_be_on_its_way(weights: int) -> None:
+    """What stays leaves the weight of a step free, and four weights or half of the rest besides."""
+    in_flight = 4 * UNIT
+    p = equal_problem(40, 0.1)
+    arena = packed_arena(p.storages, p.traces, kind="contiguous", granule=64, alignment=64)
+    hardware = replace(p.hardware, link_in_flight_bytes=in_flight)
+    plan = make_plan(replace(p, arena=arena, hardware=hardware), weights * UNIT)
+    stays = sum(one.stop - one.start for one in plan.resident)
+    assert weights * UNIT - stays >= UNIT + min(in_flight, (weights - 1) * UNIT // 2)
+    without = make_plan(replace(p, arena=arena), weights * UNIT)
+    assert stays <= sum(one.stop - one.start for one in without.resident)

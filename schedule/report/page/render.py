@@ -1,8 +1,8 @@
-"""A plan as one HTML file: its facts, and the style, the scripts and the data that its pictures need.
+"""The page of a plan as one HTML file: facts, and the style, the scripts and the data that its pictures need.
 
-The page loads nothing: no network, no fonts, no other file. Its charts are uPlot's, which `vendor/` has as
-its authors publish it, with its licence. Times in the data are nanoseconds from the start of the pass that
-is looked at, addresses are bytes, and weights are known by their places in their list.
+The page loads nothing from the network and no other file. Its charts are drawn by uPlot, which `vendor/` has
+as its authors publish it, with its licence. In the data, times are nanoseconds from the start of the pass in
+focus, addresses are bytes, and a weight is given by its place in the list of weights.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from penstock.schedule.report.whatif import curve_of, other_policies
 Facts = dict[str, Any]
 
 _PAINTS = {"read": "compute", "tail": "lead", "gap": "line"}
-"""The colours of intervals that are not called as their kind is."""
+"""The names of colours for kinds of intervals whose colour has another name than the kind."""
 _SCRIPTS = ("vendor/uPlot.iife.min.js", "base.js", "figure.js", "draw.js", "input.js", "curve.js", "table.js")
 
 
 def render_page(
     plan: Decisions, names: Sequence[str], origin: Origin, sweep: Sequence[Mapping[str, Any]] = ()
 ) -> str:
-    """The whole page; `names` has one for every storage, `sweep` the points of the budget curve."""
+    """The page as HTML. `names` has a name for every storage, `sweep` the points of the budget curve."""
     policies = other_policies(plan)
     curve = curve_of(plan, policies, sweep)
     data = page_data(plan, names) | {"curve": curve}
@@ -53,7 +53,7 @@ def render_page(
         command=html.escape(origin.command),
         curve=words.note_of_curve(swept=bool(sweep), logarithmic=curve["logarithmic"]),
         style=_read("vendor/uPlot.min.css") + _read("page.css"),
-        # Packed, so that thousands of transfers stay small, and no name can end the element.
+        # Compressed, since there may be thousands of transfers; in base64, no name can end the element.
         data=base64.b64encode(packed).decode(),
         licence=_read("vendor/LICENSE.txt"),
         script="\n".join(map(_read, _SCRIPTS)),
@@ -61,7 +61,7 @@ def render_page(
 
 
 def page_data(plan: Decisions, names: Sequence[str]) -> Facts:
-    """What the page draws, as JSON: totals, weights, and for each method what happens when."""
+    """The data that the page draws, for JSON: totals, weights, and the bars and boxes of each method."""
     ends = [segment.stop for segment in plan.arena.segments] if plan.arena_bytes else [0]
     places = plan.addresses or plan.arena.layout
     fields = ("name", "nbytes", "address", "resident")
@@ -80,7 +80,7 @@ def page_data(plan: Decisions, names: Sequence[str]) -> Facts:
 
 def _method(picture: Picture, names: Sequence[str]) -> Facts:
     trace, views, sayings = picture.trace, picture.views, words.Sayings(picture, names)
-    about: dict[str, int] = {}  # what is said of pieces, as JSON, and its place
+    about: dict[str, int] = {}  # each description, as JSON, and its place in the list of descriptions
     return {
         "name": f"{trace.method}, {trace.shape}" if trace.shape else trace.method,
         "steps": [step.name for step in trace.steps],
@@ -92,10 +92,10 @@ def _method(picture: Picture, names: Sequence[str]) -> Facts:
 
 
 def _view(picture: Picture, view: View, sayings: words.Sayings, about: dict[str, int]) -> Facts:
-    """What happens in the passes of a view: bars in lanes, boxes in the arena, and the bytes that are held.
+    """The passes of a view as data: bars in lanes, boxes in the arena, and the bytes that the arena holds.
 
-    A piece of either is a colour, the place of what is said of it, when it starts, is whole and ends, and
-    where it lies: between which numbers of lanes or which addresses.
+    A bar or a box is a list: its colour, the place of its description, the times at which it starts, is
+    complete and ends, and the two lane numbers or addresses between which it is drawn.
     """
     plan, lanes, zero = picture.plan, lanes_of(picture, view), view.now.call_start
     boxes = boxes_of(picture, view)
@@ -123,7 +123,7 @@ def _view(picture: Picture, view: View, sayings: words.Sayings, about: dict[str,
 
 
 def _listed(items: Iterable[Sequence[str]]) -> str:
-    """Items of a list of descriptions: a term, and what is said of it in one line or two."""
+    """The items of an HTML description list; each has a term, and one or two lines that describe it."""
     rows = ([html.escape(one) for one in item] for item in items)
     return "".join(f"<div><dt>{term}</dt><dd>{'</dd><dd>'.join(said)}</dd></div>" for term, *said in rows)
 

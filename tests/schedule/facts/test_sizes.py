@@ -75,7 +75,21 @@ def test_sizes_for_people(nbytes, text):
 
 
 @pytest.mark.parametrize(
-    ("ns", "text"), [(0, "0 ns"), (999, "999 ns"), (1530, "1.53 us"), (1.53e6, "1.53 ms"), (2e9, "2 s")]
+    ("ns", "text"),
+    [
+        (0, "0 ns"),
+        (999, "999 ns"),
+        (1530, "1.53 us"),
+        (1.53e6, "1.53 ms"),
+        (2e9, "2 s"),
+        (999.6e9, "1000 s"),
+        (12_345e9, "12345 s"),
+    ],
 )
 def test_times_for_people(ns, text):
     assert format_time(ns) == text
+
+
+@pytest.mark.parametrize("nbytes", [1, 1023, 1025, 4_280_432, 2**20 - 1, 2**30 + 1, 3 * 2**40 + 7])
+def test_a_least_size_is_enough_when_it_is_given_back(nbytes: int) -> None:
+    assert nbytes <= parse_size(format_size(nbytes, up=True)) <= nbytes * 1.01 + 11

@@ -8,7 +8,6 @@ import networkx
 
 from penstock.schedule.facts.model import Method, Part, Step, Storage, Trace, Weight, Work
 from penstock.schedule.payload.codec import Payload
-from penstock.schedule.report.reads import read_graph
 
 
 def weight(fqn: str, storage: int) -> Weight:
@@ -50,7 +49,7 @@ PAYLOAD = Payload(
 
 
 def test_every_read_and_every_step_in_its_order_is_an_edge() -> None:
-    graph = read_graph(PAYLOAD)
+    graph = PAYLOAD.read_graph()
     reads = {edge for edge in graph.edges if graph.edges[edge]["why"] == "reads"}
     assert reads == {
         (("storage", s), ("step", trace.graph, k))
@@ -65,7 +64,7 @@ def test_every_read_and_every_step_in_its_order_is_an_edge() -> None:
 
 
 def test_nodes_say_what_they_are() -> None:
-    graph = read_graph(PAYLOAD)
+    graph = PAYLOAD.read_graph()
     assert graph.nodes["step", 0, 1] == {
         "kind": "step",
         "name": "linear",
@@ -94,7 +93,7 @@ def test_nodes_say_what_they_are() -> None:
 
 
 def test_the_graph_has_a_form_in_json() -> None:
-    graph = read_graph(PAYLOAD)
+    graph = PAYLOAD.read_graph()
     stored = json.loads(json.dumps(networkx.node_link_data(graph, edges="edges")))
     again = networkx.node_link_graph(stored, edges="edges")
     assert dict(again.nodes(data=True)) == dict(graph.nodes(data=True))

@@ -312,6 +312,8 @@ def test_a_dark_page_prints_light_and_as_wide_as_paper(browser: Chrome, tmp_path
     assert max(browser.execute_script(widths)) <= 1280 / 2 + 720 / 2  # paper lies in the middle of the window
     ink = "return getComputedStyle(document.querySelector('h1')).color"
     assert browser.execute_script(ink) == "rgb(27, 33, 39)"
+    breaks = "return [...document.querySelectorAll('.card')].map((one) => getComputedStyle(one).breakInside)"
+    assert set(browser.execute_script(breaks)) == {"avoid"}  # a picture is not cut by the end of a sheet
     browser.execute_script("window.dispatchEvent(new Event('afterprint'))")
     page.settle()
     assert page.picture() == shown
