@@ -1,4 +1,4 @@
-"""How much memory a program's intermediate values take, from its graph."""
+"""The memory that a program's intermediate values take, worked out from its graph."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.passes.graph.propagation import fake_inputs, propagate, storages_o
 
 @dataclass(frozen=True)
 class _Unit:
-    """A unit that sizes of storages are counted in: one byte, or as many as a symbolic expression says."""
+    """A unit in which sizes of storages are counted: one byte, or the value of a symbolic expression."""
 
     expression: Any = 1
     symbolic: Any = field(default=None, compare=False)
@@ -36,14 +36,15 @@ def activation_bytes(exported: ExportedProgram) -> int:
 
 @dataclass(frozen=True)
 class Activations:
-    """The most bytes of intermediate values that are alive at once, by the sizes of a call.
+    """The most bytes of intermediate values that are alive at once, as a function of the sizes of a call.
 
-    Values live from the node that makes them to the last one that reads them through any alias, as in the
-    code that a graph module generates. Inputs and weights are not counted, results are. What a kernel takes
-    for itself while it runs is not in the graph: leave room for it.
+    A value lives from the node that makes it to the last node that reads it through any alias, as in the code
+    that a graph module generates. Results are counted; inputs and weights are not. Memory that a kernel takes
+    for itself while it runs is not in the graph, except for a mask of booleans, of which attention makes one
+    of numbers: leave room for it.
 
-    `moments` are what may be the most: each is a number of bytes, and how often each dynamic size of `sizes`,
-    which is in bytes too, comes on top of them.
+    `moments` are the sets of values alive at once that may be the largest. Each is a number of bytes, and,
+    for each dynamic size in `sizes`, which is in bytes too, how often that size is added.
     """
 
     sizes: tuple[Dimension, ...]
@@ -51,7 +52,7 @@ class Activations:
 
     @classmethod
     def of(cls, exported: ExportedProgram, propagated: fx.GraphModule | None = None) -> Activations:
-        """Those of a program; `propagated` is its graph where somebody has propagated it before."""
+        """The activations of a program; `propagated` is its graph if it has been propagated before."""
         if propagated is None:
             propagated = propagate(exported.graph_module, fake_inputs(exported.graph_module))
         found = {frozenset(held.items()): held for held in _alive(propagated)}
@@ -64,7 +65,7 @@ class Activations:
         return cls(tuple(dimension_of(exported, unit.symbolic) for unit in units), tuple(moments))
 
     def peak(self, sizes: Mapping[str, int] = MappingProxyType({})) -> int:
-        """Bytes where symbols have these sizes; at the exported ones where they have none."""
+        """The most bytes if symbols have these sizes; symbols without a size have the exported one."""
         values = [(size, size.value(sizes)) for size in self.sizes]
         units = [size.example if value is None else int(value) for size, value in values]
         peaks = (
@@ -90,18 +91,32 @@ def _alive(graph_module: fx.GraphModule) -> Iterator[Counter[_Unit]]:
             if storage not in given and storage not in alive:
                 alive[storage] = _bytes_of(tensor)
                 held += alive[storage]
-        yield from (held + inner for inner in (Counter(), *_in_bodies(graph_module, node)))
+        yield from (held + inner for inner in (_own_bytes(node), *_in_bodies(graph_module, node)))
         for storage in [s for s in alive if last_use[s] <= position]:
             held -= alive.pop(storage)
 
 
 def _bytes_of(tensor: torch.Tensor) -> Counter[_Unit]:
-    nbytes: Any = tensor.untyped_storage().nbytes()
+    return _counted(tensor.untyped_storage().nbytes())
+
+
+def _own_bytes(node: fx.Node) -> Counter[_Unit]:
+    """What attention takes for a mask of booleans, which it fills into one of its queries' dtype."""
+    if node.target is not torch.ops.aten.scaled_dot_product_attention.default:
+        return Counter()
+    mask = node.kwargs.get("attn_mask", node.args[3] if len(node.args) > 3 else None)
+    masks = tensors_of(mask.meta.get("val")) if isinstance(mask, fx.Node) else ()
+    (query,) = tensors_of(node.all_input_nodes[0].meta.get("val"))
+    sizes = [tensor.numel() * query.element_size() for tensor in masks if tensor.dtype == torch.bool]
+    return _counted(sizes[0]) if sizes else Counter()
+
+
+def _counted(nbytes: Any) -> Counter[_Unit]:
     return Counter({_BYTE: nbytes} if isinstance(nbytes, int) else {_Unit(nbytes.node.expr, nbytes): 1})
 
 
 def _in_bodies(graph_module: fx.GraphModule, node: fx.Node) -> Iterator[Counter[_Unit]]:
-    """Yields the same for each node of the bodies that a node of control flow runs."""
+    """Yields what `_alive` yields for each body that a node of control flow runs."""
     for name in [str(n.target) for n in node.all_input_nodes if n.op == "get_attr"]:
         body = getattr(graph_module, name)
         if isinstance(body, fx.GraphModule):

@@ -28,7 +28,7 @@ from penstock.schedule.facts.parts import join_parts, read_together
 from penstock.schedule.payload.codec import Payload
 
 _KINDS: tuple[Kind, ...] = ("streamable", "returned", "mutable")
-"""What a storage may be used for; where methods differ, or weights that share it, the later one counts."""
+"""The kinds of storages. If methods, or weights of one storage, differ in kind, the last one here counts."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Annotated:
 
     `values[s]` is a tensor whose untyped storage is storage s. `computed` are the FQNs of buffers whose
     values no checkpoint has. `programs` are the programs by method, without regions of another grad mode,
-    and `propagated` are copies of their graphs, with fake values. A method that was stored before has
-    neither, but `codes`: what runs of it, as JSON.
+    and `propagated` are copies of their graphs, with fake values. A method that was read from storage is in
+    neither of them, but in `codes`: the part of it that runs, as JSON.
     """
 
     payload: Payload
@@ -64,7 +64,7 @@ def annotate(
 def annotate_with_values(
     exported: ExportedProgram | Mapping[str, ExportedProgram], *, hardware: Hardware | str = PRESET_CPU
 ) -> Annotated:
-    """Does what `annotate` does, and keeps the tensors, for whoever writes them to files."""
+    """Does what `annotate` does, and returns the tensors as well, so that they can be written to files."""
     given = _by_method(exported)
     found = Pipeline(PASSES)(Programs(given, find_hardware(hardware)))
     payload = Payload(
@@ -81,7 +81,7 @@ def annotate_with_values(
 
 
 def _by_method(exported: object) -> dict[str, ExportedProgram]:
-    """Returns the programs by method; raises PassError for what is no exported program, or no name."""
+    """Returns the programs by method; raises PassError for a value that is no program, or no name."""
     if isinstance(exported, ExportedProgram):
         return {"forward": exported}
     if not isinstance(exported, Mapping):
@@ -107,7 +107,8 @@ def _by_method(exported: object) -> dict[str, ExportedProgram]:
 class Programs:
     """Exported programs by method, and what the passes have found out about them so far.
 
-    All methods share one catalog, whose storages are here of the kinds that their use allows.
+    All methods share one catalog. `storages` are the storages of the catalog with the kinds that their use
+    allows.
     """
 
     programs: Mapping[str, ExportedProgram]
@@ -166,7 +167,7 @@ def follow_weights(found: Programs) -> Programs:
         main = exported_device(found.programs[name].graph_module)
         for weight in weights.held.values():
             s = weight.parts[0].storage
-            # What lies on another device than the rest stays there whole.
+            # A weight on another device than the program's stays there whole.
             kind = usage[name].kinds[s] if torch.device(weight.device).type == main.type else "returned"
             kinds[s] = max(kinds[s], kind, key=_KINDS.index)
     for s, fqn in found.catalog.joined.items():
@@ -181,7 +182,7 @@ def follow_weights(found: Programs) -> Programs:
 
 @declare(requires=("usage", "methods"), ensures=("traces",))
 def observe_methods(found: Programs) -> Programs:
-    """Models the trace of every method, once it is known what any method writes."""
+    """Models the trace of every method, which requires that the kinds of all storages are known."""
     modelled = [observe(found.usage[m.name], found.storages, m, found.hardware) for m in found.methods]
     return replace(found, traces=tuple(read_together(trace, found.weights) for trace in modelled))
 
@@ -198,11 +199,14 @@ PASSES: tuple[Callable[[Programs], Programs], ...] = (
     follow_weights,
     observe_methods,
 )
-"""What `annotate` does."""
+"""The passes of `annotate`."""
 
 
 def _parts(programs: Mapping[str, ExportedProgram]) -> dict[str, tuple[str, str]]:
-    """FQN and name of each part, by its tensor's name; PassError where methods have other parts."""
+    """The FQN and the name of each part, by its tensor's name.
+
+    Raises PassError if a weight has other parts in one method than in another.
+    """
     known: dict[str, tuple[str, str]] = {}
     names: dict[str, set[str]] = {}
     for program in programs.values():

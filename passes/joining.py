@@ -1,7 +1,7 @@
-"""Methods of one model that were annotated apart, each by itself, as one program.
+"""Joins methods of one model that were annotated separately into one program.
 
-`annotate` tells weights apart by their memory, which has to be there. Facts that were stored have none, so
-here weights of equal names are the same weight, as they are where all methods come from one model.
+`annotate` identifies weights by their memory. Facts that were read from storage have no memory, so here
+weights of equal names are the same weight, which is true if all methods come from one model.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from penstock.schedule.facts.parts import read_together, tensor_of
 from penstock.schedule.payload.codec import Payload
 
 _STRENGTH: Mapping[Kind, int] = {"streamable": 0, "returned": 1, "mutable": 2}
-"""What one method does with a storage holds for all of them."""
+"""The order of kinds: a storage has the strongest kind that it has in any method."""
 
 
 def join_methods(annotated: Mapping[str, Annotated]) -> Annotated:
-    """Returns one program of several of one method each, which become methods of the given names, in order.
+    """Returns one program made of several programs of one method each.
 
-    Raises PassError where weights of one name differ, or are one storage in one method and two in another.
+    The keys of `annotated` are the names of the methods, which are numbered in this order. Raises PassError
+    where weights of one name differ, or are one storage in one method and two in another.
     """
     joined = _Catalog()
     numbers = {name: joined.add(one) for name, one in annotated.items()}
@@ -57,12 +58,12 @@ def join_methods(annotated: Mapping[str, Annotated]) -> Annotated:
 
 
 def _by_name(annotated: Mapping[str, Annotated], field: str) -> dict[str, Any]:
-    """What each method has in a field that holds something for each method."""
+    """The values of a field that is a mapping by method, under the new names of the methods."""
     return {name: held for name, one in annotated.items() for held in getattr(one, field).values()}
 
 
 class _Catalog:
-    """The weights and storages of all methods; grows while methods are added."""
+    """The weights and storages of all methods added so far."""
 
     def __init__(self) -> None:
         self.weights: dict[str, Weight] = {}
@@ -71,7 +72,7 @@ class _Catalog:
         self._numbers: dict[str, int] = {}
 
     def add(self, annotated: Annotated) -> dict[int, int]:
-        """Add the weights of a method; returns the number here of each of its storages."""
+        """Adds the weights of a method; returns the number in this catalog of each of its storages."""
         payload = annotated.payload
         names = _names(payload.weights)
         numbers = {
@@ -88,6 +89,7 @@ class _Catalog:
         return numbers
 
     def _number(self, names: Iterable[str], storage: Storage, value: torch.Tensor) -> int:
+        """Returns the number of the storage in which the tensors `names` lie, which is new or known."""
         known = {self._numbers[name] for name in names if name in self._numbers}
         if len(known) > 1:
             raise PassError(

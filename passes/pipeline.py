@@ -1,8 +1,9 @@
 """Passes, and the pipeline that orders and runs them.
 
-A pass is a function: program in, program out, nothing changed in place. With `declare` it says which facts it
-requires of the program and which it ensures, and a pipeline runs it behind the passes that ensure what it
-requires. A pipeline is a literal tuple of passes, and is itself a pass.
+A pass is a function that takes a program and returns a program, and changes nothing that its caller still
+holds. `declare` states which facts the pass requires of its program and which facts it ensures; a pipeline
+runs a pass behind those that ensure what it requires. A pipeline is a literal tuple of passes, and is itself
+a pass.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def declare(
 ) -> Callable[[_Function], _Function]:
     """A decorator for a pass: the facts that it requires of its program, and those that hold of its result.
 
-    A fact is a name, such as "plain parts". What holds of a program holds after every other pass, too.
+    A fact is a name, such as "plain parts". A fact that holds of a program still holds after every other
+    pass.
     """
     given: tuple[object, ...] = (requires, ensures)
     for facts in given:
@@ -41,7 +43,7 @@ def declare(
 
 @dataclass(frozen=True)
 class Pipeline(Generic[Value]):
-    """Applies `passes` to a value of any type, each behind those that ensure what it requires.
+    """Applies `passes` to a value of any type, each pass behind those that ensure what it requires.
 
     `requires` are facts that hold of the program from the start. Passes keep the order in which they are
     given wherever their declarations allow it, and none moves across a pass that declares nothing. Raises

@@ -3,13 +3,14 @@
     penstock::acquire(Tensor(a!)[] weights, int graph, int step) -> ()
     penstock::release(Tensor(a!)[] weights, int graph, int step) -> ()
 
-They return nothing, and their schema says that they mutate the weights: so every compiler keeps
-them, and keeps every kernel that reads the weight between its acquire and its release.
+They return nothing, and their schema says that they mutate the weights. So every compiler keeps
+them, and keeps every kernel that reads a weight between the weight's acquire and its release.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
@@ -32,19 +33,19 @@ _Result = TypeVar("_Result")
 
 
 class Probes(Protocol):
-    """What the operators talk to."""
+    """The streamer that the operators call."""
 
     def acquire(self, graph: int, step: int) -> None:
         """Returns once every weight that the step reads is in place."""
 
     def release(self, graph: int, step: int) -> None:
-        """Is told that the step's kernels have been issued."""
+        """Called when the step's kernels have been issued, so that its weights may leave."""
 
 
 class CompiledCalls:
-    """Base of `Probes` for compiled code, of which autograd records nothing.
+    """Base of `Probes` for compiled code, in which autograd records nothing.
 
-    Its probes need not count as writes, which would cost them a quarter of their time.
+    The probes then need not mark the weights as written, which would take a quarter of their time.
     """
 
     def acquire(self, graph: int, step: int) -> None:
@@ -54,24 +55,38 @@ class CompiledCalls:
         pass
 
     def enclose(self, run: Callable[[], _Result]) -> _Result:
-        """Run a pass, with what it reads before its first call and behind its last."""
+        """Run a pass, including what it reads before its first probe call and behind its last one."""
         return run()
 
 
 NOTHING_STREAMS = CompiledCalls()
-"""For compiled code whose weights all stay: its probes return at once."""
+"""The probes of compiled code whose weights all stay: they return at once."""
 
 
-# Kept by a second import of this module, for those that have imported it by name.
+# A second import of this module keeps the variable, since calls in progress have set it.
 STREAMER: ContextVar[Probes | None] = globals().get("STREAMER") or ContextVar(
     "penstock_streamer", default=None
 )
-"""The streamer of the call in progress, set around each call of a streamed module."""
+"""The streamer of the call in progress."""
+
+
+@contextmanager
+def streaming(probes: Probes | None) -> Iterator[None]:
+    """Has the operators in a graph with probes call `probes`, on this thread, for as long as it lasts.
+
+    `probes` has methods `acquire(graph, step)` and `release(graph, step)`: step `step` of method number
+    `graph` is about to read its weights, and has issued its kernels.
+    """
+    token = STREAMER.set(probes)
+    try:
+        yield
+    finally:
+        STREAMER.reset(token)
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where one step's probes go: around the node called `node`, naming those placeholders."""
+    """The place of one step's probes: around the node called `node`, with the placeholders `weights`."""
 
     node: str
     step: int
@@ -117,9 +132,10 @@ def add_sites(target: fx.Graph, graph: int, sites: Iterable[Site]) -> None:
 
 
 def streaming_steps(plan: Plan, graph: int, storages: Sequence[Storage]) -> list[int]:
-    """Returns the steps at which a plan waits for a transfer, starts one, or drops something.
+    """Returns the steps at which a plan waits for a transfer, starts one, or drops a range.
 
-    All others read only what never leaves the device.
+    All other steps read only bytes that never leave the device. Raises PassError if the plan has no schedule
+    for method number `graph`.
     """
     trace = next((trace for trace in plan.traces if trace.graph == graph), None)
     schedule = next((schedule for schedule in plan.schedules if schedule.graph == graph), None)
@@ -148,7 +164,7 @@ def _trace_of(payload: Payload, method: str | None) -> Trace:
 
 
 def _sites(graph_module: fx.GraphModule, trace: Trace, inputs: set[str], probed: Iterable[int]) -> list[Site]:
-    """Finds for each step the weight placeholders that its node reads, by storage of fake values."""
+    """Finds the weight placeholders that the node of each step reads, by the storages of fake values."""
     names = {node.name for node in graph_module.graph.nodes}
     missing = [name for name in [*sorted(inputs), *(step.name for step in trace.steps)] if name not in names]
     if missing:
@@ -207,8 +223,9 @@ def _release(weights: list[torch.Tensor], graph: int, step: int) -> None:
 def _bump(weights: list[torch.Tensor]) -> None:
     """Marks the weights as written, so that an autograd graph over one of them fails loudly.
 
-    A list at once: one call. Inference tensors have no version, and none in a list is allowed; asking
-    each beforehand would give the interpreter away once a weight.
+    One call marks a whole list. Inference tensors have no version, so a list with one of them is refused and
+    marked again without it; asking every tensor beforehand would release the interpreter once for each
+    weight.
     """
     try:
         torch.autograd.graph.increment_version(weights)
@@ -217,13 +234,14 @@ def _bump(weights: list[torch.Tensor]) -> None:
 
 
 def _do_nothing(weights: list[torch.Tensor], graph: int, step: int) -> None:
-    """What the operators do to fake tensors."""
+    """The kernel of both operators for fake tensors."""
 
 
 def _register() -> Any:
     """Declares the operators once a process, however often this module is imported.
 
-    `Library` and not `custom_op`, which bumps versions by itself but costs 20 us a call to 3 us.
+    This uses `Library` and not `custom_op`: the latter marks writes by itself, but takes 20 us a call and not
+    3.
     """
     if hasattr(torch.ops.penstock, "acquire"):
         return None
@@ -235,7 +253,7 @@ def _register() -> Any:
     return library
 
 
-# Kept alive: the operators exist as long as their library does. A second import must not drop it.
+# The operators exist only as long as their library, so it is kept alive; a second import must not drop it.
 _LIBRARY = _register() or globals().get("_LIBRARY")
 
 ACQUIRE, RELEASE = torch.ops.penstock.acquire.default, torch.ops.penstock.release.default

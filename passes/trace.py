@@ -36,13 +36,13 @@ PRESET_CPU = Hardware(
     link_latency_ns=50_000,
     note="round figures of a two-core x86-64 virtual machine with a network disk; assumed, not measured here",
 )
-"""What `annotate` assumes until a machine is known; planning replaces it."""
+"""The machine that `annotate` assumes; planning replaces it by the one that is measured or asked for."""
 
 
 def observe(usage: Usage, storages: Sequence[Storage], method: Method, hardware: Hardware) -> Trace:
     """Returns the trace of the eager lowering: one step per node that reads bytes of a streamable storage.
 
-    Costs are those at the sizes that the program was exported with. The body of a loop counts once.
+    Costs are for the sizes that the program was exported with. The body of a loop counts once.
     """
     streamable = {s for s, one in enumerate(storages) if one.kind == "streamable" and one.nbytes}
     steps, tail = steps_of(usage.graph_module.graph, usage.reads, streamable)
@@ -72,9 +72,9 @@ def steps_of(
 
 
 def with_measured(trace: Trace, lead_ns: Sequence[int], read_ns: Sequence[int], tail_ns: int) -> Trace:
-    """Returns the trace with measured times, one of each sequence a step, in nanoseconds.
+    """Returns the trace with measured times, in nanoseconds; the sequences have a time for each step.
 
-    Raises PassError when the measurement has another number of steps.
+    Raises PassError when the measurement has another number of steps than the trace.
     """
     count = len(trace.steps)
     if len(lead_ns) != count or len(read_ns) != count:

@@ -1,1 +1,1 @@
-"""Models that are exported without ever being built: no memory, no initialisation, no GPU."""
+"""The export of models that are never built, which takes no memory for weights and no GPU."""

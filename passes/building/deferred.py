@@ -1,4 +1,4 @@
-"""Models whose parameters are initialised later, and only those that are asked for."""
+"""Models whose parameters are initialised only when they are asked for, one part at a time."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from penstock.schedule.facts.errors import PassError, PenstockError
 
 
 def deferred_init(build: Callable[[], nn.Module]) -> Deferred:
-    """Run a constructor without memory, and record how it initialises each tensor.
+    """Run a constructor without memory for its tensors, and record how it initialises each of them.
 
-    Values that are materialised later are those that the constructor would have given under the state that
-    torch's default CPU generator has now; its state does not change. To get them for one parameter, all
-    numbers before are drawn and forgotten: time as for the whole model, memory as for that parameter.
-    Generators of GPUs, and others than the default one, are refused.
+    Values that are materialised later are those that the constructor would have given with the present state
+    of torch's default CPU generator; this state does not change. To make the values of one parameter, all
+    numbers before them are drawn and forgotten: that takes the time of the whole model, and the memory of
+    that parameter.
 
-    Raises PassError, with the line of the model that causes it, where that cannot be.
+    Raises PassError, with the line of the model that causes it, if the constructor cannot run without memory,
+    or draws from a generator of a GPU or any other than the default one.
     """
     with OnCpu():
         return record(build)
 
 
 def record(build: Callable[[], nn.Module]) -> Deferred:
-    """Does what `deferred_init` does; the caller's mode sees the devices that are asked for."""
+    """Does what `deferred_init` does; the caller's function mode handles the devices that are asked for."""
     refuse_scripted(build)
     if isinstance(build, nn.Module):
         raise PassError(
@@ -48,16 +49,16 @@ def record(build: Callable[[], nn.Module]) -> Deferred:
         ) from error
     if not isinstance(module, nn.Module):
         raise PassError(f"expected a function that returns a module, got {type(module).__name__}")
-    if isinstance(module, torch.jit.ScriptModule):  # one inside another module can be materialised
+    if isinstance(module, torch.jit.ScriptModule):  # a scripted part of another module can be materialised
         refuse_scripted(module)
     hold_attributes(module)
     return Deferred(module, recording)
 
 
 class Deferred:
-    """`module` has shapes, and no memory before it is materialised.
+    """A model built without memory: `module` has shapes only, until parts of it are materialised.
 
-    `allocated` are large tensors that its constructor really made: bytes, and where.
+    `allocated` has the bytes, and the line of code, of each large tensor that the constructor really made.
     """
 
     def __init__(self, module: nn.Module, recording: Recording) -> None:
@@ -69,8 +70,8 @@ class Deferred:
     def materialize(self, name: str = "") -> nn.Module:
         """Give the submodule `name` (the whole module by default) real parameters and buffers, and return it.
 
-        What was materialised before stays as it is, so parts may be asked for in any order and again. Tied
-        parameters stay tied. Raises PassError where there is no such submodule.
+        Parts that were materialised before stay as they are, so parts may be asked for in any order, and
+        again. Tied parameters stay tied. Raises PassError if there is no such submodule.
         """
         try:
             part = self.module.get_submodule(name)
@@ -87,9 +88,9 @@ class Deferred:
     def materialize_slice(self, fqn: str, rows: slice) -> torch.Tensor:
         """Returns some rows of one parameter or buffer, in memory of their own; the module stays as it is.
 
-        Only these rows are made where the constructor fills, scales and converts the parameter as a whole
-        (`nn.init.uniform_`, `normal_`, `constant_` and what is built on them). Otherwise the whole parameter
-        is in memory for a moment. Raises PassError for a name that is no parameter or buffer.
+        Only these rows are made if the constructor fills, scales and converts the parameter as a whole
+        (`nn.init.uniform_`, `normal_`, `constant_` and functions built on them). Otherwise the whole
+        parameter is in memory for a moment. Raises PassError for a name that is no parameter or buffer.
         """
         owner, _, key = fqn.rpartition(".")
         try:
@@ -106,11 +107,11 @@ class Deferred:
         return (self.values(tensor)[rows] if run is None else run[::step]).clone()
 
     def values(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The values of a tensor of the module, which stays as it is."""
+        """A tensor with the values of a tensor of the module, which stays as it is."""
         return self._recording.values(tensor)
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor was made by the constructor."""
+        """Tell whether a tensor was made by the constructor."""
         return self._recording.has(tensor)
 
     def _real(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -123,12 +124,12 @@ class Deferred:
 
 
 def join(module: str, key: str) -> str:
-    """The FQN of what a submodule holds."""
+    """The FQN of the tensor `key` of the submodule `module`, whose name is empty for the root."""
     return f"{module}.{key}" if module else key
 
 
 def hold_attributes(module: nn.Module) -> None:
-    """Tensors that a module keeps as plain attributes become buffers, which are found by name."""
+    """Make buffers of the tensors that a module keeps as plain attributes, so that they are found by name."""
     for child in module.modules():
         for key, value in list(vars(child).items()):
             if isinstance(value, torch.Tensor):

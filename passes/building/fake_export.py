@@ -1,8 +1,8 @@
-"""Exports a model that is never built: no memory, no initialisation, no GPU.
+"""Exports a model that is never built: without memory for weights, initialisation or a GPU.
 
-The constructor runs while tensors have shapes only (deferred.py), and the devices that it asks for are kept
-(placement.py). Its parameters become fake tensors on those devices, and the module is exported with them,
-so the graph shows what a machine that has the devices would show.
+The constructor runs while tensors have shapes only (deferred.py), and the devices that it asks for are noted
+(placement.py). Its parameters become fake tensors on those devices, and the module is exported with them.
+The graph is thus the one that a machine with these devices would export.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
@@ -21,14 +21,16 @@ from torch.utils import _pytree as pytree
 from penstock.passes.building.deferred import Deferred, hold_attributes, join, record
 from penstock.passes.building.guardless import Guardless, capable
 from penstock.passes.building.placement import AskedDevices, Placement, home_of, place
+from penstock.passes.building.quick import quick
 from penstock.passes.building.refusals import caller, check_inputs, refuse_scripted, remedy, sentence, where
+from penstock.passes.graph.grouped import groups_of_any_dtype
 from penstock.passes.pipeline import declare
 from penstock.passes.weights.subclasses import each_part, has_parts
 from penstock.passes.weights.values import with_values
 from penstock.schedule.facts.errors import PassError
 
 BUFFERS = "penstock.buffers"
-"""In `graph_module.meta` of what fake_export returns: the values of non-persistent buffers, by FQN."""
+"""The key in `graph_module.meta` under which fake_export keeps values of non-persistent buffers, by FQN."""
 
 
 def fake_export(
@@ -39,20 +41,20 @@ def fake_export(
 ) -> ExportedProgram:
     """Export the module that `build()` would return, without building it.
 
-    `example_inputs` are positional arguments, or keyword arguments as a mapping. Only the shapes of tensors
-    count; they are taken to be where the first parameter is.
-    `placement` is a device for everything, devices by FQN pattern (`{"*": "cuda:0", "head.*": "cuda:1"}`), or
-    None: as the constructor asks. The program's weights are fake: bind them to a checkpoint's.
+    `example_inputs` are positional arguments, or keyword arguments as a mapping. Only shapes and dtypes of
+    tensors count; the tensors are taken to be on the device of the first parameter. `placement` is a device
+    for all tensors, devices by FQN pattern (`{"*": "cuda:0", "head.*": "cuda:1"}`), or None for the devices
+    that the constructor asks for. The program's weights are fake: bind them to those of a checkpoint.
 
-    Raises PassError, with the line of the model that causes it, where the model cannot be exported so.
+    Raises PassError, with the line of the model that causes it, if the model cannot be exported unbuilt.
     """
-    with unset_fake_temporarily():  # a fake tensor mode of the caller's would meet tensors of other modes
+    with unset_fake_temporarily():  # a fake tensor mode of the caller would mix with the modes used here
         return Built.by(build, placement).export(example_inputs, dynamic_shapes)
 
 
 @declare(ensures=("computed buffers",))
 def with_computed_buffers(exported: ExportedProgram) -> ExportedProgram:
-    """The program with the values of the buffers that its module computes, where fake_export kept them."""
+    """The program with the values of the buffers that its module computes, if fake_export has kept them."""
     computed = exported.graph_module.meta.get(BUFFERS)
     if not computed:
         return exported
@@ -65,7 +67,7 @@ def computed_buffers(programs: Iterable[ExportedProgram]) -> set[str]:
 
 
 class Built:
-    """A module of fake tensors, the device of each, and the values of the buffers that no checkpoint has."""
+    """A module of fake tensors, the device of each, and the values of buffers that no checkpoint has."""
 
     def __init__(
         self,
@@ -92,7 +94,7 @@ class Built:
 
     @classmethod
     def by(cls, build: Callable[[], nn.Module], placement: Placement = None) -> Built:
-        """Run a constructor without memory; PassError where it cannot be."""
+        """Run a constructor without memory; raise PassError if it cannot run so."""
         asked = AskedDevices()
         with asked, capable():
             deferred = record(build)
@@ -103,7 +105,7 @@ class Built:
 
     @classmethod
     def of(cls, module: nn.Module, home: torch.device) -> Built:
-        """A copy on `home` of a module in memory, without its parameters' values; it stays as it is."""
+        """A fake copy, on the device `home`, of a module in memory, which stays as it is."""
         flats: dict[int, torch.Tensor] = {}
 
         def shape_of(value: torch.Tensor) -> torch.Tensor:
@@ -131,14 +133,14 @@ class Built:
         *,
         module: nn.Module | None = None,
     ) -> ExportedProgram:
-        """The exported program of the module, or of one that calls it; PassError where it does not export."""
+        """Export this module, or `module`, which calls it. Raises PassError if the export fails."""
         by_name = isinstance(example_inputs, Mapping)
         root = self.module if module is None else module
         check_inputs(root, example_inputs)
         given: Any = ((), dict(example_inputs)) if by_name else (tuple(example_inputs), {})
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._input, given)
         try:
-            with Guardless(self._stand_in), capable(), torch.no_grad():
+            with Guardless(self._stand_in), capable(), quick(), groups_of_any_dtype(), torch.no_grad():
                 exported = torch.export.export(
                     root.eval(), args, kwargs, dynamic_shapes=dynamic_shapes, strict=False
                 )
@@ -154,7 +156,7 @@ class Built:
         return exported
 
     def _fake(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """One fake tensor for each real one, in one storage for each real one: ties and views stay."""
+        """Make a fake tensor for a tensor, in a fake storage for its storage, so that ties and views stay."""
         if has_parts(tensor):
             made = each_part(tensor, lambda part: self._fake(part, device))
             return self._fakes.setdefault(id(tensor), made)
@@ -179,12 +181,12 @@ class Built:
         return fake
 
     def _stand_in(self, value: torch.Tensor) -> torch.Tensor:
-        """What is used for a tensor that the constructor made and kept elsewhere than as an attribute.
+        """The tensor to use in place of one that the constructor made and keeps outside of its attributes.
 
-        That is what stands in the place of a parameter or a buffer now, and for any other tensor its values.
-        Raises PassError for a view of a parameter, which the program could not follow.
+        For a parameter or a buffer it is the fake tensor in its place, and for any other tensor its values.
+        Raises PassError for a view of a parameter, which the exported program could not follow.
         """
-        if not value.is_meta:
+        if isinstance(value, FakeTensor) or not value.is_meta:  # to ask a fake tensor takes a dispatch
             return value
         if id(value) in self._places:
             _, held, key = self._places[id(value)]
@@ -200,13 +202,14 @@ class Built:
         return self._deferred.values(value)
 
     def _input(self, value: torch.Tensor) -> torch.Tensor:
+        """The fake tensor for an example input, on the first parameter's device unless it is on a GPU."""
         device = value.device if value.device.type == "cuda" else self._home
         with self._mode:
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
 
 
 def _computed(module: nn.Module, values: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The values of the buffers that no checkpoint has, by each name; one tensor for each of theirs."""
+    """The values of the buffers that no checkpoint has, by name; names of one buffer share a tensor."""
     made: dict[int, torch.Tensor] = {}
     found = {}
     for name, buffer in _lost_buffers(module):
@@ -217,7 +220,7 @@ def _computed(module: nn.Module, values: Callable[[torch.Tensor], torch.Tensor])
 
 
 def _lost_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Returns the buffers that no checkpoint has, neither by name nor as views of what it has."""
+    """Returns the buffers that no checkpoint has, neither by name nor as views of its tensors."""
     saved = {
         tensor.untyped_storage()._cdata
         for tensor in module.state_dict(keep_vars=True).values()

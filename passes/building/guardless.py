@@ -1,8 +1,8 @@
-"""Lets tensors that only pretend to be on a GPU be used in Python where torch has no CUDA.
+"""Lets Python code use fake tensors of a GPU where torch has no CUDA.
 
-Some methods of tensors ask the driver for a device before anything else, in C++: indexing, `contiguous` and
-a few more. The operators that they call do not, so they are called instead. A device without an index is the
-first one.
+Some methods of tensors first ask the driver for the device, in C++: indexing, `contiguous` and a few more.
+The operators that they call do not, so these are called instead. A device without an index means the first
+one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _aten = torch.ops.aten
 
 
 class Guardless(TorchFunctionMode):
-    """Active while a program is exported whose tensors are fake; `stand_in` says what is used for another."""
+    """Active while a model of fake tensors is exported; `stand_in` maps a tensor to the one used instead."""
 
     def __init__(self, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Guardless(TorchFunctionMode):
                 torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
             )
         if func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
-            return args[0].detach()  # which export sees to be a parameter's
+            return args[0].detach()  # export recognises this as a tensor of the parameter
         instead = _INSTEAD.get(func)
         if instead is not None and args[0].device.type != "cpu":
             return instead(*args, **given)
@@ -54,7 +54,7 @@ class Guardless(TorchFunctionMode):
 
 @contextmanager
 def capable() -> Iterator[None]:
-    """Models that ask what the GPU can do are told a recent one's answer where torch knows of none."""
+    """Where torch has no GPU, models that ask for a GPU's capability get that of a recent one."""
     if torch.cuda.is_available():
         yield
         return
@@ -69,13 +69,13 @@ def _with_index(value: Any) -> Any:
 
 
 def get_item(tensor: torch.Tensor, index: Any) -> torch.Tensor:
-    """`tensor[index]` by the operators that Python's indexing calls."""
+    """`tensor[index]`, computed by the operators that Python's indexing calls."""
     viewed, tensors = _view(tensor, index)
     return _aten.index.Tensor(viewed, tensors) if tensors else viewed
 
 
 def set_item(tensor: torch.Tensor, index: Any, value: Any) -> None:
-    """`tensor[index] = value` likewise."""
+    """`tensor[index] = value`, computed by the operators that Python's indexing calls."""
     viewed, tensors = _view(tensor, index)
     if not isinstance(value, torch.Tensor):
         value = torch.full((), value, dtype=tensor.dtype, device=tensor.device)
@@ -86,10 +86,13 @@ def set_item(tensor: torch.Tensor, index: Any, value: Any) -> None:
 
 
 def _view(tensor: torch.Tensor, index: Any) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """What the numbers, slices and None of an index make of a tensor, and the tensors in it by position."""
+    """Apply the numbers, slices and None of an index to a tensor.
+
+    Returns the resulting view, and the tensors of the index, at the positions of their dimensions in it.
+    """
     items = list(index) if isinstance(index, tuple) else [index]
     items = [torch.tensor(item, device=tensor.device) if isinstance(item, list) else item for item in items]
-    filled = tensor.dim() - sum(map(_dimensions, items))  # what an ellipsis stands for
+    filled = tensor.dim() - sum(map(_dimensions, items))  # the dimensions that an ellipsis stands for
     tensors: list[torch.Tensor | None] = []
     dimension = 0
     for item in items:
@@ -110,7 +113,7 @@ def _view(tensor: torch.Tensor, index: Any) -> tuple[torch.Tensor, list[torch.Te
 
 
 def _dimensions(item: Any) -> int:
-    """How many dimensions of a tensor an item of its index takes."""
+    """The number of a tensor's dimensions that an item of its index takes."""
     if item is None or item is Ellipsis:
         return 0
     if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8):

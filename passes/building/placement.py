@@ -1,4 +1,4 @@
-"""Which device each tensor of a module is meant for: as its constructor asks, or as patterns say."""
+"""The device that each tensor of a module is meant for, by its constructor or by patterns of FQNs."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from penstock.passes.graph.retarget import indexed
 from penstock.schedule.facts.errors import PassError
 
 Placement: TypeAlias = str | torch.device | Mapping[str, str | torch.device] | None
-"""One device for all, devices by FQN pattern (`*` for all that no other matches), or the constructor's."""
+"""One device, devices by FQN pattern (`*` for all without another match), or None for the constructor's."""
 
 CPU = torch.device("cpu")
 
 
 class AskedDevices(TorchFunctionMode):
-    """Active while a constructor runs: keeps which device it asks for, and makes tensors on the CPU instead.
+    """Active while a constructor runs: notes the devices that it asks for, and makes all tensors on the CPU.
 
-    A CPU-only torch could not make them elsewhere, nor initialise what it made.
+    A torch built without CUDA could neither make tensors on a GPU nor initialise them.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._asked: dict[int, torch.device] = {}
-        self._kept: list[torch.UntypedStorage] = []  # an address is not given to another while this lives
+        self._kept: list[torch.UntypedStorage] = []  # kept alive so that no new storage gets the same address
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -40,7 +40,7 @@ class AskedDevices(TorchFunctionMode):
         asked = _asked_for(func, args, given)
         if asked is None:
             result = func(*args, **given)
-            # What is made from a tensor for another device is meant for it, too.
+            # A tensor that is made from one meant for another device is meant for that device, too.
             sources = {self.of(a) for a in args if isinstance(a, torch.Tensor)} - {CPU}
             asked = sources.pop() if len(sources) == 1 else None
         else:
@@ -51,7 +51,7 @@ class AskedDevices(TorchFunctionMode):
         return self._place(result, asked)
 
     def of(self, tensor: torch.Tensor) -> torch.device:
-        """The device that a tensor was asked for."""
+        """The device for which the constructor asked for a tensor, by default the CPU."""
         return self._asked.get(tensor.untyped_storage()._cdata, CPU)
 
     def _place(self, result: Any, asked: torch.device | None) -> Any:
@@ -63,7 +63,7 @@ class AskedDevices(TorchFunctionMode):
 
 
 class OnCpu(TorchFunctionMode):
-    """Active while a constructor runs whose values are promised: PassError where it asks for a GPU."""
+    """Active while a constructor runs whose exact values are needed; raises PassError for a GPU."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -98,7 +98,7 @@ _TYPES = ("cpu", "cuda", "meta")
 
 
 def place(module: nn.Module, asked: AskedDevices, placement: Placement) -> dict[str, torch.device]:
-    """The device of every parameter and buffer, by every name that it has.
+    """The device of every parameter and buffer, by each of its names.
 
     Raises PassError for a pattern that matches nothing, or a name that two patterns match.
     """
@@ -130,7 +130,7 @@ def place(module: nn.Module, asked: AskedDevices, placement: Placement) -> dict[
 
 
 def home_of(placement: Placement, devices: Mapping[str, torch.device]) -> torch.device:
-    """Where inputs are taken to be: the default of a placement, else with the first parameter."""
+    """The device that inputs are taken to be on: the default of a placement, or the first parameter's."""
     if isinstance(placement, str | torch.device):
         return _device(placement)
     if placement is not None and "*" in placement:

@@ -1,11 +1,11 @@
-"""Records what a constructor does to tensors without doing it, and does later the part that is asked for.
+"""Records a constructor's operations on tensors without running them, and runs later those that are needed.
 
-While a `Recording` is active every tensor is made on the meta device: it has a shape and no memory. Each
-operation is kept with the storages that it reads and writes. `Recording.values` runs the operations that one
-tensor depends on, on real memory.
+While a `Recording` is active, every tensor is made on the meta device: it has a shape and no memory. Each
+operation is recorded with the storages that it reads and writes. `Recording.values` runs the operations that
+one tensor depends on, on real memory.
 
-Random numbers come out as they would have: an operation that draws runs at the state that its generator
-would have had, which takes drawing all numbers before it, in their order, though not keeping them.
+Random numbers are the same as without a recording: an operation that draws numbers runs at the state that the
+generator would have had. To reach that state, all numbers before are drawn in order, and not kept.
 """
 
 from __future__ import annotations
@@ -31,19 +31,22 @@ from penstock.schedule.facts.errors import PassError
 
 _META = torch.device("meta")
 _SCALARS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::item")
-"""Operators that answer with a number, which needs values."""
+"""Operators that return a Python number, for which values are needed."""
 
 LARGE = 1 << 20
-"""Bytes of a tensor from which on it counts that a constructor really allocates it."""
+"""The bytes from which on a tensor that the constructor really allocates is reported."""
 
 _SAMPLING = "_no_grad_trunc_normal_"
-"""What `nn.init.trunc_normal_` calls, however a model has imported it."""
+"""The function that `nn.init.trunc_normal_` calls, however a model has imported the latter."""
 
 _CHUNK = 1 << 22
-"""Numbers drawn at a time where not all of them are kept; a multiple of 16."""
+"""How many random numbers are drawn at a time if not all of them are kept; a multiple of 16."""
 
 _aten = torch.ops.aten
 _FILLS = (_aten.uniform_.default, _aten.normal_.default)
+_IN_PLACE = (*_FILLS, _aten.fill_.Scalar, _aten.zero_.default)
+"""Operators that change values alone: without memory there is nothing to do."""
+
 _FACTORIES = (_aten.empty.memory_format, _aten.zeros.default, _aten.ones.default, _aten.full.default)
 _EXACT = (
     _aten._to_copy.default,
@@ -53,7 +56,7 @@ _EXACT = (
     _aten.mul_.Tensor,
     _aten.zero_.default,
 )
-"""Operators that give each element the same bits however many others are computed with it."""
+"""Operators that give an element the same bits however many other elements are computed in the call."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +72,10 @@ class Spec:
 
 @dataclass(frozen=True)
 class Operation:
-    """`function` on arguments in which tensors are Specs; `outputs` are the tensors that it returned.
+    """A recorded call of `function`, in whose arguments Specs stand for tensors; `outputs` are its results.
 
-    `draws` is the number of its place among those that draw random numbers, None for all others.
-    `default_dtype` is torch's when it was recorded, which decides what `torch.ones(4)` makes.
+    `draws` is the position of the operation among those that draw random numbers, None if it draws none.
+    `default_dtype` is torch's default when the operation was recorded; `torch.ones(4)` depends on it.
     """
 
     function: Callable[..., Any]
@@ -83,7 +86,7 @@ class Operation:
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
 
     def run(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Runs it on other arguments of the same dtypes."""
+        """Runs the function on other arguments of the same dtypes, with the recorded default dtype."""
         before = torch.get_default_dtype()
         if self.default_dtype == before:
             return self.function(*args, **kwargs)
@@ -95,29 +98,29 @@ class Operation:
 
     @property
     def storages(self) -> set[int]:
-        """The storages that it reads or writes."""
+        """The storages that the operation reads or writes."""
         leaves = [*pytree.tree_leaves((self.args, dict(self.kwargs))), *self.outputs]
         return {leaf.storage for leaf in leaves if isinstance(leaf, Spec)}
 
 
 class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Active as a context manager, while a constructor runs; on one thread.
+    """Records the operations of a constructor while it is active as a context manager, on one thread.
 
-    `allocated` has the bytes of each tensor that came with memory of its own, and the line that made it: of
-    large ones, and of all that come from NumPy.
+    `allocated` has the bytes of tensors that came with memory of their own, and the lines that made them: of
+    large tensors, and of all that come from NumPy.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._operations: list[Operation] = []
-        self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}  # by address: number, kept alive
+        self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}  # by address: number, storage
         self._of_real: dict[int, tuple[torch.Tensor, torch.UntypedStorage]] = {}
         self.allocated: list[tuple[int, str]] = []
         self._draws = _Draws()
         self._also = ExitStack()
 
     def __enter__(self) -> Recording:
-        # Sampling until it fits is a loop over values, so as a whole it is one operation.
+        # Rejection sampling is a loop over values, so all of it is recorded as one operation.
         sample = getattr(nn.init, _SAMPLING, None)
         if sample is not None:
             self._also.enter_context(patch.object(nn.init, _SAMPLING, partial(self._record_sampling, sample)))
@@ -147,11 +150,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 *pytree.tree_map(lambda x: self.values(x) if isinstance(x, torch.Tensor) else x, args)
             )
         recorded = pytree.tree_map(self._spec, (args, given))
-        placed = {name: _META if isinstance(value, torch.device) else value for name, value in given.items()}
-        moved = tuple(_META if isinstance(value, torch.device) else value for value in args)
-        if any(a.name == "device" for a in func._schema.arguments):
-            placed["device"] = _META
-        result = func(*moved, **placed)
+        result = args[0] if func in _IN_PLACE else self._result(func, args, given)
         seeded = torch.Tag.nondeterministic_seeded in func.tags
         draws = self._draws.count(given.get("generator")) if seeded else None
         outputs = tuple(
@@ -159,6 +158,15 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         self._operations.append(Operation(func, recorded[0], _on_cpu(recorded[1]), outputs, draws))
         return result
+
+    @staticmethod
+    def _result(func: OpOverload, args: tuple[Any, ...], given: Mapping[str, Any]) -> Any:
+        """What an operator returns, without memory."""
+        placed = {name: _META if isinstance(value, torch.device) else value for name, value in given.items()}
+        moved = tuple(_META if isinstance(value, torch.device) else value for value in args)
+        if any(a.name == "device" for a in func._schema.arguments):
+            placed["device"] = _META
+        return func(*moved, **placed)
 
     def _record_sampling(
         self, sample: Callable[..., Any], tensor: torch.Tensor, *bounds: float, generator: Any = None
@@ -170,12 +178,12 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, from_numpy: Callable[[Any], torch.Tensor], array: Any) -> torch.Tensor:
         tensor = from_numpy(array)
-        if tensor.nbytes < LARGE:  # a large one is found where it is used
+        if tensor.nbytes < LARGE:  # a large array is reported where it is used
             self.allocated.append((tensor.nbytes, caller()))
         return tensor
 
     def values(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the same shape and stride with the values it would have, in memory of its own.
+        """A tensor of the same shape and stride, in memory of its own, with the values that it would have.
 
         Raises PassError for a tensor that was not made in this recording.
         """
@@ -187,13 +195,13 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's memory would have been made in this recording."""
+        """Tell whether a tensor's memory would have been made in this recording."""
         return tensor.untyped_storage()._cdata in self._storages
 
     def run_of_rows(self, tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor | None:
-        """Rows `start` to `stop` of a tensor, in memory of their own, without the memory of all the others.
+        """Rows `start` to `stop` of a tensor, in memory of their own, made without memory for the other rows.
 
-        None where the tensor is not made by filling, scaling and converting whole contiguous tensors alone.
+        None unless the tensor is made only by filling, scaling and converting whole contiguous tensors.
         """
         if tensor.device != _META or not tensor.dim():
             return None
@@ -207,7 +215,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found.view(stop - start, *spec.shape[1:])
 
     def _run_on(self, elements: range, operations: Sequence[Operation]) -> dict[int, torch.Tensor]:
-        """Runs operations on elements, and no other, of the flat tensors that they make, by storage."""
+        """Runs operations on some elements of the flat tensors that they make; returns these by storage."""
         made: dict[int, torch.Tensor] = {}
         for operation in operations:
             args, kwargs = pytree.tree_map(
@@ -262,7 +270,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def _without_memory(self, leaf: Any) -> Any:
-        """Returns a twin without memory of a tensor that was made with values, which are kept."""
+        """Returns a twin on the meta device for a tensor that has values; the values are kept."""
         if not isinstance(leaf, torch.Tensor) or leaf.device == _META:
             return leaf
         if has_parts(leaf):
@@ -291,7 +299,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Pretending(TorchFunctionMode):
-    """Tensors without memory say that they are on the CPU, and give their values where these are needed."""
+    """Lets tensors on the meta device say that they are on the CPU, and give values where they are needed."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
@@ -309,7 +317,7 @@ class _Pretending(TorchFunctionMode):
 
 
 class _Draws:
-    """The states of torch's default generator before each operation that draws, as far as they are known."""
+    """The known states of torch's default generator before operations that draw random numbers."""
 
     def __init__(self) -> None:
         self._seen = torch.get_rng_state()
@@ -324,14 +332,14 @@ class _Draws:
                 "torch's default one (torch.manual_seed)"
             )
         now = torch.get_rng_state()
-        if not torch.equal(now, self._seen):  # seeded in between
+        if not torch.equal(now, self._seen):  # the constructor has seeded the generator since
             self._seen = self._known[self._count] = now
         self._count += 1
         return self._count - 1
 
     @contextmanager
     def at(self, operation: Operation, operations: Sequence[Operation]) -> Iterator[None]:
-        """Puts the generator into the state that it would have before `operation`, and back at the end."""
+        """Puts the generator into the state that it would have before `operation`; restores it at the end."""
         if operation.draws is None:
             yield
             return
@@ -349,10 +357,11 @@ class _Draws:
 
 
 def _drawn(operation: Operation) -> Iterator[torch.Tensor]:
-    """Draws what an operation draws: yields it flat and piece by piece, each valid until the next."""
+    """Draws the random numbers of an operation; yields them flat, in pieces valid until the next piece."""
     target = operation.args[0] if operation.function in _FILLS else None
     if isinstance(target, Spec) and _elements(target) > 2 * _CHUNK and _is_contiguous(target):
-        # Both draw element by element, normal ones 16 at a time: so do pieces, of which the last is longest.
+        # Both functions draw element by element, normal numbers 16 at a time, so that pieces draw the same
+        # numbers. The last piece is the longest.
         count = _elements(target)
         scratch = torch.empty(_CHUNK + count % _CHUNK, dtype=target.dtype)
         for piece in [*[scratch[:_CHUNK]] * (count // _CHUNK - 1), scratch]:
@@ -369,9 +378,9 @@ def _drawn(operation: Operation) -> Iterator[torch.Tensor]:
 
 
 def _is_by_element(operation: Operation, whole: Spec) -> bool:
-    """Whether each element that an operation makes depends on the same element of its inputs alone.
+    """Tell whether each element of an operation's results depends only on the same element of its inputs.
 
-    All of its tensors then are contiguous, without an offset, and of the shape of `whole`.
+    All tensors of the operation must be contiguous, without an offset, and of the shape of `whole`.
     """
     leaves = [*pytree.tree_leaves((operation.args, dict(operation.kwargs))), *operation.outputs]
     specs = [leaf for leaf in leaves if isinstance(leaf, Spec)]
@@ -380,7 +389,7 @@ def _is_by_element(operation: Operation, whole: Spec) -> bool:
 
 
 def _laid_out(value: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """Returns the value laid out as its spec says: some operators lay results out otherwise on meta."""
+    """Returns the value with the strides of its spec: some operators use other strides on the meta device."""
     if (value.stride(), value.storage_offset()) == (spec.stride, spec.offset):
         return value
     whole = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)

@@ -1,4 +1,4 @@
-"""Models that cannot be built or exported: what is refused beforehand, and what a failure is reported as."""
+"""Models that cannot be built or exported: those refused beforehand, and the reports of failures."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ _REMEDIES: tuple[tuple[type[BaseException], str], ...] = (
 def refuse_scripted(model: object, name: str = "the model") -> None:
     """Raises PassError for a module that `torch.jit` compiled, and for one that contains such a module.
 
-    torch.export takes one only as a part, and only if it was traced. Dynamo takes none, and the parameters of
-    one cannot be replaced.
+    torch.export accepts such a module only as a part of another, and only if it was traced. Dynamo accepts
+    none, and the parameters of such a module cannot be replaced.
     """
     parts = [("", model)]
     if isinstance(model, nn.Module) and not isinstance(model, torch.jit.ScriptModule):
@@ -53,7 +53,7 @@ def refuse_scripted(model: object, name: str = "the model") -> None:
 
 
 def check_inputs(module: nn.Module, example: Any, giver: str = "the caller") -> None:
-    """Raises PassError for example inputs that `forward` cannot be called with; `giver` is who gives them."""
+    """Raises PassError for example inputs that do not fit `forward`; messages name their source, `giver`."""
     if isinstance(example, str) or not isinstance(example, Sequence | Mapping):
         raise PassError(
             f"{giver} gives {type(example).__name__} as example inputs, expected a tuple of the positional "
@@ -73,8 +73,8 @@ def check_inputs(module: nn.Module, example: Any, giver: str = "the caller") -> 
 
 
 def remedy(error: BaseException) -> str:
-    """Returns what to try after an export failed, by the class of its error or of that error's cause."""
-    from torch._dynamo.exc import UserError  # a second's import, needed only here
+    """Returns advice after a failed export, by the class of its error or of that error's cause."""
+    from torch._dynamo.exc import UserError  # this import takes a second, and is needed only here
 
     if "fake impl" in str(error):
         return _OPERATOR
@@ -101,7 +101,7 @@ def caller() -> str:
 
 
 def _innermost(frames: Iterable[FrameSummary]) -> str:
-    """Returns the last frame that belongs neither to torch nor to Python nor to this package."""
+    """Returns the last frame outside torch, Python and this package as text; empty if there is none."""
     package = Path(__file__).parents[2]
     own = tuple(str(path.resolve()) for path in (Path(torch.__file__).parent, package, *package.iterdir()))
     python = sysconfig.get_path("stdlib")

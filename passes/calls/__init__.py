@@ -1,1 +1,1 @@
-"""How a program is called, and how it is stored: inputs, checks, results, and its graph as JSON."""
+"""The calls of a program, and its stored form: inputs, checks, results, and the graph as JSON."""

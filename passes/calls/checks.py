@@ -1,7 +1,7 @@
-"""What a method's leaves must be, checked on every call.
+"""Checks of a method's input leaves, made on every call.
 
-What export only assumed about them it wrote down as ranges of symbols and as guards. A call that
-breaks one would run, and be wrong: so all of them are checked before anything runs.
+Export records what it assumed about the inputs as ranges of symbols and as guards. A call that breaks an
+assumption would run and give wrong results, so all of them are checked before anything runs.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _NAMES = {**SYMPY_INTERP, "math": math, "inf": math.inf}
 
 
 class InputChecks:
-    """Checks the leaves of calls. A guard is its text, and Python on `leaves`."""
+    """Checks the leaves of calls. A guard is a pair: its text, and a Python expression on `leaves`."""
 
     def __init__(self, leaves: Iterable[Leaf], guards: Iterable[tuple[str, str]]) -> None:
         self._leaves = list(leaves)
         self._guards = [(text, compile(source, "<guard>", "eval")) for text, source in guards]
 
     def check(self, leaves: Sequence[Any]) -> dict[str, int]:
-        """Returns the sizes of symbols; raises StreamError naming the input, what was expected and its value.
+        """Returns the sizes of the symbols. Raises StreamError, which names the input, for a wrong leaf.
 
-        That is for another type, dtype, device, rank or size, a size out of its range, a repeated symbol
+        It is raised for another type, dtype, device, rank or size, a size out of its range, a repeated symbol
         with two sizes, a guard that does not hold, and a Python value other than the exported one.
         """
         seen = _Seen({}, [])
@@ -40,7 +40,7 @@ class InputChecks:
             expected.check(leaf, seen)
         for name, expression, got in seen.derived:
             if expression.value(seen.sizes) not in (None, got):
-                _refuse(name, f"{expression.value(seen.sizes)}, which is {expression.text}", got)
+                _refuse_input(name, f"{expression.value(seen.sizes)}, which is {expression.text}", got)
         for text, code in self._guards:
             if not eval(code, _NAMES, {"leaves": leaves}):
                 raise StreamError(
@@ -50,7 +50,7 @@ class InputChecks:
         return seen.sizes
 
     def _named(self, sizes: Mapping[str, int]) -> str:
-        """The sizes of symbols, under the names that users know."""
+        """The sizes of symbols as text, with the names that users know."""
         dimensions = [size for leaf in self._leaves for size in leaf.dimensions]
         names = {one.linear[0]: one.text for one in dimensions if one.linear and one.linear[1:] == (1, 0)}
         return ", ".join(f"{names.get(symbol, symbol)}={size}" for symbol, size in sizes.items())
@@ -58,7 +58,7 @@ class InputChecks:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a call's leaves have said so far: symbols, and sizes that depend on several of them."""
+    """The sizes found in a call's leaves so far: of symbols, and of expressions of several symbols."""
 
     sizes: dict[str, int]
     derived: list[tuple[str, Dimension, int]]
@@ -68,8 +68,9 @@ class _Seen:
 class Dimension:
     """A dynamic size: `linear` is (symbol, scale, shift), or None where it depends on several `symbols`.
 
-    `text` is the expression in names that users know, `source` the same as Python on `symbols`, and `example`
-    its value at export.
+    A linear size is scale * symbol + shift. `text` is the expression in names that users know, `source` the
+    same expression in Python on `symbols`, and `example` its value at export. `lower` and `upper` are
+    included in the range; None stands for no limit.
     """
 
     text: str
@@ -89,8 +90,9 @@ class Dimension:
         return eval(self._code, _NAMES, dict(sizes)) if set(self.symbols) <= sizes.keys() else None
 
     def check(self, name: str, got: int, seen: _Seen) -> None:
+        """Raises StreamError for a size that is out of range or contradicts a symbol's size in `seen`."""
         if got < self.lower or (self.upper is not None and got > self.upper):
-            _refuse(name, f"{self.lower} to {'any size' if self.upper is None else self.upper}", got)
+            _refuse_input(name, f"{self.lower} to {'any size' if self.upper is None else self.upper}", got)
         if self.linear is None:
             seen.derived.append((name, self, got))
             return
@@ -98,11 +100,13 @@ class Dimension:
         root, rest = divmod(got - shift, scale)
         known = seen.sizes.setdefault(symbol, root)
         if rest or known != root:
-            _refuse(name, f"{scale * known + shift}, which is {self.text} as in the other inputs", got)
+            _refuse_input(name, f"{scale * known + shift}, which is {self.text} as in the other inputs", got)
 
 
 @dataclass(frozen=True)
 class TensorLeaf:
+    """A leaf that must be a tensor of this dtype, type of device, and shape."""
+
     name: str
     dtype: torch.dtype
     device: str
@@ -114,22 +118,24 @@ class TensorLeaf:
 
     def check(self, leaf: Any, seen: _Seen) -> None:
         if not isinstance(leaf, torch.Tensor):
-            _refuse(self.name, "a tensor", type(leaf).__name__)
+            _refuse_input(self.name, "a tensor", type(leaf).__name__)
         if leaf.dtype != self.dtype:
-            _refuse(self.name, dtype_name(self.dtype), dtype_name(leaf.dtype))
+            _refuse_input(self.name, dtype_name(self.dtype), dtype_name(leaf.dtype))
         if leaf.device.type != self.device:
-            _refuse(self.name, f"a tensor on {self.device}", f"one on {leaf.device}")
+            _refuse_input(self.name, f"a tensor on {self.device}", f"one on {leaf.device}")
         if leaf.dim() != len(self.sizes):
-            _refuse(self.name, f"{len(self.sizes)} dimensions", f"shape {tuple(leaf.shape)}")
+            _refuse_input(self.name, f"{len(self.sizes)} dimensions", f"shape {tuple(leaf.shape)}")
         for position, (expected, got) in enumerate(zip(self.sizes, leaf.shape, strict=True)):
             if not isinstance(expected, int):
                 expected.check(f"{self.name}.shape[{position}]", got, seen)
             elif got != expected:
-                _refuse(f"{self.name}.shape[{position}]", f"{expected}, a static size", got)
+                _refuse_input(f"{self.name}.shape[{position}]", f"{expected}, a static size", got)
 
 
 @dataclass(frozen=True)
 class NumberLeaf:
+    """A leaf that must be a Python number of this type, whose value each call chooses."""
+
     name: str
     type: type
     dimension: Dimension | None
@@ -140,24 +146,26 @@ class NumberLeaf:
 
     def check(self, leaf: Any, seen: _Seen) -> None:
         if type(leaf) is not self.type:
-            _refuse(self.name, f"a value of type {self.type.__name__}", type(leaf).__name__)
+            _refuse_input(self.name, f"a value of type {self.type.__name__}", type(leaf).__name__)
         if self.dimension is not None and isinstance(leaf, int):
             self.dimension.check(self.name, leaf, seen)
 
 
 @dataclass(frozen=True)
 class ConstantLeaf:
+    """A leaf that must have the Python value that it had at export."""
+
     name: str
     value: Any
     dimensions: ClassVar[tuple[Dimension, ...]] = ()
 
     def check(self, leaf: Any, seen: _Seen) -> None:
         if isinstance(leaf, torch.Tensor):
-            _refuse(self.name, f"the exported value {self.value!r}", "a tensor")
+            _refuse_input(self.name, f"the exported value {self.value!r}", "a tensor")
         if type(leaf) is not type(self.value) or not (
             leaf == self.value or (_is_nan(leaf) and _is_nan(self.value))
         ):
-            _refuse(self.name, f"the exported value {self.value!r}", repr(leaf))
+            _refuse_input(self.name, f"the exported value {self.value!r}", repr(leaf))
 
 
 Leaf = TensorLeaf | NumberLeaf | ConstantLeaf
@@ -167,5 +175,5 @@ def _is_nan(value: object) -> bool:
     return isinstance(value, float) and math.isnan(value)
 
 
-def _refuse(name: str, expected: str, got: object) -> NoReturn:
+def _refuse_input(name: str, expected: str, got: object) -> NoReturn:
     raise StreamError(f"input {name}: expected {expected}, got {got}; pass what the program was exported for")

@@ -1,4 +1,4 @@
-"""The leaves that an exported program takes, what it assumes of them, and both as facts of the payload."""
+"""The input leaves of an exported program, what it assumes of them, and both as facts of the payload."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from penstock.schedule.facts.model import Input, Method, Symbol
 
 
 def describe_method(exported: ExportedProgram, name: str, graph: int) -> Method:
-    """Returns what a method takes: its leaves in pytree order and the symbols in their shapes.
+    """Returns the inputs of a method: its leaves in pytree order and the symbols in their shapes.
 
-    Symbols have the names that dynamic sizes were given at export, or else that of the first input that has
-    the size (`x.shape[0]`). A dimension that is an expression of symbols (`2*batch`) counts as a symbol of
-    that name.
+    A symbol has the name that its dynamic size was given at export, or else the name of the first input that
+    has this size (`x.shape[0]`). A dimension that is an expression of symbols (`2*batch`) counts as a symbol
+    whose name is the expression.
     """
     names = _names_of_symbols(exported)
     symbols: dict[str, Symbol] = {}
@@ -58,16 +58,16 @@ def user_placeholders(exported: ExportedProgram) -> list[fx.Node]:
 
 
 def leaves_of(exported: ExportedProgram) -> tuple[Leaf, ...]:
-    """Returns what each leaf must be, in pytree order."""
+    """Returns, in pytree order, the rules that each leaf of a call must satisfy."""
     names = _names_of_symbols(exported)
     return tuple(_leaf(exported, node, names) for node in user_placeholders(exported))
 
 
 def guards_of(exported: ExportedProgram) -> tuple[tuple[str, str], ...]:
-    """Returns what export assumed about the inputs beyond ranges: each as text, and as Python on `leaves`.
+    """Returns the guards: assumptions of export beyond ranges, each as text and as Python on `leaves`.
 
-    Export writes it down as Python on its own names of the inputs, which a stored program keeps.
-    Raises PassError for an input that has no such name here.
+    Export records them as Python on its own names of the inputs, which a stored program keeps.
+    Raises PassError for a guard that names an input which no leaf has.
     """
     sources, nodes = _sources(exported), user_placeholders(exported)
     guards = []
@@ -86,7 +86,7 @@ def guards_of(exported: ExportedProgram) -> tuple[tuple[str, str], ...]:
 
 
 def _sources(exported: ExportedProgram) -> list[tuple[str, int]]:
-    """Returns the names that guards may have for a leaf, and its position, for every leaf."""
+    """Returns pairs of a name that guards may have for a leaf, and the position of that leaf."""
     spec = exported.call_spec.in_spec
     if spec is None:
         return []
@@ -97,7 +97,7 @@ def _sources(exported: ExportedProgram) -> list[tuple[str, int]]:
     for position, child in enumerate(positional.children()):
         name = names[position] if position < len(names) else ""
         base, _, index = name.rpartition("_")
-        # Of `*rest` the signature has rest_0, rest_1, ...
+        # For `*rest`, the signature has rest_0, rest_1, ...
         starts = (f"L['{name}']", f"L['{base}'][{index}]") if index.isdigit() else (f"L['{name}']",)
         paths += [tuple(start + path for start in starts) for path in _paths(child)]
     for name, child in zip(by_name.context or (), by_name.children(), strict=True):
@@ -107,7 +107,7 @@ def _sources(exported: ExportedProgram) -> list[tuple[str, int]]:
 
 
 def _paths(spec: pytree.TreeSpec) -> list[str]:
-    """Returns how each leaf of a tree is reached from its root."""
+    """Returns the Python expressions, such as `[0]['mask']`, that lead from a tree's root to its leaves."""
     if spec.is_leaf():
         return [""]
     children = zip(_keys(spec), spec.children(), strict=True)
@@ -115,11 +115,11 @@ def _paths(spec: pytree.TreeSpec) -> list[str]:
 
 
 def _keys(spec: pytree.TreeSpec) -> list[str]:
-    """Returns how a node's children are reached from it; "?" in a class that does not say."""
+    """Returns the Python expressions that lead from a node to its children; "?" if they are not known."""
     if spec.type in (list, tuple):
         return [f"[{position}]" for position in range(spec.num_children)]
     names = spec.context
-    # Registered classes have the names of their fields first, and what else they need behind.
+    # The context of a registered class begins with the names of its fields, if it has any.
     if isinstance(names, list) and names and isinstance(names[0], list):
         names = names[0]
     if not isinstance(names, list | tuple) or len(names) != spec.num_children:
@@ -128,11 +128,11 @@ def _keys(spec: pytree.TreeSpec) -> list[str]:
 
 
 _Names = Mapping[sympy.Symbol, sympy.Symbol]
-"""Symbols of export, and symbols of the names by which users know the same sizes."""
+"""Maps the symbols of export to symbols that have the names by which users know these sizes."""
 
 
 def _names_of_symbols(exported: ExportedProgram) -> _Names:
-    """Returns what to call each dynamic size: as the user did, or by the first input that has it.
+    """Returns a name for each dynamic size: the user's own, or that of the first input with this size.
 
     A program that torch.export.save wrote has lost the user's names.
     """
@@ -151,7 +151,7 @@ def _names_of_symbols(exported: ExportedProgram) -> _Names:
 
 
 def _given_names(environment: Any) -> dict[sympy.Symbol, str]:
-    """Returns the names of `torch.export.Dim`s by the symbols that they became."""
+    """Returns the names of `torch.export.Dim`s by their symbols."""
     symbols = getattr(environment, "source_to_var", {})
     names = getattr(environment, "source_name_to_debug_name", {})
     return {environment.replace(symbols[place]): name for place, name in names.items() if place in symbols}
@@ -175,7 +175,7 @@ def _size(exported: ExportedProgram, size: int | torch.SymInt, names: _Names) ->
 def dimension_of(
     exported: ExportedProgram, size: torch.SymInt, names: _Names = MappingProxyType({})
 ) -> Dimension:
-    """Returns what a program says of a symbolic size; its text has `names` in place of symbols."""
+    """Returns the dimension of a symbolic size of a program; its text has `names` in place of symbols."""
     expression = size.node.expr
     ranges = bound_sympy(expression, exported.range_constraints)
     lower = 0 if ranges.lower in (-int_oo, -sympy.oo) else max(int(ranges.lower), 0)

@@ -1,6 +1,6 @@
-"""How an exported program is called, as facts: what goes in, what comes out, and what is written back.
+"""The call of an exported program, as facts: what goes in, what comes out, and what is written back.
 
-They are all that a call needs besides the graph, and have a form in JSON.
+Besides the graph, a call needs nothing but these facts, which have a form in JSON.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _UNDERSTOOD = {*_WRITTEN_BACK, OutputKind.USER_OUTPUT}
 
 @dataclass(frozen=True)
 class CallSignature:
-    """The trees of a call, its leaves, and what becomes of the graph's flat outputs.
+    """The structure of a call's inputs and result, its leaves, and the meaning of the graph's flat outputs.
 
-    Output i is written back to input leaf `to_leaf[i]` or weight `to_weight[i]`, or is the next of
-    `results` results; result k is the value `constants[k]`, if it is one that export knew. `guards` are
-    texts, and Python on `leaves`.
+    Output i is written back to input leaf `to_leaf[i]` or to weight `to_weight[i]`; otherwise it is the next
+    of `results` results. Result k is `constants[k]` if its value was fixed at export. A guard is a pair: its
+    text, and a Python expression on `leaves`.
     """
 
     device: torch.device
@@ -47,9 +47,9 @@ class CallSignature:
 
 @declare(requires=("one grad mode",), ensures=("known signature",))
 def check_signature(exported: ExportedProgram) -> ExportedProgram:
-    """Returns the program; raises PassError where a call of it could not be checked or written back.
+    """Returns the program; raises PassError if its calls could not be checked or written back.
 
-    That is for outputs that are neither results nor mutations, and for guards that no call can check.
+    It is raised for outputs that are neither results nor mutations, and for guards that no call can check.
     """
     guards_of(exported)
     for spec in exported.graph_signature.output_specs:
@@ -62,7 +62,7 @@ def check_signature(exported: ExportedProgram) -> ExportedProgram:
 
 
 def signature_of(exported: ExportedProgram) -> CallSignature:
-    """Returns how a program is called. Raises PassError for one that `check_signature` refuses."""
+    """Returns the signature of a program. Raises PassError for a program that `check_signature` refuses."""
     names = [node.name for node in user_placeholders(exported)]
     specs = exported.graph_signature.output_specs
     results = [spec.arg for spec in specs if spec.kind not in _WRITTEN_BACK]
@@ -84,12 +84,15 @@ def signature_of(exported: ExportedProgram) -> CallSignature:
 def encode_signature(signature: CallSignature) -> dict[str, Any]:
     """The signature in plain JSON values.
 
-    Raises PassError for a value that has none, NotImplementedError for a class in its trees that was
-    registered without a name.
+    Raises PassError for a value that has no form in JSON, and NotImplementedError for a class in its trees
+    that was registered without a name.
     """
     return {field.name: encode_value(getattr(signature, field.name)) for field in fields(signature)}
 
 
 def decode_signature(stored: Mapping[str, Any]) -> CallSignature:
-    """The signature again. Raises NotImplementedError for a class that nothing has registered here."""
+    """The signature that `encode_signature` stored.
+
+    Raises NotImplementedError for a class that nothing has registered in this process.
+    """
     return CallSignature(**{name: decode_value(value) for name, value in stored.items()})

@@ -1,8 +1,8 @@
-"""An FX graph as JSON, and back: what is run, and nothing else; and the values that it and its calls have.
+"""An FX graph as JSON, and back: the operators and arguments that are run, and nothing else.
 
 `torch.export.load` takes about half a second for a thousand nodes, since it rebuilds all that export knew
-of each. A program that only runs needs operators and their arguments. `encode_graph` refuses what it has no
-JSON for, so that a graph which comes back is the one that went in, with the same names.
+of each node. A program that only runs needs operators and their arguments. `encode_graph` refuses every value
+that has no form in JSON, so that a decoded graph equals the encoded one, and has the same names.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from penstock.passes.graph.retarget import TRANSFER, is_transfer
 from penstock.schedule.facts.errors import PassError
 
 _MODULES = {"builtins": builtins, "math": math, "_operator": operator, "torch": torch}
-"""Where the functions may come from that are no operators, by what they say their module is."""
+"""The modules from which functions that are no operators may come, by the functions' `__module__`."""
 
 Bodies = dict[str, fx.GraphModule]
-"""The bodies of control flow, by the names that the graph has for them."""
+"""The bodies of control flow, by the names that the graph's `get_attr` nodes give them."""
 
 _Nodes = Mapping[str, fx.Node]
 
@@ -37,7 +37,7 @@ _Nodes = Mapping[str, fx.Node]
 def encode_graph(graph_module: fx.GraphModule) -> dict[str, Any]:
     """The graph of a module, the bodies of its control flow included, in plain JSON values.
 
-    Raises PassError for what `decode_graph` could not make again.
+    Raises PassError for a node or value that `decode_graph` could not make again.
     """
     if type(graph_module.graph._codegen) is not CodeGen:
         raise PassError("a graph that flattens its own arguments has no JSON")
@@ -55,7 +55,7 @@ def encode_graph(graph_module: fx.GraphModule) -> dict[str, Any]:
 
 
 def check_operators(stored: Mapping[str, Any]) -> None:
-    """Raises PassError where an operator of the graph does not exist here."""
+    """Raises PassError where an operator of the stored graph is not registered in this process."""
     for name in _called(stored):
         _decode_target(name)
     for body in stored["bodies"].values():
@@ -65,7 +65,8 @@ def check_operators(stored: Mapping[str, Any]) -> None:
 def decode_graph(stored: Mapping[str, Any]) -> tuple[fx.Graph, Bodies]:
     """A new graph, which no module owns yet, and the bodies that its `get_attr` nodes name.
 
-    Raises PassError where an operator does not exist here: what registers it must be imported first.
+    Raises PassError where an operator is not registered: the library that registers it must be imported
+    first.
     """
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
@@ -80,7 +81,7 @@ def decode_graph(stored: Mapping[str, Any]) -> tuple[fx.Graph, Bodies]:
         )
         if name in nodes:
             raise PassError(f"the graph has two nodes {name!r}")
-        made.name = name  # FX itself would not give a node the name of a builtin, as export does
+        made.name = name  # export may name a node like a builtin of Python, which FX itself would not
         if transfer:
             made.meta[TRANSFER] = True
         nodes[name] = made
@@ -102,7 +103,7 @@ def _encode_node(node: fx.Node) -> list[Any]:
 
 
 def _encode_target(target: Any) -> str:
-    """A name under `torch.ops`, or `MODULE:NAME` of a function of Python or torch."""
+    """The stored name of an operator: its name under `torch.ops`, or `MODULE:NAME` of another function."""
     if isinstance(target, OpOverload):
         name = f"{target.namespace}.{target._opname}.{target._overloadname}"
     elif isinstance(target, HigherOrderOperator):
@@ -131,9 +132,9 @@ def _decode_target(name: str) -> Callable[..., Any]:
 
 
 def encode_value(value: Any) -> Any:
-    """A value as JSON: itself, a list, or an object whose one key says what it is.
+    """A value as JSON: the value itself, a list, or an object with one key, which names the kind of value.
 
-    Raises PassError for a value of another kind than those below.
+    Raises PassError for a value of a kind that is not in `_KINDS`.
     """
     if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
         return value
@@ -146,7 +147,7 @@ def encode_value(value: Any) -> Any:
 
 
 def decode_value(value: Any, nodes: _Nodes = MappingProxyType({})) -> Any:
-    """What `encode_value` was given, where the nodes named in it are among `nodes`."""
+    """The value that `encode_value` was given; `nodes` has the nodes that are named in it."""
     if isinstance(value, list):
         return [decode_value(one, nodes) for one in value]
     if not isinstance(value, dict):
@@ -157,7 +158,7 @@ def decode_value(value: Any, nodes: _Nodes = MappingProxyType({})) -> Any:
 
 @dataclass(frozen=True)
 class _Kind:
-    """How values of a type become JSON, and come back."""
+    """The functions that turn values of a type into JSON, and back."""
 
     type: type | tuple[type, ...]
     encode: Callable[[Any], Any]
@@ -177,12 +178,12 @@ def _encode_slice(value: slice) -> list[Any]:
 
 
 def _named(kind: type) -> _Kind:
-    """A type whose values are attributes of torch."""
+    """The kind of a type whose values are attributes of torch, such as dtypes."""
     return _Kind(kind, lambda v: str(v).removeprefix("torch."), lambda name, _: getattr(torch, name))
 
 
 def _record(kind: type) -> _Kind:
-    """A dataclass, stored as the values of its fields in order."""
+    """The kind of a dataclass, which is stored as the values of its fields in order."""
     names = [field.name for field in fields(kind)]
     return _Kind(
         kind,
@@ -207,4 +208,4 @@ _KINDS = {
     "tree": _Kind(pytree.TreeSpec, pytree.treespec_dumps, lambda text, _: pytree.treespec_loads(text)),
     **{one.__name__: _record(one) for one in (Dimension, TensorLeaf, NumberLeaf, ConstantLeaf)},
 }
-"""By the key that their objects have in JSON. Subclasses of tuple and dict come back as these."""
+"""The kinds of values by their keys in JSON. Subclasses of tuple and dict come back as tuple and dict."""

@@ -21,16 +21,16 @@ _Loaded = TypeVar("_Loaded")
 
 
 def load_stored(stored: Path | bytes) -> ExportedProgram:
-    """The program in a file, or in its bytes: code, so trust it first.
+    """The program in a file, or in the bytes of a file. It is code, so load only what you trust.
 
-    Where transformers or diffusers must be imported for the types of its outputs, that is done. Raises what
-    torch raises, or, where torch logs the reason and raises something else, the reason; logs nothing.
+    Imports transformers or diffusers if the types of the program's outputs need it. Raises what torch raises;
+    where torch logs the reason and raises something else, raises the reason. Logs nothing.
     """
     return with_types(lambda: _load(stored))
 
 
 def with_types(load: Callable[[], _Loaded]) -> _Loaded:
-    """What `load` returns, after the import of whatever registers the types that it asks for."""
+    """The result of `load`, after the modules that register the types that it asks for are imported."""
     imported: set[str] = set()
     while True:
         try:
@@ -52,14 +52,14 @@ def _load(stored: Path | bytes) -> ExportedProgram:
 
 
 def _unregistered(error: BaseException) -> str | None:
-    """The module of a library whose import lets torch load its types."""
+    """The module that registers the type that torch could not load; None if that is not the error."""
     found = re.search(r"Deserializing ((?:transformers|diffusers)\.[\w.]+)\.\w+ in pytree", str(error))
     return found[1] if found else None
 
 
 @contextmanager
 def _logged_errors() -> Iterator[list[BaseException]]:
-    """The errors that torch logs, in place of its log: one of them is the reason."""
+    """Collects the errors that torch would log, and keeps them out of the log: one of them is the reason."""
     errors: list[BaseException] = []
 
     class Keep(logging.Handler):
@@ -81,9 +81,9 @@ def _logged_errors() -> Iterator[list[BaseException]]:
 
 @contextmanager
 def _type_hints_once() -> Iterator[None]:
-    """While a program is loaded, torch resolves the types of each class of its schema once.
+    """Lets torch resolve the types of each class of its schema only once while a program is loaded.
 
-    It does so for every node, which is half of the time that loading takes (torch 2.13).
+    By itself torch resolves them for every node, which is half of the time that loading takes (torch 2.13).
     """
     resolve = typing.get_type_hints
     known: dict[type, dict[str, Any]] = {}

@@ -1,1 +1,1 @@
-"""What every pass needs of `torch.fx` graphs: copying, walking, propagating, retargeting, blaming a line."""
+"""Tools for `torch.fx` graphs: copying, walking, running on fake tensors, and moving to another device."""

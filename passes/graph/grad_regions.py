@@ -1,8 +1,8 @@
-"""Takes the regions of another grad mode apart, whose weights would else all be read in one step.
+"""Inlines regions of another grad mode into the graph, since a region reads all of its weights in one step.
 
-A model exported with gradients on, whose forward runs under `torch.no_grad()`, comes out as one
-operator with the whole forward in its body. Nothing that penstock runs requires grad, so the mode
-changes no value, and the body may stand in the graph itself.
+A model whose forward runs under `torch.no_grad()`, exported with gradients on, becomes one operator
+with the whole forward in its body. Nothing that penstock runs requires grad, so the grad mode changes
+no value, and the body may stand in the graph itself.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from penstock.passes.pipeline import declare
 
 
 def inline_grad_regions(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Returns a copy of the graph without regions of another grad mode, the graph itself without any.
+    """Returns a copy of the graph without regions of another grad mode, or the graph itself if it has none.
 
-    Nodes of a region keep their names where nothing else has them; equal graphs give equal names.
+    Nodes of a region keep their names unless another node has that name; equal graphs give equal names.
     The bodies of control flow stay as they are.
     """
     inlined = graph_module
-    while regions := _regions(inlined):  # a region may hold others
+    while regions := _regions(inlined):  # a region may contain regions
         inlined = _without(regions, copy_graph_module(inlined))
     return inlined
 
 
 @declare(requires=("plain parts",), ensures=("one grad mode",))
 def without_grad_regions(exported: ExportedProgram) -> ExportedProgram:
-    """Returns a copy of the program without regions of another grad mode, itself without any."""
+    """Returns a copy of the program without regions of another grad mode, or the program if it has none."""
     inlined = inline_grad_regions(exported.graph_module)
     if inlined is exported.graph_module:
         return exported
@@ -78,7 +78,7 @@ def _without(regions: Collection[str], module: fx.GraphModule) -> fx.GraphModule
 def _copy_body(region: fx.Node, graph: fx.Graph, here: dict[fx.Node, Any], taken: Collection[str]) -> Any:
     """Copies the body of a region to the end of `graph`, adds to `here`, and returns its results.
 
-    The operator is called with the mode, the body and the body's inputs.
+    The arguments of the region's operator are the grad mode, the body and the body's inputs.
     """
     (body,) = subgraphs_of(region)
     owner: Any = region.graph.owning_module

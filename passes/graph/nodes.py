@@ -11,9 +11,9 @@ from torch.utils import _pytree as pytree
 
 
 def copy_graph_module(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Returns a copy whose graphs, nested ones included, may be changed.
+    """Returns a copy of a graph module whose graphs, nested ones included, may be changed.
 
-    Node names and metadata are kept, and tensors are shared.
+    The copy has the same node names and metadata, and shares the tensors.
     """
     copied = fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     copied.meta.update(graph_module.meta)
@@ -50,7 +50,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """Returns a size, or the one that a symbolic size was exported with (1 where it has none)."""
+    """Returns a size as a number: for a symbolic size, the one that it was exported with (1 if unknown)."""
     if isinstance(size, int):
         return size
     hint = size.node.hint

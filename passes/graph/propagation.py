@@ -1,43 +1,47 @@
-"""Runs a graph on fake tensors: what every node's value looks like, shares memory with, and costs.
+"""Runs a graph on fake tensors, which gives the shape, the storage and the cost of every node's value.
 
-Fake tensors carry storages, so two values that share memory at run time share a fake storage here.
-That also finds aliases that no schema declares (dropout in eval mode, `to` without effect), which
-is why nothing in these passes keeps a list of view operators.
+Fake tensors have storages, so two values that share memory at run time share a fake storage here.
+This also finds aliases that no schema declares (dropout in eval mode, `to` without effect), so these
+passes need no list of view operators.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._ops import HigherOrderOperator
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
+from penstock.passes.graph.grouped import groups_of_any_dtype
 from penstock.passes.graph.nodes import copy_graph_module, placeholders_of, size_hint, tensors_of
 from penstock.passes.weights.lifted import Weights
 from penstock.passes.weights.values import tensor_in
 from penstock.schedule.facts.model import Storage, Weight
 
 FLOPS = "penstock_flops"
-"""Key of `node.meta`: floating-point operations of the node at the exported sizes."""
+"""The key in `node.meta` of the node's floating-point operations at the exported sizes."""
 
 
 def propagate(graph_module: fx.GraphModule, inputs: Sequence[object]) -> fx.GraphModule:
-    """Returns a copy of the graph whose `meta["val"]` and `meta[FLOPS]` come from running `inputs`.
+    """Returns a copy of the graph whose `meta["val"]` and `meta[FLOPS]` come from running it on `inputs`.
 
     `inputs` are fake tensors and symbolic sizes of one fake mode, as `fake_inputs` makes them.
     """
     copied = copy_graph_module(graph_module)
     mode = fake_mode_of(inputs)
     # The symbols are the exported program's own: a guard added here would make its dynamic sizes static.
-    with mode.shape_env.suppress_guards() if mode.shape_env else nullcontext():
+    unguarded = mode.shape_env.suppress_guards() if mode.shape_env else nullcontext()
+    with unguarded, groups_of_any_dtype():
         _CountingProp(copied, mode).propagate_dont_convert_inputs(*inputs)
     return copied
 
@@ -45,7 +49,7 @@ def propagate(graph_module: fx.GraphModule, inputs: Sequence[object]) -> fx.Grap
 def fake_inputs(graph_module: fx.GraphModule, weights: Weights | None = None) -> list[object]:
     """Makes the inputs for `propagate` from the placeholders' own `meta["val"]`.
 
-    Weights of one storage share one fake storage, which the fakes that export recorded may not.
+    Weights of one storage share one fake storage, unlike the fake tensors that export recorded.
     """
     recorded = {node.name: node.meta.get("val") for node in placeholders_of(graph_module.graph)}
     mode = fake_mode_of(list(recorded.values()))
@@ -76,25 +80,25 @@ def fake_mode_of(values: Sequence[object]) -> FakeTensorMode:
 
 
 def storages_of(value: object) -> list[int]:
-    """Names the fake storages of the tensors in a nested value."""
+    """Returns a number for the fake storage of each tensor in a nested value, equal for the same storage."""
     return [int(tensor.untyped_storage()._cdata) for tensor in tensors_of(value)]
 
 
 def _attention_flops(
     query: Sequence[Any], key: Sequence[Any], value: Sequence[Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Two products a head: queries by keys, and their weights by values. Takes shapes."""
+    """Two matrix products for each head: queries by keys, and their weights by values. Takes shapes."""
     batch, heads, length, size = query
     return 2 * batch * heads * length * key[-2] * (size + value[-1])
 
 
 def _recurrent_flops(input: Sequence[Any], *shapes: Any, **kwargs: Any) -> Any:
-    """One layer and direction: every row of `input` (length, batch, size) meets both matrices."""
+    """One layer in one direction: both matrices multiply each row of `input` (length, batch, size)."""
     matrices = shapes[:2]
     return sum(2 * input[0] * input[1] * rows * columns for rows, columns in matrices)
 
 
-# What torch's own registry lacks: the kernels of a CPU.
+# Operators of a CPU that torch's own registry of formulas does not have.
 _FORMULAS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     torch.ops.aten.mkldnn_rnn_layer: _recurrent_flops,
@@ -102,34 +106,126 @@ _FORMULAS = {
 
 _aten = torch.ops.aten
 _IN_CXX = (_aten.baddbmm.default, _aten.pad.default, _aten.linalg_solve_triangular.default)
-"""What calls others in C++, which does not know symbolic sizes; torch logs each failure."""
+"""Operators that call others in C++, which fails with symbolic sizes; torch logs each failure."""
+
+
+_PLAIN = (int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What the first run of an operator on values of some facts found out about all runs on such values."""
+
+    flops: object
+    layout: object
+    aliases: object
 
 
 class _CountingProp(FakeTensorProp):
     """FakeTensorProp that also counts floating-point operations.
 
-    The bodies of control flow are counted apart, by whoever needs them: the counter cannot enter
-    every higher-order operator.
+    It does not count those in the bodies of control flow, since the counter cannot enter every
+    higher-order operator; `work_of` of `passes/trace.py` counts them.
+
+    Layers repeat, and an operator does the same on values of the same facts: it is counted once. Nor is it
+    run again where the value that its node has recorded has the layout that the first run gave, and shares
+    memory with the same arguments and with no other value.
     """
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._counted: dict[object, _Known] = {}
+        self._flops: object = 0
+        self._storages: set[int] = set()
+        targets = (node.target for node in self.graph.nodes)
+        # An operator that changes the sizes of its argument in place would change the recorded value.
+        self._reuses = not any(torch.Tag.inplace_view in getattr(one, "tags", ()) for one in targets)
+
     def run_node(self, n: fx.Node) -> Any:
+        result = self._recorded(n)
+        if result is None:
+            result = self._run(n)
+        self._storages.update(storages_of(result))
+        return result
+
+    def _run(self, n: fx.Node) -> Any:
         if n.op != "call_function" or isinstance(n.target, HigherOrderOperator):
             return super().run_node(n)
         if isinstance(n.target, partial):
-            return n.meta["val"]  # what Inductor put in the place of a pattern does not run on tensors
+            return n.meta["val"]  # a placeholder of Inductor's for a pattern, which does not run on tensors
         try:
-            counter, result = self._count(n)
+            result = super().run_node(n)
         except RuntimeError as error:
             if "symbolic sizes" not in str(error) and "SymInt" not in str(error):
                 raise
-            # C++ decomposes `linear` (in torch 2.11) and `upsample_nearest2d`, and does not know them. Only
-            # here: some views become copies when Python decomposes.
+            # C++ decomposes `linear` (in torch 2.11) and `upsample_nearest2d`, and then fails with symbolic
+            # sizes. Python decomposes them only here, because it turns some views into copies.
             with enable_python_dispatcher():
-                counter, result = self._count(n)
-        n.meta[FLOPS] = size_hint(counter.get_total_flops())
+                result = super().run_node(n)
+        n.meta[FLOPS] = self._flops
         return result
 
-    def _count(self, n: fx.Node) -> tuple[FlopCounterMode, Any]:
-        in_python = enable_python_dispatcher() if n.target in _IN_CXX else nullcontext()
+    def _recorded(self, n: fx.Node) -> Any:
+        """The value that a node has recorded, where to run it would give one like it; otherwise None."""
+        value = n.meta.get("val")
+        if not self._reuses or not isinstance(n.target, OpOverload) or not _is_fake(value, self._mode):
+            return None
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        known = self._counted.get((n.target, _facts(args), _facts(kwargs)))
+        if known is None or known.layout != _layout(value):
+            return None
+        own = set(storages_of(value)).difference(storages_of((args, kwargs)))
+        if known.aliases != _aliases(value, (args, kwargs)) or not own.isdisjoint(self._storages):
+            return None
+        n.meta[FLOPS] = known.flops
+        return value
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(target, HigherOrderOperator):
+            return super().call_function(target, args, kwargs)
+        facts = (target, _facts(args), _facts(kwargs))
+        if facts in self._counted:
+            self._flops = self._counted[facts].flops
+            with suppress(RuntimeError):  # symbolic sizes may be too much for C++, and not for the counter
+                return super().call_function(target, args, kwargs)
+        in_python = enable_python_dispatcher() if target in _IN_CXX else nullcontext()
         with in_python, FlopCounterMode(display=False, custom_mapping=_FORMULAS) as counter:
-            return counter, super().run_node(n)
+            result = super().call_function(target, args, kwargs)
+        self._flops = size_hint(counter.get_total_flops())
+        self._counted[facts] = _Known(self._flops, _layout(result), _aliases(result, (args, kwargs)))
+        return result
+
+
+def _is_fake(value: object, mode: FakeTensorMode) -> bool:
+    """Tells whether a nested value is of fake tensors of a mode, and of nothing else."""
+    leaves = pytree.tree_leaves(value)
+    return bool(leaves) and all(isinstance(one, FakeTensor) and one.fake_mode is mode for one in leaves)
+
+
+def _layout(value: object) -> object:
+    """Where the elements of the tensors of a nested value lie, and how large their storages are."""
+    return [
+        (_facts(one), _facts((one.storage_offset(), one.untyped_storage().nbytes())))
+        for one in tensors_of(value)
+    ]
+
+
+def _aliases(value: object, given: object) -> list[tuple[int, ...]]:
+    """For each tensor of a value, which of the given tensors and of the value's own share its storage."""
+    storages = [*storages_of(given), *storages_of(value)]
+    return [tuple(k for k, one in enumerate(storages) if one == made) for made in storages_of(value)]
+
+
+def _facts(value: Any) -> object:
+    """What decides about an operator's work, of its arguments: hashable, and equal only where that is."""
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, value.device, _facts(tuple(value.shape)), _facts(value.stride()))
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return (type(value), value.node.expr)
+    if isinstance(value, list | tuple):
+        return (type(value), *map(_facts, value))
+    if isinstance(value, dict):
+        return tuple((key, _facts(held)) for key, held in value.items())
+    if value is None or isinstance(value, _PLAIN):
+        return (type(value), value)
+    return object()  # equal to nothing

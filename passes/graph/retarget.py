@@ -1,4 +1,4 @@
-"""Devices in a graph: export bakes the device it ran on into constants and assertions."""
+"""Devices in a graph: export writes the device that it ran on into constants and assertions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.passes.graph.nodes import tensors_of
 from penstock.schedule.facts.errors import PassError
 
 TRANSFER = "penstock_transfer"
-"""Key of `node.meta`: that a conversion took its tensor to another device, where values do not tell."""
+"""The key in `node.meta` that marks a conversion to another device, in a graph without values."""
 
 _CPU_KERNELS = ("_for_cpu", "mkldnn", "onednn")
 """Parts of the names of operators that exist on a CPU only."""
@@ -22,7 +22,7 @@ _CPU_KERNELS = ("_for_cpu", "mkldnn", "onednn")
 def exported_device(graph_module: fx.GraphModule) -> torch.device:
     """Returns the device that a program was exported for: the accelerator if it names one.
 
-    Raises PassError when it names several, which one arena cannot serve.
+    Raises PassError when it names several accelerators, since an arena is on one device.
     """
     found: set[torch.device] = set()
     for module in nested_modules(graph_module):
@@ -41,14 +41,14 @@ def exported_device(graph_module: fx.GraphModule) -> torch.device:
 def move_graph(
     graph: fx.Graph, bodies: Iterable[fx.GraphModule], source: torch.device, target: torch.device | str
 ) -> bool:
-    """Puts `target` in the place of the device that a graph was exported for, `source`, in place.
+    """Replaces the device `source`, for which a graph was exported, by `target`, in the graph itself.
 
-    Constants made in the graph, conversions, assertions and autocast regions change, in the bodies of control
-    flow too, which are recompiled. In a program exported for an accelerator, what names the CPU stays there:
-    its transfers are explicit and are kept. `meta["val"]` still tells of the exported device. Tells whether
-    there was anything to do.
+    Constants made in the graph, conversions, assertions and autocast regions change, and so do those in the
+    bodies of control flow, which are recompiled. In a program exported for an accelerator, nodes that name
+    the CPU stay on the CPU, and the transfers between the two are kept. `meta["val"]` still has the exported
+    device. Returns False if the two devices are the same, so that nothing changes.
 
-    Raises PassError for operators that exist on a CPU only, when `target` is another.
+    Raises PassError for operators that exist on a CPU only, if `target` is another device.
     """
     target = torch.device(target)
     if indexed(source) == indexed(target):
@@ -86,7 +86,7 @@ def _retarget_node(node: fx.Node, source: torch.device, target: torch.device) ->
         args = (target.type, *args[1:])
     node.args, node.kwargs = args, kwargs
     if isinstance(node.target, OpOverload) and is_transfer(node):
-        # Between devices it made a copy. Where they become one it would hand out its input.
+        # A conversion between devices makes a copy. On a single device it would return its input instead.
         position = [argument.name for argument in node.target._schema.arguments].index("copy")
         if position < len(args):
             node.args = (*args[:position], True, *args[position + 1 :])

@@ -1,1 +1,1 @@
-"""What runs in place of an exported program: its own graph, or what Inductor makes of it."""
+"""The lowered forms of an exported program: its own graph, or the code that Inductor compiles from it."""

@@ -1,4 +1,4 @@
-"""The zip that holds an artifact's programs: of each method what runs of it, or else the exported program."""
+"""The zip with an artifact's programs: for each method its code as JSON, or else the exported program."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ PROGRAM = "program.zip"
 
 
 def write_programs(archive: zipfile.ZipFile, annotated: Annotated) -> None:
-    """Adds for each method `METHOD.json`, or `METHOD.pt2`, without weights, where it has no form in JSON.
+    """Adds a file for each method: `METHOD.json`, or `METHOD.pt2` if the method has no form in JSON.
 
-    Raises PassError for a program that has neither form.
+    Neither has weights. Raises PassError for a program that has no form in JSON and that torch cannot save.
     """
     for name, code in encoded_methods(annotated).items():
         if isinstance(code, bytes):
@@ -37,7 +37,7 @@ def write_programs(archive: zipfile.ZipFile, annotated: Annotated) -> None:
 
 
 def encoded_methods(annotated: Annotated) -> dict[str, bytes | ExportedProgram]:
-    """What runs of each method as JSON, or its exported program where it has no JSON."""
+    """The code of each method as JSON, or its exported program if it has no form in JSON."""
     codes: dict[str, bytes | ExportedProgram] = dict(annotated.codes)
     for name, exported in annotated.programs.items():
         activations = Activations.of(exported, annotated.propagated[name])
@@ -60,8 +60,8 @@ def _saved(exported: ExportedProgram, name: str) -> bytes:
 def strip_weights(exported: ExportedProgram) -> ExportedProgram:
     """Returns a copy of the program whose weights are on the meta device and hold no bytes.
 
-    Meta and not fake: `torch.export.save` turns fake weights into zeros without a word. Ties are
-    lost: the payload keeps them.
+    The weights are not fake, because `torch.export.save` silently turns fake weights into zeros. Ties
+    are lost here; the payload keeps them.
     """
     stripped = with_values(exported, _emptied)
     stripped._example_inputs = None
@@ -70,10 +70,9 @@ def strip_weights(exported: ExportedProgram) -> ExportedProgram:
 
 @contextmanager
 def open_programs(folder: Path, payload: Payload) -> Iterator[zipfile.ZipFile]:
-    """The artifact's zip. It is code: trust it first.
+    """Yields the artifact's zip, which is closed at the end. It is code, so open only what you trust.
 
-    Raises SourceError where it cannot be read, PayloadError where what is read from it is not the payload's
-    program.
+    Raises SourceError if the zip cannot be read, and PayloadError if a program in it cannot be loaded.
     """
     path = folder / (payload.program.path if payload.program else PROGRAM)
     try:
@@ -89,7 +88,7 @@ def open_programs(folder: Path, payload: Payload) -> Iterator[zipfile.ZipFile]:
 
 
 def read_code(archive: zipfile.ZipFile, method: str) -> MethodCode:
-    """Returns what runs of a method."""
+    """Returns the code of a method."""
     stored = f"{method}.json"
     if stored in archive.namelist():
         return with_types(lambda: decode_method(archive.read(stored)))

@@ -30,7 +30,7 @@ _LEVELS = {"DEFAULT": 0, "AVX2": 1, "AVX512": 2}
 
 @dataclass(frozen=True)
 class LoadedPackage:
-    """What an artifact holds as code: the runner of each method, and how it is called."""
+    """The code in an artifact: the runner of each method, and the method's call signature."""
 
     payload: Payload
     runners: Mapping[str, Any]
@@ -38,10 +38,10 @@ class LoadedPackage:
 
 
 def load(folder: Path, payload: Payload) -> LoadedPackage:
-    """Reads what `inductor.save` wrote. The file is code: trust it first.
+    """Reads the file that `inductor.save` wrote. It is code, so load only what you trust.
 
-    Raises SourceError when it cannot be read, PayloadError when it is not the payload's, or was compiled by
-    another version of torch or for a processor that can more than this one.
+    Raises SourceError if the file cannot be read. Raises PayloadError if it is not the payload's, or if it
+    was compiled by another version of torch, or for a processor with instructions that this one lacks.
     """
     _check_machine(payload)
     with open_programs(folder, payload) as archive, tempfile.TemporaryDirectory() as temporary:
@@ -65,18 +65,18 @@ class CompiledMethod:
         weights = {weight.fqn: weight for weight in package.payload.tensors}
         names = self._runner.get_constant_fqns()
         self._tensors = {name: checked_weight(weights, name, tensors) for name in names}
-        # No copies: the runner reads these tensors where they are, and takes no reference to them.
+        # The runner reads these tensors where they are, without a copy, and takes no reference to them.
         self._runner.load_constants(self._tensors, False, True, True)
 
     def run(self, leaves: list[Any]) -> Any:
-        """Runs on checked leaves, and returns the caller's tree."""
+        """Runs on checked leaves, and returns the result in the caller's structure."""
         if self._runner is None:
             raise StreamError("the module is closed: load the program again")
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        dense = [leaf.contiguous() for leaf in given]  # compiled code takes no other strides
+        dense = [leaf.contiguous() for leaf in given]  # compiled code takes contiguous tensors only
         values = iter(self._runner.boxed_run(list(dense)))
         for before, after in zip(given, dense, strict=True):
-            # By their bytes, for a NaN equals no other: does the program write this input?
+            # The program has written this input if its bytes changed; values would not do, as NaN is not NaN.
             if after is not before and not same_bytes(before.contiguous(), after):
                 before.copy_(after)
         known = self._signature.constants

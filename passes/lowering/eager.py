@@ -1,7 +1,7 @@
 """The eager lowering: the raw exported graph itself, run as generated Python code.
 
-Nothing is decomposed or fused, so the numerics are those of the eager model, bit for bit. What
-is saved is the graph without weights; probes go in when it is loaded, where the plan is known.
+Nothing is decomposed or fused, so results are those of the eager model, bit for bit. The graph is
+saved without weights; probes are inserted when it is loaded, since the plan is known then.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def save(annotated: Annotated, folder: Path) -> str:
 
 @dataclass(frozen=True)
 class LoweredProgram:
-    """What an artifact holds as code: for each method what runs of it.
+    """The code in an artifact, by method.
 
-    Weights in `with_grad`, by FQN, require grad where it runs, which must be under `torch.no_grad`: matrix
-    products of torch ask that, and take other kernels, with other last bits.
+    The weights in `with_grad`, given by FQN, require grad when the program runs, which must be under
+    `torch.no_grad`: torch chooses the kernels of matrix products by that, and they differ in the last bits.
     """
 
     payload: Payload
@@ -59,15 +59,15 @@ class LoweredProgram:
         programs: Mapping[str, ExportedProgram],
         with_grad: Collection[str] = (),
     ) -> LoweredProgram:
-        """What `load` would read where `programs` had been saved."""
+        """The program that `load` would read if `programs` had been saved."""
         methods = {name: method_code(exported) for name, exported in programs.items()}
         return cls(payload, methods, frozenset(with_grad))
 
 
 def load(folder: Path, payload: Payload) -> LoweredProgram:
-    """Reads what `save` wrote into an artifact's folder. The file is code: trust it first.
+    """Reads the file that `save` wrote into an artifact's folder. It may be code: load only what you trust.
 
-    Raises SourceError when it cannot be read, PayloadError when it is not the payload's program.
+    Raises SourceError if it cannot be read, and PayloadError if it is not the payload's program.
     """
     with open_programs(folder, payload) as archive:
         return LoweredProgram(payload, {m.name: read_code(archive, m.name) for m in payload.methods})
@@ -77,7 +77,8 @@ def load(folder: Path, payload: Payload) -> LoweredProgram:
 class EagerMethod:
     """A method with its weights, called like the exported module.
 
-    It holds the weights' tensors for as long as it lives. Calls check every input (StreamError).
+    It holds the weights' tensors for as long as it lives. A call checks every input, and raises StreamError
+    for one that does not fit.
     """
 
     graph_module: fx.GraphModule
@@ -89,8 +90,8 @@ class EagerMethod:
         return self.run(self.convention.flatten(args, kwargs))
 
     def run(self, leaves: list[Any]) -> Any:
-        """Runs on leaves that `convention.flatten` has checked, and returns the caller's tree."""
-        # The generated function itself: GraphModule's own call prints to stderr when it raises.
+        """Runs on leaves that `convention.flatten` has checked; returns results in the caller's structure."""
+        # This calls the generated function, because GraphModule's own call prints to stderr when it raises.
         values = self.graph_module.forward(*self.lifted, *leaves)
         return self.convention.finish(values, leaves, self.tensors)
 
@@ -105,9 +106,9 @@ def instantiate(
 ) -> EagerMethod:
     """Binds weights to one method, and puts probes around the steps `probed` of its trace.
 
-    `tensors` maps every FQN to a plain tensor of the payload's dtype, shape and stride, on `device`
-    (weights that were exported for another device than the rest stay on that one). Raises PassError
-    when program and payload do not belong together, StreamError for tensors that are not the weights.
+    `tensors` maps every FQN to a plain tensor of the payload's dtype, shape and stride, on `device` (weights
+    that were exported for another device than the program's stay on that device). Raises PassError if program
+    and payload do not belong together, and StreamError for tensors that are not the weights.
     """
     code, target = lowered.methods[method.name], torch.device(device)
     lower: Pipeline[MethodGraph] = Pipeline(
@@ -127,7 +128,7 @@ def instantiate(
 
 @declare(ensures=("device",))
 def on_device(made: MethodGraph, source: torch.device, target: torch.device) -> MethodGraph:
-    """Returns the graph, which is nobody else's, with `target` in the place of the device `source`."""
+    """Returns the graph, which the caller gives away, with the device `target` in the place of `source`."""
     inner = [module for body in made.bodies.values() for module in nested_modules(body)]
     move_graph(made.graph, inner, source, target)
     return made
@@ -137,7 +138,10 @@ def on_device(made: MethodGraph, source: torch.device, target: torch.device) -> 
 def with_probes(
     made: MethodGraph, lowered: LoweredProgram, method: Method, probed: Iterable[int]
 ) -> MethodGraph:
-    """Returns the graph, which is nobody else's, with probes around the steps `probed` of the method."""
+    """Returns the graph, which the caller gives away, with probes around the steps `probed` of the method.
+
+    Raises PassError if program and payload do not belong together.
+    """
     trace = lowered.payload.trace_for(method.graph)
     placeholders = _placeholders(made.graph, lowered.methods[method.name], lowered.payload)
     names = {node.name for node in made.graph.nodes}
@@ -169,7 +173,7 @@ def _placeholders(graph: fx.Graph, code: MethodCode, payload: Payload) -> dict[i
 def checked_weight(
     weights: Mapping[str, Weight], fqn: str, tensors: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """The tensor bound to a weight. Raises StreamError where there is none, or it is not the weight's."""
+    """The tensor bound to a weight. Raises StreamError if there is none, or if it does not fit the weight."""
     if fqn not in weights or fqn not in tensors:
         raise StreamError(f"weight {fqn!r} is not bound: give a tensor for every weight of the payload")
     part, tensor = weights[fqn].parts[0], tensors[fqn]

@@ -1,9 +1,9 @@
 """The order in which a lowered program reads its weights, taken from the wrapper that Inductor emitted.
 
-The calls of acquire and release divide the wrapper into stretches. What a stretch reads is whatever weight,
-or alias of one, occurs in it otherwise than in a definition: so a read that the compiler moved, repeated or
-fused into another kernel is seen where it happens, wherever its own probes went. A line of which it is
-not certain that it reads nothing counts as a read.
+The calls of acquire and release divide the wrapper into stretches. A stretch reads every weight that occurs
+in it, under its own name or that of an alias, other than in a definition. A read that the compiler moved,
+repeated or fused into another kernel is thus seen where it happens, wherever the probes of the original read
+are. A line counts as a read unless it is certain that it reads nothing.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _RESULTS = re.compile(r"^[\[(](\w+(?:, \w+)*),?[\])] = ")
 _PYTHON_OPERATOR = re.compile(r"(?:torch\.ops\.aten|extern_kernels)\.(\w+)")
 
 AT_EDGE = -1
-"""Stands for the beginning or the end of the whole call, where there is no probe call."""
+"""Stands in the place of a probe call for the beginning or the end of the whole call."""
 
 
 @dataclass(frozen=True)
 class ObservedStep:
-    """What is read between two neighbouring probe calls, as storages; `label` is the first line that reads.
+    """The storages that are read between two neighbouring probe calls, `opens` and `closes`.
 
-    A probe call is 2 p for the acquire of probe p, 2 p + 1 for its release.
+    Call 2 p is the acquire of probe p, and 2 p + 1 its release. `label` names the first kernel that reads.
     """
 
     reads: tuple[int, ...]
@@ -57,7 +57,7 @@ class ObservedStep:
 
 @dataclass(frozen=True)
 class Observation:
-    """Steps in the order in which they run, all probe calls in theirs, and the FQNs bound at load."""
+    """The steps and all probe calls, each in the order in which they run, and the FQNs bound at load."""
 
     steps: tuple[ObservedStep, ...]
     calls: tuple[int, ...]
@@ -65,9 +65,9 @@ class Observation:
 
 
 def observe_cpp(source: str, extern_nodes: str, storages: Mapping[str, int], number: int) -> Observation:
-    """Observes an AOTInductor wrapper; `extern_nodes` is the JSON beside it, with the operators it calls.
+    """Observes the wrapper of AOTInductor; `extern_nodes` is the JSON beside it, with the operators it calls.
 
-    `storages` maps the FQNs of the weights that stream to their storages; `number` is the program's graph
+    `storages` maps the FQNs of the weights that stream to their storages. `number` is the program's graph
     number, which its probes must carry. Raises PassError for a wrapper that cannot be followed.
     """
     probes, operators = _extern_calls(extern_nodes, number)
@@ -88,7 +88,11 @@ def observe_cpp(source: str, extern_nodes: str, storages: Mapping[str, int], num
 
 
 def observe_python(source: str, storages: Mapping[str, int], number: int) -> Observation:
-    """Observes the wrapper of `torch.compile`; `storages` maps names of its inputs to storages."""
+    """Observes the wrapper of `torch.compile`; `storages` maps names of its inputs to storages.
+
+    `number` is the program's graph number, which its probes must carry. Raises PassError for a wrapper that
+    cannot be followed.
+    """
     walk = _Walk({name: {storage} for name, storage in storages.items()})
     for raw in _between(source, "def call(self, args):", "\nrunner = Runner("):
         line = raw.strip()
@@ -102,7 +106,7 @@ def observe_python(source: str, storages: Mapping[str, int], number: int) -> Obs
 
 
 def _between(source: str, begin: str, end: str) -> Sequence[str]:
-    """The lines of the function that runs the model, from the line that begins it."""
+    """The lines of the function that runs the model: those after the line `begin` and before `end`."""
     start = source.rfind(begin)
     stop = source.find(end, start)
     if start < 0 or stop < 0:
@@ -114,7 +118,7 @@ def _between(source: str, begin: str, end: str) -> Sequence[str]:
 
 
 def _extern_calls(extern_nodes: str, number: int) -> tuple[dict[int, int], dict[int, str]]:
-    """For each position in the list of operators its probe call, or the operator that is none."""
+    """The probe calls, and the other operators, by their positions in the list of extern nodes."""
     calls, operators = {}, {}
     for position, entry in enumerate(json.loads(extern_nodes)["nodes"] if extern_nodes else ()):
         target = entry["node"]["target"]
@@ -130,7 +134,7 @@ def _extern_calls(extern_nodes: str, number: int) -> tuple[dict[int, int], dict[
 
 @dataclass
 class _Walk:
-    """What is known while the lines are followed: the storages behind each name, and the stretch so far."""
+    """The state while lines are followed: the storages behind names, and the reads since the last probe."""
 
     names: dict[str, set[int]] = field(default_factory=dict)
     calls: list[int] = field(default_factory=list)
@@ -139,6 +143,7 @@ class _Walk:
     label: str = ""
 
     def call(self, call: int, *, nested: bool) -> None:
+        """Follow a probe call; PassError for one that is `nested` in control flow, or that comes twice."""
         if nested:
             raise PassError("a probe was emitted inside control flow, where it may run never or often")
         if call in self.calls:
@@ -147,7 +152,7 @@ class _Walk:
         self.calls.append(call)
 
     def line(self, line: str, operator: str | None = None) -> None:
-        """Follow a line; `operator` is the one that it calls through the proxy executor."""
+        """Follow a line that is no probe call; `operator` is the one called through the proxy executor."""
         if not line or _ONLY_METADATA.match(line):
             return
         touched = self._touched(line)
@@ -165,6 +170,7 @@ class _Walk:
                     self.names.setdefault(name, set()).update(touched)
 
     def finish(self) -> list[ObservedStep]:
+        """The steps, once all lines have been followed."""
         self._close(AT_EDGE)
         return self.steps
 
@@ -182,14 +188,14 @@ class _Walk:
 
 
 def _called(line: str) -> str:
-    """The name of the kernel that a line calls, for people."""
+    """The name of the kernel that a line calls, for reports."""
     if found := _SHIM.search(line) or _PYTHON_OPERATOR.search(line):
         return found[1]
     return (_IDENTIFIER.search(line) or [""])[0]
 
 
 def _results(line: str) -> set[str]:
-    """Every name on a line that may be a tensor which it makes."""
+    """Every name on a line that may be a tensor that the line makes."""
     names = {name for pair in _RETURNED.findall(line) for name in pair if name}
     names |= set(_RESULT.findall(line))
     for several in _RESULTS.findall(line):
@@ -198,7 +204,7 @@ def _results(line: str) -> set[str]:
 
 
 def _may_alias(line: str, operator: str | None) -> bool:
-    """Whether what the operator of a line returns may share memory with what it is given.
+    """Tell whether the result of the operator on a line may share memory with its arguments.
 
     A kernel that Inductor generated writes into memory of its own.
     """

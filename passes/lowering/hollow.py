@@ -1,4 +1,4 @@
-"""What a program is compiled with: memory that is never written as its weights, and zeros as arguments."""
+"""Stand-ins that a program is compiled with: memory that is never written as weights, zeros as arguments."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from penstock.passes.weights.values import has_values, tensor_in, with_values
 from penstock.schedule.facts.errors import PassError
 
 COPIED = 4096
-"""Bytes of a tensor, at most, whose values the compiler is given: it copies scalars into the code."""
+"""The most bytes of a tensor whose values the compiler gets, since it copies small values into the code."""
 
 
 def without_values(exported: ExportedProgram, weights: Weights) -> ExportedProgram:
-    """Returns a copy of the program in which memory that was never written stands for `weights`, held by FQN.
+    """Returns a copy of the program in which memory that was never written stands in for its weights.
 
-    Small tensors keep their values.
+    `weights` holds them by FQN. Tensors of up to COPIED bytes keep their values.
     """
     memory: dict[int, torch.Tensor] = {}
 
@@ -42,7 +42,7 @@ def without_values(exported: ExportedProgram, weights: Weights) -> ExportedProgr
 
 
 def _reserve(nbytes: int) -> torch.Tensor:
-    """Returns address space without memory behind it, however much: the system reserves none for it."""
+    """Returns a tensor over address space for which the system reserves no memory, however large it is."""
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
@@ -50,7 +50,10 @@ def _reserve(nbytes: int) -> torch.Tensor:
 
 
 def example_arguments(exported: ExportedProgram) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of the exported sizes, of zeros."""
+    """Returns positional and keyword arguments of the exported sizes, with zeros for tensors.
+
+    Raises PassError for an input that is a number which each call chooses.
+    """
     constants = {
         spec.arg.name: spec.arg.value
         for spec in exported.graph_signature.input_specs

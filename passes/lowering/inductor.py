@@ -1,8 +1,9 @@
 """The Inductor lowering: one shared object for each method, compiled ahead of time, with its weights outside.
 
-Probes go into the graph that Inductor lowers (`post_grad.py`), and the order in which the result reads its
-weights is taken from the code that Inductor emitted (`emitted.py`). Compiling touches no weight: in their
-place stands memory that is never written, so the program's own may be fake, meta, or not there.
+Probes are inserted into the graph that Inductor lowers (`post_grad.py`), and the order in which the result
+reads its weights is taken from the code that Inductor emitted (`emitted.py`). Compiling touches no weight:
+memory that is never written stands in for them, so the program's own weights may be fake or on the meta
+device.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from penstock.schedule.payload.codec import Payload, ProbeOrder
 PACKAGE = "compiled.pt2"
 
 _INLINED = 8
-"""Elements, at most, of a tensor that the compiler may copy into the code."""
+"""The most elements of a tensor that the compiler may copy into the code."""
 
 
 FIXED = {
@@ -65,17 +66,18 @@ class Emitted:
     placed: PlacedProbes
 
     def read(self, ending: str) -> str:
-        """Returns the text of the file whose name ends so; an empty one if there is none."""
+        """Returns the text of the file whose name has this ending; an empty string if there is none."""
         found = (file for file in self.files if isinstance(file, str) and file.endswith(ending))
         return next((Path(file).read_text() for file in found), "")
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """Programs on their way through Inductor, and what the passes have made of them so far.
+    """The programs that are being compiled, and the results of the passes so far.
 
-    `payload` has the facts of what was annotated, and in the end those of what was compiled. `emitted` is by
-    method. `bound` are the FQNs of the weights that the compiled code asks for when it is loaded.
+    `payload` has the facts of the annotated programs, and in the end those of the compiled ones. `emitted`
+    has the emitted files by method. `bound` are the FQNs of the weights that the compiled code asks for when
+    it is loaded. Storages of less than `resident_below` bytes get no probes.
     """
 
     payload: Payload
@@ -107,9 +109,9 @@ def lower(
     options: Mapping[str, Any] | None = None,
     resident_below: int = 0,
 ) -> Compiled:
-    """Compiles every method; in the result's payload are the observed traces and what was inlined.
+    """Compiles every method; the result's payload has the observed traces and the kinds of inlined storages.
 
-    `options` are Inductor's, as `torch.compile` takes them. Storages of less than `resident_below`
+    `options` are options of Inductor, as `torch.compile` takes them. Storages of less than `resident_below`
     bytes get no probes and stay in memory. Raises PassError for options that defeat streaming, and for a
     program that Inductor cannot compile or whose code cannot be followed.
     """
@@ -127,14 +129,14 @@ def tell_small(compiled: Compiled) -> Compiled:
 
 @declare(requires=("small storages",), ensures=("code",))
 def compile_methods(compiled: Compiled) -> Compiled:
-    """Compiles every method, with probes around each read of what streams."""
+    """Compiles every method, with probes around each read of a storage that streams."""
     emitted = {method.name: _compile(compiled, method) for method in compiled.payload.methods}
     return replace(compiled, emitted=emitted)
 
 
 @declare(requires=("code",), ensures=("order of reads",))
 def observe_code(compiled: Compiled) -> Compiled:
-    """Reads the order in which every method reads its weights off the code that was emitted."""
+    """Finds the order in which every method reads its weights, in the code that was emitted."""
     payload, streamed = compiled.payload, compiled.streamed
     traces, orders, bound = [], [], set(compiled.bound)
     for method in payload.methods:
@@ -150,7 +152,7 @@ def observe_code(compiled: Compiled) -> Compiled:
 
 
 def mark_small(storages: Sequence[Storage], resident_below: int) -> tuple[Storage, ...]:
-    """Returns the storages, those that would stream and have less than `resident_below` bytes told apart."""
+    """Returns the storages; streamable ones of less than `resident_below` bytes have the kind `small`."""
     return tuple(
         replace(s, kind="small") if s.kind == "streamable" and s.nbytes < resident_below else s
         for s in storages
@@ -160,7 +162,7 @@ def mark_small(storages: Sequence[Storage], resident_below: int) -> tuple[Storag
 def save(compiled: Compiled, annotated: Annotated, folder: Path) -> str:
     """Writes the package of all methods, and their programs without weights, as one zip.
 
-    Returns the file's name in `folder`. The programs say how the methods are called.
+    Returns the file's name in `folder`. The programs are needed for the methods' call signatures.
     """
     from torch._inductor.package.package import package_aoti
 
@@ -193,7 +195,7 @@ def _run_inductor(hollow: ExportedProgram, method: str, patches: Mapping[str, An
     args, kwargs = example_arguments(hollow)
     try:
         with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")  # torch's own, about itself
+            warnings.simplefilter("ignore")  # torch warns about its own code
             files = aot_compile(hollow.module(check_guards=False), args, kwargs, options=dict(patches))
     except Exception as error:
         raise_own(error)
@@ -206,10 +208,10 @@ def _run_inductor(hollow: ExportedProgram, method: str, patches: Mapping[str, An
 
 
 def observed(modelled: Trace, observation: Observation, placed: PlacedProbes) -> tuple[Trace, ProbeOrder]:
-    """The trace of a compiled method: each stretch that reads is a step, with the work of its probes.
+    """The trace of a compiled method, and its probe calls: each observed step has the work of its probes.
 
-    What Inductor reads again costs the bytes of nothing new: its work is not told apart here. Raises
-    PassError where not all probes that were placed are called.
+    Where Inductor reads a weight once more, the work of that read is not counted, as it is not known. Raises
+    PassError if some of the probes that were placed are not called.
     """
     expected = {2 * probe + end for probe in range(len(placed.steps)) for end in (0, 1)}
     if set(observation.calls) != expected:
@@ -223,7 +225,7 @@ def observed(modelled: Trace, observation: Observation, placed: PlacedProbes) ->
     reads = [Work()] * (len(opened) + 1)
     names = [""] * len(opened)
     for probe, one in enumerate(placed.steps):
-        # The step that opens with its acquire, or the next one behind it.
+        # The step that begins with the acquire of this probe, or the next step after that call.
         k = bisect_left(opened, position[2 * probe])
         leads[k], reads[k] = sum_of(leads[k], one.lead_work), sum_of(reads[k], one.read_work)
         if k < len(names) and not names[k]:
@@ -244,8 +246,8 @@ def observed(modelled: Trace, observation: Observation, placed: PlacedProbes) ->
 def tell_inlined(compiled: Compiled) -> Compiled:
     """Marks the storages whose values the compiler copied into the code.
 
-    Raises PassError for a tensor that was copied into the code and had no values, and for one that the
-    compiler made up, which nothing could be bound to.
+    Raises PassError for a tensor that was copied into the code and had no values, and for a constant that the
+    compiler made from weights, to which nothing could be bound.
     """
     payload, programs, bound = compiled.payload, compiled.programs, compiled.bound
     used = {
@@ -267,7 +269,7 @@ def tell_inlined(compiled: Compiled) -> Compiled:
         if weight.fqn in bound or weight.fqn not in used or not storages[s].nbytes:
             continue
         if prod(weight.parts[0].shape) > _INLINED:
-            continue  # dead: no step reads it
+            continue  # no step reads this weight
         _check_values(weight, programs)
         if s not in entered and storages[s].kind != "mutable":
             storages[s] = replace(storages[s], kind="inlined")
@@ -275,7 +277,7 @@ def tell_inlined(compiled: Compiled) -> Compiled:
 
 
 PASSES: tuple[Callable[[Compiled], Compiled], ...] = (tell_small, compile_methods, observe_code, tell_inlined)
-"""What `lower` does."""
+"""The passes of `lower`."""
 
 
 def _check_values(weight: Weight, programs: Mapping[str, ExportedProgram]) -> None:
@@ -300,7 +302,7 @@ def _fqn_among(streamed: Mapping[str, int]) -> Callable[[fx.Node], str | None]:
 
 
 def own_passes(options: Mapping[str, Any]) -> tuple[GraphPass, ...]:
-    """Returns what the user has Inductor run where the probes go in, from these options or torch's."""
+    """Returns the user's own passes at the place where probes are inserted, by these options or torch's."""
     from torch._inductor import config
 
     given = options.get("post_grad_custom_post_pass", config.post_grad_custom_post_pass)
@@ -308,7 +310,7 @@ def own_passes(options: Mapping[str, Any]) -> tuple[GraphPass, ...]:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raises PassError for options of Inductor's, or settings of torch's, that defeat streaming."""
+    """Raises PassError for options of Inductor, or settings of torch, that defeat streaming."""
     from torch._inductor import config
 
     for name in options:
@@ -327,7 +329,7 @@ def _nested(config: Any, name: str) -> Any:
 
 
 def raise_own(error: BaseException) -> None:
-    """Raises the error of the tree that torch has wrapped into another, if there is one."""
+    """Raises the PenstockError that torch has wrapped into another error, if there is one."""
     for cause in _causes(error):
         if isinstance(cause, PenstockError):
             raise cause from None

@@ -1,6 +1,6 @@
-"""What runs of a method: its graph, the weights it takes, how it is called, and the memory for its values.
+"""The code of a method: its graph, its weights, its call signature, and the memory for its values.
 
-It is stored as JSON, which is read twenty times as fast as an exported program, and which is no code.
+It is stored as JSON, which is read twenty times as fast as an exported program, and which cannot run code.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ VERSION = 3
 
 @dataclass(frozen=True)
 class MethodGraph:
-    """A graph that no module owns yet, and the bodies of its control flow by the names it has for them."""
+    """A graph that no module owns yet, and the bodies of its control flow by the graph's names for them."""
 
     graph: fx.Graph
     bodies: Bodies
@@ -42,10 +42,10 @@ class MethodGraph:
 
 @dataclass(frozen=True)
 class MethodCode:
-    """A method that can be given weights.
+    """A method to which weights can be bound.
 
-    `graph()` makes a new graph, which the caller may change. `weights` are the placeholders that come first
-    in it, each with its FQN. `activations()` says what memory its intermediate values take.
+    `graph()` makes a new graph, which the caller may change. `weights` are its first placeholders, each with
+    the FQN of its weight. `activations()` is the memory that intermediate values take.
     """
 
     graph: Callable[[], MethodGraph]
@@ -55,7 +55,7 @@ class MethodCode:
 
 
 def method_code(exported: ExportedProgram) -> MethodCode:
-    """What runs of a program, whose weights may be on the meta device."""
+    """The code of a program, whose weights may be on the meta device."""
     specs = exported.graph_signature.input_specs
     weights = [(spec.arg.name, str(spec.target)) for spec in specs if spec.kind is not InputKind.USER_INPUT]
     return MethodCode(
@@ -77,7 +77,7 @@ def _decoded(stored: Mapping[str, Any]) -> MethodGraph:
 
 
 def encode_method(exported: ExportedProgram, activations: Activations) -> bytes | None:
-    """What runs of a program, as JSON; None where it has values, operators or classes that have no JSON."""
+    """The code of a program as JSON; None if a value, an operator or a class in it has no form in JSON."""
     code = method_code(exported)
     try:
         stored = {
@@ -93,10 +93,10 @@ def encode_method(exported: ExportedProgram, activations: Activations) -> bytes 
 
 
 def decode_method(data: bytes) -> MethodCode:
-    """The method again.
+    """The code that `encode_method` stored.
 
-    Raises NotImplementedError for a class in its trees that nothing has registered here, PassError for
-    an operator that does not exist here, and for JSON of another version of penstock.
+    Raises NotImplementedError for a class in its trees that nothing has registered in this process. Raises
+    PassError for an operator that is not registered, and for JSON of another version of penstock.
     """
     stored = json.loads(data)
     if stored["version"] != VERSION:

@@ -1,8 +1,9 @@
-"""Probes in the graph that Inductor is about to lower: functional, decomposed, and as its own passes left it.
+"""Inserts probes into the graph that Inductor is about to lower, which is functional and decomposed.
 
-A weight is read wherever a value that aliases it goes into a node that computes. Inductor inlines nodes
-that compute element by element into the kernels of their users, and would write their results out
-where a release says that the weight changes: their releases wait behind the next node that reads a weight.
+A weight is read wherever a value that aliases it is the input of a node that computes. Inductor inlines nodes
+that compute element by element into the kernels of their users. A release directly behind such a node would
+force Inductor to write the node's result to memory there, because a release says that the weight changes. So
+the release of such a node stands behind the next node that reads a weight.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ GraphPass = Callable[[fx.Graph], None]
 
 @dataclass(frozen=True)
 class PlacedProbes:
-    """The probes in a graph, in its order: the node of each, as a step. `tail` is the work behind the last.
+    """The probes in a graph, in order: for each a step, of its node. `tail` is the work behind the last one.
 
-    A step's `reads` are storages of the catalog, and its times are not filled in.
+    A step's `reads` are storages of the catalog, and its times are 0.
     """
 
     steps: tuple[Step, ...]
@@ -55,10 +56,10 @@ class PlacedProbes:
 class ProbePass(CustomGraphPass):
     """Puts an acquire before every read of a streamable weight, and a release behind it.
 
-    For one compilation. Only the graph that holds the weights is changed; what Inductor lowers besides, the
-    bodies of control flow, is not. `before` are the passes that would have run without this one. With
-    `inputs`, the graph is the one of that many inputs, and it is the first to be asked what it does with the
-    weights: PassError where it writes them, or hands out what aliases them.
+    A ProbePass serves one compilation. It changes only the graph that holds the weights, and not the bodies
+    of control flow, which Inductor lowers as well. `before` are the passes that would run without this one.
+    With `inputs`, it changes only a graph with that many inputs, and checks its use of the weights: PassError
+    is raised if the graph writes a weight or returns an alias of one.
     """
 
     def __init__(
@@ -100,11 +101,11 @@ class ProbePass(CustomGraphPass):
         graph.lint()
 
     def __deepcopy__(self, memo: object) -> ProbePass:
-        """Inductor copies its options; what was placed is to be found in the one that was given."""
+        """Returns this pass itself: Inductor copies its options, and `placed` is read from the original."""
         return self
 
     def uuid(self) -> bytes:
-        """Differs wherever the probes would, or the passes before them."""
+        """Returns a hash for Inductor's cache, which differs if the probes or the passes before differ."""
         digest = hashlib.sha256()
         for run in self._before:
             identity = run.uuid() if isinstance(run, CustomGraphPass) else repr(run)
@@ -114,7 +115,7 @@ class ProbePass(CustomGraphPass):
 
 
 def _operands(held: Mapping[fx.Node, str], weights: Weights) -> dict[int, list[fx.Node]]:
-    """Returns the nodes that hold each storage which streams and is used."""
+    """Returns, for each streamable storage that is used, the nodes that hold it."""
     operands: dict[int, list[fx.Node]] = {}
     for node, name in held.items():
         storage = weights.storage_of(name)
@@ -139,7 +140,7 @@ def _insert(
 
 
 def _lifted(graph: fx.Graph, held: Mapping[fx.Node, str], weights: Weights) -> tuple[fx.GraphModule, Weights]:
-    """Returns a copy of the graph in which weights are inputs, and the weights by their names there."""
+    """Returns a copy of the graph in which weights are inputs, and the weights by the inputs' names."""
     copied, values = fx.Graph(), {}
     for node in held:
         values[node] = copied.placeholder(node.name)
@@ -154,7 +155,7 @@ def _lifted(graph: fx.Graph, held: Mapping[fx.Node, str], weights: Weights) -> t
 
 
 def _check_flow(flow: Flow, held: Mapping[fx.Node, str], weights: Weights) -> None:
-    """Raises PassError for a weight that the graph writes or hands out: it cannot leave memory."""
+    """Raises PassError for a weight that the graph writes or returns, since it cannot leave memory."""
     for what, storages in (("written", flow.written), ("returned, or aliased by what is,", flow.escaping)):
         for name in held.values():
             if weights.storage_of(name) in storages:
@@ -165,7 +166,7 @@ def _check_flow(flow: Flow, held: Mapping[fx.Node, str], weights: Weights) -> No
 
 
 def _is_inlined(node: fx.Node) -> bool:
-    """Whether Inductor may compute the node within the kernels of its users."""
+    """Tell whether Inductor may compute the node within the kernels of its users."""
     from torch._inductor import lowering
 
     if not isinstance(node.target, OpOverload) or node.target in lowering.fallbacks:

@@ -1,1 +1,1 @@
-"""What the weights of a program are, which memory they share, and which nodes read them."""
+"""The weights of a program: their parts, the memory that they share, and the nodes that read them."""

@@ -1,8 +1,8 @@
-"""Lifted inputs -> weights, parts and storages.
+"""The catalog of a program's weights: turns lifted inputs into weights, parts and storages.
 
 `torch.export` turns every parameter, buffer and tensor constant into a leading placeholder. Two of
-them are one storage exactly when their tensors share memory, whatever their names, shapes and
-strides: that holds for real, fake and meta tensors alike.
+them are in one storage exactly when their tensors share memory, whatever their names, shapes and
+strides are. This holds for real, fake and meta tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ROLES: dict[InputKind, Literal["parameter", "buffer", "constant"]] = {
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 _PIECE = 1 << 20
-"""Bytes that are looked at in one go for one that is not zero."""
+"""The bytes of a storage that are compared with zero at a time."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class Weights:
 
 
 class Catalog:
-    """The weights of programs by FQN, and the storages behind them, numbered as they are found.
+    """The weights of programs by FQN, and the storages behind them, numbered in the order of the weights.
 
-    `values[s]` is a tensor whose untyped storage is storage s. `joined` names a weight for each storage that
-    is one storage in one program, and two with equal bytes in another.
+    `values[s]` is a tensor whose untyped storage is storage s. `joined` has the name of a weight for each
+    storage that is a single storage in one program, and two storages with equal bytes in another.
     """
 
     def __init__(self) -> None:
@@ -62,15 +62,16 @@ class Catalog:
 
     @property
     def storages(self) -> tuple[Storage, ...]:
-        """The storages as if all of them streamed: `usage.py` finds the others."""
+        """The storages, all of which have the kind streamable here; `usage.py` finds their real kinds."""
         return tuple(Storage(value.untyped_storage().nbytes(), "streamable") for value in self.values)
 
     def add(self, exported: ExportedProgram) -> dict[str, Weight]:
         """Adds the weights of a program, and returns them by the names of their placeholders, in order.
 
-        Raises PassError for what cannot be a weight: a tensor subclass, a sparse or quantised tensor, a
-        custom object, an effect token, or a tensor that hides in the graph instead of being lifted; and for a
-        weight that differs from that of another program.
+        Raises PassError for an input that cannot be a weight: a tensor subclass, a sparse or quantised
+        tensor, a custom object or an effect token. Also raises it for a tensor that the graph holds as an
+        attribute instead of an input, and for a weight that differs from the weight of that name in another
+        program.
         """
         _refuse_hidden_tensors(exported.graph_module)
         nodes = {node.name: node for node in exported.graph.nodes}
@@ -83,7 +84,7 @@ class Catalog:
             number = self.number(tensor, fqn)
             if identities.setdefault(number, storage_identity(tensor)) != storage_identity(tensor):
                 self.joined.setdefault(number, fqn)
-            # The program's own: a value that is bound to a program for a GPU lies in a file, on the CPU.
+            # The device of the placeholder: the value of a weight for a GPU may lie in a file, on the CPU.
             example = nodes[spec.arg.name].meta.get("val")
             device = example.device if isinstance(example, torch.Tensor) else tensor.device
             weight = Weight(fqn, _ROLES[spec.kind], str(device), (part_of(tensor, number),))
@@ -99,7 +100,7 @@ class Catalog:
         """Returns the number of the storage behind the tensor of a weight."""
         identity, known = storage_identity(tensor), self.weights.get(fqn)
         if identity not in self._numbers and known is not None:
-            # Programs that were saved and loaded apart hold copies of one weight, or of one cache.
+            # Programs that were saved and loaded separately hold copies of one weight, or of one cache.
             number = known.parts[0].storage
             if _are_copies(self.values[number], tensor):
                 self._numbers[identity] = number
@@ -117,7 +118,7 @@ def _are_copies(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _value_of(exported: ExportedProgram, spec: InputSpec) -> torch.Tensor:
-    """Returns the tensor behind a lifted input, refusing what is not a plain strided one."""
+    """Returns the tensor behind a lifted input; raises PassError unless it is a plain strided tensor."""
     name = f"{spec.kind.name.lower()} {spec.target or spec.arg.name!r}"
     if spec.kind not in _ROLES or spec.target is None:
         raise PassError(f"{name} is not a tensor and cannot be a weight: export the model without it")
@@ -156,10 +157,11 @@ def _refuse_hidden_tensors(graph_module: fx.GraphModule) -> None:
 
 
 def with_own_constants(programs: Mapping[str, ExportedProgram]) -> dict[str, ExportedProgram]:
-    """Returns the programs by method, with the method's name before constants that several methods have.
+    """Returns the programs by method, in which no constant has the name of another method's constant.
 
-    Export numbers them anew in each program, so that equal names say nothing. Programs without such constants
-    are returned as they are.
+    Constants whose name several methods have get the method's name in front. Export numbers constants anew in
+    each program, so constants of equal names need not be equal. Programs without such constants are returned
+    as they are.
     """
     counted = Counter(name for exported in programs.values() for name in _constants(exported))
     repeated = {name for name, count in counted.items() if count > 1}
@@ -183,11 +185,11 @@ def _renamed(exported: ExportedProgram, repeated: set[str], method: str) -> Expo
 
 @declare(ensures=("real values",))
 def refuse_lost_values(exported: ExportedProgram) -> ExportedProgram:
-    """Returns the program; raises PassError where `torch.export.save` made zeros of the fake weights of
-    fake_export.
+    """Returns the program; raises PassError if it lost its weights when it was saved.
 
-    All its weights then begin at the start of one storage of zeros. Parameters of different shapes never do;
-    where all have one shape, or there is one only, its example inputs are still fake.
+    `torch.export.save` turns the fake weights of fake_export into zeros, all of which begin at the start of
+    one storage. Real parameters of different shapes never do. If all parameters have one shape, or there is
+    only one, such a program is recognised by its example inputs, which are still fake.
     """
     values = {name: value for name, value in exported.state_dict.items() if _is_real(value)}
     lost = next(_on_top_of_one_another(values), None)
@@ -202,7 +204,7 @@ def refuse_lost_values(exported: ExportedProgram) -> ExportedProgram:
 
 
 def _on_top_of_one_another(values: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """Parameters in zeros that begin where one of another shape begins; ties of one shape are none."""
+    """Yields parameters in zeros that begin where a parameter of another shape begins."""
     first: dict[tuple[object, ...], torch.Tensor] = {}
     for name, value in values.items():
         if isinstance(value, torch.nn.Parameter):
@@ -221,6 +223,6 @@ def _has_fake_inputs(exported: ExportedProgram) -> bool:
 
 
 def _is_zero(value: torch.Tensor) -> bool:
-    """Whether the whole storage is, read no further than to the first byte that is not."""
+    """Tells whether all bytes of a storage are zero; reads no further than the first piece that is not."""
     raw = storage_bytes(value)
     return not any(bool(raw[start : start + _PIECE].any()) for start in range(0, len(raw), _PIECE))

@@ -1,9 +1,9 @@
-"""Weights that are tensor subclasses -> their parts, each a plain weight of the program.
+"""Replaces weights that are tensor subclasses by their parts, each of which is a plain weight of the program.
 
-A quantised weight is one tensor to its module, and several to the machine: data, scale, zero point.
-`torch.export` keeps it whole in the state dict, and where the subclass computes on its parts the graph asks
-for them by name. Here each part becomes an input of its own, called `FQN.PART`, and the graph computes what
-it computed before. A subclass whose operators are hidden from the graph is opened by decomposing the program.
+A quantised weight is one tensor for its module, but consists of several: data, scale, zero point.
+`torch.export` keeps it whole in the state dict, and where the subclass computes on its parts, the graph asks
+for the parts by name. Here each part becomes an input of its own, called `FQN.PART`, and the graph computes
+what it computed before. If the graph does not show the operators of a subclass, the program is decomposed.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from penstock.passes.weights.values import with_names, with_values
 from penstock.schedule.facts.errors import PassError
 
 PARTS = "penstock.parts"
-"""In `graph_module.meta`: for each part of a weight that was opened here, by `FQN.PART`, both as a pair."""
+"""The key in `graph_module.meta` that maps `FQN.PART`, for weights replaced here, to the pair (FQN, PART)."""
 
 _ACCESS = "export::access_subclass_inner_tensor"
 
 
 def has_parts(value: object) -> bool:
-    """Whether a tensor is of a subclass that is made of several tensors, and names them."""
+    """Tells whether a tensor is of a subclass that consists of several tensors, and names them."""
     return is_traceable_wrapper_subclass(value)
 
 
@@ -50,12 +50,12 @@ def flattened(value: torch.Tensor, prefix: str = "") -> Iterator[tuple[str, torc
 
 
 def plain_tensors(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns the tensors that hold a tensor's bytes: itself under its name, or its parts, as `NAME.PART`."""
+    """Returns the tensors that hold a tensor's bytes: itself under its name, or its parts as `NAME.PART`."""
     return {f"{name}.{part}": one for part, one in flattened(value)} if has_parts(value) else {name: value}
 
 
 def each_part(value: torch.Tensor, other: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Returns `other(value)`; for a subclass, a tensor of that class over `other` of each part."""
+    """Returns `other(value)`; for a subclass, a tensor of that class with `other(part)` for each part."""
     if not has_parts(value):
         return other(value)
     names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -69,8 +69,8 @@ def each_part(value: torch.Tensor, other: Callable[[torch.Tensor], torch.Tensor]
 def with_plain_parts(exported: ExportedProgram) -> ExportedProgram:
     """Returns the program with each tensor subclass among its weights replaced by its parts.
 
-    The program itself where there is none. Raises PassError, which names the weight and its class, where the
-    parts cannot be told apart in the graph.
+    A program without subclasses is returned as it is. Raises PassError, which names the weight and its class,
+    if the graph does not show the parts and cannot be decomposed.
     """
     found = _subclasses(exported)
     if not found:
@@ -80,7 +80,7 @@ def with_plain_parts(exported: ExportedProgram) -> ExportedProgram:
 
 
 def parts_of(exported: ExportedProgram) -> Mapping[str, tuple[str, str]]:
-    """Returns FQN and part's name, by the name that the part has in the program."""
+    """Returns the FQN and the part's name by the name that the part has in the program."""
     parts: Mapping[str, tuple[str, str]] = exported.graph_module.meta.get(PARTS, {})
     return parts
 
@@ -109,7 +109,7 @@ def _subclasses(exported: ExportedProgram) -> dict[str, _Subclass]:
 
 
 def _is_open(node: fx.Node, parts: Container[str], path: str = "") -> bool:
-    """Whether the graph only ever asks for parts, and for their parts where these are subclasses again."""
+    """Tells whether the graph uses a subclass only to ask for its parts, nested parts included."""
     for user in node.users:
         if not _is_access(user):
             return False
@@ -125,7 +125,7 @@ def _is_access(node: fx.Node) -> bool:
 
 
 def _opened(exported: ExportedProgram, found: Mapping[str, _Subclass]) -> ExportedProgram:
-    """Returns the program whose graph has an input for each part, where it asked the whole for it."""
+    """Returns the program whose graph has an input for each part, in place of nodes that ask for the part."""
     graph_module = copy_graph_module(exported.graph_module)
     nodes = {}
     for before, node in zip(exported.graph.nodes, graph_module.graph.nodes, strict=True):
@@ -172,7 +172,7 @@ def _replace_accesses(node: fx.Node, path: str, inputs: Mapping[str, fx.Node]) -
 
 
 def _fake(whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Returns what a part looks like on the device of the whole, which a stored program has as plain."""
+    """Returns a fake tensor for a part on the device of the whole, which is plain in a stored program."""
     with fake_mode_of([whole, *_inner(whole)]):
         return torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=whole.device)
 
@@ -189,7 +189,7 @@ def _with_parts(values: Mapping[str, Any], found: Mapping[str, _Subclass]) -> di
             wrap = isinstance(value, nn.Parameter)
             result |= {f"{name}.{part}": _plain(tensor, wrap) for part, tensor in found[name].parts.items()}
         elif not has_parts(value):
-            result[name] = value  # a subclass that is no input is another name of one that is
+            result[name] = value  # a subclass that is no input is another name of an input, and left out
     return result
 
 
@@ -237,8 +237,10 @@ def _decomposed(exported: ExportedProgram, found: Mapping[str, _Subclass], hidde
 
 
 def _with_plain_memory(exported: ExportedProgram, found: Mapping[str, _Subclass]) -> ExportedProgram:
-    """Returns the program with memory that is never touched where the parts of its weights are fake, which
-    torch does not take apart."""
+    """Returns the program with memory that is never touched in place of fake parts.
+
+    torch does not take a subclass apart whose parts are fake.
+    """
     return with_values(exported, lambda fqn, old: each_part(old, _plain_memory) if fqn in found else old)
 
 

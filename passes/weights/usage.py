@@ -1,14 +1,12 @@
-"""Which nodes of a program read which storage, through any chain of aliases.
+"""The use of storages: which nodes of a program read which storage, through any chain of aliases.
 
-A node *reads* a storage when one of its inputs aliases it and the node is more than a view.
-A storage is *mutable* when the program writes to it, *returned* when an output may alias it; neither
+A node *reads* a storage if one of its inputs aliases the storage and the node is more than a view.
+A storage is *mutable* if the program writes to it, and *returned* if an output may alias it; neither
 may be streamed.
 """
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,13 +19,11 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from penstock.passes.graph.nodes import placeholders_of, subgraphs_of, tensors_of
-from penstock.passes.graph.propagation import fake_inputs, fake_mode_of, propagate, storages_of
+from penstock.passes.graph.propagation import fake_inputs, propagate, storages_of
 from penstock.passes.weights.lifted import Weights
-from penstock.passes.weights.values import with_values
 from penstock.schedule.facts.model import Kind
 
 aten = torch.ops.aten
-_log = logging.getLogger(__name__)
 
 METADATA_ONLY = frozenset(
     getattr(packet, overload)
@@ -42,15 +38,18 @@ METADATA_ONLY = frozenset(
     if (packet := getattr(aten, name, None)) is not None  # not all are in every version of torch
     for overload in packet.overloads()
 )
-"""Operators that look at a tensor's sizes and never at its values."""
+"""Operators that use a tensor's sizes and never its values."""
+
+_ARITHMETIC = ("_operator", "math", "torch")
+"""The modules of functions in graphs that are no operators: they compute sizes, or take values apart."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a program does with its weights.
+    """The use that a program makes of its weights.
 
-    `graph_module` is a copy of the program's graph, propagated. `reads[node name]` are the storages
-    that the node reads, ascending. `kinds[s]` is the kind of storage s.
+    `graph_module` is a propagated copy of the program's graph. `reads[name]` are the storages that the
+    node `name` reads, in ascending order. `kinds[s]` is the kind of storage s.
     """
 
     graph_module: fx.GraphModule
@@ -61,11 +60,13 @@ class Usage:
 def find_usage(exported: ExportedProgram, weights: Weights) -> Usage:
     """Follows every weight through the raw graph of an exported program.
 
-    Mutable storages are those that the decomposed program writes back, and those passed, through
-    any alias, to an argument that a schema says is written.
+    Mutable storages are those passed, through any alias, to an argument that a schema says is written, or to
+    a function without a schema; and, in a decomposed program, those that its signature says it writes back.
     """
     graph_module, flow = follow_weights(exported.graph_module, weights)
+    unknown = (node.name for node in graph_module.graph.nodes if _is_unknown(node))
     mutable = flow.written | _written_back(exported, weights)
+    mutable = mutable.union(*(flow.reads.get(name, ()) for name in unknown))
     kinds: list[Kind] = []
     for index in range(len(weights.storages)):
         kinds.append(
@@ -75,7 +76,7 @@ def find_usage(exported: ExportedProgram, weights: Weights) -> Usage:
 
 
 def follow_weights(graph_module: fx.GraphModule, weights: Weights) -> tuple[fx.GraphModule, Flow]:
-    """Returns a propagated copy of a graph, and what becomes in it of the weights among its inputs."""
+    """Returns a propagated copy of a graph, and the flow of the weights among its inputs."""
     inputs = fake_inputs(graph_module, weights)
     aliases = {
         storages_of(value)[0]: weights.storage_of(node.name)
@@ -88,7 +89,7 @@ def follow_weights(graph_module: fx.GraphModule, weights: Weights) -> tuple[fx.G
 
 @dataclass(frozen=True)
 class Flow:
-    """Of the followed storages: who reads them, which are written, which an output may alias."""
+    """The followed storages: those that each node reads, those written, and those an output may alias."""
 
     reads: dict[str, tuple[int, ...]]
     written: frozenset[int]
@@ -146,8 +147,8 @@ def _touched(arguments: Iterable[object], aliases: dict[int, int]) -> set[int]:
 def _written_arguments(node: fx.Node) -> Iterator[fx.Node]:
     """Yields the nodes passed to arguments that the operator writes.
 
-    Those that its schema marks; and running statistics, which batch and instance norm write in
-    training without saying so.
+    These are the arguments that its schema marks, and running statistics, which batch and instance norm
+    write in training although their schemas do not say so.
     """
     if not isinstance(node.target, OpOverload):
         return
@@ -159,11 +160,19 @@ def _written_arguments(node: fx.Node) -> Iterator[fx.Node]:
             yield from (n for n in pytree.tree_leaves(passed.get(argument.name)) if isinstance(n, fx.Node))
 
 
-def _possibly_returned(node: fx.Node) -> Iterator[fx.Node]:
-    """Yields the nodes that a schema says the result may share memory with, where fakes cannot tell.
+def _is_unknown(node: fx.Node) -> bool:
+    """Tells whether a node calls a function without a schema that is no arithmetic of Python's or torch's."""
+    known = isinstance(node.target, OpOverload | HigherOrderOperator)
+    module = str(getattr(node.target, "__module__", ""))
+    return node.op == "call_function" and not known and module.partition(".")[0] not in _ARITHMETIC
 
-    A custom operator's fake need not alias what the operator does; and whether `contiguous` copies may
-    hang on a size that only a run knows. For all others the fakes are right, and the schema is too wide.
+
+def _possibly_returned(node: fx.Node) -> Iterator[fx.Node]:
+    """Yields the nodes with which the result may share memory by its schema, if fake tensors cannot tell.
+
+    The fake of a custom operator need not have the operator's aliases, and whether `contiguous` copies may
+    depend on a size that only a run knows. For all other operators the fakes are right, and the schema
+    names more aliases than there are.
     """
     if not isinstance(node.target, OpOverload):
         return
@@ -187,18 +196,18 @@ def _passed(node: fx.Node, operator: OpOverload) -> dict[str, Any]:
 
 
 def _follow_operands(node: fx.Node, aliases: dict[int, int]) -> Flow:
-    """Follows what control flow is given into its bodies, erring towards "written" and "escaping".
+    """Follows the operands of control flow into its bodies. In doubt, storages count as written and escaping.
 
-    Operands stand in the order of a body's inputs, behind what belongs to the operator itself.
+    Operands stand in the order of a body's inputs, behind the arguments of the operator itself.
     """
     bodies = subgraphs_of(node)
     leaves = pytree.tree_leaves((node.args, node.kwargs))
     operands = [leaf for leaf in leaves if not (isinstance(leaf, fx.Node) and leaf.op == "get_attr")]
     everything = frozenset(_touched(operands, aliases))
-    if not bodies:  # nothing to look into: a kernel of its own may do anything
+    if not bodies:  # a kernel of its own, without a body to follow, may do anything
         return Flow({}, everything, everything)
     written: set[int] = set()
-    # A loop that runs no round hands back what it was given to carry.
+    # A loop that runs no round returns the operands that it carries.
     escaping = _touched(pytree.tree_leaves(_carried(node)), aliases)
     for body in bodies:
         inputs = placeholders_of(body.graph)
@@ -229,64 +238,8 @@ def _carried(node: fx.Node) -> object:
 
 
 def _written_back(exported: ExportedProgram, weights: Weights) -> set[int]:
-    """Returns the storages that the decomposed program writes back; the raw program does not list them.
-
-    A program that torch cannot decompose may write every weight that it takes. Its weights then always stay
-    in memory, and the log says why, at level INFO.
-    """
-    if exported.verifier.dialect == "TRAINING":
-        if not _may_write(exported.graph_module):
-            return set()  # decomposing takes longer than all the rest
-        with warnings.catch_warnings():
-            # Copying tree specs warns on some versions of torch, whoever does it.
-            warnings.simplefilter("ignore", FutureWarning)
-            try:
-                exported = _over_fakes(exported, weights).run_decompositions({})
-            except Exception as error:
-                _log.info(
-                    "torch cannot decompose a program that may write to its weights (%s: %s), so all of them "
-                    "count as mutable and stay in memory",
-                    type(error).__name__,
-                    error,
-                )
-                return {weight.parts[0].storage for weight in weights.held.values()}
+    """Returns the storages that a decomposed program writes back when it ends, which its signature lists."""
     signature = exported.graph_signature
     parameters = getattr(signature, "parameters_to_mutate", {})  # not in every version of torch
     names = {*signature.buffers_to_mutate.values(), *parameters.values()}
     return {weight.parts[0].storage for weight in weights.held.values() if weight.fqn in names}
-
-
-def _over_fakes(exported: ExportedProgram, weights: Weights) -> ExportedProgram:
-    """Returns the program over a fake tensor of its own for each weight, on the device it was exported for.
-
-    torch cannot decompose a program that writes to one of several tensors of a storage, nor one whose values
-    lie on another device.
-    """
-    devices = {weight.fqn: weight.device for weight in weights.held.values()}
-
-    def fake(name: str, old: Any) -> Any:
-        if name not in devices:
-            return old
-        return torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=devices[name])
-
-    with fake_mode_of([node.meta.get("val") for node in placeholders_of(exported.graph)]):
-        return with_values(exported, fake)
-
-
-def _may_write(graph_module: fx.GraphModule) -> bool:
-    """Tells whether a graph has more than arithmetic of sizes, operators whose schemas say that they write
-    nothing, and control flow whose bodies have no more than that."""
-    for node in graph_module.graph.nodes:
-        target = node.target
-        if node.op != "call_function" or target is aten.detach_.default:
-            continue
-        if isinstance(target, HigherOrderOperator):
-            bodies = subgraphs_of(node)
-            if not bodies or any(map(_may_write, bodies)):
-                return True
-        elif isinstance(target, OpOverload):
-            if target._schema.is_mutable:
-                return True
-        elif getattr(target, "__module__", "") != "_operator":
-            return True
-    return False

@@ -1,4 +1,4 @@
-"""The memory behind tensors, in the terms of the facts, and programs with other values or other names."""
+"""The memory behind tensors as parts and storages, and copies of programs with other values or names."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from penstock.schedule.facts.model import Part
 
 
 def storage_identity(tensor: torch.Tensor) -> tuple[str, int]:
-    """Names the memory behind a tensor: equal for two tensors exactly when they share it.
+    """Returns an identity of the memory behind a tensor: equal exactly for tensors that share memory.
 
-    Real memory goes by its address, because two storages may wrap the same bytes; memory without
-    one (fake, meta, empty) goes by the storage object.
+    Real memory is identified by its address, because two storage objects may wrap the same bytes. Memory
+    without an address (fake, meta, empty) is identified by the storage object.
     """
     storage = tensor.untyped_storage()
     if has_values(tensor) and storage.nbytes() > 0 and storage.data_ptr():
@@ -44,7 +44,7 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def part_of(tensor: torch.Tensor, storage: int) -> Part:
-    """Returns the part that a plain tensor is of storage number `storage`, which is the one behind it."""
+    """Returns the part for a plain tensor, whose storage has number `storage`."""
     return Part(
         name="",
         dtype=dtype_name(tensor.dtype),
@@ -56,8 +56,8 @@ def part_of(tensor: torch.Tensor, storage: int) -> Part:
 
 
 def tensor_in(flat: torch.Tensor, part: Part) -> torch.Tensor:
-    """Returns the tensor of a part whose storage is `flat`, a one-dimensional uint8 tensor that it shares."""
-    # Not by slicing: that asks the driver of a fake tensor's device, which need not be there.
+    """Returns the tensor of a part; its storage is that of `flat`, a one-dimensional uint8 tensor."""
+    # Slicing would ask the driver of a fake tensor's device, which need not exist.
     empty = torch.empty(0, dtype=getattr(torch, part.dtype), device=flat.device)
     start = int(flat.storage_offset()) + part.offset
     return empty.set_(flat.untyped_storage(), start // empty.itemsize, part.shape, part.stride)
@@ -66,7 +66,7 @@ def tensor_in(flat: torch.Tensor, part: Part) -> torch.Tensor:
 def with_values(exported: ExportedProgram, value_of: Callable[[str, Any], Any]) -> ExportedProgram:
     """Returns a copy of the program whose weights and constants are `value_of(name, old)`.
 
-    A tensor in the place of a parameter becomes one.
+    A tensor that replaces a parameter becomes a parameter.
     """
 
     def values(held: dict[str, Any]) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def with_values(exported: ExportedProgram, value_of: Callable[[str, Any], Any]) 
 
 
 def with_names(exported: ExportedProgram, names: Mapping[str, str]) -> ExportedProgram:
-    """Returns a copy of the program whose weights and constants have other names, where `names` has one."""
+    """Returns a copy of the program in which weights and constants have the names that `names` gives them."""
     renamed = copy.copy(exported)
     renamed._graph_signature = copy.copy(exported.graph_signature)
     renamed._graph_signature.input_specs = [

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from penstock.passes.annotate import Annotated, annotate_with_values
 from penstock.passes.graph.nodes import copy_graph_module
 from penstock.passes.graph.retarget import exported_device, move_graph, nested_modules
 from penstock.passes.lowering import eager
-from penstock.passes.probes import STREAMER
 from penstock.passes.weights.lifted import Catalog, Weights
 from penstock.schedule.payload.codec import Payload, ProgramFile
 from tests.passes.pass_models import Case
@@ -53,15 +50,6 @@ class PoisoningStreamer:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {w.fqn: _view(self.buffers[w.parts[0].storage], w.parts[0]) for w in self.payload.weights}
-
-
-@contextmanager
-def streaming(streamer: object) -> Iterator[None]:
-    token = STREAMER.set(streamer)
-    try:
-        yield
-    finally:
-        STREAMER.reset(token)
 
 
 def export(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
+import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from penstock.passes.activations import Activations, activation_bytes
 
@@ -90,3 +94,27 @@ def test_a_size_of_one_input_that_another_is_scaled_to_may_be_dynamic() -> None:
     inputs = torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 8, 8)
     sizes = {2: torch.export.Dim.AUTO, 3: torch.export.Dim.AUTO}
     assert peak(Scaled(), *inputs, dynamic_shapes=(sizes, sizes)) == 8 * 8 * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_attention_fills_a_mask_of_booleans_into_one_of_numbers(dtype: torch.dtype, heads: int) -> None:
+    class Attention(nn.Module):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+    x, mask = torch.zeros(1, 2, 512, 16, dtype=dtype), torch.ones(1, heads, 512, 512, dtype=torch.bool)
+    of_booleans, of_numbers = (_taken(Attention(), x, one) for one in (mask, mask.to(dtype)))
+    length = torch.export.Dim("length", min=2, max=4096)
+    sizes = ({2: length}, {2: length, 3: length})
+    found = [peak(Attention(), x, one, dynamic_shapes=sizes) for one in (mask, mask.to(dtype))]
+    assert found[0] - found[1] == of_booleans - of_numbers == mask.numel() * x.element_size()
+
+
+def _taken(module: nn.Module, *given: torch.Tensor) -> int:
+    """The most bytes that torch holds at once for a call, as its profiler counts."""
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        module(*given)
+    events = found.profiler.kineto_results.events()
+    changes = sorted((one.start_ns(), one.nbytes()) for one in events if one.name() == "[memory]")
+    return max(accumulate(nbytes for _, nbytes in changes))

@@ -9,13 +9,13 @@ from torch import fx, nn
 from penstock.passes.annotate import annotate, annotate_with_values
 from penstock.passes.lowering import eager
 from penstock.passes.pipeline import Pipeline
-from penstock.passes.probes import insert_probes
+from penstock.passes.probes import insert_probes, streaming
 from penstock.schedule.facts.errors import PassError, PlanError
 from penstock.schedule.facts.hardware import PRESETS
 from penstock.schedule.facts.model import Input, Symbol
 from penstock.schedule.payload.codec import Payload
 from tests.passes.pass_models import CASES
-from tests.passes.pass_runs import PoisoningStreamer, export, prepare, same_bits, streaming
+from tests.passes.pass_runs import PoisoningStreamer, export, prepare, same_bits
 
 
 def test_methods_record_leaves_and_symbols():

@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.passes import probes
 from penstock.passes.annotate import annotate
-from penstock.passes.probes import STREAMER, insert_probes, streaming_steps
+from penstock.passes.probes import STREAMER, insert_probes, streaming, streaming_steps
 from penstock.schedule.facts.errors import PassError, StreamError
 from penstock.schedule.facts.model import (
     Arena,
@@ -21,7 +21,7 @@ from penstock.schedule.facts.model import (
 )
 from penstock.schedule.plan import Plan
 from tests.passes.pass_models import CASES
-from tests.passes.pass_runs import decompose, export, streaming
+from tests.passes.pass_runs import decompose, export
 
 acquire, release = torch.ops.penstock.acquire.default, torch.ops.penstock.release.default
 
@@ -65,6 +65,17 @@ def test_probes_count_as_writes(probe):
 
 def test_probes_outside_a_call_are_refused():
     assert STREAMER.get() is None
+    with pytest.raises(StreamError, match="outside a streamed module"):
+        acquire([torch.randn(1)], 0, 0)
+
+
+def test_a_streamer_is_called_only_within_its_block():
+    outer, inner = Recorder(), Recorder()
+    with streaming(outer):
+        with pytest.raises(ZeroDivisionError), streaming(inner):
+            1 / 0  # noqa: B018
+        acquire([torch.randn(1)], 0, 7)
+    assert (outer.log, inner.log) == ([("acquire", 0, 7)], [])
     with pytest.raises(StreamError, match="outside a streamed module"):
         acquire([torch.randn(1)], 0, 0)
 

@@ -9,8 +9,8 @@ from torch import nn
 from penstock.passes.annotate import annotate
 from penstock.passes.graph.grad_regions import inline_grad_regions, without_grad_regions
 from penstock.passes.lowering import eager
-from penstock.passes.probes import insert_probes
-from tests.passes.pass_runs import prepare, same_bits, streaming
+from penstock.passes.probes import insert_probes, streaming
+from tests.passes.pass_runs import prepare, same_bits
 
 # Torch itself looks at it when it traces a branch.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -11,10 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from penstock.passes.annotate import annotate_with_values
 from penstock.passes.lowering import eager
 from penstock.passes.lowering.archive import strip_weights
+from penstock.passes.probes import streaming
 from penstock.schedule.facts.errors import PassError, PayloadError, SourceError, StreamError
 from penstock.schedule.payload.codec import ProgramFile
 from tests.passes.pass_models import CASES
-from tests.passes.pass_runs import export, prepare, same_bits, stored, streaming
+from tests.passes.pass_runs import export, prepare, same_bits, stored
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,11 @@ from penstock.passes.graph.retarget import move_graph, nested_modules
 from penstock.passes.lowering import eager
 from penstock.passes.lowering.archive import PROGRAM
 from penstock.passes.lowering.method_code import VERSION, decode_method, encode_method, method_code
+from penstock.passes.probes import streaming
 from penstock.schedule.facts.errors import PassError, PayloadError
 from penstock.schedule.payload.codec import ProgramFile
 from tests.passes.pass_models import CASES
-from tests.passes.pass_runs import export, prepare, retarget, same_bits, streaming
+from tests.passes.pass_runs import export, prepare, retarget, same_bits
 
 
 def rows(graph):
