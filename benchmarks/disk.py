@@ -1,12 +1,12 @@
 """Streams models from disk under a byte budget, beside the peers, memory and the bare disk.
 
-The method, so that it can be argued with:
+This is the method:
 
 - Every competitor runs in a process of its own, loaded once per case. One computes at a time; once a
   round each runs a train of passes, in an order that rotates from round to round, after a matrix
   product that shows how fast the machine is at that moment. Ratios are taken within a round.
-- A train is one pass that does not count, then `--passes` that do, back to back: the first pays for
-  whatever the idle time before it gave away (penstock fills its budget ahead between two calls).
+- A train is one pass that does not count, then `--passes` that do, back to back: the first pass makes up for
+  the idle time before it, in which penstock fills its budget for the next call.
 - Warm: the page cache holds every file that the competitor reads, as its own first pass, which does not
   count, has left it there; what that pass has not read is read before the clock starts.
 - Cold: before every pass the competitor's files leave the page cache; mincore says how much is left,
@@ -54,6 +54,7 @@ from benchmarks.machine import describe_machine, read_available_memory
 from benchmarks.rounds import STATES, Bench, Case, Options, list_cases
 from benchmarks.summary import judge, summarise
 from benchmarks.table import render, write_tables
+from penstock.runtime.loading import ENGINES
 from penstock.schedule.facts.errors import BudgetError
 from penstock.schedule.facts.sizes import format_size, parse_size
 
@@ -80,6 +81,7 @@ def main(
     pack: Annotated[
         bool, typer.Option(help="Whether penstock packs the weights or uses them in place.")
     ] = True,
+    engines: Annotated[str, typer.Option(help="To execute penstock's plans: auto, native, python.")] = "auto",
     work: Annotated[Path | None, typer.Option(help="Folder for weights; else a temporary one.")] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Leave in --work what another run can use.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write samples and figures here.")] = None,
@@ -90,8 +92,8 @@ def main(
 ) -> None:
     """Measure streaming from disk against the peers, memory and the disk itself.
 
-    The exit status is 1 where penstock failed or its output differs from the plain module's, and 2
-    for options that cannot be. Lists are separated by commas.
+    The exit status is 1 if penstock failed or its output differs from the plain module's, and 2
+    for impossible options. Lists are separated by commas.
     """
     if rendered is not None:
         result = json.loads(rendered.read_text(encoding="utf-8"))
@@ -110,7 +112,7 @@ def main(
         except (ValueError, BudgetError) as error:
             raise typer.BadParameter(str(error)) from None
         with _open_work(work) as folder:
-            options = Options(nbytes, rounds, passes, folder, pack)
+            options = Options(nbytes, rounds, passes, folder, pack, tuple(_split(engines, ENGINES)))
             _check_room(options, cases)
             result = measure(options, cases, keep=keep, json_path=json_path)
     if docs is not None:
@@ -167,7 +169,7 @@ def _split(text: str, known: Sequence[str] = ()) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def _open_work(work: Path | None) -> Iterator[Path]:
-    """The folder for weights; one that was not given goes away again."""
+    """The folder for weights; a temporary one, removed at the end, if none is given."""
     folder = work or Path(tempfile.mkdtemp(prefix="penstock-bench-"))
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -178,9 +180,10 @@ def _open_work(work: Path | None) -> Iterator[Path]:
 
 
 def _check_room(options: Options, cases: Sequence[Case]) -> None:
-    """Refuse what the disk or the memory cannot hold, before anything is written."""
+    """Refuse a size that the disk or the memory cannot hold, before any file is written."""
     copies = 1 + len({peer for case in cases for peer in case.peers} - {"mmap"})
-    copies += max(len(case.budgets) for case in cases) if options.pack else 0
+    plans = max(len(case.budgets) for case in cases) * len(options.engines)
+    copies += plans if options.pack else 0
     free = shutil.disk_usage(options.work).free
     # The plain module, what penstock may hold, and one competitor's files in the page cache.
     shares = [sum(parse_size(b, total=options.nbytes) for b in case.budgets) for case in cases]

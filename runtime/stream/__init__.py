@@ -1,1 +1,1 @@
-"""The two probes at run time: an acquire waits for weights, and a release lets others take their place."""
+"""The two probes at run time: an acquire waits for weights, and a release lets other weights replace them."""

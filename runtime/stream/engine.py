@@ -1,12 +1,12 @@
-"""The state machine that every engine runs: which pass is on, which step comes next, and when order is lost.
+"""The state machine that every engine runs: the current pass, its next step, and deviations from the plan.
 
 One pass of a method is `begin`, then `acquire` and `release` of each probed step in the order of its trace,
-then `end`. Transfers start strictly in the order of the plan, each once the step that it waits for has ended,
-also where that step belongs to the pass before, so that prefetch runs across calls. Whatever does not happen
-as planned (another order of steps, a failed read, an exception in the model) is a miss or ends in `abort`,
-after which the next pass starts from the resident ranges: slower, never wrong.
+then `end`. Transfers start strictly in the order of the plan, each as soon as the step that it waits for has
+ended, even if that step belongs to the pass before, so that prefetch runs across calls. A deviation from the
+plan (another order of steps, a failed read, an exception in the model) is a miss, or ends in `abort`, after
+which the next pass starts from the resident ranges. It makes a pass slower, never wrong.
 
-An engine says how a transfer is made and waited for: `stream/streamer.py` with threads that fill an arena,
+An engine makes transfers and waits for them: `stream/streamer.py` with threads that fill an arena, and
 `device/streamer.py` with the streams and events of a device.
 """
 
@@ -38,6 +38,10 @@ class StreamEngine(ABC):
         }
         self._plan = plan
         self._forget_pass()
+
+    def probed(self, graph: int) -> tuple[int, ...]:
+        """Returns the steps at which the plan acts in a pass of method `graph`, ascending."""
+        return self.methods[graph].probed
 
     def begin(self, graph: int) -> None:
         """Start a pass of method `graph`."""
@@ -77,7 +81,7 @@ class StreamEngine(ABC):
 
     def _forget_pass(self) -> None:
         self._expected: list[int] = []  # the probed steps still to come in this pass, the next one last
-        self._demand: Sequence[Range] | None = None  # what was loaded, once this pass left the planned order
+        self._demand: Sequence[Range] | None = None  # ranges loaded since this pass left the planned order
         self._running = False
 
     def _enter(self, method: MethodTable) -> None:
@@ -94,19 +98,19 @@ class StreamEngine(ABC):
 
     @property
     def _is_unclear(self) -> bool:
-        """Tells whether an interrupt or the like has kept the pass before from ending or from aborting."""
+        """Tells whether the pass before has neither ended nor aborted, as after an interrupt."""
         return self._running
 
     def _can_follow(self, graph: int) -> bool:
-        """Tells whether what is on its way for the pass expected next serves a pass of `graph` as well."""
+        """Tells whether the transfers under way for the expected pass also serve a pass of `graph`."""
         now = self._position
         if now.method.graph == graph:
             return True
         crossing = self.methods[graph].crosses_calls or now.method.crosses_calls
-        # A first pass's queue brings the boundary, which the other method's steady one would not.
+        # The queue of a first pass brings the boundary, which the other method's steady queue does not.
         return not crossing and now.index == 0 and now.queue is now.method.steady
 
-    # What an engine does.
+    # The methods of an engine.
 
     @abstractmethod
     def _check(self) -> None:
@@ -122,7 +126,7 @@ class StreamEngine(ABC):
 
     @abstractmethod
     def _wait(self, step: int) -> None:
-        """Have the kernels that follow run behind the transfers of a step."""
+        """Make the kernels that are called next run after the transfers of a step."""
 
     @abstractmethod
     def _leave(self, step: int, drops: Sequence[Range]) -> None:
@@ -134,4 +138,4 @@ class StreamEngine(ABC):
 
     @abstractmethod
     def _load_on_demand(self, needed: Sequence[Range]) -> None:
-        """Bring what a step needs in no order that was planned, which is a miss."""
+        """Bring the ranges that a step needs outside of the planned order, which is a miss."""

@@ -1,17 +1,14 @@
-"""Says what a streamer is, whichever engine it has, and what a streamed module tells of it."""
+"""The interface of all streamers, and the counters that a streamed module shows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
-
-from penstock.runtime.stream.queue import MethodTable
 
 
 @dataclass
 class Counters:
-    """What a streamer did so far, in bytes, nanoseconds and counts."""
+    """The counters of a streamer so far, in bytes, nanoseconds and events."""
 
     bytes_moved: int = 0
     misses: int = 0
@@ -32,7 +29,7 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class Stats(Usage):
-    """What a streamed module did since it was loaded.
+    """The counters of a streamed module since it was loaded.
 
     `peak_bytes` is the most weight memory ever held, within the budget: the arena's ranges and the
     storages outside it. `stall_seconds` is time the caller waited for weights, loading the resident
@@ -57,11 +54,10 @@ class Streamer(Protocol):
 
     @property
     def counters(self) -> Counters:
-        """What was done so far."""
+        """The counters so far."""
 
-    @property
-    def methods(self) -> Mapping[int, MethodTable]:
-        """What a pass of each method looks up, by graph number."""
+    def probed(self, graph: int) -> tuple[int, ...]:
+        """Returns the steps at which the plan acts in a pass of method `graph`, ascending."""
 
     @property
     def in_reader(self) -> bool:
@@ -71,7 +67,7 @@ class Streamer(Protocol):
         """Start a pass of method `graph`."""
 
     def acquire(self, graph: int, step: int) -> None:
-        """Let the kernels that come now read what `step` reads."""
+        """Make the weights of `step` readable for the kernels that are called next."""
 
     def release(self, graph: int, step: int) -> None:
         """Note that the kernels of `step` have been called."""
@@ -80,7 +76,7 @@ class Streamer(Protocol):
         """End the pass."""
 
     def abort(self) -> None:
-        """Forget everything but what is resident, because the pass has failed."""
+        """Forget everything except the resident ranges, because the pass has failed."""
 
     def close(self) -> None:
         """Wait for what is on its way, and stop."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from penstock.passes.probes import STREAMER, Probes
+from penstock.passes.probes import Probes, streaming
 from penstock.runtime.stream.interface import Counters, Stats, Streamer, Usage
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.sizes import format_size
@@ -42,7 +42,7 @@ class Resources:
         self.closed = True
         if os.getpid() == self.owner:
             streamer = self.streamer
-            # Collected as garbage on one of its own readers, which cannot wait for itself.
+            # The object was collected on a thread of its own readers, which cannot wait for itself.
             if self.in_reader() or (streamer is not None and streamer.in_reader):
                 threading.Thread(target=self.close, name="penstock-close").start()
                 return
@@ -54,10 +54,10 @@ class Resources:
 
 @dataclass(eq=False, kw_only=True)
 class LoadedWeights:
-    """The weights of a plan as tensors by FQN, and what streams them. Collected as garbage, they are closed.
+    """The weights of a plan as tensors by FQN, and their streamer. They are closed when they are collected.
 
-    What streams is waited for by the streamer; `wait` returns once the rest is in memory. `out_of_memory`
-    says which part of a device's memory was too small.
+    The streamer waits for the weights that stream; `wait` returns when all others are in memory.
+    `out_of_memory` says which part of a device's memory was too small.
     """
 
     plan: Plan
@@ -72,35 +72,32 @@ class LoadedWeights:
 
     @property
     def streamer(self) -> Streamer | None:
-        """What streams the weights, or None where all of them stay."""
+        """The streamer of the weights, or None if all weights stay in memory."""
         return self.resources.streamer
 
     @property
     def counters(self) -> Counters:
-        """What the streamer did so far."""
+        """The counters of the streamer so far."""
         return self.streamer.counters if self.streamer else Counters()
 
     def probed(self, graph: int) -> tuple[int, ...]:
         """The steps of a method at which the plan acts."""
-        return self.streamer.methods[graph].probed if self.streamer else ()
+        return self.streamer.probed(graph) if self.streamer else ()
 
     def run(self, graph: int, probes: Probes | None, run: Callable[[], Any]) -> Any:
         """Run one pass of method `graph`, whose probes call `probes`, and return what `run` returns."""
         streamer = self.streamer
-        token = STREAMER.set(probes)
-        try:
-            if streamer is not None:
+        with streaming(probes):
+            if streamer is None:
+                return run()
+            try:
                 streamer.begin(graph)
-            output = run()
-            if streamer is not None:
+                output = run()
                 streamer.end(graph)
-        except BaseException:
-            if streamer is not None:
+            except BaseException:
                 streamer.abort()
-            raise
-        finally:
-            STREAMER.reset(token)
-        return output
+                raise
+            return output
 
     def stats(self, passes: int) -> Stats:
         """Returns what was streamed in `passes` passes, and the memory that it takes."""

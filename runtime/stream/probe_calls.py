@@ -16,7 +16,7 @@ _Result = TypeVar("_Result")
 
 
 def probe_calls(order: ProbeOrder, probed: Collection[int], streamer: Probes | None) -> CompiledCalls:
-    """Returns what the probes of a compiled program call where `streamer` streams the steps `probed`."""
+    """Returns the target of a compiled program's probe calls; `streamer` streams the steps `probed`."""
     return NOTHING_STREAMS if streamer is None else ProbeCalls(order, probed, streamer)
 
 

@@ -1,4 +1,4 @@
-"""Holds what a streamer looks up: pieces in issue order, drops, probed steps, and where it is among them."""
+"""The tables of a streamer: pieces in issue order, drops and probed steps, and a pass's position in them."""
 
 from __future__ import annotations
 
@@ -162,8 +162,9 @@ def tabulate(
 def first_pass(plan: Plan, method: MethodTable, *, resident_loaded: bool, piece: int | None = PIECE) -> Queue:
     """Returns the queue of a pass that starts with nothing on the device, or with the resident ranges alone.
 
-    It has the method's boundary in its order, then what the pass itself copies. The call waits for the
-    resident ranges, and each step for the rest of the boundary that it is the first to read.
+    The queue has the method's boundary in its order, and then the transfers of the pass. The call waits for
+    the resident ranges, and each step waits for the other ranges of the boundary that it is the first to
+    read.
     """
     resident, n = merged(plan.resident), method.steps
     most = _piece_bytes(plan, piece)

@@ -1,7 +1,7 @@
 """Streams on a CPU: readers fill the arena ahead of the reads, and the two probes wait for them.
 
-Readers take pieces of transfers strictly in issue order. What needs no waiting is filled on the thread of the
-caller.
+Readers take pieces of transfers strictly in issue order. Pieces that need no waiting are filled on the thread
+of the caller.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _CHECK_EVERY_NS = 5_000_000
 class ArenaStreamer(StreamEngine):
     """Streams the weights of one plan into one arena.
 
-    Raises from `begin` or `acquire` whatever the arena raised while it was filled. With `drop_at_once`
-    bytes are dropped when their step ends, not when their room is needed.
+    `begin` and `acquire` raise the error that the arena raised while it was filled. With `drop_at_once`,
+    bytes are dropped when their step ends, and not only when their memory is needed.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class ArenaStreamer(StreamEngine):
         self._closed = False
         self._error: BaseException | None = None
         self._resident_loaded = False
-        self._dropping: list[Range] = []  # what ended steps have dropped while nothing needs its room
+        self._dropping: list[Range] = []  # dropped by ended steps; nothing needs their memory yet
         self._paused = False
         self._position = self._position_before(plan.schedules[0].graph, resident_loaded=False)
         self._readers = ReaderThreads(readers, self._read, "reader")
-        self._readers.start(self.close)  # those that have started fill memory that the caller gives back
+        self._readers.start(self.close)  # started readers fill memory that the caller would give back
 
     # The pass, on the caller's thread.
 
@@ -68,7 +68,7 @@ class ArenaStreamer(StreamEngine):
 
         Raises SourceError where a file changed under the pass, whose output is then worth nothing.
         """
-        self._check()  # what was mapped in this pass is what the files still hold
+        self._check()  # raises unless the files still hold the bytes that were mapped in this pass
         super().end(graph)
 
     def abort(self) -> None:
@@ -122,7 +122,7 @@ class ArenaStreamer(StreamEngine):
 
     @property
     def _is_unclear(self) -> bool:
-        # Paused: an interrupt has kept an abort from finishing.
+        # Paused means that an interrupt has kept an abort from finishing.
         return self._running or self._paused or self._error is not None
 
     def _start_over(self, graph: int) -> None:
@@ -203,7 +203,7 @@ class ArenaStreamer(StreamEngine):
         self._dropping.clear()
 
     def _fill_ready(self) -> None:
-        """Fill what needs no waiting, which costs less than to wake a reader, and leave the rest to one."""
+        """Fill the pieces that need no waiting, which is faster than waking a reader; leave the others."""
         while self._startable():
             pieces = self._position.adjacent_pieces()
             moved = self._arena.fill_ready(pieces[0].start, pieces[-1].stop)
@@ -216,9 +216,9 @@ class ArenaStreamer(StreamEngine):
             self._position.advance(len(pieces))
 
     def _check(self) -> None:
-        """Raise SourceError where what is held cannot be read any more.
+        """Raise SourceError if bytes in the arena cannot be read any more.
 
-        It costs a system call for each file, so it is not done at every step.
+        The check takes a system call for each file, so it is not made at every step.
         """
         self._arena.check()
         self._checked_ns = time.perf_counter_ns()
@@ -244,7 +244,7 @@ class ArenaStreamer(StreamEngine):
             raise StreamError("the streamed module was closed while it ran")
 
     def _load_on_demand(self, needed: Sequence[Range]) -> None:
-        """Drop whatever else streams, then load `needed` before returning."""
+        """Drop all other ranges that stream, then load `needed` before returning."""
         if self._error is not None:
             raise self._error
         if self._demand is None:

@@ -107,7 +107,7 @@ def run(kind: str, source: Source, fault: Fault) -> tuple[str, tuple[int, ...]]:
     plan = plan_for(kind)
     given = fault.plan(plan)
     fault.fired += given != plan
-    arena = open_arena(plan, STORAGES, source, poison=True, populate=True)
+    arena = open_arena(plan, STORAGES, source, poison=True)
     faulty: Any = FaultyArena(arena, fault)
     streamer = ArenaStreamer(given, STORAGES, faulty, readers=0)
     wrong, held = "", []

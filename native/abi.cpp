@@ -1,0 +1,102 @@
+// The C functions: what is raised inside becomes a status and a sentence.
+
+#include <unistd.h>
+
+#include <cstring>
+#include <new>
+
+#include "engine.h"
+
+using penstock::Engine;
+using penstock::Failure;
+
+struct ps_engine {
+    ps_engine(const char *payload, const char *plan, const char *folder, const ps_options &options)
+        : engine(payload, plan, folder, options), owner(getpid()) {}
+    Engine engine;
+    const int owner;
+    std::string error;
+};
+
+namespace {
+
+template <typename Run>
+ps_status guarded(std::string &error, Run run) {
+    try {
+        return run() ? PS_OK : PS_WAITING;
+    } catch (const Failure &failure) {
+        error = failure.what();
+        return failure.status;
+    } catch (const std::bad_alloc &) {
+        error = "there is not enough memory: lower the budget or free some";
+    } catch (const std::exception &other) {
+        error = other.what();
+    }
+    return PS_STREAM;
+}
+
+}  // namespace
+
+ps_status ps_open(const char *payload, const char *plan, const char *folder, const ps_options *options,
+                  ps_engine **engine, char *error, size_t size) {
+    *engine = nullptr;
+    std::string text;
+    const ps_status status = guarded(text, [&] {
+        *engine = new ps_engine(payload, plan, folder, *options);
+        return true;
+    });
+    if (status != PS_OK && size) {
+        std::strncpy(error, text.c_str(), size - 1);
+        error[size - 1] = 0;
+    }
+    return status;
+}
+
+void *ps_storage(const ps_engine *engine, int32_t storage) {
+    const auto count = static_cast<int32_t>(engine->engine.plan().storages.size());
+    return storage < 0 || storage >= count ? nullptr : engine->engine.address(storage);
+}
+
+int32_t ps_probed(const ps_engine *engine, int32_t graph, int32_t *steps, int32_t size) {
+    const penstock::Method *const method = engine->engine.plan().method(graph);
+    if (!method) return -1;
+    const auto count = static_cast<int32_t>(method->probed.size());
+    for (int32_t k = 0; k < count && k < size; ++k) steps[k] = method->probed[k];
+    return count;
+}
+
+ps_status ps_begin(ps_engine *engine, int32_t graph) {
+    return guarded(engine->error, [&] { return engine->engine.begin(graph); });
+}
+
+ps_status ps_acquire(ps_engine *engine, int32_t graph, int32_t step) {
+    return guarded(engine->error, [&] { return engine->engine.acquire(graph, step); });
+}
+
+ps_status ps_release(ps_engine *engine, int32_t graph, int32_t step) {
+    return guarded(engine->error, [&] { return engine->engine.release(graph, step), true; });
+}
+
+ps_status ps_end(ps_engine *engine, int32_t graph) {
+    return guarded(engine->error, [&] { return engine->engine.end(graph); });
+}
+
+ps_status ps_abort(ps_engine *engine) {
+    return guarded(engine->error, [&] { return engine->engine.abort(), true; });
+}
+
+ps_status ps_wait(ps_engine *engine) {
+    return guarded(engine->error, [&] { return engine->engine.wait(); });
+}
+
+void ps_stats(const ps_engine *engine, ps_statistics *statistics) { *statistics = engine->engine.statistics(); }
+
+const char *ps_error(const ps_engine *engine) { return engine->error.c_str(); }
+
+void ps_stop(ps_engine *engine) {
+    if (getpid() == engine->owner) engine->engine.stop();
+}
+
+void ps_close(ps_engine *engine) {
+    if (engine && getpid() == engine->owner) delete engine;
+}

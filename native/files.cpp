@@ -1,0 +1,193 @@
+#include "files.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <memory>
+
+#include "failure.h"
+
+namespace penstock {
+
+namespace {
+
+constexpr int64_t LARGEST_READ = 1 << 30;
+
+int64_t modified_ns(const struct stat &status) {
+    return status.st_mtim.tv_sec * 1000000000LL + status.st_mtim.tv_nsec;
+}
+
+std::string in_words(int64_t start, int64_t stop, const std::string &path) {
+    return "bytes " + std::to_string(start) + " to " + std::to_string(stop) + " of " + path;
+}
+
+// Memory for one read that goes elsewhere, aligned to pages.
+class Scratch {
+  public:
+    explicit Scratch(size_t nbytes)
+        : nbytes_(nbytes), address_(mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)) {
+        if (address_ == MAP_FAILED) throw Failure(PS_STREAM, "the system refused memory for a read: free some");
+    }
+    ~Scratch() { munmap(address_, nbytes_); }
+    Scratch(const Scratch &) = delete;
+    char *at(size_t offset) const { return static_cast<char *>(address_) + offset; }
+
+  private:
+    size_t nbytes_;
+    void *address_;
+};
+
+// The alignment of direct reads, 0 where there are none: some file systems take the flag and refuse the reads.
+int64_t find_block(int fd) {
+    Scratch memory(2 * 4096);
+    for (const int64_t block : {512, 4096}) {
+        if (pread(fd, memory.at(block), block, 0) >= 0) return block;
+        if (errno != EINVAL) break;
+    }
+    return 0;
+}
+
+}  // namespace
+
+Descriptor::~Descriptor() {
+    if (fd_ >= 0) ::close(fd_);
+}
+
+Source::Source(const std::vector<WeightFile> &files, const std::string &folder, const ps_options &options)
+    : callback_(options.read), context_(options.context) {
+    if (!callback_)
+        for (const WeightFile &file : files) open(file, folder, !options.buffered);
+}
+
+void Source::open(const WeightFile &file, const std::string &folder, bool direct) {
+    const bool in_place = !file.path.empty() && file.path[0] == '/';
+    const std::string inside = "/" + file.path + "/";
+    if (file.path.empty() || inside.find("/../") != std::string::npos)
+        throw Failure(PS_SOURCE, "the payload names the weight file '" + file.path + "', which is not inside " + folder +
+                                     ": do not trust this artifact, compile again");
+    const std::string path = in_place ? file.path : folder + "/" + file.path;
+    Descriptor fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+    if (fd < 0)
+        throw Failure(PS_SOURCE, path + " cannot be opened (" + std::strerror(errno) + "): put the file back");
+    Open opened{path, file.nbytes, std::move(fd), Descriptor()};
+    struct stat status;
+    if (fstat(opened.fd, &status) != 0 || status.st_size != file.nbytes ||
+        (in_place && (modified_ns(status) != file.mtime_ns || static_cast<int64_t>(status.st_ino) != file.inode)))
+        throw Failure(PS_SOURCE, path + " is not the file that was compiled: its size, time or inode differ; put the "
+                                        "original back, or compile again");
+    opened.mtime_ns = modified_ns(status);
+    if (direct) {
+        opened.direct_fd = Descriptor(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT));
+        opened.block = opened.direct_fd < 0 ? 0 : find_block(opened.direct_fd);
+    }
+    files_.push_back(std::move(opened));
+}
+
+void Source::check_unchanged() const {
+    for (const Open &file : files_) check_unchanged(file);
+}
+
+void Source::check_unchanged(const Open &file) const {
+    struct stat status;
+    if (fstat(file.fd, &status) != 0 || status.st_size < file.nbytes)
+        throw Failure(PS_SOURCE, file.path + " has been truncated while in use: expected " +
+                                     std::to_string(file.nbytes) + " bytes; restore the file and open the artifact again");
+    if (status.st_size != file.nbytes || modified_ns(status) != file.mtime_ns)
+        throw Failure(PS_SOURCE, file.path + " has been changed while in use: open the artifact again");
+}
+
+void Source::read(int file, int64_t offset, char *address, int64_t nbytes) const {
+    if (nbytes <= 0) return;
+    if (callback_) {
+        const int error = callback_(context_, file, offset, address, nbytes);
+        if (error) throw Failure(PS_SOURCE, "reading weights failed (" + std::string(std::strerror(error)) + ")");
+        return;
+    }
+    const Open &opened = files_[file];
+    if (!opened.block) {
+        read_plainly(opened, opened.fd, offset, address, nbytes);
+    } else if ((offset - reinterpret_cast<intptr_t>(address)) % opened.block == 0) {
+        const int64_t head = std::min((opened.block - offset % opened.block) % opened.block, nbytes);
+        const int64_t whole = (nbytes - head) / opened.block * opened.block, done = head + whole;
+        read_plainly(opened, opened.fd, offset, address, head);
+        read_plainly(opened, opened.direct_fd, offset + head, address + head, whole);
+        read_plainly(opened, opened.fd, offset + done, address + done, nbytes - done);
+    } else if (!read_and_move(opened, offset, address, nbytes)) {
+        read_plainly(opened, opened.fd, offset, address, nbytes);
+    }
+    // Only after the read does this say that all its bytes are those of the file that was opened.
+    check_unchanged(opened);
+}
+
+// Reads all blocks that hold the bytes at once and directly; false where some did not come. The first block and the
+// last ones go to memory of their own, those between into the range itself, behind where they belong.
+bool Source::read_and_move(const Open &file, int64_t offset, char *address, int64_t nbytes) const {
+    const int64_t block = file.block, first = offset / block * block;
+    char *const stop = address + nbytes, *const start = address + (first + block - offset);  // of the second block
+    char *const place = reinterpret_cast<char *>((reinterpret_cast<intptr_t>(start) + block - 1) / block * block);
+    const int64_t whole = std::max<int64_t>(0, (stop - place) / block * block);
+    const int64_t rest = std::max<int64_t>(0, stop - (start + whole));
+    Scratch edges(4 * block);
+    std::vector<iovec> parts{{edges.at(0), static_cast<size_t>(block)}};
+    if (whole) parts.push_back({place, static_cast<size_t>(whole)});
+    parts.push_back({edges.at(block), static_cast<size_t>((rest + block - 1) / block * block)});
+    const ssize_t got = preadv(file.direct_fd, parts.data(), static_cast<int>(parts.size()), first);
+    if (got < offset + nbytes - first) return false;  // a plain read says why, if it fails as well
+    std::memmove(start, place, whole);
+    const int64_t skipped = offset - first;
+    std::memcpy(address, edges.at(skipped), std::min<int64_t>(nbytes, start - address));
+    std::memcpy(start + whole, edges.at(block), rest);
+    return true;
+}
+
+void Source::read_plainly(const Open &file, int fd, int64_t offset, char *address, int64_t nbytes) const {
+    const int64_t stop = offset + nbytes;
+    while (offset < stop) {
+        const ssize_t got = pread(fd, address, std::min(stop - offset, LARGEST_READ), offset);
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0) {
+            const int error = errno;
+            check_unchanged(file);  // behind a new end in the middle of a block a direct read fails with EINVAL
+            throw Failure(PS_SOURCE, "reading " + in_words(offset, stop, file.path) + " failed (" +
+                                         std::strerror(error) + "); check the disk, then try again");
+        }
+        if (got == 0) {
+            check_unchanged(file);
+            throw Failure(PS_SOURCE, file.path + " ended at byte " + std::to_string(offset) + " while it was read");
+        }
+        offset += got;
+        address += got;
+    }
+}
+
+FileRanges::FileRanges(const Plan &plan, int64_t gap) {
+    std::vector<FileRange> all;
+    for (size_t s = 0; s < plan.storages.size(); ++s) {
+        if (plan.places[s] < 0) continue;
+        for (const Extent &one : plan.storages[s].extents) {
+            const int64_t start = plan.layout[s] + one.storage_offset;
+            if (one.nbytes)
+                all.push_back({{start, start + one.nbytes}, one.file, one.file_offset,
+                               plan.places[s] + one.storage_offset});
+        }
+    }
+    std::sort(all.begin(), all.end(), [](const FileRange &a, const FileRange &b) { return a.range < b.range; });
+    for (const FileRange &one : all) {
+        FileRange *const last = ranges_.empty() ? nullptr : &ranges_.back();
+        const int64_t step = last ? one.range.start - last->range.start : 0;
+        if (last && one.range.start < last->range.stop)
+            throw Failure(PS_PAYLOAD, "two storages lie at layout offset " + std::to_string(one.range.start));
+        if (last && one.file == last->file && one.file_offset - last->file_offset == step &&
+            one.place - last->place == step && one.range.start - last->range.stop <= gap)
+            last->range.stop = one.range.stop;
+        else
+            ranges_.push_back(one);
+    }
+}
+
+}  // namespace penstock

@@ -1,0 +1,87 @@
+// The weight files, and which of their bytes belong where in memory.
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "penstock.h"
+#include "plan.h"
+
+namespace penstock {
+
+// A file descriptor, closed with this.
+class Descriptor {
+  public:
+    explicit Descriptor(int fd = -1) : fd_(fd) {}
+    Descriptor(Descriptor &&other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+    Descriptor &operator=(Descriptor &&other) noexcept {
+        std::swap(fd_, other.fd_);
+        return *this;
+    }
+    ~Descriptor();
+    operator int() const { return fd_; }
+
+  private:
+    int fd_;
+};
+
+// Where reads come from: the engine's own descriptors, or a function of the caller's. From any number of threads.
+class Source {
+  public:
+    Source(const std::vector<WeightFile> &files, const std::string &folder, const ps_options &options);
+
+    // Fills memory with bytes of a file. Raises PS_SOURCE where they cannot be had, or may be another file's.
+    void read(int file, int64_t offset, char *address, int64_t nbytes) const;
+
+    void check_unchanged() const;
+
+  private:
+    struct Open {
+        std::string path;
+        int64_t nbytes;
+        Descriptor fd, direct_fd;
+        int64_t mtime_ns = 0;  // when it was opened
+        int64_t block = 0;     // to which direct reads are aligned, 0 where there are none
+    };
+
+    void open(const WeightFile &file, const std::string &folder, bool direct);
+    void check_unchanged(const Open &file) const;
+    void read_plainly(const Open &file, int fd, int64_t offset, char *address, int64_t nbytes) const;
+    bool read_and_move(const Open &file, int64_t offset, char *address, int64_t nbytes) const;
+
+    std::vector<Open> files_;
+    ps_read callback_;
+    void *context_;
+};
+
+// Layout bytes, which lie at `file_offset` of a file and at byte `place` of the arena.
+struct FileRange {
+    Range range;
+    int file;
+    int64_t file_offset, place;
+
+    FileRange cut(Range to) const {
+        const int64_t skip = std::max<int64_t>(0, to.start - range.start);
+        return {{range.start + skip, std::min(to.stop, range.stop)}, file, file_offset + skip, place + skip};
+    }
+};
+
+// The bytes of all storages in the arena, as ranges that one read each can fill. Neighbours in file and memory, at
+// most `gap` bytes apart, are one range: what lies between is read along.
+class FileRanges {
+  public:
+    FileRanges(const Plan &plan, int64_t gap);
+
+    template <typename Use>
+    void within(Range range, Use use) const {
+        auto one = std::upper_bound(ranges_.begin(), ranges_.end(), range.start,
+                                    [](int64_t at, const FileRange &other) { return at < other.range.stop; });
+        for (; one != ranges_.end() && one->range.start < range.stop; ++one) use(one->cut(range));
+    }
+
+  private:
+    std::vector<FileRange> ranges_;
+};
+
+}  // namespace penstock

@@ -1,0 +1,101 @@
+"""The native engine's shared library: found beside this file, loaded once, its functions by ctypes.
+
+The library is built when penstock is installed, where a C++ compiler and nlohmann's JSON headers are; without
+them everything runs on Python's own streamer. `native/penstock.h` says what each function does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_char_p, c_int, c_int32, c_int64, c_size_t, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import NoReturn
+
+from penstock.schedule.facts.errors import PayloadError, PenstockError, PlanError, SourceError, StreamError
+
+WAITING = 5
+_ERRORS: dict[int, type[PenstockError]] = {1: PayloadError, 2: PlanError, 3: SourceError, 4: StreamError}
+_ERROR_BYTES = 4096
+
+
+class Options(ctypes.Structure):
+    """`ps_options`, in the header's words."""
+
+    _fields_ = (
+        ("readers", c_int32),
+        ("buffered", c_int32),
+        ("drop_early", c_int32),
+        ("poison", c_int32),
+        ("patience_ms", c_int32),
+        ("read", c_void_p),
+        ("context", c_void_p),
+    )
+
+
+class Statistics(ctypes.Structure):
+    """`ps_statistics`, in bytes, counts and nanoseconds."""
+
+    _fields_ = tuple(
+        (name, c_int64) for name in ("bytes_moved", "misses", "stall_ns", "held_bytes", "peak_bytes")
+    )
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """Returns the library; None where it was not built, or was built for another machine."""
+    for path in sorted(Path(__file__).parent.glob("_engine*.so")):
+        try:
+            return _declared(ctypes.CDLL(str(path)))
+        except OSError:
+            continue
+    return None
+
+
+def open_engine(payload: bytes, plan: str, folder: Path, options: Options) -> c_void_p:
+    """Opens an engine. Raises the error of penstock's own tree that the library's status stands for."""
+    found = library()
+    if found is None:
+        raise StreamError(
+            "the native engine is not installed: install penstock where g++ and nlohmann-json3-dev are, or "
+            "leave engine='auto'"
+        )
+    engine = c_void_p()
+    error = ctypes.create_string_buffer(_ERROR_BYTES)
+    status = found.ps_open(
+        payload,
+        plan.encode(),
+        str(folder).encode(),
+        ctypes.byref(options),
+        ctypes.byref(engine),
+        error,
+        len(error),
+    )
+    if status:
+        refuse(status, error.value)
+    return engine
+
+
+def refuse(status: int, text: bytes) -> NoReturn:
+    """Raises the error that a status stands for, with the library's sentence."""
+    raise _ERRORS.get(status, StreamError)(text.decode(errors="replace"))
+
+
+def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
+    engine, step = c_void_p, c_int32
+    signatures: dict[str, tuple[object, ...]] = {
+        "ps_open": (c_char_p, c_char_p, c_char_p, POINTER(Options), POINTER(c_void_p), c_char_p, c_size_t),
+        "ps_probed": (engine, c_int32, POINTER(c_int32), c_int32),
+        **dict.fromkeys(("ps_begin", "ps_end"), (engine, c_int32)),
+        **dict.fromkeys(("ps_acquire", "ps_release"), (engine, c_int32, step)),
+        **dict.fromkeys(("ps_abort", "ps_wait"), (engine,)),
+    }
+    for name, arguments in signatures.items():
+        function = getattr(found, name)
+        function.argtypes, function.restype = arguments, c_int
+    found.ps_storage.argtypes, found.ps_storage.restype = (engine, c_int32), c_void_p
+    found.ps_stats.argtypes, found.ps_stats.restype = (engine, POINTER(Statistics)), None
+    found.ps_error.argtypes, found.ps_error.restype = (engine,), c_char_p
+    for name in ("ps_stop", "ps_close"):
+        getattr(found, name).argtypes, getattr(found, name).restype = (engine,), None
+    return found

@@ -1,0 +1,88 @@
+/* penstock's native engine: it reads a payload and streams weights by one of its plans, without Python or torch.
+ *
+ * One engine is one load: one plan, one arena, one set of open files. A pass of a method is ps_begin, then
+ * ps_acquire and ps_release of each step that ps_probed lists, in order, then ps_end; what goes otherwise is a
+ * counted miss, and ps_abort ends a pass that failed. docs/payload.md, "Executing a plan", says what happens when.
+ *
+ * Passes belong to one thread at a time; ps_stats and ps_close may be called from any. Every function that can
+ * fail returns a ps_status, and ps_error then has one sentence. Sizes and offsets are bytes.
+ */
+#ifndef PENSTOCK_H
+#define PENSTOCK_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define PS_API __attribute__((visibility("default")))
+
+typedef enum ps_status {
+    PS_OK = 0,
+    PS_PAYLOAD = 1, /* the payload or the plan is not what docs/payload.md specifies */
+    PS_PLAN = 2,    /* this engine cannot run the plan */
+    PS_SOURCE = 3,  /* the weights' bytes cannot be had */
+    PS_STREAM = 4,  /* the system refused memory or threads, or calls came in an order that cannot be */
+    PS_WAITING = 5  /* `patience_ms` have passed: call ps_wait until it returns something else */
+} ps_status;
+
+typedef struct ps_engine ps_engine;
+
+/* Reads `nbytes` at `offset` of file number `file` to `address`; returns 0, or an error number of the system.
+ * It is called by several threads at once. */
+typedef int (*ps_read)(void *context, int32_t file, int64_t offset, void *address, int64_t nbytes);
+
+typedef struct ps_options {
+    int32_t readers;     /* threads that read, 1 or more */
+    int32_t buffered;    /* not 0: read through the page cache */
+    int32_t drop_early;  /* not 0: drop bytes when their step ends, not when their room is needed */
+    int32_t poison;      /* not 0: fill what is dropped with 0xFF, which is NaN in every floating-point format */
+    int32_t patience_ms; /* how long a call waits before it returns PS_WAITING; 0 waits for ever */
+    ps_read read;        /* NULL: the engine opens the payload's files and reads them itself */
+    void *context;       /* what `read` is given */
+} ps_options;
+
+typedef struct ps_statistics {
+    int64_t bytes_moved, misses, stall_ns, held_bytes, peak_bytes;
+} ps_statistics;
+
+/* Opens an engine for a plan. `payload` and `plan` are JSON as docs/payload.md specifies them, `folder` is the
+ * artifact's. Nothing is read yet. On an error `*engine` is NULL and `error`, of `size` bytes, has the sentence. */
+PS_API ps_status ps_open(const char *payload, const char *plan, const char *folder, const ps_options *options,
+                         ps_engine **engine, char *error, size_t size);
+
+/* The address at which a storage lies while it is there; NULL for one that is not in the arena. */
+PS_API void *ps_storage(const ps_engine *engine, int32_t storage);
+
+/* Writes at most `size` of the steps at which the plan acts in passes of a method, ascending; returns their
+ * number, or -1 for a method that the plan has no schedule for. */
+PS_API int32_t ps_probed(const ps_engine *engine, int32_t graph, int32_t *steps, int32_t size);
+
+PS_API ps_status ps_begin(ps_engine *engine, int32_t graph);
+PS_API ps_status ps_acquire(ps_engine *engine, int32_t graph, int32_t step);
+PS_API ps_status ps_release(ps_engine *engine, int32_t graph, int32_t step);
+PS_API ps_status ps_end(ps_engine *engine, int32_t graph);
+PS_API ps_status ps_abort(ps_engine *engine);
+
+/* Goes on waiting after PS_WAITING. */
+PS_API ps_status ps_wait(ps_engine *engine);
+
+PS_API void ps_stats(const ps_engine *engine, ps_statistics *statistics);
+
+/* The sentence of the last error, until the next call. */
+PS_API const char *ps_error(const ps_engine *engine);
+
+/* Stops the readers and waits for them; a call that waits for weights fails. Any thread may call it, again too. */
+PS_API void ps_stop(ps_engine *engine);
+
+/* Stops the readers, and gives everything back. In a forked child, where there are no readers and where locks may be
+ * held for ever, it does nothing: the child's copy ends with the child. */
+PS_API void ps_close(ps_engine *engine);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,228 @@
+#include "plan.h"
+
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "failure.h"
+
+namespace penstock {
+
+using Json = nlohmann::json;
+
+namespace {
+
+[[noreturn]] void refuse(const std::string &what) {
+    throw Failure(PS_PAYLOAD, what + ": the payload and the plan do not belong together; plan it again");
+}
+
+Json parse(const std::string &text, const char *what) {
+    try {
+        return Json::parse(text);
+    } catch (const Json::exception &) {
+        throw Failure(PS_PAYLOAD, std::string("the ") + what + " is not JSON: compile again");
+    }
+}
+
+Range read_range(const Json &json) {
+    const Range range{json.at("start"), json.at("stop")};
+    if (range.start < 0 || range.start >= range.stop)
+        refuse("a range reaches from byte " + std::to_string(range.start) + " to " + std::to_string(range.stop));
+    return range;
+}
+
+Ranges read_ranges(const Json &json) {
+    Ranges ranges;
+    for (const Json &one : json) ranges.push_back(read_range(one));
+    return ranges;
+}
+
+bool intersects(const Ranges &ranges, Range item) {
+    return std::any_of(ranges.begin(), ranges.end(), [&](const Range &one) {
+        return one.start < item.stop && item.start < one.stop;
+    });
+}
+
+Queue queue_of(std::vector<Piece> pieces, int steps) {
+    Queue queue{std::move(pieces), std::vector<int>(steps + 1, 0)};
+    for (const Piece &piece : queue.pieces) ++queue.counts[piece.step];
+    return queue;
+}
+
+Storage read_storage(const Json &json, const std::vector<WeightFile> &files) {
+    Storage storage{json.at("nbytes"), {}};
+    if (storage.nbytes < 0) refuse("a storage has a negative size");
+    for (const Json &one : json.at("extents")) {
+        const Extent extent{one.at("file"), one.at("file_offset"), one.at("storage_offset"), one.at("nbytes")};
+        if (extent.file < 0 || extent.file >= static_cast<int>(files.size())) refuse("an extent names no file");
+        const int64_t most = files[extent.file].nbytes;
+        if (extent.nbytes < 0 || extent.file_offset < 0 || extent.nbytes > most ||
+            extent.file_offset > most - extent.nbytes || extent.storage_offset < 0 ||
+            extent.nbytes > storage.nbytes || extent.storage_offset > storage.nbytes - extent.nbytes)
+            refuse("an extent lies outside its file or its storage");
+        storage.extents.push_back(extent);
+    }
+    return storage;
+}
+
+int step_in(const Json &json, const char *name, int low, int high) {
+    const int64_t step = json.at(name);
+    if (step < low || step >= high) refuse("there is no step " + std::to_string(step));
+    return static_cast<int>(step);
+}
+
+}  // namespace
+
+const Method *Plan::method(int graph) const {
+    for (const Method &one : methods)
+        if (one.graph == graph) return &one;
+    return nullptr;
+}
+
+Ranges Plan::cut(const Ranges &ranges) const {
+    Ranges parts;
+    const int64_t most = std::max<int64_t>(PIECE / granule, 1) * granule;
+    for (const Range &whole : ranges)
+        for (int64_t start = whole.start; start < whole.stop; start += most)
+            parts.push_back({start, std::min(start + most, whole.stop)});
+    return parts;
+}
+
+Range Plan::whole_granules(Range range) const {
+    if (contiguous) return range;
+    const auto behind = std::upper_bound(segments.begin(), segments.end(), range.start,
+                                         [](int64_t at, const Range &one) { return at < one.start; });
+    if (behind == segments.begin()) refuse("a storage lies before every segment");
+    const Range &segment = *std::prev(behind);
+    return {std::max(range.start / granule * granule, segment.start),
+            std::min((range.stop + granule - 1) / granule * granule, segment.stop)};
+}
+
+Queue Plan::first_pass(const Method &method, bool resident_loaded) const {
+    std::vector<Piece> pieces;
+    const int n = method.steps();
+    if (!resident_loaded)
+        for (const Range &range : cut(resident)) pieces.push_back({range, n, -1});
+    for (const Range &range : cut(subtract(method.boundary, merged(resident)))) {
+        const auto first = std::find_if(method.probed.begin(), method.probed.end(),
+                                        [&](int step) { return intersects(method.needs[step], range); });
+        pieces.push_back({range, first == method.probed.end() ? n : *first, -1});
+    }
+    for (const Piece &piece : method.steady.pieces)
+        if (piece.after >= 0) pieces.push_back(piece);
+    return queue_of(std::move(pieces), n);
+}
+
+namespace {
+
+// The steps of a trace that read something which leaves, or at which the schedule itself acts.
+std::vector<int> probed_steps(const Json &steps, const std::set<int> &acting, const std::set<int> &leaving) {
+    std::vector<int> probed;
+    int step = 0;
+    for (const Json &one : steps) {
+        bool acts = acting.count(step) > 0;
+        for (const Json &storage : one.at("reads")) acts = acts || leaving.count(storage.get<int>()) > 0;
+        if (acts) probed.push_back(step);
+        ++step;
+    }
+    return probed;
+}
+
+}  // namespace
+
+static void read_arena(Plan &plan, const Json &json) {
+    const Json &arena = json.at("arena");
+    plan.contiguous = arena.at("kind") == "contiguous";
+    plan.mapped = arena.at("backing") == "mapped";
+    plan.granule = arena.at("granule");
+    plan.segments = read_ranges(arena.at("segments"));
+    plan.layout = arena.at("layout").get<std::vector<int64_t>>();
+    plan.arena_bytes = json.at("arena_bytes");
+    plan.resident = read_ranges(json.at("resident"));
+    const size_t count = plan.storages.size();
+    if (plan.granule < 1 || plan.layout.size() != count || plan.arena_bytes < 0) refuse("the arena has no such shape");
+    std::sort(plan.segments.begin(), plan.segments.end());
+    plan.places = plan.contiguous ? json.at("addresses").get<std::vector<int64_t>>() : plan.layout;
+    for (const Json &outside : json.at("outside")) {
+        const int64_t storage = outside;
+        if (storage < 0 || storage >= static_cast<int64_t>(count)) refuse("there is no storage outside the arena");
+        plan.layout[storage] = -1;
+        if (!plan.contiguous) plan.places[storage] = -1;
+    }
+    if (plan.places.size() != count) refuse("there is not one address for each storage");
+    const int64_t end = plan.contiguous ? plan.arena_bytes : plan.segments.empty() ? 0 : plan.segments.back().stop;
+    for (size_t s = 0; s < count; ++s) {
+        const int64_t place = plan.places[s], nbytes = plan.storages[s].nbytes;
+        if (place >= 0 && (place % 64 || nbytes > end || place > end - nbytes))
+            refuse("storage " + std::to_string(s) + " has no room in the arena");
+        if (place < 0) plan.layout[s] = -1;
+    }
+}
+
+static Method read_method(const Plan &plan, const Json &schedule, const Json &steps, const Json &boundary) {
+    Method method{};
+    method.graph = schedule.at("graph");
+    const int n = static_cast<int>(steps.size());
+    const Ranges resident = merged(plan.resident);
+    std::set<int> acting, leaving;
+    for (int s = 0; s < static_cast<int>(plan.layout.size()); ++s) {
+        const int64_t start = plan.layout[s];
+        if (start >= 0 && !subtract({{start, start + plan.storages[s].nbytes}}, resident).empty()) leaving.insert(s);
+    }
+    for (const Json &step : steps) {
+        Ranges needed;
+        for (const Json &read : step.at("reads")) {
+            const int64_t s = read;
+            if (s < 0 || s >= static_cast<int64_t>(plan.layout.size())) refuse("a step reads no storage");
+            if (plan.layout[s] >= 0 && plan.storages[s].nbytes)
+                needed.push_back(plan.whole_granules({plan.layout[s], plan.layout[s] + plan.storages[s].nbytes}));
+        }
+        method.needs.push_back(subtract(merged(needed), resident));
+    }
+    std::vector<Piece> pieces;
+    method.boundary = read_ranges(boundary);
+    method.crosses_calls = schedule.contains("boundary") && !schedule.at("boundary").is_null();
+    for (const Json &transfer : schedule.at("transfers")) {
+        const int step = step_in(transfer, "step", 0, n), after = step_in(transfer, "after", step - n, step);
+        acting.insert({step, (after + n) % n});
+        method.crosses_calls = method.crosses_calls || after < 0;
+        for (const Range &part : plan.cut({read_range(transfer)})) pieces.push_back({part, step, after});
+    }
+    method.steady = queue_of(std::move(pieces), n);
+    method.drops.resize(n);
+    for (const Json &drop : schedule.at("drops")) {
+        const int step = step_in(drop, "step", 0, n);
+        acting.insert(step);
+        method.drops[step].push_back(read_range(drop));
+    }
+    method.probed = probed_steps(steps, acting, leaving);
+    return method;
+}
+
+Plan read_plan(const std::string &payload_text, const std::string &plan_text) {
+    const Json payload = parse(payload_text, "payload"), json = parse(plan_text, "plan");
+    try {
+        Plan plan{};
+        for (const Json &one : payload.at("files"))
+            plan.files.push_back({one.at("path"), one.at("nbytes"), one.at("mtime_ns"), one.at("inode")});
+        for (const Json &one : payload.at("storages")) plan.storages.push_back(read_storage(one, plan.files));
+        plan.barrier = json.at("wrap") == "barrier";
+        read_arena(plan, json);
+        for (const Json &schedule : json.at("schedules")) {
+            const auto &traces = json.at("traces");
+            const auto trace = std::find_if(traces.begin(), traces.end(), [&](const Json &one) {
+                return one.at("graph") == schedule.at("graph");
+            });
+            if (trace == traces.end()) refuse("a schedule has no trace");
+            const bool own = schedule.contains("boundary") && !schedule.at("boundary").is_null();
+            const Json &boundary = own ? schedule.at("boundary") : json.at("boundary");
+            plan.methods.push_back(read_method(plan, schedule, trace->at("steps"), boundary));
+        }
+        if (plan.methods.empty()) refuse("the plan has no schedule");
+        return plan;
+    } catch (const Json::exception &error) {
+        throw Failure(PS_PAYLOAD, std::string("a field is missing or has another type (") + error.what() +
+                                      "): compile and plan again");
+    }
+}
+
+}  // namespace penstock

@@ -1,0 +1,76 @@
+// What a payload and one of its plans say, as tables that a pass looks things up in.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "ranges.h"
+
+namespace penstock {
+
+constexpr int64_t PIECE = 2 << 20;  // bytes that one reader takes at a time
+
+struct WeightFile {
+    std::string path;
+    int64_t nbytes, mtime_ns, inode;
+};
+
+struct Extent {
+    int file;
+    int64_t file_offset, storage_offset, nbytes;
+};
+
+struct Storage {
+    int64_t nbytes;
+    std::vector<Extent> extents;
+};
+
+// A part of a transfer that one reader copies; `step` waits for it, and step `after` must have ended.
+struct Piece {
+    Range range;
+    int step, after;
+};
+
+// The pieces of one pass in issue order, and how many each step waits for. The last entry of `counts`, with the
+// number of steps as its index, is what the call itself waits for.
+struct Queue {
+    std::vector<Piece> pieces;
+    std::vector<int> counts;
+};
+
+struct Method {
+    int graph;
+    std::vector<Ranges> needs;  // by step: what it reads beside the resident ranges
+    std::vector<int> probed;    // steps at which the plan acts, ascending
+    std::vector<Ranges> drops;  // by step
+    Queue steady;
+    Ranges boundary;
+    bool crosses_calls;
+
+    int steps() const { return static_cast<int>(needs.size()); }
+};
+
+struct Plan {
+    std::vector<WeightFile> files;
+    std::vector<Storage> storages;
+    bool contiguous, mapped, barrier;
+    int64_t granule, arena_bytes;
+    std::vector<int64_t> layout;  // by storage, -1 where it is not in the arena
+    std::vector<int64_t> places;  // where a storage lies in the arena's memory, -1 likewise
+    Ranges segments, resident;
+    std::vector<Method> methods;
+
+    const Method *method(int graph) const;
+
+    // The pieces of a pass that starts from nothing, or from the resident ranges: its boundary, then its own.
+    Queue first_pass(const Method &method, bool resident_loaded) const;
+
+    // The ranges in pieces that several readers can share; and a range with the granules that it begins and ends in.
+    Ranges cut(const Ranges &ranges) const;
+    Range whole_granules(Range range) const;
+};
+
+// Parses and checks both texts. Raises PS_PAYLOAD for what docs/payload.md does not allow.
+Plan read_plan(const std::string &payload, const std::string &plan);
+
+}  // namespace penstock

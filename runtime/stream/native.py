@@ -1,0 +1,121 @@
+"""The streamer of the native engine: Python's `streamer.py` in C++, with readers that need no interpreter."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.native.library import WAITING, Options, Statistics, library, open_engine, refuse
+from penstock.runtime.arena.base import tensor_at
+from penstock.runtime.stream.interface import Counters
+from penstock.schedule.facts.errors import StreamError
+from penstock.schedule.facts.model import Part
+from penstock.schedule.plan import Plan
+
+if TYPE_CHECKING:
+    import torch
+
+_PATIENCE_MS = 50
+"""How long a call waits before Python may handle signals."""
+
+
+class NativeStreamer:
+    """Streams the weights of one plan into an arena of the engine's own. See `StreamEngine` for passes.
+
+    `folder` is the artifact's, `payload` its JSON. Raises PayloadError, PlanError, SourceError or
+    StreamError, at once or in a pass, as Python's streamer does.
+    """
+
+    in_reader = False  # the readers run no Python, so that nothing is collected on them
+
+    def __init__(self, folder: Path, payload: bytes, plan: Plan, options: Options) -> None:
+        options.patience_ms = _PATIENCE_MS
+        self._engine: ctypes.c_void_p | None = open_engine(payload, plan.to_json(), folder, options)
+        found = library()
+        assert found is not None  # or nothing could have been opened
+        self._library = found
+        self._probed = {s.graph: self._probed_steps(s.graph) for s in plan.schedules}
+        self._last = Statistics()
+
+    @property
+    def counters(self) -> Counters:
+        """What was done so far."""
+        now = self._statistics()
+        return Counters(now.bytes_moved, now.misses, now.stall_ns)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the layout that are filled or being filled, and not dropped."""
+        return int(self._statistics().held_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that `held_bytes` has been."""
+        return int(self._statistics().peak_bytes)
+
+    def probed(self, graph: int) -> tuple[int, ...]:
+        """Returns the steps of a method at which the plan acts, ascending."""
+        return self._probed[graph]
+
+    def view(self, part: Part) -> torch.Tensor:
+        """Returns the strided tensor at the one address of a part. It must not be used after `free`."""
+        address = self._library.ps_storage(self._open(), part.storage)
+        if not address:
+            raise StreamError(f"storage {part.storage} is not in the arena")
+        return tensor_at(address, part)
+
+    def begin(self, graph: int) -> None:
+        self._done(self._library.ps_begin(self._open(), graph))
+
+    def acquire(self, graph: int, step: int) -> None:
+        status = self._library.ps_acquire(self._open(), graph, step)
+        if status:
+            self._done(status)
+
+    def release(self, graph: int, step: int) -> None:
+        status = self._library.ps_release(self._open(), graph, step)
+        if status:
+            self._done(status)
+
+    def end(self, graph: int) -> None:
+        self._done(self._library.ps_end(self._open(), graph))
+
+    def abort(self) -> None:
+        if self._engine:
+            self._done(self._library.ps_abort(self._engine))
+
+    def close(self) -> None:
+        """Stop the readers and wait for them. A second call does nothing."""
+        if self._engine is not None:
+            self._library.ps_stop(self._engine)
+
+    def free(self) -> None:
+        """Give the arena and the files back, once nothing reads the arena any more."""
+        self._statistics()
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            self._library.ps_close(engine)
+
+    def _statistics(self) -> Statistics:
+        """Returns the engine's counters; those of its end once it is freed."""
+        if self._engine is not None:
+            self._library.ps_stats(self._engine, ctypes.byref(self._last))
+        return self._last
+
+    def _open(self) -> ctypes.c_void_p:
+        if self._engine is None:
+            raise StreamError("the weights' memory has been closed; load the program again")
+        return self._engine
+
+    def _done(self, status: int) -> None:
+        while status == WAITING:
+            status = self._library.ps_wait(self._engine)
+        if status:
+            refuse(status, self._library.ps_error(self._engine))
+
+    def _probed_steps(self, graph: int) -> tuple[int, ...]:
+        count = self._library.ps_probed(self._engine, graph, None, 0)
+        steps = (ctypes.c_int32 * max(count, 0))()
+        self._library.ps_probed(self._engine, graph, steps, len(steps))
+        return tuple(steps)

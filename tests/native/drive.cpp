@@ -1,0 +1,112 @@
+// Drives an engine through passes for the sanitizers: random methods and orders, late reads, failures, aborts.
+//
+//     drive PAYLOAD PLAN STEPS SEED
+//
+// PAYLOAD and PLAN are files of JSON. STEPS has a line "graph step storage offset..." for every read of a step, as
+// storage number, its size, and the number of the file and the offset at which its bytes begin. Byte k of file f has
+// the value (31 f + 7 k + k / 251) mod 256. Exit status 1 and a line on stderr where a read finds other bytes.
+
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
+#include <map>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../../native/penstock.h"
+
+namespace {
+
+std::atomic<bool> failing{false};
+std::atomic<unsigned> reads{0};
+
+unsigned char byte_of(int file, int64_t k) { return static_cast<unsigned char>(31 * file + 7 * k + k / 251); }
+
+int read(void *, int32_t file, int64_t offset, void *address, int64_t nbytes) {
+    const unsigned number = reads.fetch_add(1) * 2654435761u;
+    if (number % 5 == 0) std::this_thread::sleep_for(std::chrono::microseconds(number % 700));
+    if (failing && number % 7 == 0) return 5;
+    for (int64_t k = 0; k < nbytes; ++k) static_cast<unsigned char *>(address)[k] = byte_of(file, offset + k);
+    return 0;
+}
+
+struct Read {
+    int storage, file;
+    int64_t nbytes, offset;
+};
+
+std::string text_of(const char *path) {
+    std::ifstream file(path);
+    return {std::istreambuf_iterator<char>(file), {}};
+}
+
+void expect(bool right, const std::string &what) {
+    if (right) return;
+    std::fprintf(stderr, "%s\n", what.c_str());
+    std::exit(1);
+}
+
+}  // namespace
+
+int main(int, char **arguments) {
+    const std::string payload = text_of(arguments[1]), plan = text_of(arguments[2]);
+    std::map<int, std::map<int, std::vector<Read>>> methods;
+    std::ifstream lines(arguments[3]);
+    for (int graph, step; lines >> graph >> step;) {
+        Read one;
+        lines >> one.storage >> one.nbytes >> one.file >> one.offset;
+        methods[graph][step].push_back(one);
+    }
+    std::mt19937 dice(static_cast<unsigned>(std::atoi(arguments[4])));
+    ps_options options{};
+    options.readers = 3, options.poison = 1, options.drop_early = static_cast<int32_t>(dice() % 2);
+    options.patience_ms = static_cast<int32_t>(dice() % 2), options.read = read;
+    ps_engine *engine;
+    char error[1000];
+    expect(ps_open(payload.c_str(), plan.c_str(), "", &options, &engine, error, sizeof error) == PS_OK, error);
+    const auto waited = [&](ps_status status) {
+        while (status == PS_WAITING) status = ps_wait(engine);
+        return status;
+    };
+    for (int pass = 0; pass < 60; ++pass) {
+        failing = pass % 10 == 7;
+        auto method = methods.begin();
+        std::advance(method, dice() % methods.size());
+        const int graph = method->first;
+        int32_t probed[1000];
+        const int32_t count = ps_probed(engine, graph, probed, 1000);
+        const int leave = dice() % 6 ? count + 1 : static_cast<int>(dice() % (count + 1));
+        ps_status status = waited(ps_begin(engine, graph));
+        for (int32_t k = 0; k < count && status == PS_OK; ++k) {
+            if (k == leave) break;
+            status = waited(ps_acquire(engine, graph, probed[k]));
+            if (status != PS_OK) break;
+            for (const Read &one : method->second[probed[k]]) {
+                const auto *bytes = static_cast<unsigned char *>(ps_storage(engine, one.storage));
+                for (int64_t at = 0; bytes && at < one.nbytes; ++at)
+                    expect(bytes[at] == byte_of(one.file, one.offset + at),
+                           "pass " + std::to_string(pass) + " read other bytes of storage " + std::to_string(one.storage));
+            }
+            status = ps_release(engine, graph, probed[k]);
+        }
+        if (status == PS_OK && leave > count) status = waited(ps_end(engine, graph));
+        else ps_abort(engine);
+        if (status != PS_OK) {
+            expect(status == PS_SOURCE, ps_error(engine));
+            ps_abort(engine);
+        }
+        ps_statistics statistics;
+        ps_stats(engine, &statistics);
+        expect(statistics.misses == 0, "a planned order missed");
+    }
+    std::thread stopping([&] { ps_stop(engine); });
+    ps_begin(engine, methods.begin()->first);
+    stopping.join();
+    ps_close(engine);
+    return 0;
+}

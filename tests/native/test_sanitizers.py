@@ -1,0 +1,64 @@
+"""The native engine under ThreadSanitizer and AddressSanitizer, in a program of its own: `make sanitize`.
+
+They compile the engine twice, which takes a minute, so they stand aside in `make test`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.hunt import scaled
+from tests.native.test_native_engine import Case, one_case
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.sanitize
+SANITIZERS = {"thread": "thread", "address": "address,undefined"}
+
+
+@pytest.fixture(scope="module", params=SANITIZERS)
+def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The engine and its driver, compiled with a sanitizer."""
+    compiler = shutil.which("g++")
+    assert compiler, "g++ is missing: scripts/install-compiler installs it"
+    program = tmp_path_factory.mktemp("sanitized") / request.param
+    sources = [*sorted((ROOT / "native").glob("*.cpp")), ROOT / "tests/native/drive.cpp"]
+    flags = [
+        "-std=c++17",
+        "-g",
+        "-O1",
+        f"-fsanitize={SANITIZERS[request.param]}",
+        "-fno-sanitize-recover=all",
+    ]
+    subprocess.run([compiler, *flags, "-pthread", "-o", str(program), *map(str, sources)], check=True)
+    return program
+
+
+def write(case: Case, folder: Path) -> list[str]:
+    """The files that the driver reads, as its arguments."""
+    reads = [
+        f"{trace.graph} {k} {s} {case.storages[s].nbytes} {extent.file} {extent.file_offset}"
+        for trace in case.traces
+        for k, step in enumerate(trace.steps)
+        for s in step.reads
+        for extent in case.storages[s].extents
+    ]
+    (folder / "payload").write_bytes(case.payload)
+    (folder / "plan").write_text(case.plan.to_json())
+    (folder / "reads").write_text("\n".join(reads))
+    return [str(folder / name) for name in ("payload", "plan", "reads")]
+
+
+@pytest.mark.parametrize("wrap", ["overlap", "barrier"])
+@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+def test_no_sanitizer_finds_anything(driver: Path, kind: str, wrap: str, tmp_path: Path) -> None:
+    arguments = write(one_case(kind, wrap=wrap), tmp_path)
+    options = {"TSAN_OPTIONS": "halt_on_error=1", "ASAN_OPTIONS": "detect_leaks=1"}
+    for seed in range(scaled(10)):
+        command = [str(driver), *arguments, str(seed)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | options)
+        assert done.returncode == 0, done.stderr
