@@ -1,4 +1,4 @@
-"""How fast the weights of an artifact arrive here: read from its files, or populated in a mapping of them."""
+"""Measures the rate at which weights of an artifact arrive: read from its files, or mapped from them."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ _OFF_BLOCKS = 64  # bytes: an offset at which no block begins
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The weight files of an artifact's catalog, whose relative paths are inside `folder`.
+    """The weight files of an artifact, whose relative paths are inside `folder`, and the rates of reads.
 
-    Their reading is measured here. Stamps are not compared.
+    The stamps of the files are not compared.
     """
 
     files: tuple[WeightFile, ...]
     folder: Path
 
     def arrival(self, *, mapped: bool, fits: Callable[[int], bool]) -> tuple[Measurement, str]:
-        """How fast weights arrive in an arena now, and why they go through the page cache, if that is odd.
+        """The rate at which weights arrive in an arena now, and the reason if reads cannot be direct.
 
-        What is `mapped` is populated where the page cache holds it, and read past it where that is possible
-        (runtime/arena/adaptive.py). `fits` tells whether most weights lie in the arena as in whole blocks of
-        their files, given the size of a block.
+        A `mapped` arena is populated from the page cache if that holds the files; otherwise the files are
+        read past the page cache if that is possible (runtime/arena/adaptive.py). `fits(block)` tells whether
+        most weights have the same offset within a block of that many bytes in the arena as in their files.
         """
         with self._open() as source:
             warm = source.is_warm()
@@ -59,7 +59,7 @@ class WeightFiles:
         return measured(self._subject("mapping", cache), partial(self._populate, cold=not warm)), ""
 
     def disk(self) -> Measurement:
-        """How fast the disk itself gives the weights. The files are opened only where that is not known."""
+        """The rate at which the disk itself gives the weights. Files are opened only if it is not known."""
         found = recall(self._subject("reads", "past")) or recall(self._subject("reads", "cold"))
         if found is not None:
             return found
@@ -69,7 +69,7 @@ class WeightFiles:
 
     @cached_property
     def identity(self) -> str:
-        """A hash of the files' stamps, by which their figures are remembered."""
+        """A hash of the files' stamps, under which the figures of these files are remembered."""
         return hashlib.sha256(repr(self.files).encode()).hexdigest()[:16]
 
     def _reads(self, cache: Cache, *, whole_blocks: bool = True) -> Measurement:
@@ -99,6 +99,6 @@ class WeightFiles:
 
     def _populate(self, *, cold: bool) -> Trials:
         with self._open(direct=False) as source:
-            # What the page cache holds is mapped by the thread that computes (runtime/arena/adaptive.py).
+            # The thread that computes maps what the page cache holds (runtime/arena/adaptive.py).
             threads = READERS if cold else 1
             return measure_populate(source, nbytes=_SAMPLE, seconds=_SECONDS, threads=threads, cold=cold)

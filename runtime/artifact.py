@@ -1,4 +1,4 @@
-"""Writes an artifact: `payload.json`, the lowered program, and the weights, packed or left where they are."""
+"""Writes an artifact: `payload.json`, the lowered program, and the weights, packed or used in place."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def compile(
     progress: Progress | None = None,
     earlier: Program | None = None,
 ) -> Program:
-    """Compile an exported program, or what `annotate_with_values` made of one, into the folder `path`.
+    """Compile an exported program, or the result of `annotate_with_values`, into the artifact folder `path`.
 
     Values come from the program itself, or from the checkpoint `weights` (safetensors files, an index, a
     folder, what torch.save or torch.distributed wrote), with `rename` and `slices` as for `bind`. They are
@@ -77,13 +77,13 @@ def compile(
     `cast`, floating-point tensors of another dtype than their weight's are converted while they are packed.
 
     `lowering="inductor"` compiles with AOTInductor, whose `options` are those of `torch.compile`. Weights of
-    less than `resident_below` bytes (None: 64 KiB) then stay in memory and cost no probes. Such an artifact
-    runs with the version of torch, and on the kind of processor, that compiled it.
-    `force` replaces an artifact that exists. What `earlier` has hashed in place, in files that are still the
-    same, is not hashed again. The bytes that are about to be written are logged.
+    less than `resident_below` bytes (None: 64 KiB) then stay in memory and get no probes. Such an artifact
+    runs with the version of torch, and on the kind of processor, that compiled it. `force` replaces an
+    artifact that exists. Weights that `earlier` has hashed in place are not hashed again if their files are
+    unchanged. The number of bytes that are about to be written is logged.
 
-    Raises PassError for a program that cannot be streamed, SourceError for weight files that are
-    not the program's and for an output that cannot be written.
+    Raises PassError for a program that cannot be streamed, and SourceError for weight files that do not
+    belong to the program and for an output that cannot be written.
     """
     _check_lowering(lowering, options, resident_below)
     _check_packing(weights, pack, cast, slices)
@@ -181,7 +181,7 @@ def _hashed(storages: Sequence[Storage], files: Sequence[WeightFile]) -> dict[Pl
 
 
 class _Writer:
-    """Decides for each storage where its bytes come from, and writes what must be written.
+    """Decides for each storage where its bytes come from, and writes those that must be written.
 
     `target` is the artifact's folder, to be named in the log: it is written under another name.
     """

@@ -1,14 +1,14 @@
-"""The user's cache folder: what is in it, who uses it, and what goes when it grows too large.
+"""The user's cache folder: its entries, the processes that use them, and the removal of old entries.
 
-    weights/NAME/             weights of applied models, named by their bytes
-    programs/NAME.penstock/   what was exported and compiled of models, named by what it computes
-    calls/NAME.zip            calls of models that were exported, named by what was exported
-    plans/NAME.json           plans that were made, named by what was asked
-    hardware.json             rates of this machine
+    weights/NAME/             weights of applied models; NAME is a hash of their bytes
+    programs/NAME.penstock/   compiled programs of models; NAME is a hash of what the program computes
+    calls/NAME.zip            exported calls of models; NAME is a hash of what was exported
+    plans/NAME.json           plans; NAME is a hash of the request
+    hardware.json             measured rates of this machine
 
-Each folder among them has a record, `entry.json`, which says for whom it was made. The record's time is when
-the entry was used last. Whoever uses an entry holds a shared lock on its record, which the system takes away
-from a process that ends, however it ends. All of it can be made again.
+Each entry that is a folder has a record, `entry.json`, which says for which model it was made. The record's
+modification time is the time of the entry's last use. A process that uses an entry holds a shared lock on its
+record, which the system releases when the process ends in any way. Every entry can be made again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 Kind = Literal["weights", "program", "call", "plan", "rates", "leftover"]
 
 LIMIT = "PENSTOCK_CACHE_LIMIT"
-"""The variable that says how many bytes a cache may hold: `20GB`. Not set: any number."""
+"""The environment variable with the bytes that a cache may hold, such as `20GB`. Not set: no limit."""
 
 WEIGHTS, PROGRAMS, CALLS, PLANS = "weights", "programs", "calls", "plans"
 
@@ -47,10 +47,10 @@ _KINDS: dict[str, Kind] = {WEIGHTS: "weights", PROGRAMS: "program", CALLS: "call
 _RECORD, _MADE_FOR = "entry.json", "made_for"
 
 _OWN = re.compile(r"[0-9a-f]{32}(\.\w+)?")
-"""Names that penstock gives. Nothing else in a folder of the cache is listed or removed."""
+"""The names that penstock gives to entries. Files of other names are neither listed nor removed."""
 
 _ATTEMPTS = 50
-"""How often an entry is written again that other processes remove before it can be held."""
+"""How often an entry is written again if other processes remove it before it can be held."""
 
 
 def user_cache() -> Path:
@@ -60,9 +60,9 @@ def user_cache() -> Path:
 
 @dataclass(frozen=True)
 class Entry:
-    """Something in the cache: its bytes, and when it was used last, in seconds since the epoch.
+    """An entry of the cache: its path, kind and bytes, and the time of its last use in seconds since 1970.
 
-    `made_for` is empty where that is not known.
+    `made_for` names what the entry was made for, and is empty if that is not known.
     """
 
     path: Path
@@ -73,36 +73,36 @@ class Entry:
 
     @property
     def in_use(self) -> bool:
-        """Whether a live process uses the entry, or writes it."""
+        """True if a running process uses the entry or writes it."""
         with ExitStack() as locks:
             return not _locked(self, locks, make=False)
 
     @cached_property
     def reads(self) -> frozenset[Path]:
-        """The folders of the weight files that a program refers to, without which it is worth nothing."""
+        """The folders of the weight files that a program refers to; empty for entries of other kinds."""
         if self.kind != "program":
             return frozenset()
         try:
             files = json.loads((self.path / PAYLOAD).read_bytes())["files"]
             return frozenset(Path(file["path"]).resolve().parent for file in files)
-        except (OSError, ValueError, TypeError, KeyError):  # damaged: it refers to nothing
+        except (OSError, ValueError, TypeError, KeyError):  # a damaged payload refers to nothing
             return frozenset()
 
 
 class Hold:
-    """An entry that is in use, until `close`, or until nobody has this object any more."""
+    """Keeps an entry in use until `close` is called or this object is garbage-collected."""
 
     def __init__(self, path: Path, record: int | None) -> None:
         self.path = path
         self._end = weakref.finalize(self, _let_go, record)
 
     def close(self) -> None:
-        """Let the entry go; may be called again."""
+        """Release the entry. Further calls do nothing."""
         self._end()
 
 
 class Cache:
-    """A cache folder that is written to. It may hold `limit` bytes, None for any number."""
+    """A cache folder to which entries are written. It may hold `limit` bytes; None stands for no limit."""
 
     def __init__(self, folder: Path, limit: int | None = None) -> None:
         self.folder, self.limit = folder, limit
@@ -110,7 +110,7 @@ class Cache:
 
     @classmethod
     def at(cls, folder: str | os.PathLike[str] | None) -> Cache:
-        """A folder, or None for the user's, with the limit of the environment.
+        """The cache in a folder (None: the user's cache folder), with the limit that the environment sets.
 
         Raises BudgetError for a limit that is no size.
         """
@@ -133,10 +133,11 @@ class Cache:
         return self.folder / CALLS
 
     def keep(self, path: Path, made_for: str, write: Callable[[], object], nbytes: int = 0) -> Hold:
-        """Use the entry at `path`, which `write` makes unless it is there.
+        """Hold the entry at `path`, which `write` makes if it does not exist.
 
-        Room is made for its `nbytes` before it is written; where they are not known, afterwards. Another
-        process that writes it first writes the same. Raises SourceError where it cannot be written.
+        If `nbytes`, the size of the entry, is given, room is made before it is written, and otherwise
+        afterwards. If another process writes the entry first, that one is used, as it is equal. Raises
+        SourceError if the entry cannot be written.
         """
         for _ in range(_ATTEMPTS):
             if (held := _hold(path, made_for)) is not None:
@@ -158,14 +159,14 @@ class Cache:
             ) from error
         try:
             write()
-        except SourceError as error:  # another process may have been faster, and a third have removed that
+        except SourceError as error:  # another process may have written the entry, and a third removed it
             if getattr(error.__cause__, "errno", None) not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
 
     def make_room(self, nbytes: int) -> None:
-        """Remove what was not used for the longest time until `nbytes` more are within the limit.
+        """Remove the least recently used entries until `nbytes` more are within the limit.
 
-        What is in use stays. Where too much of it is, that is logged as a warning, once.
+        Entries in use stay. If the limit is still exceeded, a warning is logged once.
         """
         if self.limit is None:
             return
@@ -186,7 +187,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class Pruned:
-    """What went, what should have gone and is in use, and the bytes of all that is left."""
+    """The entries that were removed, those that are in use and stayed, and the bytes of all that are left."""
 
     removed: tuple[Entry, ...]
     in_use: tuple[Entry, ...]
@@ -198,18 +199,19 @@ class Pruned:
 
 
 def list_entries(folder: Path) -> tuple[Entry, ...]:
-    """What a cache holds, what was not used for the longest time first."""
+    """The entries of a cache, the least recently used first."""
     return tuple(sorted(_entries(folder), key=lambda one: (one.used, one.path)))
 
 
 def prune(
     folder: Path, *, before: float = -math.inf, most: float = math.inf, dry_run: bool = False
 ) -> Pruned:
-    """Remove what killed writers left, what was used last before a time, and what is beyond `most` bytes.
+    """Remove leftovers of killed writers, entries last used `before` a time, and entries beyond `most` bytes.
 
-    Of the latter what was not used for the longest time goes first, and rates, which take no room, never.
-    Programs go with the weights that they read. What is in use stays. A dry run only says what would go.
-    Raises SourceError where the system refuses.
+    `before` is in seconds since 1970. Beyond `most` bytes, the least recently used entries are removed first;
+    the rates of the machine, which are small, stay. Programs are removed with the weights that they refer to.
+    Entries in use stay. A dry run removes nothing, and returns what would be removed. Raises SourceError if
+    the system refuses to remove a file.
     """
     entries = list_entries(folder)
     left = sum(one.nbytes for one in entries)
@@ -230,7 +232,7 @@ def prune(
 
 
 def _remove(entries: Sequence[Entry], *, dry_run: bool) -> bool:
-    """Remove entries, in this order, unless one of them is in use."""
+    """Remove the entries in this order, and return True; if one is in use, remove none, and return False."""
     with ExitStack() as locks:
         if not all(_locked(one, locks, make=not dry_run) for one in entries):
             return False
@@ -245,7 +247,7 @@ def _remove(entries: Sequence[Entry], *, dry_run: bool) -> bool:
 
 
 def _remove_one(entry: Entry) -> None:
-    with suppress(FileNotFoundError):  # another process was faster
+    with suppress(FileNotFoundError):  # another process has removed it
         if entry.kind == "leftover":
             remove_stale(entry.path)
         elif entry.path.is_dir():
@@ -277,14 +279,14 @@ def _entry(path: Path, kind: Kind) -> Entry:
         said = json.loads(record.read_bytes())
         made_for = str(said.get(_MADE_FOR, "")) if isinstance(said, dict) else ""
     used = 0.0
-    for place in (path, record):  # the record, where there is one, is newer
+    for place in (path, record):  # the record, if there is one, is newer
         with suppress(OSError):
             used = place.stat().st_mtime
     return Entry(path, kind, made_for, _nbytes(path), used)
 
 
 def _nbytes(path: Path) -> int:
-    """Bytes of a file, or of all files in a folder; what vanishes meanwhile counts nothing."""
+    """Bytes of a file, or of all files in a folder. A file that vanishes meanwhile counts as empty."""
     with suppress(OSError):
         if not path.is_dir():
             return path.lstat().st_size
@@ -293,16 +295,16 @@ def _nbytes(path: Path) -> int:
 
 
 def _hold(path: Path, made_for: str) -> Hold | None:
-    """Use an entry, from now on; None where it is not there.
+    """Hold an entry from now on; None if it does not exist.
 
-    Waits for a process that is about to remove it, and finds it gone then.
+    If a process is about to remove the entry, this waits until it is gone, and returns None.
     """
     while path.is_dir():
         _make_record(path, made_for)
         record = _open_record(path)
-        if record is None:  # in a folder that is not ours to write to, nobody can say what is in use
+        if record is None:  # in a folder that may not be written to, there are no locks
             return Hold(path, None) if path.is_dir() else None
-        with suppress(OSError):  # nor on a file system without locks
+        with suppress(OSError):  # a file system may have no locks
             fcntl.flock(record, fcntl.LOCK_SH)
         with suppress(OSError):
             if os.path.samestat(os.fstat(record), (path / _RECORD).stat()):
@@ -314,7 +316,7 @@ def _hold(path: Path, made_for: str) -> Hold | None:
 
 
 def _make_record(path: Path, made_for: str) -> None:
-    """Make the record of an entry, unless it has one."""
+    """Make the record of an entry that has none."""
     with suppress(OSError):
         record = os.open(path / _RECORD, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
@@ -324,8 +326,8 @@ def _make_record(path: Path, made_for: str) -> None:
 
 
 def _open_record(path: Path) -> int | None:
-    """The record of an entry, open; None where there is none, or where it may not be read."""
-    for flags in (os.O_RDWR, os.O_RDONLY):  # some file systems lock for writing only what is open for it
+    """A descriptor of an entry's record; None if there is no record or it may not be read."""
+    for flags in (os.O_RDWR, os.O_RDONLY):  # some file systems lock exclusively only files open for writing
         with suppress(OSError):
             return os.open(path / _RECORD, flags | os.O_CLOEXEC)
     return None
@@ -339,9 +341,10 @@ def _let_go(record: int | None) -> None:
 
 
 def _locked(entry: Entry, locks: ExitStack, *, make: bool) -> bool:
-    """Whether nobody uses an entry; with its record locked, nobody begins to until `locks` is closed.
+    """Lock the record of an entry; return False if a process uses the entry.
 
-    With `make`, one that has no record gets one, so that there is something to lock.
+    As long as `locks` is open, no process can begin to use the entry. With `make`, an entry without a record
+    gets one, so that there is a file to lock.
     """
     if entry.kind == "leftover":
         return remove_stale(entry.path, dry_run=True)

@@ -1,7 +1,7 @@
-"""Measures the machine: the rates of compute, memory and copies that plans are made with.
+"""Measures the rates of compute, memory and copies on this machine, which plans are made with.
 
-Every rate is the median of several trials, bounded in time and bytes, and remembered with its noise
-(runtime/measurements.py). Together they take about a second.
+Every rate is the median of several trials, which are limited in time and bytes, and is remembered with its
+spread (runtime/measurements.py). All measurements together take about a second.
 """
 
 from __future__ import annotations
@@ -35,23 +35,24 @@ from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Hardware, Weight
 
 _MATRIX, _CUDA_MATRIX = 1024, 4096
-_BUFFER = 32 << 20  # a load measures while it runs, and may take 64 MiB beside its budget
+_BUFFER = 32 << 20  # a load may measure, and may take at most 64 MiB beside its budget
 _CUDA_BUFFER = 256 << 20  # several times what a processor's cache holds
-_LATENCY_NS = 50_000  # waking a reader and telling the caller, mostly the interpreter's
+_LATENCY_NS = 50_000  # to wake a reader and to notify the caller, most of it in Python
 _COPY_LATENCY_NS = 5_000  # as the presets have it (schedule/facts/hardware.py)
-_IN_FLIGHT = 2 * READERS * PIECE  # what every reader copies, and what it copies next
+_IN_FLIGHT = 2 * READERS * PIECE  # the piece that every reader copies now, and its next one
 
 THIS_CPU = "auto"
-"""The name of the hardware that is the CPU here, measured."""
+"""The name of the hardware of this machine's CPU with measured figures."""
 
 NO_FILES = 1e9
-"""Bytes per second at which weights are said to arrive where there is no file that could be read."""
+"""The bytes per second at which weights are assumed to arrive if there is no file to read."""
 
 
 def measure_cpu(weights: Sequence[Weight], arrival: Measurement | None, why: str) -> Hardware:
-    """The CPU that this process runs on, with its matrix rate in the dtype that most weights have.
+    """The CPU that this process runs on, with the rate of matrix products in the dtype of most weights.
 
-    How fast weights arrive depends on files, page cache and arena, so it is given; `why` is added to it.
+    The rate at which weights arrive depends on files, page cache and arena, so the caller gives it as
+    `arrival` (None if there is no file), together with `why`, a reason that is added to the note.
     """
     products, memory = compute_rates(common_dtype(weights))
     said = f"{arrival.subject.title} at {arrival.amount}" if arrival else ""
@@ -68,9 +69,9 @@ def measure_cpu(weights: Sequence[Weight], arrival: Measurement | None, why: str
 
 
 def measure_cuda(device: str, weights: Sequence[Weight], files: WeightFiles | None) -> Hardware:
-    """A CUDA device, the rate of copies to it from page-locked memory, and that of reads from `files`.
+    """A CUDA device, with the rates of copies to it from page-locked memory and of reads from `files`.
 
-    Raises StreamError where there is none.
+    Raises StreamError if there is no such device.
     """
     opened = CudaDevice.of(device)
     where, dtype = opened.torch_device, common_dtype(weights)
@@ -81,7 +82,7 @@ def measure_cuda(device: str, weights: Sequence[Weight], files: WeightFiles | No
         copies = _cuda_copies(opened, machine)
     finally:
         opened.close()
-        torch.cuda.empty_cache()  # what was measured with is not taken from the weights
+        torch.cuda.empty_cache()  # the buffers of the measurement must not take memory from the weights
     disk = files.disk() if files else None
     said = [one.subject.title for one in (copies, disk) if one]
     return Hardware(
@@ -97,7 +98,7 @@ def measure_cuda(device: str, weights: Sequence[Weight], files: WeightFiles | No
 
 
 def compute_rates(dtype: str) -> tuple[Measurement, Measurement]:
-    """How fast this CPU multiplies matrices of a dtype, and how fast it reads memory."""
+    """The rate at which this CPU multiplies matrices of a dtype, and the rate at which it reads memory."""
     machine = this_machine()
     return (
         measured(Subject("products", machine, dtype), partial(_products, dtype)),
@@ -113,7 +114,7 @@ def machines_here() -> tuple[Machine, ...]:
 
 
 def measure_again() -> None:
-    """Forget all that is remembered of this machine, and measure what needs no weights to be measured."""
+    """Forget all remembered figures of this machine, and measure those again that need no weight files."""
     here = machines_here()
     known = [one.subject.what for one in measurements() if one.subject.quantity == "products"]
     forget(lambda one: one.subject.machine in here)
@@ -124,7 +125,7 @@ def measure_again() -> None:
 
 
 def common_dtype(weights: Sequence[Weight]) -> str:
-    """The name of the floating dtype that most elements of weights have; float32 where there is none."""
+    """The name of the floating-point dtype of most elements of weights; float32 if there is none."""
     elements: Counter[str] = Counter()
     for part in (part for weight in weights for part in weight.parts):
         elements[part.dtype] += math.prod(part.shape)
@@ -133,16 +134,18 @@ def common_dtype(weights: Sequence[Weight]) -> str:
 
 
 def _note(where: str, said: Sequence[str], figures: Sequence[Measurement | None]) -> str:
-    """Where the figures come from, and which of them are doubtful."""
+    """The note of measured hardware: the source of the figures, and which of them are doubtful."""
     return "; ".join(filter(None, (f"measured {where}", *said, doubted(figures))))
 
 
 def _products(dtype: str) -> Trials:
+    """Floating-point operations a second of matrix products on this CPU."""
     matrix = torch.ones(_MATRIX, _MATRIX, dtype=getattr(torch, dtype))
     return repeat(lambda: torch.mm(matrix, matrix), 2 * _MATRIX**3, threads=torch.get_num_threads())
 
 
 def _memory() -> Trials:
+    """Bytes a second that this CPU reads from memory."""
     buffer = torch.zeros(_BUFFER // 4)
     return repeat(buffer.sum, _BUFFER, threads=torch.get_num_threads())
 
@@ -166,7 +169,7 @@ def _cuda_memory(where: torch.device) -> Trials:
 
 
 def _cuda_copies(device: CudaDevice, machine: Machine) -> Measurement:
-    """Copies from page-locked memory, or from ordinary memory where the system locks none."""
+    """Bytes a second of copies from page-locked memory, or from ordinary memory if the system locks none."""
     for kind in ("page-locked", "ordinary"):
         if found := recall(Subject("copies", machine, kind)):
             return found

@@ -1,9 +1,9 @@
-"""Decides what a load runs: which kind of arena, on which machine, and by which plan.
+"""Chooses the arena, the figures of the machine and the plan for a load.
 
-The machine comes first: what was measured of it is remembered (runtime/measurements.py), and the plan's
-`hardware.note` says what that was and why the arena was chosen. A plan is remembered for the figures that it
-was made with (runtime/remembered.py), so that a budget has one plan, whether it is asked for or loaded, until
-figures are taken again, or the page cache holds more or less of the files.
+The figures come first: those measured of this machine are remembered (runtime/measurements.py), and the
+plan's `hardware.note` says which they are and why the arena was chosen. A plan is remembered together with
+the figures that it was made for (runtime/remembered.py). So a budget has one plan, whether a caller asks for
+the plan or loads it, until figures are measured again or the page cache holds another share of the files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.facts.sizes import format_size
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan
-from penstock.schedule.planner import Floor, floor, make_plan
+from penstock.schedule.planner import Floor, check_floor, floor, make_plan
 from penstock.schedule.space.layout import mapped_arena, packed_arena
 from penstock.schedule.verify.proof import verify_plan
 
@@ -44,7 +44,7 @@ _SMALL = 64 << 10  # below it a packed tensor is not aligned to whole blocks (ru
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a plan is wanted for. Sizes are in bytes; `Program.plan` documents every field."""
+    """What a caller asks of a plan. Sizes are in bytes; `Program.plan` documents every field."""
 
     budget: int
     device: str = "cpu"
@@ -54,13 +54,12 @@ class PlanRequest:
     traces: tuple[Trace, ...] = ()
     wrap: Wrap = "overlap"
     host_memory: int | None = None
-    effort: float = 1.0
 
 
 def find_plan(folder: Path, payload: Payload, request: PlanRequest) -> Plan:
-    """The proven plan for a request: one that was made before, or made now and remembered.
+    """The verified plan for a request: one made before, or one made now and remembered.
 
-    What a caller gives himself (hardware, times) is planned with each time.
+    If the caller gives hardware or times, the plan is always made anew.
     """
     problem = _problem(folder, payload, request)
     make = partial(_make, payload, problem, request)
@@ -72,9 +71,11 @@ def find_plan(folder: Path, payload: Payload, request: PlanRequest) -> Plan:
 
 
 def find_plan_to_load(folder: Path, payload: Payload, request: PlanRequest) -> Plan:
-    """As `find_plan`; where the host cannot hold all that streams to a device, with the host's limit.
+    """The verified plan to load for a request.
 
-    That limit is another at every load, so such a plan is not remembered.
+    If the host cannot hold all that streams to a device, the plan is made with the memory that the host has
+    left. This limit is different at every load, so such a plan is not remembered. Otherwise it is that of
+    `find_plan`.
     """
     plan = find_plan(folder, payload, request)
     limit = usable_bytes()
@@ -84,15 +85,15 @@ def find_plan_to_load(folder: Path, payload: Payload, request: PlanRequest) -> P
 
 
 def decide(folder: Path, payload: Payload, request: PlanRequest) -> Plan:
-    """Make the plan for a request, and prove it. Raises BudgetError below the floor."""
+    """Make the plan for a request, and verify it. Raises BudgetError for a budget below the floor."""
     return _make(payload, _problem(folder, payload, request), request)
 
 
 def _problem(folder: Path, payload: Payload, request: PlanRequest) -> Problem:
-    """What is to be planned: the arena, the machine, and the times of the traces on it."""
+    """The problem to plan: the arena, the machine, and the times of the traces on this machine."""
     kept = kept_storages(payload, request.keep)
     arena, hardware = _choose(folder, payload, request, kept)
-    hardware.check()  # before times are modelled, which divides by its rates
+    hardware.check()  # first, because modelling times divides by the rates
     traces = request.traces
     if not traces:
         traces = tuple(with_times(trace, hardware) for trace in payload.traces)
@@ -112,7 +113,7 @@ def _problem(folder: Path, payload: Payload, request: PlanRequest) -> Problem:
 def _corrected(
     folder: Path, traces: Sequence[Trace], hardware: Hardware
 ) -> tuple[tuple[Trace, ...], Hardware]:
-    """The traces, and what is said of the machine, with the compute that loads saw where it was another."""
+    """The traces with the compute times that loads saw, if there are any, and a note about them."""
     corrected = []
     for trace in traces:
         seen = seen_compute(folder, trace.method)
@@ -124,7 +125,7 @@ def _corrected(
 
 
 def _make(payload: Payload, problem: Problem, request: PlanRequest) -> Plan:
-    plan = make_plan(problem, request.budget, names=payload.storage_names(), effort=request.effort)
+    plan = make_plan(problem, request.budget, names=payload.storage_names())
     verify_plan(payload.storages, payload.traces, plan)
     return plan
 
@@ -148,7 +149,7 @@ def cpu_arenas(payload: Payload) -> dict[str, Arena]:
 
 
 def _pooled_arena(payload: Payload, granule: int) -> Arena:
-    """An arena of whole granules, at the files' own offsets where they are aligned, as direct reads need."""
+    """An arena of whole granules, in which weights keep aligned offsets of files, as direct reads need."""
     storages, traces = payload.storages, payload.traces
     arena = mapped_arena(storages, payload.files, granule=granule, page=granule, traces=traces)
     if arena is None:
@@ -172,14 +173,18 @@ def find_floors(payload: Payload, device: str, arena: str | None, keep: frozense
 
 
 def _floor(payload: Payload, arena: Arena, keep: frozenset[int]) -> Floor:
-    return floor(Demand(payload.storages, payload.traces, arena, keep))
+    return floor(_demand(payload, arena, keep))
+
+
+def _demand(payload: Payload, arena: Arena, keep: frozenset[int]) -> Demand:
+    return Demand(payload.storages, payload.traces, arena, keep)
 
 
 def _allowed(payload: Payload, device: str, arena: str | None) -> dict[str, Arena]:
     """The arenas that a device allows, the preferred one first, or `arena` alone."""
     arenas = cpu_arenas(payload)
     if device_kind(device) != "cpu":
-        arenas = {"contiguous": arenas["contiguous"]}  # one allocation: nothing of a file is mapped there
+        arenas = {"contiguous": arenas["contiguous"]}  # a device's arena is one allocation, not a mapped file
     if arena is None:
         return arenas
     if arena not in arenas:
@@ -190,12 +195,12 @@ def _allowed(payload: Payload, device: str, arena: str | None) -> dict[str, Aren
 def _choose(
     folder: Path, payload: Payload, request: PlanRequest, keep: frozenset[int]
 ) -> tuple[Arena, Hardware]:
-    """The arena to plan for, and the machine, which is measured where none is given."""
+    """The arena to plan for, and the machine, which is measured if none is given."""
     arenas, kind = _allowed(payload, request.device, request.arena), device_kind(request.device)
     auto = request.hardware == "auto"
     given = hardware_of(request.device) if auto else find_hardware(request.hardware)
     if given and given.disk_bytes_per_s is not None and not request.arena:
-        # A device with a host before it has one buffer: nothing of a file is mapped there.
+        # The arena of a device behind a host is one buffer, into which no file can be mapped.
         arenas = {"contiguous": arenas["contiguous"]}
     name = _preferred(payload, arenas, keep, request.budget)
     if given:
@@ -215,7 +220,10 @@ def _choose(
 
 
 def _preferred(payload: Payload, arenas: Mapping[str, Arena], keep: frozenset[int], budget: int) -> str:
-    """The first arena whose floor the budget reaches; where it reaches none, the one of the lowest floor."""
+    """The first arena whose floor the budget reaches.
+
+    Raises BudgetError, with the lowest floor, where it reaches none: before the machine is measured.
+    """
     if len(arenas) == 1:
         return next(iter(arenas))
     floors: dict[str, int] = {}
@@ -223,11 +231,16 @@ def _preferred(payload: Payload, arenas: Mapping[str, Arena], keep: frozenset[in
         floors[name] = _floor(payload, arena, keep).upper_bytes
         if floors[name] <= budget:
             return name
-    return min(floors, key=floors.__getitem__)
+    lowest = min(floors, key=floors.__getitem__)
+    check_floor(_demand(payload, arenas[lowest], keep), budget, payload.storage_names())
+    return lowest
 
 
 def _fits_blocks(storages: Sequence[Storage], arena: Arena, block: int) -> bool:
-    """Whether most bytes lie in the arena as in whole blocks of their files, as direct reads need it."""
+    """Tells whether most bytes have the same offset within a block in the arena as in their files.
+
+    Direct reads into the arena need this. `block` is the size of a block in bytes.
+    """
     fits = {True: 0, False: 0}
     for storage, place in zip(storages, arena.layout, strict=True):
         for extent in storage.extents if place >= 0 else ():
@@ -245,11 +258,14 @@ def _why_not_mapped(
         return f"a mapped arena needs {least} and the budget is {format_size(request.budget)}"
     if not supports_populate():
         return "this system cannot populate file mappings"
-    return "the files align their tensors to less than 64 bytes, so they cannot be used where they are"
+    return (
+        "the files align their tensors to less than 64 bytes, so what streams is copied, also from the page "
+        "cache: `penstock convert` writes files whose tensors are used where they are"
+    )
 
 
 def kept_storages(payload: Payload, patterns: Sequence[str]) -> frozenset[int]:
-    """The storages of the weights that patterns of FQNs match; PlanError for a pattern that matches none."""
+    """The storages of the weights whose FQNs match patterns; PlanError for a pattern that matches none."""
     kept: set[int] = set()
     for pattern in patterns:
         matching = [w for w in payload.weights if fnmatchcase(w.fqn, pattern)]

@@ -6,7 +6,7 @@ On a CPU weights stream into an arena (runtime/arena); on other devices they are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from penstock.native.library import Options
 from penstock.passes.lowering import compiled, eager
 from penstock.passes.weights.values import tensor_in
 from penstock.runtime.arena.base import WeightArena
@@ -28,16 +29,17 @@ from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.runtime.files.rates import READERS
 from penstock.runtime.files.reading import HeldStorages
 from penstock.runtime.files.source import Source, open_source
-from penstock.runtime.memory_split import MemorySplit, Reserve, check_host
+from penstock.runtime.memory_split import MemorySplit, check_host
 from penstock.runtime.module import LoadedMethod, StreamedModule
 from penstock.runtime.sightings import Sightings
 from penstock.runtime.sim.device import SimDevice
 from penstock.runtime.sim.streamer import SimStreamer
 from penstock.runtime.stream.interface import Usage
+from penstock.runtime.stream.native import NativeStreamer
 from penstock.runtime.stream.passes import LoadedWeights, Resources
 from penstock.runtime.stream.streamer import ArenaStreamer
 from penstock.runtime.system.threads import ParkedTeam
-from penstock.schedule.facts.errors import BudgetError, PlanError, StreamError
+from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Method, Part
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan
@@ -46,40 +48,35 @@ if TYPE_CHECKING:
     from penstock.runtime.program import Program
 
 
+ENGINES = ("auto", "native", "python")
+"""What executes a plan on a CPU: the choice of penstock, the library in C++, or Python's streamer."""
+
+
 @dataclass(frozen=True)
 class LoadOptions:
-    """What `Program.load` is asked for: a budget, a plan or a cap on all memory, and how to run it."""
+    """How a verified plan is run; `Program.load` documents every field."""
 
-    budget: int | str | None = None
-    plan: Plan | None = None
-    device_memory: int | str | None = None
     device: str = "cpu"
-    reserve: Reserve = 0
-    context_length: int | None = None
-    host_memory: int | str | None = None
-    keep: Sequence[str] = ()
-    arena: str | None = None
     page_lock: bool = True
     readers: int = READERS
+    engine: str = "auto"
     debug: bool = False
     poison: bool = False
 
     def check(self) -> None:
-        """Raise BudgetError, PlanError or StreamError for options that do not go together."""
-        if sum(given is not None for given in (self.budget, self.plan, self.device_memory)) != 1:
-            raise BudgetError(
-                "load needs a budget, a plan or device_memory, and one of them only: load(budget='50%'), "
-                "load(plan=plan) or load(device_memory='12GB')"
+        """Raise StreamError for an engine that does not exist, not on this device, or not with `debug`."""
+        if self.engine not in ENGINES:
+            raise StreamError(
+                f"there is no engine {self.engine!r}: choose {', '.join(ENGINES[:-1])} or {ENGINES[-1]}"
             )
-        kind = device_kind(self.device)
-        if self.reserve and self.device_memory is None:
-            raise BudgetError(
-                "reserve= is taken from device_memory=: give that instead of a budget or a plan"
+        if device_kind(self.device) != "cpu" and self.engine == "native":
+            raise StreamError(
+                f"the native engine streams on a CPU, not on {self.device}: leave engine='auto'"
             )
-        if kind == "cpu" and self.host_memory is not None:
-            raise BudgetError("a CPU has no host behind it: host_memory= is for cuda and sim")
-        if self.plan is not None and (self.keep or self.arena or self.host_memory is not None):
-            raise PlanError("keep=, arena= and host_memory= are decided by the plan: give them to plan()")
+        if self.debug and self.engine == "native":
+            raise StreamError(
+                "the native engine cannot make reads of dropped weights fault: leave debug=True out"
+            )
 
 
 def load_module(
@@ -92,8 +89,8 @@ def load_module(
 ) -> StreamedModule:
     """Returns a streamed module for a verified plan; on an error everything opened so far is closed again.
 
-    `split` is what was left for weights of a cap on all memory. `device` is one that is open already; it is
-    closed with the module.
+    `split` is the division of a cap on all memory, if there is one. `device` is a device that is open
+    already; it is closed with the module.
     """
     payload = program.payload
     if device is None and device_kind(options.device) != "cpu":
@@ -130,7 +127,7 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
     if options.readers < 1:
         raise StreamError(f"expected one reader or more, got {options.readers}: somebody has to read weights")
     with ExitStack() as opened, torch.inference_mode(False), torch.device("cpu"):
-        # What the page cache holds is mapped; a mapped arena reads only what it does not, past it.
+        # A mapped arena maps what the page cache holds, and reads all other bytes past the cache.
         if plan.arena_bytes > 0 and plan.arena.backing == "mapped":
             source = Source(payload.files, folder, mode="direct")
         else:
@@ -140,46 +137,60 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
         opened.callback(source.close)
         held = HeldStorages(payload.storages, plan.outside, source, options.readers)
         opened.callback(held.close)
-        arena: WeightArena | None = None
-        streamer: ArenaStreamer | None = None
+        memory: WeightArena | NativeStreamer | None = None
+        streamer: ArenaStreamer | NativeStreamer | None = None
         team: ParkedTeam | None = None
         if plan.arena_bytes:
-            arena = open_arena(plan, payload.storages, source, debug=options.debug, poison=options.poison)
-            opened.callback(arena.close)
             at_once = options.debug or options.poison
-            streamer = ArenaStreamer(
-                plan, payload.storages, arena, readers=options.readers, drop_at_once=at_once
-            )
-            opened.callback(streamer.close)
+            if options.engine == "native":
+                buffered = source.mode == "buffered"
+                how = Options(options.readers, buffered, drop_early=at_once, poison=options.poison)
+                memory = streamer = NativeStreamer(folder, payload.to_bytes(), plan, how)
+                opened.callback(streamer.free)
+            else:
+                memory = open_arena(
+                    plan, payload.storages, source, debug=options.debug, poison=options.poison
+                )
+                opened.callback(memory.close)
+                streamer = ArenaStreamer(
+                    plan, payload.storages, memory, readers=options.readers, drop_at_once=at_once
+                )
+                opened.callback(streamer.close)
             team = ParkedTeam()
             opened.callback(team.close)
-        tensors = {w.fqn: _tensor(w.parts[0], plan, held.buffers, arena) for w in payload.tensors}
-        closers = tuple(part.close for part in (team, held, arena, source) if part is not None)
+        tensors = {w.fqn: _tensor(w.parts[0], plan, held.buffers, memory) for w in payload.tensors}
+        free = memory.free if isinstance(memory, NativeStreamer) else memory.close if memory else None
+        closers = tuple(one for one in (team and team.close, held.close, free, source.close) if one)
         opened.pop_all()
     return LoadedWeights(
         plan=plan,
         tensors=tensors,
         resources=Resources(streamer, closers, lambda: held.in_reader),
-        usage=partial(_arena_usage, plan, arena, held.nbytes, options.readers),
+        usage=partial(_arena_usage, plan, memory, held.nbytes, options.readers),
         wait=held.wait,
     )
 
 
 def _tensor(
-    part: Part, plan: Plan, outside: Mapping[int, torch.Tensor], arena: WeightArena | None
+    part: Part,
+    plan: Plan,
+    outside: Mapping[int, torch.Tensor],
+    memory: WeightArena | NativeStreamer | None,
 ) -> torch.Tensor:
     """Returns the tensor that the program reads a part through, for as long as the module lives."""
     if part.storage in outside and 0 not in part.shape:
         return tensor_in(outside[part.storage], part)
-    if arena is not None and plan.arena.layout[part.storage] >= 0:
-        return arena.view(part)
-    # No step reads it: a placeholder of its shape, whose memory is never touched.
+    if memory is not None and plan.arena.layout[part.storage] >= 0:
+        return memory.view(part)
+    # No step reads this weight, so a placeholder of its shape, whose memory is never touched, will do.
     return torch.empty_strided(part.shape, part.stride, dtype=getattr(torch, part.dtype))
 
 
-def _arena_usage(plan: Plan, arena: WeightArena | None, outside: int, readers: int) -> Usage:
+def _arena_usage(
+    plan: Plan, memory: WeightArena | NativeStreamer | None, outside: int, readers: int
+) -> Usage:
     """Returns what a CPU holds: `outside` bytes and the arena, which, if mapped, is the page cache's own."""
-    held, peak = (arena.held_bytes, arena.peak_bytes) if arena else (0, 0)
+    held, peak = (memory.held_bytes, memory.peak_bytes) if memory else (0, 0)
     maps = plan.arena.kind == "paged" and plan.arena.backing == "mapped"
     return Usage(outside + held, outside + peak, readers, mapped_bytes=held if maps else 0)
 
@@ -238,7 +249,7 @@ def _device_usage(device: Device, weights: DeviceWeights) -> Usage:
 
 
 def _outgrown(device: Device, usage: Callable[[], Usage], split: Callable[[], MemorySplit]) -> str:
-    """Which part of the device's memory was too small."""
+    """The part of the device's memory that was too small, in words."""
     if not isinstance(device, CudaDevice):
         return f"beside {split()}"
     return split().outgrown(device.allocated - usage().held_bytes, device.held_by_others)
@@ -259,7 +270,7 @@ def _eager_methods(program: Program, weights: LoadedWeights, device: torch.devic
 
 
 def _compiled_methods(program: Program, weights: LoadedWeights) -> dict[str, LoadedMethod]:
-    """Returns the methods as compiled. Their runners are destroyed before the memory that they read."""
+    """Returns the compiled methods. Their runners are destroyed before the memory that they read."""
     payload = program.payload
     package = compiled.load(program.path, payload)
     orders = {order.graph: order for order in payload.probes}

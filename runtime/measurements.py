@@ -1,9 +1,9 @@
-"""What is remembered of this machine's speed: figures, each with when, on what and how evenly it was taken.
+"""Remembered figures of this machine's speed, each with its subject, its spread, and the time of measuring.
 
-They are in `hardware.json` in the user's cache folder; docs/hardware.md specifies the file. A figure is taken
-again when it is a week old, or an hour where there is reason to doubt it, on another machine, and once a load
-has contradicted it (runtime/sightings.py). A file that cannot be read or makes no sense counts as none, and
-one that cannot be written is not missed.
+The figures are in `hardware.json` in the user's cache folder; docs/hardware.md specifies the file. A figure
+is measured again when it is a week old, or an hour if there is reason to doubt it; on another machine; and
+after a load has contradicted it (runtime/sightings.py). A file that cannot be read, or has values that make
+no sense, counts as missing, and a failure to write it is ignored.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ Quantity = Literal["products", "memory", "copies", "reads", "bounced reads", "ma
 Cache = Literal["", "past", "warm", "cold"]
 
 WEEK, HOUR = 7 * 24 * 3600, 3600
-"""Seconds for which a figure is believed, and for which a doubtful one is."""
+"""The seconds for which a figure is used: a reliable one, and a doubtful one."""
 
 WIDE = 0.25
-"""The spread of trials from which on their median is doubtful."""
+"""The spread of trials above which their median is doubtful."""
 
 BUSY = 0.1
-"""The share of the time, waited for a processor, from which on a figure is doubtful."""
+"""The share of the time spent waiting for a processor above which a figure is doubtful."""
 
 DISK_MOST = 5e10
-"""Bytes per second that no disk reaches: four PCIe 5.0 x4 disks striped read 56 GB/s at best."""
+"""Bytes per second that no disk reads: four striped PCIe 5.0 x4 disks read 56 GB/s at best."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What every figure depends on: the processor (or the GPU's product), cores, torch and its threads."""
+    """The machine of a figure: the processor (or the GPU's product), its cores, torch and its threads."""
 
     __pydantic_config__: ClassVar = STRICT
     processor: str
@@ -56,11 +56,12 @@ class Machine:
 
 @dataclass(frozen=True)
 class Subject:
-    """What was measured; one figure is remembered of each.
+    """The subject of a measurement; one figure is remembered for each subject.
 
-    `what` is a dtype, a kind of memory, a file or a method, `identity` the hash of the files or of the
-    artifact that it belongs to, and `where` the file system. `cache` is the page cache's part in reads: they
-    go `past` it, it holds the files (`warm`), or it does not and they go through it (`cold`).
+    `what` is a dtype, a kind of memory, a file or a method. `identity` is the hash of the files or of the
+    artifact that the subject belongs to, and `where` the file system. `cache` says how reads use the page
+    cache: they go `past` it, it holds the files (`warm`), or they go through it and it does not hold them
+    (`cold`).
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -73,7 +74,7 @@ class Subject:
 
     @property
     def title(self) -> str:
-        """What was measured, in words."""
+        """The subject in words."""
         match self.quantity:
             case "products":
                 return f"products of {self.what}"
@@ -94,9 +95,9 @@ class Subject:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A figure: units per second, or the nanoseconds of a `pass`; `taken_at` counts seconds since 1970.
+    """A figure: units per second, or the nanoseconds of a `pass`.
 
-    `spread` and `waited` are those of `Trials`.
+    `median`, `spread` and `waited` are as in `Trials`. `taken_at` is in seconds since 1970.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -109,7 +110,7 @@ class Measurement:
 
     @property
     def unit(self) -> str:
-        """What the median counts."""
+        """The unit of the median."""
         return {"products": "FLOP/s", "pass": "ns"}.get(self.subject.quantity, "B/s")
 
     @property
@@ -120,7 +121,7 @@ class Measurement:
         return f"{self.median / 1e9:,.2f} G{self.unit}"
 
     def doubts(self) -> Iterator[str]:
-        """Why the figure may be wrong, in words; nothing where there is no reason to doubt it."""
+        """Yields the reasons to doubt the figure, in words."""
         if self.spread > WIDE:
             yield f"varied by {self.spread:.0%} between {self.trials} trials"
         if self.waited > BUSY:
@@ -129,11 +130,11 @@ class Measurement:
             yield "faster than any disk, so a cache answered"
 
     def is_fresh(self, now: float) -> bool:
-        """Whether the figure need not be taken again, `now` seconds since 1970."""
+        """Tells whether the figure may still be used, `now` seconds after 1970."""
         return 0 <= now - self.taken_at < (HOUR if any(self.doubts()) else WEEK)
 
     def makes_sense(self) -> bool:
-        """Whether a measurement can have given this."""
+        """Tells whether a measurement can have given these values."""
         shares = (self.spread, self.waited)
         return 0 < self.median < math.inf and all(0 <= one < math.inf for one in shares) and self.trials > 0
 
@@ -147,7 +148,7 @@ class _File:
 
 
 def doubted(figures: Iterable[Measurement | None]) -> str:
-    """Which of some figures are doubtful and why, in words; empty where none is."""
+    """Words that say which of some figures are doubtful, and why; empty if none is."""
     doubts = [(one.subject.title, ", ".join(one.doubts())) for one in figures if one]
     said = ", ".join(f"{title} ({why})" for title, why in doubts if why)
     return f"doubtful: {said}; measure again with penstock hardware --measure" if said else ""
@@ -160,18 +161,18 @@ def this_machine() -> Machine:
 
 
 def measured(subject: Subject, measure: Callable[[], Trials]) -> Measurement:
-    """The figure that is remembered of a subject, or else the one that `measure` gives now, remembered."""
+    """The remembered figure of a subject. If there is none, it is measured and remembered."""
     return recall(subject) or record(subject, measure())
 
 
 def recall(subject: Subject) -> Measurement | None:
-    """The figure that is remembered of a subject, unless it has to be taken again."""
+    """The remembered figure of a subject; None if there is none or it has to be measured again."""
     now = time.time()
     return next((one for one in measurements() if one.subject == subject and one.is_fresh(now)), None)
 
 
 def record(subject: Subject, trials: Trials) -> Measurement:
-    """Remember a figure instead of the one before it, and return it."""
+    """Remember a figure in place of an earlier one of the same subject, and return it."""
     found = Measurement(
         subject, trials.median, trials.spread, trials.waited, len(trials.figures), int(time.time())
     )
@@ -180,7 +181,7 @@ def record(subject: Subject, trials: Trials) -> Measurement:
 
 
 def forget(wrong: Callable[[Measurement], bool]) -> None:
-    """Forget the figures that are `wrong`: they are taken again when they are needed."""
+    """Forget the figures for which `wrong` is true; they are measured again when they are needed."""
     known = measurements()
     kept = tuple(one for one in known if not wrong(one))
     if len(kept) < len(known):
@@ -188,7 +189,7 @@ def forget(wrong: Callable[[Measurement], bool]) -> None:
 
 
 def measurements() -> tuple[Measurement, ...]:
-    """All figures that are remembered, of this machine and of others, the oldest first."""
+    """All remembered figures, of this machine and of others, the oldest first."""
     path = _path()
     try:
         found = decode(_File, *parse(path.read_bytes(), str(path)), str(path)).measurements
@@ -207,7 +208,7 @@ def _path() -> Path:
 
 
 def _processor() -> str:
-    """The name of the processor, as the system tells it."""
+    """The name of the processor, by the operating system."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

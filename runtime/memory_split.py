@@ -1,4 +1,4 @@
-"""What weights may take: of a device beside everything else in it, and of the host behind that device."""
+"""The memory that weights may take: on a device beside everything else, and in the host behind it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from penstock.schedule.host import host_bytes
 from penstock.schedule.plan import Plan
 
 Reserve: TypeAlias = int | str | Callable[[int], int]
-"""What a caller keeps for itself: bytes, `2GB`, or bytes as a function of the context length."""
+"""Memory that a caller keeps for itself: bytes, `2GB`, or bytes as a function of the context length."""
 
 CUDA_WORKSPACE = 128 << 20
-"""Bytes left on a CUDA device for what libraries take: matrix products, the allocator's rounding."""
+"""Bytes of a CUDA device that are left for libraries (matrix products) and for the allocator's rounding."""
 
 LEAST_HOST_BYTES = 16 << 10
-"""Two blocks of a disk, in two halves: resident weights pass through them."""
+"""Two blocks of a disk for each of two halves, through which resident weights pass when they are loaded."""
 
 
 def reserved_bytes(reserve: Reserve, context_length: int | None) -> int:
-    """Returns the bytes that `reserve` stands for. Raises BudgetError where that is no size."""
+    """Returns the bytes that `reserve` stands for. Raises BudgetError if it is no size."""
     if callable(reserve):
         if context_length is None or context_length < 0:
             raise BudgetError("reserve= is a function of the context length: give context_length= too")
@@ -33,7 +33,7 @@ def reserved_bytes(reserve: Reserve, context_length: int | None) -> int:
 
 @dataclass(frozen=True)
 class MemorySplit:
-    """A cap in bytes on all of a device's memory, and what is taken from it before weights."""
+    """A cap in bytes on all of a device's memory, and the parts that are taken from it before weights."""
 
     total: int
     activations: int
@@ -43,21 +43,21 @@ class MemorySplit:
 
     @property
     def weights(self) -> int:
-        """What is left for weights; below zero where the rest is more than the cap."""
+        """The bytes that are left for weights, negative if the other parts exceed the cap."""
         return self.total - self.activations - self.workspace - self.reserved - self.others
 
     def budget(self, floor: int) -> int:
-        """Returns the budget for weights; BudgetError, with all parts, where it is below the floor."""
+        """Returns the budget for weights. Raises BudgetError, with all parts, if it is below the floor."""
         if self.weights < floor:
             raise BudgetError(
-                f"{self}: weights need at least {format_size(floor)}, so give at least "
-                f"{format_size(self.total - self.weights + floor)}",
+                f"{self}: weights need at least {format_size(floor, up=True)}, so give at least "
+                f"{format_size(self.total - self.weights + floor, up=True)}",
                 floor_bytes=floor,
             )
         return self.weights
 
     def outgrown(self, allocated: int, others: int) -> str:
-        """Say which part took more than its share, where `allocated` bytes beside weights were not enough."""
+        """Say which part took more than its share when `allocated` bytes beside weights were not enough."""
         own = self.activations + self.workspace + self.reserved
         parts = [("what other processes hold", others, self.others)]
         parts.append(("activations, workspace and what the caller keeps", allocated, own))
@@ -94,12 +94,12 @@ def parse_host_memory(host_memory: int | str | None, weight_bytes: int) -> int |
 
 
 def fits_host(plan: Plan, limit: int | None) -> bool:
-    """Tells whether the host holds `limit` bytes of weights at most (None: any), or the plan has a limit."""
+    """Tells whether a plan takes `limit` bytes of the host at most (None: any), or has its own limit."""
     return plan.host is not None or limit is None or host_bytes(plan) <= limit
 
 
 def check_host(plan: Plan) -> None:
-    """Raise StreamError for a plan without a host's limit that takes more of the host than may be taken."""
+    """Raise StreamError for a plan that takes more memory of the host than may be taken."""
     limit = usable_bytes()
     if limit is not None and not fits_host(plan, limit):
         raise StreamError(

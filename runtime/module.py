@@ -1,4 +1,4 @@
-"""The streamed module: an `nn.Module` that is called like the exported one, and refuses what it cannot be."""
+"""The streamed module: an `nn.Module` that is called like the exported one, and refuses what it cannot do."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ MethodProgram = EagerMethod | CompiledMethod
 class LoadedMethod:
     """A method of a loaded program, with probes at the steps `probed`, where its plan acts.
 
-    `probe_all` makes the program with probes at every step. Compiled code has them all, whatever the plan: it
-    is None then, and `order` says which of the code's probe calls enclose which step.
+    `probe_all` makes the program with probes at every step. It is None for compiled code, which always has
+    all probes; `order` then has the code's probe calls that enclose each step.
     """
 
     trace: Trace
@@ -101,7 +101,7 @@ class StreamedModule(torch.nn.Module):
             return output
 
     def extra_repr(self) -> str:
-        """Returns what `print(module)` says: that weights stream, and how many."""
+        """Returns the text that `print(module)` shows: how many bytes of weights stream."""
         closed = ", closed" if self._weights.resources.closed else ""
         return f"{self._name}, {self.plan.residency}{closed}"
 
@@ -131,7 +131,7 @@ class StreamedModule(torch.nn.Module):
         return self.measure_call(self._only_method("measure_call(NAME, ...)"), *args, **kwargs)
 
     def measure_call(self, method: str, /, *args: Any, **kwargs: Any) -> Trace:
-        """`measure` of the method of that name; a plan for several takes a trace of each."""
+        """Does what `measure` does, for one of several methods. A plan takes a trace of each of them."""
         loaded = self._method(method)
         steps = len(loaded.trace.steps)
         with self._call_gate():
@@ -166,43 +166,43 @@ class StreamedModule(torch.nn.Module):
             raise StreamError("the module is closed: load the program again")
         return self._gate.call()
 
-    # What an nn.Module can do and a streamed one cannot.
+    # The methods of an nn.Module that a streamed module cannot have.
 
     def train(self, mode: bool = True) -> StreamedModule:
         if mode:
-            _refuse("train()", "penstock streams frozen weights")
+            _refuse_change("train()", "penstock streams frozen weights")
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
-        _refuse("moving or casting", "load the program for the device you want")
+        _refuse_change("moving or casting", "load the program for the device you want")
 
     def requires_grad_(self, requires_grad: bool = True) -> StreamedModule:
         if requires_grad:
-            _refuse("requires_grad_()", "penstock streams frozen weights")
+            _refuse_change("requires_grad_()", "penstock streams frozen weights")
         return self
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse("load_state_dict()", "compile the program again with the new weights")
+        _refuse_change("load_state_dict()", "compile the program again with the new weights")
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        _refuse("deepcopy", "load the program again")
+        _refuse_change("deepcopy", "load the program again")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        _refuse("pickling", "pass the artifact's path and load it there")
+        _refuse_change("pickling", "pass the artifact's path and load it there")
 
 
-def _refuse(what: str, instead: str) -> NoReturn:
+def _refuse_change(what: str, instead: str) -> NoReturn:
     raise StreamError(f"{what} is not possible on a streamed module: {instead}")
 
 
 def _running(program: MethodProgram, leaves: list[Any], calls: CompiledCalls | None) -> Callable[[], Any]:
-    """Returns the pass as a function, with the edges that the probe calls of compiled code do not enclose."""
+    """Returns the pass as a function; in compiled code, reads outside of all probe calls are enclosed too."""
     run = partial(program.run, leaves)
     return run if calls is None else partial(calls.enclose, run)
 
 
 def _checked(program: MethodProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Returns the call's leaves. What is wrong with them is raised before anything streams."""
+    """Returns the call's leaves. Raises an error for wrong leaves before anything streams."""
     leaves = program.convention.flatten(args, kwargs)
     if torch.is_grad_enabled():
         for name, leaf in zip(program.convention.names, leaves, strict=True):

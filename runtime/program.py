@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -27,12 +28,11 @@ from penstock.runtime.memory_split import (
     reserved_bytes,
 )
 from penstock.runtime.module import StreamedModule
-from penstock.schedule.facts.errors import PlanError, SourceError
+from penstock.schedule.facts.errors import BudgetError, PlanError, SourceError
 from penstock.schedule.facts.model import Hardware, Trace, Wrap
 from penstock.schedule.facts.sizes import parse_size
 from penstock.schedule.payload.codec import Payload, verify_payload
 from penstock.schedule.plan import Plan
-from penstock.schedule.report.reads import read_graph
 from penstock.schedule.verify.proof import verify_plan
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def open(path: str | PathLike[str]) -> Program:
 
 
 class Program:
-    """A compiled program on disk. It holds facts only: nothing is loaded until `load`."""
+    """A compiled program on disk. It holds facts only; weights are loaded by `load`."""
 
     def __init__(self, path: Path, payload: Payload) -> None:
         self.path = path
@@ -66,7 +66,7 @@ class Program:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, storages counted once."""
+        """Bytes of all weights; each storage is counted once."""
         return sum(s.nbytes for s in self.payload.storages)
 
     @cached_property
@@ -79,8 +79,8 @@ class Program:
         return min(f.upper_bytes for f in find_floors(self.payload, device, arena, frozenset()).values())
 
     def read_graph(self) -> networkx.DiGraph:
-        """Returns which step reads which storage; `penstock.schedule.report.reads` has the attributes."""
-        return read_graph(self.payload)
+        """Returns which step reads which storage; `Payload.read_graph` lists the attributes."""
+        return self.payload.read_graph()
 
     def arenas(self) -> tuple[str, ...]:
         """Returns the kinds of arena that this system and these files allow, the preferred first."""
@@ -97,7 +97,6 @@ class Program:
         arena: str | None = None,
         traces: Sequence[Trace] | None = None,
         host_memory: int | str | None = None,
-        effort: float = 1.0,
     ) -> Plan:
         """Decide what stays and what streams within `budget` (bytes, `32MiB`, or `50%` of the weights).
 
@@ -105,9 +104,7 @@ class Program:
         instead of the fastest. `hardware` is measured (`auto`), a preset's name (`h200`) or a Hardware.
         `traces` replaces the modelled times, by measured ones for example
         (`StreamedModule.measure`). `host_memory` limits what the host of that hardware holds of the
-        weights: the rest comes from its disk. `effort` is the share of the
-        planner's full search: with a quarter, 96 plans of published models took two thirds of the time and
-        were as fast in the median, 0.7 % slower in the 95th percentile and 11 % at most.
+        weights: the rest comes from its disk.
 
         With measured hardware and modelled times, an equal plan that was made before on this machine is used
         again, and `load` runs the plan that this returns. Raises BudgetError below the floor, PlanError for
@@ -122,7 +119,6 @@ class Program:
             traces=_traces(traces),
             wrap=wrap,
             host_memory=parse_host_memory(host_memory, self.weight_bytes),
-            effort=effort,
         )
         return find_plan(self.path, self.payload, request)
 
@@ -140,72 +136,61 @@ class Program:
         arena: str | None = None,
         page_lock: bool = True,
         readers: int = READERS,
+        engine: str = "auto",
         debug: bool = False,
         poison: bool = False,
     ) -> StreamedModule:
         """Returns a module that runs this program with at most `budget` bytes of weights, or as `plan` says.
 
-        `debug` makes a read of a dropped granule of a paged arena fault; `poison` overwrites freed
-        bytes of a contiguous one with NaN. `device_memory` caps all that the device holds instead: what is
-        left for weights is logged (`split_memory`). `host_memory` caps what the host of a device holds of
-        them, by default 80 % of what is available; the rest comes from the files again and again.
-        `page_lock=False` makes do with ordinary memory where the system refuses to lock it. Close the
-        module, or use it as a context manager.
+        `debug` makes a read of a dropped granule of a paged arena fault; `poison` overwrites freed bytes of a
+        contiguous arena with NaN. `device_memory` is a cap on all memory of the device, in place of a budget;
+        the bytes that it leaves for weights are logged (`split_memory`). `host_memory` is a cap on the
+        weights that the host of a device holds, by default 80 % of the available memory; other weights are
+        read from the files in every pass. `page_lock=False` uses ordinary memory if the system refuses to
+        lock memory. `engine` is what executes the plan on a CPU: "native" is the library in C++, which has no
+        mapped arena yet and takes the next best, "python" the streamer in Python, and "auto" is "python" for
+        now. Close the module, or use it as a context manager.
         """
-        options = LoadOptions(
-            budget=budget,
-            plan=plan,
-            device_memory=device_memory,
+        run = LoadOptions(device, page_lock, readers, engine, debug, poison)
+        run.check()
+        given = PlanRequest(
+            budget=0,
             device=device,
-            reserve=reserve,
-            context_length=context_length,
-            host_memory=host_memory,
-            keep=_patterns(keep),
             arena=arena,
-            page_lock=page_lock,
-            readers=readers,
-            debug=debug,
-            poison=poison,
+            keep=_patterns(keep),
+            host_memory=parse_host_memory(host_memory, self.weight_bytes),
         )
-        options.check()
-        split = self._split(options)
-        if plan is None:
-            plan = self._plan_to_load(options, split)
-        else:
+        _check_modes(budget, plan, device_memory, given)
+        if reserve and device_memory is None:
+            raise BudgetError(
+                "reserve= is taken from device_memory=: give that instead of a budget or a plan"
+            )
+        if plan is not None:
             verify_plan(self.payload.storages, self.payload.traces, plan)
-        return load_module(self, plan, options, split=split)
-
-    def _split(self, options: LoadOptions) -> MemorySplit | None:
-        """Returns, and logs, what a cap on all memory leaves for weights; None where there is no such cap."""
-        if options.device_memory is None:
-            return None
-        split = self.split_memory(
-            options.device_memory,
-            reserve=options.reserve,
-            context_length=options.context_length,
-            device=options.device,
-        )
-        _log.info("%s", split)
-        return split
-
-    def _plan_to_load(self, options: LoadOptions, split: MemorySplit | None) -> Plan:
-        if split is not None:
-            budget = min(split.budget(self.floor(options.device, options.arena)), self.weight_bytes)
+            return load_module(self, plan, run)
+        split = None
+        if device_memory is not None:
+            split = self.split_memory(
+                device_memory, reserve=reserve, context_length=context_length, device=device
+            )
+            _log.info("%s", split)
+            nbytes = min(split.budget(self.floor(device, arena)), self.weight_bytes)
         else:
-            assert options.budget is not None
-            budget = self._nbytes(options.budget)
-        request = PlanRequest(
-            budget=budget,
-            device=options.device,
-            arena=options.arena,
-            keep=tuple(options.keep),
-            host_memory=parse_host_memory(options.host_memory, self.weight_bytes),
-        )
-        return find_plan_to_load(self.path, self.payload, request)
+            assert budget is not None
+            nbytes = self._nbytes(budget)
+        if engine == "native" and arena is None:
+            arena = self._unmapped_arena(nbytes)
+        plan = find_plan_to_load(self.path, self.payload, replace(given, budget=nbytes, arena=arena))
+        return load_module(self, plan, run, split=split)
+
+    def _unmapped_arena(self, budget: int) -> str:
+        """Returns the preferred kind of arena that reads fill and that `budget` bytes suffice for."""
+        kinds = [kind for kind in self.arenas() if kind != "mapped"]
+        return next((kind for kind in kinds if self.floor("cpu", kind) <= budget), kinds[-1])
 
     def _nbytes(self, budget: int | str) -> int:
         if budget == 0 and not isinstance(budget, bool) and not self.weight_bytes:
-            return 1  # 0 is what `floor_bytes` says, and as good as any budget
+            return 1  # `floor_bytes` is 0 for a program without weights, and any budget will do
         return parse_size(budget, total=self.weight_bytes or 100)
 
     @cached_property
@@ -228,10 +213,11 @@ class Program:
         context_length: int | None = None,
         device: str = "cpu",
     ) -> MemorySplit:
-        """Returns what is left for weights of all that a device may hold (bytes or `12GB`).
+        """Returns the division of all memory that a device may hold (bytes or `12GB`).
 
-        Activations, on CUDA what libraries take and what other processes hold, and `reserve` are taken
-        first: bytes, or a function of `context_length` (for a KV cache outside the program).
+        Activations are taken from it first, then, on CUDA, the memory of libraries and of other processes,
+        and then `reserve`, which is bytes, or a function of `context_length` (for a KV cache outside the
+        program). The rest is left for weights.
         """
         others = 0
         if device_kind(device) == "cuda":
@@ -268,6 +254,21 @@ class Program:
                     f"{storage.sha256} and is {found}; restore the file, or compile again"
                 )
         return total
+
+
+def _check_modes(
+    budget: int | str | None, plan: Plan | None, device_memory: int | str | None, given: PlanRequest
+) -> None:
+    """Raise BudgetError or PlanError unless one of the three is given, and the rest of a request fits it."""
+    if sum(one is not None for one in (budget, plan, device_memory)) != 1:
+        raise BudgetError(
+            "load needs a budget, a plan or device_memory, and one of them only: load(budget='50%'), "
+            "load(plan=plan) or load(device_memory='12GB')"
+        )
+    if device_kind(given.device) == "cpu" and given.host_memory is not None:
+        raise BudgetError("a CPU has no host behind it: host_memory= is for cuda and sim")
+    if plan is not None and (given.keep or given.arena or given.host_memory is not None):
+        raise PlanError("keep=, arena= and host_memory= are decided by the plan: give them to plan()")
 
 
 def _traces(traces: object) -> tuple[Trace, ...]:

@@ -26,12 +26,13 @@ def relink(
 ) -> Program:
     """Let the artifact `path` refer to `files`, copies of its weight files, and open it.
 
-    Each of `files` stands for the weight file of its name, or for the only one that there is; folders may be
-    given instead. Weight files that none stands for are looked for where they were. Every byte of the weights
-    is compared with the hash taken at compile time; then paths and stamps are written anew, in one step.
+    Each of `files` replaces the weight file of its name, or the only weight file; it may also be a folder
+    with such files. A weight file that is not replaced is looked for at its recorded path. Every byte of the
+    weights is compared with the hash taken at compile time; then paths and stamps are written anew, in one
+    step.
 
-    Raises SourceError for a file that is missing or another one, and for an artifact that refers to no files
-    in place. The artifact is unchanged then.
+    Raises SourceError for a file that is missing or has other bytes, and for an artifact that refers to no
+    files in place. The artifact then stays as it was.
     """
     folder = Path(path)
     payload = read_payload(folder)
@@ -53,10 +54,12 @@ def relink(
 
 
 def _places(in_place: Sequence[WeightFile], given: Sequence[Path]) -> dict[str, Path]:
-    """Where each weight file is to be found, by its path in the payload."""
+    """The new path of each weight file, by its path in the payload."""
     names = {file.path: Path(file.path).name for file in in_place}
     places = {path: Path(path) for path in names}
     for one in given:
+        if not one.exists():
+            raise SourceError(f"there is no file or folder {one}")
         if one.is_dir():
             places |= {path: one / name for path, name in names.items() if (one / name).exists()}
             continue
@@ -69,14 +72,14 @@ def _places(in_place: Sequence[WeightFile], given: Sequence[Path]) -> dict[str, 
 
 
 def _stamped(file: WeightFile, place: Path) -> WeightFile:
-    """The stamp of a copy of a weight file; SourceError where size or header show that it is none."""
+    """The stamp of a copy of a weight file; SourceError if its size or header differ."""
     found = stamp_file(place, recorded_path=str(place))
     compare_header(place, file, found)
     return found
 
 
 def _link(source: str, target: str) -> None:
-    """Give a file a second name, or copy it where the file system has no links."""
+    """Give a file a second name, or copy it if the file system has no links."""
     try:
         os.link(source, target)
     except OSError:

@@ -1,4 +1,4 @@
-"""Remembers in the user's cache what takes time to find out, above all the plans that were made."""
+"""Remembers results that take time to find in the user's cache, above all plans."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from penstock.schedule.plan import Plan
 from penstock.schedule.verify.proof import verify_plan
 
 MOST = 64
-"""Plans that are kept; the ones that were not used for the longest time are removed first."""
+"""The number of plans that are kept; the least recently used ones are removed first."""
 
 
 def remember(path: Path, data: bytes) -> None:
-    """Write a file in the user's cache; where that fails, nothing is lost but time."""
+    """Write a file in the user's cache. A failure is ignored, since the file can be made again."""
     with suppress(OSError, PenstockError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replace_file(path, force=True) as fd:
@@ -32,11 +32,11 @@ def remember(path: Path, data: bytes) -> None:
 def remembered_plan(
     folder: Path, payload: Payload, budget: int, asked: object, make: Callable[[], Plan]
 ) -> Plan:
-    """The plan for `budget` bytes and for what was `asked`: one made before, or made now and kept.
+    """The plan for `budget` bytes and the request `asked`: one made before, or one that `make` makes now.
 
-    Two plans are asked alike where the repr of `asked` is the same, the machine's figures included. A plan is
-    made anew for another artifact or version, and one from before is proven again. A program in memory only
-    has no artifact, and its plans are not kept.
+    Two requests are equal if their reprs are, which include the machine's figures. A plan is made anew for
+    another artifact or version of penstock, and a plan from the cache is verified again. A program that is
+    only in memory has no artifact, and its plans are not kept.
     """
     digest = artifact_digest(folder)
     if digest is None:
@@ -57,7 +57,7 @@ def remembered_plan(
 
 
 def artifact_digest(folder: Path) -> str | None:
-    """The hash of an artifact's payload; None where there is no artifact, as for a program in memory."""
+    """The hash of an artifact's payload; None if there is no artifact, as for a program in memory."""
     try:
         return (folder / DIGEST).read_text(encoding="utf-8").partition(" ")[0]
     except (OSError, ValueError):

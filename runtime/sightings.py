@@ -1,8 +1,8 @@
-"""What a load sees of its first passes, and how that corrects what is remembered of the machine.
+"""Watches the first passes of a load, and corrects the remembered figures of the machine by them.
 
-Compute that takes another time than the plan assumed is remembered for this artifact, and its next plan
-assumes that. Where a pass cannot have been so fast or so slow with the rates of the plan, the rates are
-forgotten, and the next plan measures them again.
+If the compute of a pass takes another time than the plan assumed, this time is remembered for the artifact,
+and its next plan assumes it. If a pass was faster or slower than is possible with the rates of the plan,
+these rates are forgotten, and the next plan measures them again.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan
 
 PASSES = 5
-"""Passes of a method that are watched, after a first one, which also loads and warms up."""
+"""The number of passes of a method that are watched, after a first one, which also loads and warms up."""
 
 FACTOR = 2
-"""How many times longer or shorter than expected contradicts what is remembered."""
+"""A time contradicts a figure if it is longer or shorter than expected by more than this factor."""
 
 LEAST_NS = 5_000_000
-"""Differences below it contradict nothing: so short a pass is mostly the interpreter's."""
+"""Smaller differences contradict nothing, since most of so short a time is spent in Python."""
 
 
 def seen_compute(folder: Path, method: str) -> Measurement | None:
-    """The compute of a pass of an artifact's method as loads saw it, where it contradicted its plan."""
+    """The compute time of a pass that a load of this artifact saw, if it contradicted its plan; else None."""
     subject = _subject(folder, method)
     return recall(subject) if subject else None
 
@@ -48,6 +48,8 @@ def _subject(folder: Path, method: str) -> Subject | None:
 
 
 class _Pass(NamedTuple):
+    """A watched pass: its nanoseconds, those that it waited for weights, and the bytes that it moved."""
+
     total_ns: int
     stall_ns: int
     nbytes: int
@@ -56,7 +58,7 @@ class _Pass(NamedTuple):
 class Sightings:
     """Watches the first passes of each method of a load on the machine that its plan was made for.
 
-    `counters` are the streamer's so far.
+    `counters` returns the streamer's present counters.
     """
 
     def __init__(self, folder: Path, payload: Payload, plan: Plan, counters: Callable[[], Counters]) -> None:
@@ -66,7 +68,7 @@ class Sightings:
 
     @contextmanager
     def watching(self, graph: int, leaves: Sequence[Any]) -> Iterator[None]:
-        """While a pass of a method runs on `leaves`; it counts where their sizes are those of the trace."""
+        """Watch the pass that runs in this context; it counts if `leaves` have the sizes of the trace."""
         if graph not in self._passes or not at_exported_sizes(self._methods[graph], leaves):
             yield
             return
@@ -85,7 +87,7 @@ class Sightings:
         self._check_arrival(graph, passes)
 
     def _check_compute(self, graph: int, seen: Trials) -> None:
-        """Remember the compute of a pass where the plan assumed another."""
+        """Remember the compute time of a pass if it contradicts the time that the plan assumed."""
         (planned,) = (trace for trace in self._plan.traces if trace.graph == graph)
         subject = _subject(self._folder, planned.method)
         if subject is None or not _contradicts(seen.median, planned.compute_ns):
@@ -93,12 +95,12 @@ class Sightings:
         record(subject, seen)
         modelled = with_times(planned, self._plan.hardware).compute_ns
         if seen.median < modelled and _contradicts(seen.median, modelled):
-            # Nothing is computed faster than the machine can: its rates were taken while it was busy.
+            # The machine cannot compute faster than its true rates, so these were measured while it was busy.
             rates, machine = ("products", "memory"), this_machine()
             forget(lambda one: one.subject.machine == machine and one.subject.quantity in rates)
 
     def _check_arrival(self, graph: int, passes: Sequence[_Pass]) -> None:
-        """Forget how fast weights arrive where a pass took less than that, or waited for more than that."""
+        """Forget the rate at which weights arrive if a pass was faster than it allows, or waited longer."""
         hardware = self._plan.hardware
         (schedule,) = (schedule for schedule in self._plan.schedules if schedule.graph == graph)
         least = statistics.median(hardware.copy_ns(one.nbytes) for one in passes)
@@ -113,7 +115,7 @@ class Sightings:
 
 
 def at_exported_sizes(method: Method, leaves: Sequence[Any]) -> bool:
-    """Whether the leaves of a call have the sizes of the method's trace, those that it was exported with."""
+    """Tells whether the leaves of a call have the sizes of the method's trace, which are those at export."""
     examples = {symbol.name: symbol.example for symbol in method.symbols}
     for given, leaf in zip(method.inputs, leaves, strict=True):
         if isinstance(leaf, torch.Tensor):
@@ -121,7 +123,7 @@ def at_exported_sizes(method: Method, leaves: Sequence[Any]) -> bool:
             if list(leaf.shape) != shape:
                 return False
         elif given.value is None:
-            return False  # a number, whose value at export the payload does not say
+            return False  # the payload does not have the value of a number at export
     return True
 
 

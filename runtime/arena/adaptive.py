@@ -1,4 +1,4 @@
-"""A mapped arena that reads into private memory, past the page cache, what the cache does not keep."""
+"""A mapped arena that reads into private memory the granules that the page cache does not keep."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from penstock.schedule.facts.model import Storage
 from penstock.schedule.plan import Plan
 
 PATIENCE = 32
-"""Reads past the cache before a granule that was lost from it is brought into it again; then doubled."""
+"""How often a granule that the cache has lost is read past it before it is cached again; then doubled."""
 
 
 class AdaptiveArena(MappedArena):
@@ -52,9 +52,9 @@ class AdaptiveArena(MappedArena):
         self._granule = plan.arena.granule
         self._most = plan.arena_bytes
         self._lock = threading.Lock()
-        self._private: set[int] = set()  # layout offsets of the granules that are filled private memory
-        self._moved: set[int] = set()  # those whose place is not the file's mapping at the moment
-        self._turns: dict[int, tuple[int, int]] = {}  # reads past the cache: still to come, and then
+        self._private: set[int] = set()  # layout offsets of filled granules in private memory
+        self._moved: set[int] = set()  # granules whose place is not mapped to the file at the moment
+        self._turns: dict[int, tuple[int, int]] = {}  # reads past the cache: left, and next time
         self._spares = _Spares(self._granule, plan.arena_bytes // self._granule)
         self._cache: Reservation | None = None
         room = available_bytes()
@@ -65,14 +65,14 @@ class AdaptiveArena(MappedArena):
         super()._map()
         self._pieces = self._file_ranges(gap=PAGE)
         if all(may_ask_mincore(file.fd) for file in self._source.files):
-            # Only ever asked about: mincore(2) tells nothing of places that are private.
+            # This mapping is only asked about: mincore(2) tells nothing about places of private memory.
             self._cache = Reservation(self._memory.nbytes)
             for segment in self._files:
                 self._map_file(self._cache, segment, *self._segment_pages(segment))
 
     def fill_ready(self, start: int, stop: int) -> int | None:
         granules = range(round_down(start, self._granule), stop, self._granule)
-        ends = dict.fromkeys((granules[0], granules[-1]))  # asking costs a third of what mapping does
+        ends = dict.fromkeys((granules[0], granules[-1]))  # asking takes a third of the time of mapping
         if self._private.isdisjoint(granules) and all(self._is_cached(granule) for granule in ends):
             return self._fill(start, stop, self._bring_mapped)
         return None
@@ -102,7 +102,7 @@ class AdaptiveArena(MappedArena):
                     if self._debug:
                         protect(self._memory.address + granule, self._granule, PROT_NONE)
                     private.append(granule)
-        # Of private granules the memory is kept, for the next fill.
+        # The memory of private granules is kept for the next fill.
         for low, high in _without(start, stop, private, self._granule):
             super()._discard(low, high)
 
@@ -134,7 +134,7 @@ class AdaptiveArena(MappedArena):
         return self._pieces.read(self._source, start, stop)
 
     def _make_room(self) -> None:
-        """Give spare memory back until it and what is held or being filled are within the budget."""
+        """Give spare memory back until spare, held and filling granules together are within the budget."""
         self._spares.keep(max(0, self._most - self._held.nbytes) // self._granule)
 
     def _runs(self, start: int, stop: int) -> Iterator[tuple[int, int, bool]]:

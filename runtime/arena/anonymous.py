@@ -20,7 +20,7 @@ class AnonymousArena(PagedArena):
 
     def _map(self) -> None:
         self._pieces = self._file_ranges(gap=PAGE)
-        # Segment by segment, so that no huge page reaches beyond one.
+        # Mapped segment by segment, so that no huge page crosses the end of a segment.
         for segment in range(len(self._segments)):
             self._memory.map_anonymous(*self._segment_pages(segment))
         self._prepare()
@@ -47,7 +47,7 @@ class ContiguousArena(WeightArena):
 
     def _map(self) -> None:
         """Take the memory now, so that no fill waits for zeroed pages and none fails for want of them."""
-        # Between two neighbours of the layout a third may lie: nothing is read along.
+        # A third storage may lie between two neighbours of the layout, so nothing between them is read along.
         self._pieces = self._file_ranges(gap=0)
         address, nbytes = self._memory.address, self._memory.nbytes
         self._memory.map_anonymous(0, nbytes)
@@ -62,7 +62,7 @@ class ContiguousArena(WeightArena):
 
     def _discard(self, start: int, stop: int) -> None:
         if self._poison:
-            # What is not held may lie where another storage is now.
+            # A range that is not held may lie where another storage is now.
             for held in self._held.within(start, stop):
                 for piece in self._pieces.within(*held):
                     ctypes.memset(piece.address, POISON, piece.stop - piece.start)

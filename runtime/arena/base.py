@@ -1,4 +1,4 @@
-"""Says what all arenas are and share (accounting, views, closing), and what paged arenas share."""
+"""The base classes of all arenas (accounting, views, closing), and of paged arenas."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class HeldRanges:
         self._set(start, stop, held=False)
 
     def within(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Returns what is held of the bytes `start` to `stop`, as disjoint ranges."""
+        """Returns the parts of the bytes `start` to `stop` that are held, as disjoint ranges."""
         with self._lock:
             return self._within(start, stop)
 
@@ -76,6 +76,28 @@ class HeldRanges:
         low, high = bisect_right(self._edges, start), bisect_left(self._edges, stop)
         edges = [start] * (low % 2) + self._edges[low:high] + [stop] * (high % 2)
         return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def dtype_of(part: Part) -> torch.dtype:
+    """Returns the dtype of a part. Raises PlanError for one that this version of torch does not have."""
+    import torch
+
+    dtype = getattr(torch, part.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise PlanError(f"{part.dtype!r} is not a dtype of this version of torch: export the program with it")
+    return dtype
+
+
+def tensor_at(address: int, part: Part) -> torch.Tensor:
+    """Returns the strided tensor of a part whose storage begins at `address`; the memory must outlive it."""
+    import torch
+
+    dtype = dtype_of(part)
+    # A ctypes array counts as writable, also over read-only pages: torch warns about others. One
+    # of no bytes is refused, so a tensor without elements gets one that it cannot reach.
+    memory = c_char * max(part_nbytes(part), dtype.itemsize)
+    flat = torch.frombuffer(memory.from_address(address + part.offset), dtype=dtype)
+    return flat.as_strided(part.shape, part.stride)
 
 
 class WeightArena(ABC):
@@ -121,7 +143,7 @@ class WeightArena(ABC):
 
         Called every few milliseconds, and when a pass ends.
         """
-        # What private memory holds, no one can take away: only closing ends it.
+        # Nobody else can change private memory, so there is nothing to check.
         self._require_open()
 
     def fill(self, start: int, stop: int) -> int:
@@ -134,7 +156,7 @@ class WeightArena(ABC):
 
     def _fill(self, start: int, stop: int, bring: Callable[[int, int], int]) -> int:
         self._require_open()
-        # Counted before it arrives: memory is taken from the first byte on.
+        # The range counts before its bytes arrive, since memory is taken from the first byte on.
         self._held.add(start, stop)
         try:
             return bring(start, stop)
@@ -143,7 +165,7 @@ class WeightArena(ABC):
             raise
 
     def fill_ready(self, start: int, stop: int) -> int | None:
-        """Fill a range as `fill` does where nothing has to be waited for; else return None."""
+        """Fill a range as `fill` does if that needs no waiting; otherwise return None."""
         return None
 
     def drop(self, start: int, stop: int) -> None:
@@ -154,14 +176,8 @@ class WeightArena(ABC):
 
     def view(self, part: Part) -> torch.Tensor:
         """Returns the strided tensor at the one address of a part. It must not be used after `close`."""
-        import torch
-
         self._require_open()
-        dtype = getattr(torch, part.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise PlanError(
-                f"{part.dtype!r} is not a dtype of this version of torch: export the program with it"
-            )
+        dtype_of(part)  # without one it has no size
         place = self._places[part.storage]
         reach = part.offset + part_nbytes(part)
         if place < 0 or reach > self._storages[part.storage].nbytes:
@@ -169,11 +185,7 @@ class WeightArena(ABC):
                 f"a view of {reach} bytes was asked of storage {part.storage}, which has "
                 f"{self._storages[part.storage].nbytes} at byte {place} of the arena; plan it again"
             )
-        # A ctypes array counts as writable, also over read-only pages: torch warns about others. One
-        # of no bytes is refused, so a tensor without elements gets one that it cannot reach.
-        memory = c_char * max(part_nbytes(part), dtype.itemsize)
-        flat = torch.frombuffer(memory.from_address(self._memory.address + place + part.offset), dtype=dtype)
-        return flat.as_strided(part.shape, part.stride)
+        return tensor_at(self._memory.address + place, part)
 
     def mapped_bytes(self) -> int:
         """Returns the bytes of whole pages that the process's page tables really hold for the arena.
@@ -198,7 +210,7 @@ class WeightArena(ABC):
 
     @abstractmethod
     def _map(self) -> None:
-        """Put memory or files behind the reservation; what fails closes the arena again."""
+        """Put memory or files behind the reservation; an error closes the arena again."""
 
     @abstractmethod
     def _bring(self, start: int, stop: int) -> int:
@@ -222,7 +234,8 @@ class Pages(NamedTuple):
 class PagedArena(WeightArena):
     """An arena in which every storage lies at its layout offset, and pages come and go.
 
-    With `debug`, what is not held cannot be read, and what is held has the protection of its class.
+    With `debug`, pages that are not held cannot be read, and pages that are held have the protection of their
+    class.
     """
 
     _protection: ClassVar[int]
@@ -243,7 +256,7 @@ class PagedArena(WeightArena):
 
     def _prepare(self) -> None:
         """Choose the size of pages and, to debug, forbid all reads. Memory must be mapped by now."""
-        # Of a huge page only all can be dropped: a smaller granule would take its neighbours along.
+        # A huge page can only be dropped as a whole, so a smaller granule would take its neighbours along.
         advice = MADV_HUGEPAGE if self._whole_huge_pages else MADV_NOHUGEPAGE
         hint(self._memory.address, self._memory.nbytes, advice)
         if self._debug:
@@ -298,10 +311,10 @@ class FreeGranules:
         self._free = dict.fromkeys(addresses)
 
     def take(self, address: int) -> int | None:
-        """Have a free granule at `address`, and return where it was; None where there is none.
+        """Take a free granule for `address`, and return its address until now; None if there is none.
 
-        It is the one that lies there, or else the one given last, which moves. StreamError where the system
-        refuses that.
+        This is the free granule at `address` or, if there is none, the one given last, which moves. Raises
+        StreamError if the system refuses to move it.
         """
         if not self._free:
             return None
@@ -312,7 +325,7 @@ class FreeGranules:
         return found
 
     def give(self, address: int) -> None:
-        """Take the granule at `address` for a free one. It stays there until it is taken."""
+        """Add the granule at `address` to the free ones. It stays at this address until it is taken."""
         self._free[address] = None
 
     def _move(self, old: int, new: int) -> None:

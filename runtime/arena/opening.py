@@ -33,22 +33,21 @@ def open_arena(
     *,
     debug: bool = False,
     poison: bool = False,
-    populate: bool | None = None,
 ) -> WeightArena:
     """Open the arena that a plan asks for, empty. `source` must outlive it.
 
     With `debug`, reading a dropped range of a paged arena kills the process with SIGSEGV instead
     of finding the bytes again. With `poison`, memory of a contiguous or pooled arena that holds no
-    weight any more is filled with 0xFF, which is NaN in every floating-point format. `populate`
-    says whether the system can fill a mapping (None: ask it). Where it cannot, a mapped plan gets an
-    anonymous arena, which keeps the same addresses, granules and budget.
+    weight any more is filled with 0xFF, which is NaN in every floating-point format. Where the system
+    cannot fill a mapping, a mapped plan gets an anonymous arena, which keeps the same addresses, granules and
+    budget.
 
     Raises PlanError for a plan that does not belong to the files, StreamError when the system
     refuses the memory.
     """
     if plan.arena.kind == "contiguous":
         return ContiguousArena(plan, storages, source, poison=poison)
-    if plan.arena.backing == "mapped" and (supports_populate() if populate is None else populate):
+    if plan.arena.backing == "mapped" and supports_populate():
         adapts = source.mode == "direct" and plan.arena.granule % HUGE_PAGE == 0 and supports_move()
         kind = AdaptiveArena if adapts else MappedArena
         return kind(plan, storages, source, debug=debug)

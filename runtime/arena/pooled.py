@@ -52,7 +52,7 @@ class PooledArena(WeightArena):
         self._pieces = self._file_ranges(gap=PAGE)
         self._memory.map_anonymous(0, self._memory.nbytes)
         self._pool = self._memory.address + self._layout_bytes
-        # In the pool at first, later wherever they were dropped.
+        # Free granules are in the pool at first, and later wherever they were dropped.
         pool = range(self._pool, self._pool + self._pool_bytes, self._granule)
         self._free = FreeGranules(self._granule, pool)
         if self._debug:
@@ -72,7 +72,7 @@ class PooledArena(WeightArena):
             self._filled.add(address)
         if self._debug:
             protect(address, self._granule, mmap.PROT_READ | mmap.PROT_WRITE)
-        if found >= self._pool:  # what has left the pool never lies there again
+        if found >= self._pool:  # still in the pool, so it has no memory yet: none returns there
             self._fresh.take(address, self._granule)
 
     def _discard(self, start: int, stop: int) -> None:

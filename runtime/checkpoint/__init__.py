@@ -1,1 +1,1 @@
-"""Checkpoints in any format, as tensors by name, and how they become the weights of a program."""
+"""Checkpoints in any format as tensors by name, and their binding to the weights of a program."""

@@ -43,15 +43,15 @@ def bind(
     `checkpoint` is a safetensors file, an index, a folder, several files, a file that torch.save wrote, or a
     folder of torch.distributed (whose chunks are copied into memory where a tensor has several).
     `rename` maps an FQN to a tensor's name there, or to those of several tensors whose rows, one after
-    another, are the weight's; tied weights need one of their names. Non-persistent buffers of a program of
+    another, are the weight's; tied weights need one of their names. Non-persistent buffers of a program from
     fake_export get the values that their module computes. Writing to a bound value changes memory, not the
-    file. Nothing is read before it is used, but for what is copied.
+    file. Mapped values are read when they are used; only values that have to be copied are read at once.
 
     With `cast`, floating-point tensors of another dtype than their weight's are converted to it, as torch
     does; the converted copy is in memory. `slices` gives weights one rank's equal part of a tensor, by
-    patterns of FQNs: `{"*.q_proj.weight": (0, rank, ranks)}` takes rows, which are mapped, too; parts of
-    other dimensions are copied, reading nothing else. `only` has patterns of tensor names: all others are
-    as if they were not there, and neither are shards of an index that hold nothing else.
+    patterns of FQNs: `{"*.q_proj.weight": (0, rank, ranks)}` takes rows, which are mapped as well; parts of
+    other dimensions are copied, and only their bytes are read. `only` has patterns of tensor names: all other
+    tensors are ignored, and shards of an index that hold only ignored tensors may be missing.
 
     Raises SourceError for weights that are missing or of another dtype or shape, and for tensors that the
     program has no use for, unless a pattern of `ignore` matches them; and for patterns that match nothing.
@@ -109,7 +109,7 @@ def _refuse_unexpected(found: Found, checkpoint: Checkpoint, ignore: Sequence[st
 def _values(payload: Payload, found: Found, *, most: int | None = None) -> dict[str, torch.Tensor]:
     """Returns a tensor for each weight that the files hold, in a storage of at most `most` bytes.
 
-    Those of one storage share its memory.
+    Tensors of one storage share its memory.
     """
     maps: dict[int, mmap.mmap] = {}
     storages = found.placed(payload.storages)
@@ -125,7 +125,7 @@ def _values(payload: Payload, found: Found, *, most: int | None = None) -> dict[
 
 
 def _memory(storage: Storage, number: int, found: Found, maps: dict[int, mmap.mmap]) -> torch.Tensor:
-    """Returns the bytes of a storage, mapped where they lie together in a file, and copied otherwise."""
+    """Returns the bytes of a storage, mapped if they are one run of a file, and copied otherwise."""
     if len(storage.extents) == 1 and storage.extents[0].nbytes == storage.nbytes:
         mapped = _mapped(storage.extents[0], found.files, maps)
         if mapped.data_ptr() % 8 == 0:
@@ -140,7 +140,7 @@ def _memory(storage: Storage, number: int, found: Found, maps: dict[int, mmap.mm
 def _mapped(extent: Extent, files: Sequence[Path], maps: dict[int, mmap.mmap]) -> torch.Tensor:
     if extent.file not in maps:
         with files[extent.file].open("rb") as file:
-            # Private memory, which Linux would count in full, though next to nothing is written.
+            # Linux would count private memory in full, although next to nothing of it is written.
             flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", _NORESERVE)
             maps[extent.file] = mmap.mmap(file.fileno(), 0, flags, mmap.PROT_READ | mmap.PROT_WRITE)
     if not extent.nbytes:

@@ -24,7 +24,7 @@ Names = str | Sequence[str]
 """A tensor of the files, or several whose bytes, one tensor after another, are one weight's."""
 
 Rename = Callable[[str], Names] | Mapping[str, Names] | None
-"""How an FQN of the program becomes names in the files: a function, or a table of exceptions."""
+"""A map from an FQN of the program to names in the files: a function, or a table of names that differ."""
 
 Readings = tuple[Reading, ...]
 """The readings that follow one another in one part of a weight."""
@@ -32,7 +32,7 @@ Readings = tuple[Reading, ...]
 
 @dataclass(frozen=True)
 class Rules:
-    """How tensors of the files become weights: their names, casts to the weight's dtype, and slices."""
+    """Rules by which tensors of the files become weights: names, casts to the weight's dtype, and slices."""
 
     rename: Rename = None
     cast: bool = False
@@ -52,7 +52,7 @@ class Span:
         return self.offset + self.reading.nbytes - self.skip
 
     def extents(self) -> Iterator[Extent]:
-        """Yields where the bytes lie in the files."""
+        """Yields the runs of files in which the bytes lie, as extents of the storage."""
         position = self.offset - self.skip
         for file, start, nbytes in self.reading.runs():
             known = min(max(self.offset - position, 0), nbytes)
@@ -61,7 +61,7 @@ class Span:
             position += nbytes
 
     def chunks(self, files: Sequence[Path]) -> Iterator[Chunk]:
-        """Yields its bytes, at most 16 MiB at a time."""
+        """Yields the bytes of the span, at most 16 MiB at a time."""
         skip = self.skip
         for chunk in self.reading.chunks(files):
             yield memoryview(chunk)[skip:]
@@ -80,7 +80,7 @@ class Found:
     spans: Mapping[int, tuple[Span, ...]]
 
     def placed(self, storages: Iterable[Storage]) -> tuple[Storage, ...]:
-        """Returns the storages with their extents in files. What is gathered or cast has no extents."""
+        """Returns the storages with their extents in files. Gathered or cast storages have no extents."""
         extents = {
             s: tuple(extent for span in own for extent in span.extents())
             for s, own in self.spans.items()
@@ -91,7 +91,7 @@ class Found:
         )
 
     def chunks(self, storage: int) -> Iterator[tuple[int, Chunk]]:
-        """Yields the bytes of a storage, at most 16 MiB at a time, each time with where they begin in it."""
+        """Yields the bytes of a storage, at most 16 MiB at a time, each with their offset in the storage."""
         for span in self.spans[storage]:
             position = span.offset
             for chunk in span.chunks(self.files):
@@ -102,11 +102,12 @@ class Found:
 def find_values(weights: Sequence[Weight], checkpoint: Checkpoint, rules: Rules) -> Found:
     """Find the bytes that the checkpoint has for weights.
 
-    Tied weights need one of their names in the files, and the same bytes under all that are there. A
-    parameter that no file has is an error, as is one of another dtype (unless the rules say that it is cast),
-    shape or order of elements, and a weight of which only some parts are there. A buffer or constant may be
-    missing with all of its storage, which then has no spans. Raises SourceError, which names what is wrong
-    and counts the weights that are missing.
+    Tied weights need only one of their names in the files; if the files have several, their bytes must be
+    equal. A buffer or constant may be missing if all of its storage is missing, which then has no spans.
+
+    Raises SourceError, which names the weight, for a parameter that no file has, for one of another dtype
+    (unless the rules cast it), shape or order of elements, and for a weight of which the files have only some
+    parts. It counts all weights that are missing.
     """
     names = _part_names(weights, rules.rename, checkpoint.tensors)
     plain = plain_weights(weights)
@@ -128,7 +129,7 @@ def find_values(weights: Sequence[Weight], checkpoint: Checkpoint, rules: Rules)
             _check_tie(weight, own[0], (first, readings), checkpoint.files)
     spans = {index: _disjoint(places) for index, places in found.items()}
     missing = [w for w in absent if not _covered(w.parts[0], spans)]
-    # What shares a storage with a weight from the files has no other place to come from.
+    # A weight that shares a storage with one from the files can only come from the files, too.
     _refuse_missing(
         [w.fqn for w in missing if w.role == "parameter" or w.parts[0].storage in found], checkpoint.files
     )
@@ -180,7 +181,7 @@ def _pieces(weight: Weight, part: Part, names: Sequence[str], checkpoint: Checkp
 def _taken(
     weight: Weight, name: str, checkpoint: Checkpoint, shares: Mapping[str, Slice], count: int
 ) -> Reading:
-    """Returns what to read of one of a weight's `count` tensors: all, or one rank's slice of the only one."""
+    """Returns the part to read of one of a weight's `count` tensors: all of it, or the slice of a rank."""
     if weight.fqn in shares and count > 1:
         raise SourceError(
             f"weight {weight.fqn} consists of several tensors, of which slices= cannot take a part: leave it "
@@ -288,9 +289,9 @@ def _part_names(
 ) -> dict[str, tuple[str, ...]]:
     """Returns the names in the files of weights, and of parts of quantised ones, by `FQN` or `FQN.PART`.
 
-    Where `rename` says nothing about a part it is looked for as the weight's name in the files and `.PART`,
-    then as torchao's safetensors files have it (`layer._weight_PART`). SourceError for a table that renames
-    what is no weight.
+    A part that `rename` does not name is looked for under the weight's name in the files followed by `.PART`,
+    and then under its name in torchao's safetensors files (`layer._weight_PART`). Raises SourceError for a
+    table that renames a name which is no weight.
     """
     names: dict[str, tuple[str, ...]] = {}
     fqns = {

@@ -54,7 +54,7 @@ def convert(
     that they begin at blocks. Memory is bounded by a few pieces of 16 MiB, whatever the size. Writing is
     atomic; an existing target is refused without `force`.
 
-    Raises SourceError for what cannot be read, converted or written.
+    Raises SourceError if a tensor or a file cannot be read, converted or written.
     """
     checkpoint = open_checkpoint(source, only)
     entries = sorted(
@@ -86,7 +86,7 @@ def convert(
 
 
 def _check_output(path: Path, nbytes: int, *, sharded: bool, force: bool) -> None:
-    """Refuse a target that cannot be written, before anything is."""
+    """Refuse a target that cannot be written, before any work is done."""
     if path.suffix in SUFFIXES:
         raise SourceError(
             f"{path} would be a file of torch.save, and safetensors are written: give a .safetensors file "

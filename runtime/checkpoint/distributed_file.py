@@ -31,7 +31,7 @@ _HOME = "torch.distributed.checkpoint."
 
 
 class _Record:
-    """Holds what a pickle says of an object, and does nothing with it."""
+    """Holds the arguments with which a pickle would make an object, without running any code of its class."""
 
     def __init__(self, *_: object) -> None:
         self.state: object = None
@@ -139,7 +139,7 @@ def read_tensors(
     except SourceError:
         raise
     except Exception as error:
-        _refuse(path, f"it cannot be read ({type(error).__name__}: {error})")
+        _refuse_part(path, f"it cannot be read ({type(error).__name__}: {error})")
     tensors = {}
     for name, (dtype, shape, chunks) in described.items():
         if not wanted(name):
@@ -162,7 +162,7 @@ Described = dict[str, tuple[str, tuple[int, ...], list[Chunk]]]
 
 
 def _described(path: Path) -> tuple[Described, dict[tuple[str, tuple[int, ...]], _Place]]:
-    """Returns what `.metadata` says: dtype, shape and chunks of each tensor, and where each chunk is."""
+    """Returns the content of `.metadata`: dtype, shape and chunks of each tensor, and each chunk's place."""
     with path.open("rb") as file:
         found: Any = _Unpickler(file).load()
     described: Described = {}
@@ -170,13 +170,13 @@ def _described(path: Path) -> tuple[Described, dict[tuple[str, tuple[int, ...]],
         if isinstance(one, _Tensor):
             dtype = SAFETENSORS_NAMES.get(one.properties.state[0])
             if dtype is None:
-                _refuse(path, f"tensor {name!r} has the dtype {one.properties.state[0]!r}")
+                _refuse_part(path, f"tensor {name!r} has the dtype {one.properties.state[0]!r}")
             chunks = dict.fromkeys((_sizes(path, c.offsets), _sizes(path, c.sizes)) for c in one.chunks)
             described[str(name)] = (dtype, _sizes(path, one.size), list(chunks))
     places = {
         (str(index.fqn), _sizes(path, index.offset)): _place(path, info)
         for index, info in found.storage_data.items()
-        if index.state.get("offset") is not None  # others are no tensors
+        if index.state.get("offset") is not None  # other entries are no tensors
     }
     return described, places
 
@@ -194,7 +194,7 @@ def _place(path: Path, info: Any) -> _Place:
 
 def _sizes(path: Path, value: object) -> tuple[int, ...]:
     if not isinstance(value, tuple) or not all(type(size) is int and 0 <= size < 1 << 63 for size in value):
-        _refuse(path, f"{value!r} is no size of a tensor")
+        _refuse_part(path, f"{value!r} is no size of a tensor")
     return value
 
 
@@ -203,7 +203,7 @@ def _check_cover(path: Path, name: str, shape: tuple[int, ...], chunks: list[Chu
     for offsets, sizes in chunks:
         inside = len(offsets) == len(sizes) == len(shape)
         if not inside or any(o + s > whole for o, s, whole in zip(offsets, sizes, shape, strict=True)):
-            _refuse(
+            _refuse_part(
                 path,
                 f"tensor {name!r} of shape {list(shape)} has a chunk of {list(sizes)} at {list(offsets)}",
             )
@@ -211,11 +211,13 @@ def _check_cover(path: Path, name: str, shape: tuple[int, ...], chunks: list[Chu
     for k, one in enumerate(ordered):
         for other in ordered[k + 1 :]:
             if other[0] and other[0][0] >= one[0][0] + one[1][0]:
-                break  # all others begin further down
+                break  # all other chunks begin behind it
             if all(a < b + n and b < a + m for a, m, b, n in zip(*one, *other, strict=True)):
-                _refuse(path, f"the chunks of tensor {name!r} at {list(one[0])} and {list(other[0])} overlap")
+                _refuse_part(
+                    path, f"the chunks of tensor {name!r} at {list(one[0])} and {list(other[0])} overlap"
+                )
     if sum(prod(sizes) for _, sizes in ordered) != prod(shape):
-        _refuse(path, f"the chunks of tensor {name!r} leave a hole in its shape {list(shape)}")
+        _refuse_part(path, f"the chunks of tensor {name!r} leave a hole in its shape {list(shape)}")
 
 
 def _box(
@@ -227,13 +229,13 @@ def _box(
 ) -> Box:
     dtype, offsets, sizes = wanted
     if place is None:
-        _refuse(
+        _refuse_part(
             folder / METADATA, f"it does not say where the chunk of tensor {name!r} at {list(offsets)} is"
         )
     file = _file(folder, name, place)
     entry = _entry(file, name, place)
     if (entry.dtype, entry.shape) != (dtype, sizes):
-        _refuse(
+        _refuse_part(
             file,
             f"the chunk of tensor {name!r} at {list(offsets)} is {entry.dtype} {list(entry.shape)} "
             f"where {dtype} {list(sizes)} was expected",
@@ -245,7 +247,7 @@ def _file(folder: Path, name: str, place: _Place) -> Path:
     """Returns the path of a chunk's file, once it is known to be in the folder and long enough."""
     relative = Path(place.file)
     if relative.is_absolute() or ".." in relative.parts or "\0" in place.file:
-        _refuse(folder / METADATA, f"it names {place.file!r}, which is outside its folder")
+        _refuse_part(folder / METADATA, f"it names {place.file!r}, which is outside its folder")
     file = folder / relative
     if not file.is_file():
         raise SourceError(f"{file}, which holds tensor {name!r}, is missing: complete the checkpoint")
@@ -268,9 +270,9 @@ def _entry(file: Path, name: str, place: _Place) -> TensorEntry:
             return TensorEntry(found.dtype, found.shape, place.start + found.start, place.start + found.stop)
     entries = read_header(file).entries
     if name not in entries:
-        _refuse(file, f"it does not hold tensor {name!r}")
+        _refuse_part(file, f"it does not hold tensor {name!r}")
     return entries[name]
 
 
-def _refuse(path: Path, reason: str) -> NoReturn:
+def _refuse_part(path: Path, reason: str) -> NoReturn:
     refuse(path, reason, what="part of a checkpoint")

@@ -36,10 +36,11 @@ class Checkpoint:
 
 
 def open_checkpoint(paths: Paths, only: str | Sequence[str] = ()) -> Checkpoint:
-    """Open safetensors files, an index, a folder, several of them, or what torch wrote.
+    """Open safetensors files, an index, a folder, several of these, or a checkpoint that torch wrote.
 
-    `only` has patterns of names; files that hold no such tensor may be missing where an index says so.
-    SourceError for what cannot be read, for a tensor that two files hold, and for a pattern of no tensor.
+    `only` has patterns of tensor names; files of an index that hold no matching tensor may be missing. Raises
+    SourceError for a file that cannot be read, for a tensor that two files hold, and for a pattern that
+    matches no tensor.
     """
     patterns = (only,) if isinstance(only, str) else tuple(only)
 
@@ -52,7 +53,7 @@ def open_checkpoint(paths: Paths, only: str | Sequence[str] = ()) -> Checkpoint:
     named: dict[Path, Path] = {}
     for path in others:
         for file in _files(path, wanted):
-            # By its own name: the hub's cache links names to files that have none.
+            # Judged by the link's own name: in the hub's cache, names are links to files without a suffix.
             named.setdefault(file.resolve(), file.absolute())
     files = {path: number for number, path in enumerate(named.values())}
     tensors: dict[str, StoredTensor] = {}
@@ -110,7 +111,7 @@ def _find_index(path: Path) -> Path | None:
 def _check_names(files: Iterable[Path]) -> None:
     """Refuse shards without an index whose own names (`NAME-00001-of-00003`) say that some are missing.
 
-    Raises SourceError also for shards of two numbers of them.
+    Also raises SourceError for shards whose names give different numbers of shards.
     """
     sets: dict[tuple[Path, str, str], dict[int, list[tuple[int, Path]]]] = {}
     for file in files:

@@ -20,7 +20,8 @@ Slices = Mapping[str, Slice]
 def match_slices(weights: Sequence[Weight], slices: Slices) -> dict[str, Slice]:
     """Returns the slice of each weight that has one, by FQN.
 
-    SourceError for what are no slices, a pattern that matches no weight, and a weight that two match.
+    Raises SourceError for values that are no slices, for a pattern that matches no weight, and for a weight
+    that two patterns match.
     """
     _check_form(slices)
     found: dict[str, str] = {}

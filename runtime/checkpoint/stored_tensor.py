@@ -80,7 +80,7 @@ class Reading:
 
     @property
     def as_stored(self) -> bool:
-        """Tells whether the bytes are one run of each box: all is whole but for the first dimension."""
+        """Tells whether the bytes are one run of each box: all dimensions but the first are taken whole."""
         inner = self.tensor.whole[1:]
         sizes = self.tensor.shape[1:]
         return (
@@ -94,7 +94,7 @@ class Reading:
         return self.tensor.nbytes // max(prod(self.tensor.shape), 1)
 
     def runs(self) -> Iterator[Run]:
-        """Yields where the bytes of the region lie, in order."""
+        """Yields the runs in which the bytes of the region lie, in order."""
         boxes = self.tensor.boxes
         if len(boxes) == 1 and self.region == self.tensor.whole:  # also elements of less than a byte
             yield boxes[0].file, boxes[0].start, self.tensor.nbytes

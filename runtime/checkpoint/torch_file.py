@@ -49,7 +49,7 @@ def read_tensor(file: Any, path: Path, name: str) -> TensorEntry:
 
 def _load(file: Any, path: Path) -> Any:
     try:
-        with FakeTensorMode():  # tensors have then no memory, and know their place in the file
+        with FakeTensorMode():  # in this mode tensors have no memory, and know their place in the file
             return torch.load(file, weights_only=True)
     except Exception as error:
         raise SourceError(
@@ -69,8 +69,8 @@ def _reason(error: Exception) -> str:
 def _records(file: Any, path: Path) -> Mapping[int, int]:
     """Returns the bytes of each record of a zip that is stored as it is, by where they begin.
 
-    torch works places out from how torch.save lays records out, without looking whether they are so, and
-    crashes where it should swap the bytes of tensors without memory.
+    torch computes the places from the layout that torch.save uses, without checking that the file has it, and
+    it crashes if it has to swap the bytes of tensors without memory.
     """
     found = {}
     try:

@@ -1,1 +1,1 @@
-"""Devices with streams of their own: what a streamer asks of one, and how weights reach it."""
+"""Devices with streams of their own: their protocol for a streamer, and the ways of weights to them."""

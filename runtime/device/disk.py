@@ -47,7 +47,7 @@ class DiskStream:
         self._source, self._process = source, os.getpid()
         self._order = WorkerPool(1, "disk")
         self._readers = WorkerPool(READERS, "reader")
-        self._reads: list[Future[None]] = []  # that may still run; touched by the thread of the order only
+        self._reads: list[Future[None]] = []  # may still run; for the ordering thread only
 
     def read(self, target: torch.Tensor, reads: Sequence[FileRead]) -> None:
         self._order.submit(self._guarded, lambda: self._submit(target, reads))
@@ -96,7 +96,7 @@ class DiskStream:
 
 
 class DiskedDevice(ABC):
-    """What devices with a real disk behind their host share. They record and wait for their other streams."""
+    """Base of devices with a real disk behind their host. Subclasses order all other streams."""
 
     def __init__(self) -> None:
         self._disks: list[DiskStream] = []

@@ -34,8 +34,8 @@ class HostRange:
 class HostWeights:
     """The weights in a host's memory: `slab` holds what stays there, and the rest passes through `ring`.
 
-    What stays is the plan's host tier, or all that is ever copied where the plan has none. The rest is read
-    from the files. Layout offsets take the place of addresses here.
+    The slab holds the plan's host tier, or, if the plan has none, all bytes that are ever copied. All other
+    bytes are read from the files. Here layout offsets are used in place of addresses.
     """
 
     def __init__(self, plan: Plan, storages: Sequence[Storage], device: Device) -> None:

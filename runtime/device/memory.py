@@ -1,4 +1,4 @@
-"""Holds the weights of a plan in a device's memory: loads what stays, and tells where copies go."""
+"""Holds the weights of a plan in a device's memory: loads those that stay, and gives the places of copies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.schedule.plan import Plan
 from penstock.schedule.space.spans import merged
 
 _LOADING = 16 << 20
-"""Bytes of host memory through which resident weights are loaded where the slab is smaller."""
+"""Bytes of host memory through which resident weights are loaded if the slab is smaller."""
 
 
 class DeviceWeights:
@@ -86,7 +86,7 @@ class DeviceWeights:
         """Returns the tensor that the program reads a part through."""
         found = self.ranges_of(part.storage)
         if found is None or 0 in part.shape:
-            # No step reads it: a placeholder of its shape, whose memory is never touched.
+            # No step reads this weight: a placeholder of its shape, whose memory is never touched, will do.
             dtype = getattr(torch, part.dtype)
             return torch.empty_strided(part.shape, part.stride, dtype=dtype, device=self.arena.device)
         memory, start, stop = found
@@ -100,7 +100,7 @@ class DeviceWeights:
             yield from ((self.arena, piece) for piece in self._pieces.within(item.start, item.stop))
 
     def _loading_memory(self) -> torch.Tensor:
-        """Returns slab or ring, which are still empty, or more memory where the host may hold that too."""
+        """Returns the slab or the ring, which are still empty, or more memory if the host may hold it."""
         largest = max(self.host.slab, self.host.ring, key=lambda memory: memory.numel())
         free = self._plan.host.nbytes - self.host.pinned_bytes if self._plan.host else _LOADING
         return aligned_bytes(min(free, _LOADING), 4096) if free > largest.numel() else largest

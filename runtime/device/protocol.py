@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Stream: TypeAlias = Any
 Event: TypeAlias = Any
-"""What `Device.open_stream`, `open_disk` and `record` return; only their device looks inside."""
+"""The results of `Device.open_stream`, `open_disk` and `record`, which only their device can interpret."""
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from penstock.runtime.device.protocol import Device, Event, FileRead, Move, Stre
 from penstock.runtime.files.ranges import FileRange
 
 BLOCK = 4096
-"""Where file offset and address agree modulo this, reads can go past the page cache."""
+"""Reads can go past the page cache if file offset and address are equal modulo this number of bytes."""
 
 
 Load = tuple[torch.Tensor, FileRange]
-"""Device memory, and a range of a file that belongs there, whose address counts from where it begins."""
+"""Device memory, and a range of a file to read into it; addresses count from the memory's start."""
 
 Batch = list[tuple[Load, int]]
 """Loads that are read together, each with its offset in host memory."""

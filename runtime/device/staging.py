@@ -14,14 +14,15 @@ from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Range
 
 _LARGE = 256 * BLOCK
-"""Bytes of a read from which on its alignment is worth the room in the ring that it costs."""
+"""The bytes of a read from which on it is aligned, at the cost of some room in the ring."""
 
 
 @dataclass
 class StagedRead:
-    """A read into the ring of what a copy of `item` lacks: it takes `nbytes`, and `read` completes with it.
+    """A read into the ring of the bytes that the host lacks for a copy of `item`.
 
-    `copied` completes once that copy is done; it is None until the copy is enqueued.
+    It takes `nbytes` of the ring. The event `read` completes when the read is done, and `copied` when the
+    copy is done; `copied` is None until the copy is enqueued.
     """
 
     item: Range
@@ -32,23 +33,23 @@ class StagedRead:
 
 
 class Staging:
-    """The ring of a streamer. What it reads follows the order of the copies, which never changes.
+    """The ring of a streamer. Its reads follow the order of the copies, which never changes.
 
     Reads are enqueued as far ahead as the ring has room for, each behind the copies that free its room.
     """
 
     def __init__(self, device: Device, disk: Stream, copies: Stream, host: HostWeights) -> None:
         self._device, self._disk, self._copies, self._host = device, disk, copies, host
-        self._slots: deque[StagedRead] = deque()  # in the ring, oldest first
-        self._ready: deque[StagedRead] = deque()  # those of them that wait for their copy
+        self._slots: deque[StagedRead] = deque()  # the reads in the ring, oldest first
+        self._ready: deque[StagedRead] = deque()  # the reads in the ring that wait for their copy
         self._used, self._head = 0, 0
         self._upcoming: Iterator[Range] = iter(())
         self._next: Range | None = None
 
     def restart(self, first: Sequence[Range], steady: Sequence[Range]) -> None:
-        """Begin to read what the coming copies lack, those of `first` and then of `steady` again and again.
+        """Begin to read the bytes for the coming copies: those of `first`, then those of `steady` repeatedly.
 
-        The ring is emptied, whatever an interrupt has left in it, behind all reads and copies until now.
+        The ring is emptied behind all reads and copies so far, also if an interrupt has left reads in it.
         """
         if not self._host.ring.numel():
             return
@@ -118,7 +119,7 @@ class Staging:
         return True
 
     def _place(self, missing: list[Range]) -> Iterator[HostRange]:
-        """Yields places for ranges behind what is in the ring. What reaches its end goes on at its start."""
+        """Yields places for ranges behind those in the ring; at its end they go on at its start."""
         size = self._host.ring.numel()
         for item in missing:
             start = item.start

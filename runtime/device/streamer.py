@@ -43,7 +43,7 @@ class _Pass:
 class DeviceStreamer(StreamEngine):
     """Streams the weights of one plan into `weights.arena`.
 
-    With `poison`, what a plan drops is overwritten with bytes that are NaN in every format.
+    With `poison`, dropped ranges are overwritten with bytes that are NaN in every format.
     """
 
     _before: _Pass
@@ -73,7 +73,7 @@ class DeviceStreamer(StreamEngine):
     def abort(self) -> None:
         """Forget everything but the resident ranges; the next pass starts from the boundary again.
 
-        Nothing is waited for: what the next pass copies runs behind what is enqueued.
+        This does not wait: the copies of the next pass run behind all that is enqueued.
         """
         if self._closed or self._lost is not None:
             return
@@ -140,14 +140,14 @@ class DeviceStreamer(StreamEngine):
         barrier = self._plan.wrap == "barrier"
         self._issue(lambda: barrier)
         if barrier and self._arrived is not None:
-            # Of other passes nothing is waited for from now on, so that each can be captured as a graph.
+            # From now on, no event of another pass is waited for, so each pass can be captured as a graph.
             self._device.wait(self._device.current_stream(), self._arrived)
             self._next.arrived.clear()
 
     # Between passes.
 
     def _can_follow(self, graph: int) -> bool:
-        # What the ring reads ahead is for the method that was expected.
+        # The ring has read ahead for the method that was expected.
         expected = self._position.method.graph == graph
         return (expected or not self._ring_bytes) and super()._can_follow(graph)
 
@@ -168,9 +168,9 @@ class DeviceStreamer(StreamEngine):
     # What is enqueued.
 
     def _issue(self, block: Callable[[], bool] = lambda: False) -> None:
-        """Enqueue every transfer whose turn it is and that waits for a step that has ended.
+        """Enqueue the next transfers, in issue order, as long as they wait for steps that have ended.
 
-        One whose bytes the disk still reads ends this, unless `block` tells to wait for it.
+        Stops at a transfer whose bytes the disk still reads, unless `block` says to wait for the disk.
         """
         position = self._position
         while position.may_start(position.index):
@@ -189,7 +189,7 @@ class DeviceStreamer(StreamEngine):
             position.advance(1)
 
     def _has_read(self, slot: StagedRead, block: Callable[[], bool]) -> bool:
-        """Have the copies that come run after the disk's read, which only the host can wait for."""
+        """Make the next copies run after a read of the disk, for which only the host can wait."""
         began = perf_counter_ns()
         if not self._device.query(slot.read):
             if not block():
@@ -202,7 +202,8 @@ class DeviceStreamer(StreamEngine):
     def _freed(self, piece: Piece) -> Event:
         """Returns the event of the step that a piece waits for.
 
-        What waits for a step of the pass before is enqueued in that pass, ahead, unless the disk was late.
+        A piece that waits for a step of the pass before is enqueued during that pass, unless the disk was
+        late.
         """
         if piece.after >= 0:
             return self._this.ended[piece.after]
@@ -223,7 +224,7 @@ class DeviceStreamer(StreamEngine):
                 self._device.fill(stream, self._weights.arena, start, stop, POISON)
 
     def _load_on_demand(self, needed: Sequence[Range]) -> None:
-        """Copy what a step needs behind all that is enqueued, and have the kernels wait."""
+        """Copy the ranges that a step needs behind all that is enqueued, and make the kernels wait."""
         stream = self._device.current_stream()
         self._device.wait(self._copies, self._device.record(stream))
         pieces = cut(needed, self._ring_bytes or self._weights.arena.numel())

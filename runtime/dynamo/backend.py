@@ -2,7 +2,7 @@
 
 Dynamo hands over a module in as many pieces as its graph breaks leave, and again for new sizes. All pieces of
 one offloaded module share one budget, one arena and one streamer, planned anew whenever a piece is added.
-Each is a method, so that they may run in any order, each beginning with what is resident.
+Each piece is a method, so that pieces may run in any order; each begins with the resident ranges only.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def compile_piece(
 
 
 def _check_recompilations() -> None:
-    """Refuses a frame's last compilation, after which Dynamo would run it in Python, without its weights."""
+    """Refuses a frame's last allowed compilation, after which Dynamo would run it without its weights."""
     now = CompileContext.current_compile_id()
     limit: int = torch._dynamo.config.recompile_limit
     if now is not None and (now.frame_compile_id or 0) + 1 >= limit:

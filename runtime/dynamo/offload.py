@@ -1,4 +1,4 @@
-"""Takes a module's parameters out of memory; those in their place know the shape, and where the bytes are."""
+"""Takes a module's parameters out of memory; the parameters that replace them have a shape, but no memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from penstock.schedule.facts.sizes import format_size
 _log = logging.getLogger(__name__)
 
 HOME = "penstock_home"
-"""The attribute of an offloaded parameter that says whose it is, and which."""
+"""The attribute of an offloaded parameter with its Home: the record of its module, and its FQN."""
 
 
 @dataclass(frozen=True)

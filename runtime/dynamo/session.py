@@ -53,7 +53,7 @@ class Session:
 
     @property
     def stats(self) -> Stats | None:
-        """What was streamed since the last piece was compiled; None before the first call after that."""
+        """Counters of streaming since the last piece was compiled; None before the first call after that."""
         return self._loaded.stats(self._passes) if self._loaded else None
 
     def compile(
@@ -63,7 +63,7 @@ class Session:
         homes: Mapping[int, Home],
         options: Mapping[str, Any],
     ) -> Callable[..., Any]:
-        """Compile a piece and add it to the plan of all, which is made when one is called next."""
+        """Compile a piece and add it to the others; the next call of a piece makes a plan for all of them."""
         with self._gate.changing():
             number = len(self._payload.methods)
             names = _placeholder_names(homes, self._weights)
@@ -133,7 +133,7 @@ class Session:
     def home(self, value: Any) -> str:
         """Returns the FQN of a weight that a piece is called with.
 
-        Raises StreamError for another module's.
+        Raises StreamError for a weight of another module.
         """
         home = home_of(value)
         if home is None or home.offloaded is not self._record:

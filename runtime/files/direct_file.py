@@ -55,9 +55,9 @@ class DirectFile:
                 "the payload does not belong to this file; compile again"
             )
         if not nbytes:
-            return  # advice about no bytes would be about all that follow
+            return  # advice about zero bytes would apply to all bytes that follow
         if through_cache:
-            with suppress(OSError, AttributeError):  # advice: not every system takes it
+            with suppress(OSError, AttributeError):  # the advice is optional; some systems lack it
                 os.posix_fadvise(self.fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
         if through_cache or not self.block:
             self._read(self.fd, offset, address, nbytes)
@@ -68,7 +68,7 @@ class DirectFile:
                 part = min(_LARGEST_READ, nbytes - at)
                 if not self._read_and_move(offset + at, address + at, part):
                     self._read(self.fd, offset + at, address + at, part)
-        # Only after the read does this say that all its bytes are those of the file that was opened.
+        # Only a check after the read shows that all of its bytes are those of the file that was opened.
         self.check_unchanged()
 
     def check_unchanged(self) -> None:
@@ -102,14 +102,15 @@ class DirectFile:
     def _read_and_move(self, offset: int, address: int, nbytes: int) -> bool:
         """Read all blocks that hold the bytes at once and directly. Returns False where some did not come.
 
-        The first block and the last ones go to memory of their own, those between into the range itself,
-        behind where they belong. A cold GiB took 0.19 s of the processor so, 1.20 through the page cache and
-        0.39 with each piece announced to it; 0.06 where offset and address agree. The disk took as long,
-        within a tenth or so (benchmarks/reading.py).
+        The first block and the last ones are read to memory of their own, and those between into the range
+        itself, behind their places, and are then moved. For a cold GiB this took 0.19 s of processor time,
+        reading through the page cache 1.20 s, or 0.39 s with each piece announced to it, and reading where
+        offset and address agree 0.06 s. The times of the disk differed by about a tenth
+        (benchmarks/reading.py).
         """
         block, stop = self.block, address + nbytes
         first = offset // block * block
-        start = address + first + block - offset  # where the second block belongs
+        start = address + first + block - offset  # the place of the second block
         place = -(-start // block) * block
         whole = max(0, (stop - place) // block * block)
         rest = max(0, stop - (start + whole))
@@ -135,7 +136,7 @@ class DirectFile:
             try:
                 got = os.preadv(fd, [part], offset)
             except OSError as error:
-                # Behind a new end in the middle of a block a direct read fails with EINVAL.
+                # If the file now ends within a block, a direct read behind its end fails with EINVAL.
                 self.check_unchanged()
                 raise SourceError(
                     f"reading bytes {offset} to {stop} of {self.path} failed ({error.strerror}); "
@@ -155,7 +156,7 @@ def open_direct_file(file: WeightFile, folder: Path, *, direct: bool, check: boo
     fd = -1
     try:
         fd = open_descriptor(path)
-        status = os.fstat(fd)  # before the check, so that a change during it is noticed later
+        status = os.fstat(fd)  # taken before the check, so that a change during the check is noticed later
         if check:
             check_open_file(fd, path, file, in_place=in_place)
         direct_fd, block = _open_direct(path, fd) if direct else (-1, 0)
@@ -190,7 +191,7 @@ def _open_direct(path: Path, buffered_fd: int) -> tuple[int, int]:
 
 
 def _direct_block(fd: int) -> int:
-    # Some file systems take the flag and refuse the reads, so only a read tells.
+    # Some file systems accept the flag and refuse the reads, so only a read shows whether it works.
     with mmap.mmap(-1, 2 * max(_BLOCK_SIZES)) as memory, memoryview(memory) as view:
         for block in _BLOCK_SIZES:
             with view[block : 2 * block] as aligned_to_block:

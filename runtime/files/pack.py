@@ -52,7 +52,7 @@ class PackEntry:
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """Where a tensor's bytes lie in the packed file, and their sha256."""
+    """The place of a tensor's bytes in the packed file, and their sha256."""
 
     name: str
     file_offset: int
@@ -203,7 +203,7 @@ def _filling_up(folder: Path, nbytes: int, *, dense: bool) -> Iterator[None]:
 
 
 def _disk_full(folder: Path, nbytes: int, available: str, dense: bool) -> SourceError:
-    # Weights can be left where they are; what is written densely is a checkpoint of its own.
+    # Weights can be used in place instead, but a dense file is a checkpoint that was asked for.
     advice = " or choose another output"
     if not dense:
         advice = ", choose another output, or refer to the checkpoint in place (pack=False)"

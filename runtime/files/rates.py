@@ -1,4 +1,4 @@
-"""Measures how fast weights arrive: read into memory, or populated in a mapping of their files."""
+"""Measures the rate at which weights arrive: read into memory, or mapped from their files."""
 
 from __future__ import annotations
 
@@ -26,12 +26,21 @@ from penstock.runtime.system.trials import MOST, Trials
 from penstock.schedule.facts.errors import SourceError
 
 READERS = 3
-"""Threads that read weights: two did not keep this disk busy while computing, four were no faster."""
+"""The number of reading threads: two did not keep the disk busy during compute, four were no faster."""
+
+_BLOCK = 2 << 20
+"""The bytes that are read at a time."""
+
+_ROOM = 32 << 20
+"""The memory that blocks are read to.
+
+Into 24 MiB, which the processor's cache holds, a disk read 1.09 times as fast.
+"""
 
 _SHORTEST = 1e-9  # seconds: two clocks of a machine may differ by more than a block takes
 
 Place = tuple[int, int, int]
-"""File number, offset and size of a block."""
+"""The file number, the offset and the size of a block."""
 
 
 def measure_read(
@@ -40,24 +49,21 @@ def measure_read(
     nbytes: int = 128 << 20,
     seconds: float = 0.5,
     threads: int = READERS,
-    room: int = 64 << 20,
-    block: int = 2 << 20,
     shift: int = 0,
     cold: bool = False,
 ) -> Trials:
-    """Bytes per second at which `source` fills memory in its mode, as `threads` readers see it.
+    """Bytes per second at which `threads` threads together fill memory from `source`, in its mode of reading.
 
-    Reads distinct blocks spread over all files, at most `nbytes` in all, and begins none after
-    `seconds`. They go to about `room` bytes of memory in turn, as in an arena: into 24 MiB,
-    which the processor's cache holds, a disk read 1.09 times as fast. With a `shift` addresses are that
-    many bytes off the blocks of the files. With `cold`, blocks that the page cache holds are left out, unless
-    it holds them all.
+    They read distinct blocks spread over all files, at most `nbytes` in all, and begin none after `seconds`.
+    Blocks are read to places in memory in turn, as in an arena. With a `shift`, addresses differ by that many
+    bytes from the alignment of the files' blocks. With `cold`, blocks that the page cache holds are left out,
+    unless it holds all of them.
 
     Raises SourceError if there is nothing to read.
     """
-    slot = round_up(block + shift, PAGE)
+    slot = round_up(_BLOCK + shift, PAGE)
     # Huge pages, touched before: direct reads into small ones ran at half the speed (arena/anonymous.py).
-    with Reservation(slot * max(threads, room // slot)) as memory:
+    with Reservation(slot * max(threads, _ROOM // slot)) as memory:
         memory.map_anonymous(0, memory.nbytes)
         hint(memory.address, memory.nbytes, MADV_HUGEPAGE)
         hint(memory.address, memory.nbytes, MADV_POPULATE_WRITE)
@@ -68,7 +74,7 @@ def measure_read(
             source.read_into(*place[:2], address, place[2])
             free.append(address)
 
-        return _trials(_spread(source, nbytes, block, cold=cold), read, seconds, threads)
+        return _trials(_spread(source, nbytes, cold=cold), read, seconds, threads)
 
 
 def measure_populate(
@@ -77,15 +83,17 @@ def measure_populate(
     nbytes: int = 128 << 20,
     seconds: float = 0.5,
     threads: int = READERS,
-    block: int = 2 << 20,
     cold: bool = False,
 ) -> Trials:
-    """Bytes per second at which blocks of the files become readable in a mapping; as `measure_read`."""
-    places = [place for place in _spread(source, nbytes, block, cold=cold) if place[2] >= PAGE]
+    """Bytes per second at which blocks of the files become readable in a mapping.
+
+    The parameters are those of `measure_read`. Raises SourceError if there is nothing to map.
+    """
+    places = [place for place in _spread(source, nbytes, cold=cold) if place[2] >= PAGE]
     starts: dict[int, int] = {}
     total = 0
     for number, file in enumerate(source.files):
-        starts[number], total = total, total + round_up(file.nbytes, block)
+        starts[number], total = total, total + round_up(file.nbytes, _BLOCK)
     with Reservation(total) as memory:
         for number, file in enumerate(source.files):
             memory.map_file(starts[number], round_up(file.nbytes, PAGE), source.fd(number), 0)
@@ -101,9 +109,9 @@ def measure_populate(
 
 
 def _trials(places: list[Place], work: Callable[[Place], None], seconds: float, threads: int) -> Trials:
-    """The rates at which `threads` threads together do `work`, one of each stretch of equally many blocks.
+    """The rates at which `threads` threads together do `work`: one for each of several equal runs of blocks.
 
-    No thread waits for another at the end of a stretch, so that the rates are those of steady work.
+    No thread waits for another at the end of a run, so that the rates are those of steady work.
     """
     if not places:
         raise SourceError("there is no weight file whose reading could be measured")
@@ -129,7 +137,7 @@ def _trials(places: list[Place], work: Callable[[Place], None], seconds: float, 
 
 
 def _stretches(began: float, ended: Sequence[tuple[float, int]], threads: int) -> Iterator[float]:
-    """Bytes per second of each stretch of blocks, given when each block ended and its size, in that order."""
+    """Yield the bytes per second of each run of blocks; `ended` has the time and the size of each block."""
     count = min(MOST, max(1, len(ended) // threads))
     cuts = [len(ended) * number // count for number in range(count + 1)]
     for start, stop in pairwise(cuts):
@@ -137,14 +145,14 @@ def _stretches(began: float, ended: Sequence[tuple[float, int]], threads: int) -
         began = ended[stop - 1][0]
 
 
-def _spread(source: Source, nbytes: int, block: int, *, cold: bool) -> list[Place]:
-    """At most `nbytes` of blocks, evenly spaced, in an order in which neighbours do not follow each other."""
+def _spread(source: Source, nbytes: int, *, cold: bool) -> list[Place]:
+    """Blocks of at most `nbytes` in all, evenly spaced, ordered so that no block follows its neighbour."""
     blocks = [
-        (number, offset, min(block, file.nbytes - offset))
+        (number, offset, min(_BLOCK, file.nbytes - offset))
         for number, file in enumerate(source.files)
-        for offset in range(0, file.nbytes, block)
+        for offset in range(0, file.nbytes, _BLOCK)
     ]
-    count = min(len(blocks), max(1, nbytes // block))
+    count = min(len(blocks), max(1, nbytes // _BLOCK))
     chosen = [blocks[len(blocks) * i // count] for i in range(count)]
     if cold:
         chosen = [place for place in chosen if not is_cached(source.fd(place[0]), *place[1:])] or chosen

@@ -48,7 +48,7 @@ class HeldStorages:
 
     def wait(self) -> None:
         """Return once every byte is there. SourceError, at every call, where one could not be read."""
-        # Not by joining threads, which an interrupt makes forget those that still run.
+        # Threads are not joined, because an interrupt would make the pool forget those that still run.
         with self._changed:
             self._changed.wait_for(lambda: not self._left and not self._running)
             if self._error is not None:

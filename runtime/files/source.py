@@ -24,12 +24,13 @@ from penstock.schedule.facts.model import WeightFile
 Mode = Literal["direct", "buffered"]
 
 WARM_FRACTION = 0.95
-"""From this share of the files in the page cache on, reading through it beats reading past it.
+"""The share of the files in the page cache from which on reading through the cache is the faster way.
 
-Below it the rest would come into the cache in small folios, which a mapping pays for in every pass.
+With a smaller share, the other bytes would enter the cache in small folios, which slow a mapping in every
+pass.
 """
 
-_WINDOWS, _FEWEST_WINDOWS = 128, 4  # in which the page cache is asked, of all files, and of each
+_WINDOWS, _FEWEST_WINDOWS = 128, 4  # windows in which the page cache is asked, of all files and of each
 
 _OPENERS = 8  # threads that open files: stamps are compared by many small reads
 
@@ -79,7 +80,7 @@ class Source:
 
     @property
     def note(self) -> str:
-        """Why reads are buffered though direct ones were asked for; empty otherwise."""
+        """The reason why reads are buffered although direct reads were asked for; empty otherwise."""
         return next((file.note for file in self._files if file.note), "")
 
     @property
@@ -138,7 +139,7 @@ class Source:
         return self.cached_fraction() >= WARM_FRACTION
 
     def _cached_fraction(self) -> float:
-        """As `cached_fraction`, while a read is in flight."""
+        """Does what `cached_fraction` does, for a caller that counts as a read in flight."""
         total = self.nbytes
         windows = max(_FEWEST_WINDOWS, _WINDOWS // max(1, len(self._files)))
         cached = sum(cached_fraction(file.fd, file.nbytes, windows) * file.nbytes for file in self._files)
@@ -204,7 +205,7 @@ def _in_order(
     running: deque[Future[DirectFile]] = deque()
     try:
         if len(files) > 1:
-            with suppress(RuntimeError):  # no threads to be had, or no more at exit
+            with suppress(RuntimeError):  # no thread can be started, or no more at exit
                 for file in files:
                     running.append(pool.submit(opening, file))
         begun = len(running)
@@ -220,22 +221,23 @@ def _in_order(
 
 
 class _Keeping:
-    """Whether reads go through the page cache, decided after each pass.
+    """Decides after each pass whether reads go through the page cache.
 
-    At first they go past it, which is the faster way to read something once. Later they go through it, where
-    available memory has room for what every pass reads: a pass then costs a copy and no disk. A cache that
-    did not keep the bytes is given up, because reading through it is slower.
+    At first reads go past the cache, which is the faster way to read bytes once. Later they go through it if
+    available memory has room for the bytes that every pass reads: a pass then takes a copy, and no read of
+    the disk. If the cache did not keep the bytes, reads go past it again, because reading through it is
+    slower.
     """
 
     def __init__(self, source: Source, nbytes: int) -> None:
         self.through_cache = False
         self._source, self._nbytes = source, nbytes
-        self._left = source.nbytes  # a first pass reads what stays as well
+        self._left = source.nbytes  # the first pass also reads the weights that stay
         self._tries = 2
         self._lock = threading.Lock()
 
     def count(self, nbytes: int) -> None:
-        """Count bytes that were read, and decide where they complete a pass."""
+        """Count bytes that were read; if they complete a pass, decide how the next pass reads."""
         with self._lock:
             self._left -= nbytes
             if self._left > 0 or not self._tries:

@@ -1,1 +1,1 @@
-"""A simulated device: real bytes, a virtual clock, and streams that run as late as they may."""
+"""A simulated device with real bytes, a virtual clock, and streams that run as late as possible."""

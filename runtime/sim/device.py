@@ -1,9 +1,10 @@
 """Simulates a device with real bytes in host memory, streams that run late, and a virtual clock.
 
-A copy may run at any time between the moment it is enqueued and the moment something waits for it, and runs
-as late as that. So do reads from a disk. The caller's kernels run at once, as they are called. Vector clocks
-(races.py) tell whether an event orders every two accesses of the same bytes; a wait that is missing is found
-even where the data came out right. Staging memory is overwritten as soon as it was copied from.
+A copy may run at any time between the moment at which it is enqueued and the moment at which something waits
+for it. Here it runs at the last possible moment, and so does a read of a disk. The caller's kernels run at
+once, as they are called. Vector clocks (races.py) tell whether an event orders every two accesses of the same
+bytes, so a missing wait is found even if the data happens to be right. Staging memory is overwritten as soon
+as it has been copied.
 
 The virtual clock runs on a `Hardware`: a transfer takes latency and bytes over bandwidth, a read those of
 the disk, kernels the times of their trace. Nothing here takes real time into account.
@@ -63,7 +64,7 @@ class SimStream:
 
 @dataclass
 class SimDisk:
-    """A disk whose lanes share its reads. On the clock they follow one another; only waits order them."""
+    """A disk with several lanes for its reads. On the clock they run in sequence; only waits order them."""
 
     lanes: tuple[SimStream, ...]
     read_into: Callable[[int, int, int, int], None]
@@ -115,7 +116,7 @@ class SimDevice:
         self._held[purpose] = self._held.get(purpose, 0) + nbytes
 
     def allocate_host(self, nbytes: int, *, once: bool = False) -> torch.Tensor:
-        # Whole blocks of a disk, as on a real device: how weights are loaded depends on where memory begins.
+        # Aligned to blocks of a disk as on a real device, since loading depends on where memory begins.
         memory = aligned_bytes(nbytes, BLOCK if nbytes else 64)
         memory = self._named(memory, "staging memory" if once else "host memory")
         if once:
@@ -214,7 +215,7 @@ class SimDevice:
 
     @property
     def in_reader(self) -> bool:
-        return False  # It has no threads: everything runs on the caller's.
+        return False  # The device has no threads of its own: all work runs on the caller's thread.
 
     def close(self) -> None:
         for stream in self._streams:
@@ -222,10 +223,10 @@ class SimDevice:
                 self._step(stream)
         self._held.clear()
 
-    # What the program's kernels do, told by the module that runs on this device.
+    # The accesses of the program's kernels, reported by the module that runs on this device.
 
     def compute(self, ns: int) -> None:
-        """Let the kernels take `ns` of virtual time."""
+        """Advance the virtual clock of the kernels by `ns` nanoseconds."""
         self._kernels.time_ns += ns
 
     def kernels_read(self, memory: torch.Tensor, start: int, stop: int, label: str) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from penstock.schedule.facts.errors import StreamError
 
 Clock = dict[str, int]
-"""For each thread the number of its operations that come before."""
+"""For each thread, the number of its operations that are known to come before."""
 
 
 class RaceError(StreamError):
@@ -84,7 +84,7 @@ class RaceDetector:
                     f"bytes {low} to {high} of {memory}: nothing orders {before}, and {now}; "
                     "an event is missing, or is waited for too late"
                 )
-            # What a write overwrites, or the same thread reads again, need not be remembered.
+            # Accesses that a write overwrites, or that the same thread repeats, need not be remembered.
             covered = ordered and (writes or (not before.writes and before.thread == thread))
             kept += _outside(before, start, stop) if covered else (before,)
         kept.append(now)

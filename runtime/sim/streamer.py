@@ -8,15 +8,14 @@ from penstock.runtime.device.memory import DeviceWeights
 from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.runtime.sim.device import SimDevice
 from penstock.runtime.stream.interface import Counters
-from penstock.runtime.stream.queue import MethodTable
 from penstock.schedule.facts.model import Step, Trace
 
 
 class SimStreamer:
-    """Stands between the probes of a program and its streamer, and reads what the kernels of a step read.
+    """Stands between a program's probes and its streamer, and reads the bytes that a step's kernels read.
 
-    That is known from the trace and from the places of weights, not from the streamer: so bytes that the
-    streamer forgot to bring, or overwrites too early, are found.
+    The trace and the places of weights say which bytes these are, independently of the streamer. So bytes
+    that the streamer did not bring, or overwrites too early, are found.
     """
 
     def __init__(
@@ -31,10 +30,9 @@ class SimStreamer:
         """The streamer's counters."""
         return self._streamer.counters
 
-    @property
-    def methods(self) -> dict[int, MethodTable]:
-        """The streamer's methods."""
-        return self._streamer.methods
+    def probed(self, graph: int) -> tuple[int, ...]:
+        """The steps at which the plan acts in a pass of method `graph`, ascending."""
+        return self._streamer.probed(graph)
 
     @property
     def in_reader(self) -> bool:
@@ -74,7 +72,7 @@ class SimStreamer:
 
     def _pass_over(self, graph: int, step: int) -> None:
         """Run the steps without probes before `step`: their weights always stay."""
-        probed = self._streamer.methods[graph].probed
+        probed = self._streamer.probed(graph)
         for number in range(self._reached, step):
             if number not in probed:
                 this = self._traces[graph].steps[number]

@@ -1,1 +1,1 @@
-"""What the operating system offers: memory, the page cache, limits, mounts, atomic writes, threads."""
+"""Services of the operating system: memory, the page cache, limits, mounts, atomic writes, threads."""

@@ -164,10 +164,10 @@ def _create_locked(target: Path, create: Callable[[Path], int | None]) -> tuple[
         fd = create(path)
         if fd is None:
             continue
-        # A file system without locks does its job as well; nobody then removes what a kill left.
+        # A file system without locks will do, but then nobody removes what a killed writer left.
         with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_EX)
-        # Between its creation and its lock another writer may have taken it for stale.
+        # Another writer may have taken the file for stale between its creation and its lock.
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(fd), path.stat()):
                 return path, fd
@@ -194,7 +194,7 @@ def _remove(path: Path) -> None:
 def _exchange(new: Path, old: Path) -> None:
     """Put `new` in the place of `old`, and remove `old`."""
     if exchange_paths(new, old):
-        return  # The old one now has the temporary's name, and goes with it.
+        return  # The old folder now has the temporary's name, and is removed with it.
     aside = _sibling(old, "old")
     os.rename(old, aside)
     try:

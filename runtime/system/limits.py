@@ -8,7 +8,7 @@ from pathlib import Path
 _SHARE = 0.8
 """The share of the available memory that may be used; other processes, and this one, may need the rest."""
 
-_UNLIMITED = 1 << 60  # version 1 writes a number of this size where there is no limit
+_UNLIMITED = 1 << 60  # version 1 shows a number of at least this size if there is no limit
 
 
 def available_bytes(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:

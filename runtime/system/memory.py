@@ -34,11 +34,11 @@ PROT_NONE = 0
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
-# Without NORESERVE, memory that is only ever filled in part counts whole against overcommitment.
+# Without NORESERVE, memory that is only filled in part would count in full against overcommitment.
 _ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
-# The first gives the interpreter away while it is called, the second keeps it.
+# The first library releases the interpreter lock during a call, the second keeps it.
 _LIBC, _KEEPING = ctypes.CDLL(None, use_errno=True), ctypes.PyDLL(None, use_errno=True)
 _ADDRESS, _SIZE, _INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 _LIBC.mmap.argtypes = (_ADDRESS, _SIZE, _INT, _INT, _INT, ctypes.c_int64)
@@ -189,7 +189,7 @@ class Reservation:
     def close(self) -> None:
         """Unmap everything. A second call does nothing."""
         nbytes, self._stop = self._stop - self._start, self._start
-        # Forgotten first: after an interrupt, unmapping again could take what others have mapped since.
+        # The address is forgotten first: after an interrupt, a second unmapping could hit other mappings.
         if nbytes:
             _LIBC.munmap(self._start, nbytes)
 
@@ -216,7 +216,7 @@ class FreshMemory:
         """Take memory for whole pages at `address`. Raises StreamError where there is not enough."""
         huge = self._slow < _PATIENCE
         hint(address, nbytes, MADV_HUGEPAGE if huge else MADV_NOHUGEPAGE)
-        began = time.thread_time()  # not what other threads had meanwhile
+        began = time.thread_time()  # processor time of this thread alone
         _populate(address, nbytes)
         if huge:
             slow = nbytes < _SLOW * (time.thread_time() - began)

@@ -47,13 +47,13 @@ def is_cached(fd: int, offset: int, nbytes: int) -> bool:
 
 
 def _pages(fd: int, offset: int, nbytes: int) -> tuple[int, int]:
-    """Returns how many pages of a window are cached, and for how many that was asked."""
+    """Returns the number of pages of a window that are cached, and the number of pages looked at."""
     return (_mapped_pages if may_ask_mincore(fd) else _readable_pages)(fd, offset, nbytes)
 
 
 def may_ask_mincore(fd: int) -> bool:
     """Tells whether mincore(2) tells the truth about a file."""
-    # Of a file that one neither owns nor may write, Linux says that everything is cached.
+    # For a file that the process neither owns nor may write, Linux says that all of it is cached.
     status = os.fstat(fd)
     return os.geteuid() in (0, status.st_uid)
 

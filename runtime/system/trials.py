@@ -1,4 +1,4 @@
-"""Times the same work several times, and tells the median of the figures and how much they differ."""
+"""Times one piece of work several times, and gives the median and the spread of the figures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LEAST, MOST = 3, 9
-"""Trials of one measurement: there are fewer than `MOST` where they take longer than `SECONDS` together."""
+"""The trials of one measurement: fewer than `MOST` if all together take longer than `SECONDS`."""
 
 SECONDS = 0.3
 
@@ -19,10 +19,10 @@ _TASKS = Path("/proc/self/task")
 
 @dataclass(frozen=True)
 class Trials:
-    """The figures of several trials of the same work, all in one unit.
+    """The figures of several trials of one piece of work, all in one unit.
 
-    `waited` is the share of the time, 0 to 1, for which the threads that worked were ready to run and the
-    system let others run: on a busy machine every trial may be slow, and all of them alike.
+    `waited` is the share of the time, from 0 to 1, for which the working threads were ready to run while the
+    system ran others. On a busy machine all trials may be equally slow, and the spread does not show it.
     """
 
     figures: tuple[float, ...]

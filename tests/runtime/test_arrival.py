@@ -114,6 +114,7 @@ def test_blocks_in_the_page_cache_tell_nothing_of_a_cold_disk(
     files: WeightFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = 4096
+    monkeypatch.setattr(rates, "_BLOCK", block)
     monkeypatch.setattr(rates, "is_cached", lambda fd, offset, nbytes: offset < 5 * MIB)
     read: list[int] = []
     with Source(files.files, files.folder, mode="buffered") as source:
@@ -124,12 +125,12 @@ def test_blocks_in_the_page_cache_tell_nothing_of_a_cold_disk(
             plain(file, offset, address, nbytes)
 
         monkeypatch.setattr(source, "read_into", record)
-        found = rates.measure_read(source, nbytes=64 * block, block=block, cold=True)
+        found = rates.measure_read(source, nbytes=64 * block, cold=True)
         assert min(read) >= 5 * MIB
         assert len(found.figures) == MOST
         # Where all is cached, that is what there is to measure.
         monkeypatch.setattr(rates, "is_cached", lambda fd, offset, nbytes: True)
-        assert rates.measure_read(source, nbytes=8 * block, block=block, cold=True).median > 0
+        assert rates.measure_read(source, nbytes=8 * block, cold=True).median > 0
 
 
 def test_one_long_pause_of_the_disk_changes_no_median() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import penstock
+from penstock.runtime import choice
 from penstock.schedule.facts.model import Hardware
 from penstock.schedule.facts.sizes import format_size
 
@@ -50,6 +51,12 @@ def test_the_floor_is_accepted_and_one_byte_less_is_not(stack):
     assert caught.value.floor_bytes == program.floor_bytes
     assert caught.value.step in {step.name for step in program.payload.traces[0].steps}
     assert set(caught.value.weights) <= {w.fqn for w in program.payload.weights}
+
+
+def test_a_budget_below_the_floor_is_refused_before_the_machine_is_measured(stack, monkeypatch):
+    monkeypatch.setattr(choice, "measure_cpu", None)
+    with pytest.raises(penstock.BudgetError, match="give at least"):
+        stack.open().plan(1)
 
 
 def test_the_graph_of_reads_is_that_of_the_trace(stack):

@@ -92,14 +92,15 @@ def test_a_byte_that_no_sample_sees_is_refused_and_the_artifact_is_untouched(
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("other.safetensors", "other.safetensors is the name of no weight file of the artifact"),
+        ("elsewhere/other.safetensors", "other.safetensors is the name of no weight file of the artifact"),
         ("elsewhere/0.safetensors", "is not the file that was compiled: its size in bytes was"),
-        ("elsewhere/1.safetensors", "is missing"),
+        ("elsewhere/1.safetensors", "there is no file or folder"),
     ],
 )
 def test_what_is_no_copy_is_refused(artifact: Path, penstock: Command, given: str, words: str) -> None:
     (artifact.parent / "elsewhere").mkdir()
-    save_file({"0.weight": torch.zeros(3)}, artifact.parent / "elsewhere" / "0.safetensors")
+    for name in ("0", "other"):
+        save_file({"0.weight": torch.zeros(3)}, artifact.parent / "elsewhere" / f"{name}.safetensors")
     before = contents(artifact)
     done = penstock("relink", artifact, artifact.parent / given)
     assert done.status == 2

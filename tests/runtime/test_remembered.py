@@ -105,13 +105,6 @@ def test_a_budget_has_one_plan_whether_it_is_asked_for_or_loaded(stack, made, de
     assert len(made) == 1
 
 
-def test_an_effort_of_its_own_has_a_plan_of_its_own(stack, made):
-    program = stack.open()
-    program.plan("45%")
-    program.plan("45%", effort=0.25)
-    assert len(made) == 2
-
-
 def test_given_hardware_and_times_are_planned_with_every_time(stack, made, tmp_path):
     program = stack.open()
     for _ in range(2):

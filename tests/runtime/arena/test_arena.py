@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.runtime.arena import opening
 from penstock.runtime.arena.anonymous import AnonymousArena, ContiguousArena
 from penstock.runtime.arena.mapped import MappedArena
 from penstock.runtime.arena.opening import open_arena
@@ -171,9 +172,12 @@ def test_poison_covers_what_no_storage_holds_and_nothing_else(weights: Weights) 
     arena.close()
 
 
-def test_a_mapped_plan_runs_where_populate_is_missing(weights: Weights) -> None:
+def test_a_mapped_plan_runs_where_populate_is_missing(
+    weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with_it = weights.open("mapped")
-    without = weights.open("mapped", populate=False)
+    monkeypatch.setattr(opening, "supports_populate", lambda: False)
+    without = weights.open("mapped")
     assert isinstance(with_it, MappedArena)
     assert isinstance(without, AnonymousArena)
     assert isinstance(weights.open("contiguous"), ContiguousArena)

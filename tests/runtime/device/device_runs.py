@@ -237,10 +237,10 @@ class Run:
         return Totals(tuple(times), counters.bytes_moved, copied_ns, counters.misses)
 
     def _in_order(self, graph: int) -> None:
-        method = self.streamer.methods[graph]
+        probed = self.streamer.probed(graph)
         self.streamer.begin(graph)
-        for step in range(method.steps):
-            self._step(graph, step, probed=step in method.probed)
+        for step in range(len(self.case.plan.traces[graph].steps)):
+            self._step(graph, step, probed=step in probed)
         self.streamer.end(graph)
         if self.case.plan.wrap == "barrier":
             # What follows a pass, the replay of a graph for example, finds all copies done.
@@ -248,19 +248,18 @@ class Run:
             self.device.kernels_read(memory, 0, memory.numel(), "what follows the pass")
 
     def _backwards(self, graph: int) -> None:
-        method = self.streamer.methods[graph]
         self.streamer.begin(graph)
-        for step in reversed(method.probed):
+        for step in reversed(self.streamer.probed(graph)):
             self._step(graph, step, probed=True)
         self.streamer.end(graph)
 
     def _raises(self, graph: int) -> None:
-        method = self.streamer.methods[graph]
+        probed = self.streamer.probed(graph)
         self.streamer.begin(graph)
-        for step in method.probed[: len(method.probed) // 2]:
+        for step in probed[: len(probed) // 2]:
             self._step(graph, step, probed=True)
         # The last step's kernels are enqueued, and it is never released.
-        self.streamer.acquire(graph, method.probed[len(method.probed) // 2])
+        self.streamer.acquire(graph, probed[len(probed) // 2])
         self.streamer.abort()
 
     def _step(self, graph: int, step: int, *, probed: bool) -> None:

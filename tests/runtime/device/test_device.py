@@ -152,16 +152,16 @@ def run_on(kind: type[CpuDevice] | type[CudaDevice], fault: Fault) -> None:
 
 
 def run_pass(one: Case, weights: DeviceWeights, streamer: Streamer) -> None:
-    method = streamer.methods[0]
+    probed = streamer.probed(0)
     for storage in one.plan.outside:
         compare(one, weights, storage)
     streamer.begin(0)
     for number, step in enumerate(one.plan.traces[0].steps):
-        if number in method.probed:
+        if number in probed:
             streamer.acquire(0, number)
         for storage in step.reads:
             compare(one, weights, storage)
-        if number in method.probed:
+        if number in probed:
             streamer.release(0, number)
     streamer.end(0)
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.runtime.files import rates
 from penstock.runtime.files.direct_file import memory_view
 from penstock.runtime.files.rates import measure_read
 from penstock.runtime.files.source import Source
@@ -204,6 +205,7 @@ def test_memory_view_writes_raw_memory() -> None:
 
 @pytest.mark.parametrize("mode", ["direct", "buffered"])
 def test_measure_read(file: tuple[Path, WeightFile], mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "_BLOCK", 4096)
     with Source([file[1], file[1]], file[0], mode="direct" if mode == "direct" else "buffered") as source:
         places: list[tuple[int, int, int]] = []
         read = source.read_into
@@ -213,11 +215,11 @@ def test_measure_read(file: tuple[Path, WeightFile], mode: str, monkeypatch: pyt
             read(file, offset, address, nbytes)
 
         monkeypatch.setattr(source, "read_into", record)
-        assert measure_read(source, nbytes=32768, block=4096).median > 0
+        assert measure_read(source, nbytes=32768).median > 0
         assert len(set(places)) == len(places) == 8
         assert {number for number, _, _ in places} == {0, 1}
         places.clear()
-        assert measure_read(source, block=4096, seconds=0, threads=2).median > 0
+        assert measure_read(source, seconds=0, threads=2).median > 0
         assert 1 <= len(places) <= 2
     with Source([], file[0]) as empty, pytest.raises(SourceError, match="no weight file"):
         measure_read(empty)

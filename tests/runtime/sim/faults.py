@@ -61,7 +61,7 @@ class Passing:
 
     def __init__(self, streamer: DeviceStreamer) -> None:
         self.streamer = streamer
-        self.counters, self.methods = streamer.counters, streamer.methods
+        self.counters, self.probed = streamer.counters, streamer.probed
 
     def pass_on(self, name: str, *args: int) -> None:
         getattr(self.streamer, name)(*args)
