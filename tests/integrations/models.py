@@ -39,7 +39,7 @@ def sliding() -> Any:
 
 
 def mixtral() -> Any:
-    """In bfloat16, the only dtype in which experts that are stacked can be exported."""
+    """In bfloat16, as it is published."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)

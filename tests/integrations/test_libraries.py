@@ -88,6 +88,14 @@ def test_a_hook_on_a_part_is_refused_by_name_until_it_is_removed(form, tmp_path)
         model(torch.ones(2, 8))
 
 
+def test_a_model_that_streams_is_not_applied_again_and_says_so(tmp_path):
+    model = models.frozen(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    with apply(model, "1MB", cache=tmp_path):
+        with pytest.raises(PassError, match=r"Sequential streams already: call restore\(\)"):
+            apply(model, "2MB", cache=tmp_path)
+        model(torch.ones(2, 8))
+
+
 def test_hooks_with_which_libraries_compute_are_exported(tmp_path):
     model = models.llama(num_hidden_layers=1)
     ids = torch.arange(6)[None]

@@ -7,6 +7,7 @@ import inspect
 import logging
 import signal
 import threading
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -22,11 +23,14 @@ from penstock.integrations.adapters import Adapter, by_adapter, by_prefix, named
 from penstock.integrations.cached import store, stored_tensors
 from penstock.integrations.calls.kept_calls import KeptCalls
 from penstock.integrations.calls.kinds import method_of
-from penstock.integrations.calls.tiny_calls import Example, make_call, tiny_call
+from penstock.integrations.calls.tiny_calls import PADDED, Example, example_for, make_call, tiny_call
+from penstock.integrations.cap import Cap
+from penstock.integrations.collector import without_collector
 from penstock.integrations.emptied.hollow import Hollow, blank_copy
 from penstock.integrations.emptied.watch import Watch
 from penstock.integrations.folders import (
     Stored,
+    asked_dtype,
     is_pipeline,
     local_folder,
     open_model,
@@ -44,7 +48,7 @@ from penstock.integrations.libraries import (
     without_hooks,
 )
 from penstock.integrations.own_files import keep_weights
-from penstock.integrations.streamed import Cap, Component, Where
+from penstock.integrations.streamed import Component, Where
 from penstock.passes.building.fake_export import Built
 from penstock.runtime.cache import Cache
 from penstock.schedule.facts.errors import BudgetError, PassError, PenstockError, StreamError
@@ -55,12 +59,14 @@ _log = logging.getLogger(__name__)
 _RESTORE = "restore it first (restore() of what apply returned)"
 _RESTORE_AND_APPLY = "restore it, and apply penstock to it as it is to be"
 
+_PARTS = "; where the model's own generate does this, apply penstock to the parts that it calls instead"
+
 _LOAD_ELSEWHERE = "load it with its library instead, as it was never in memory"
 _LOAD_AND_APPLY = "load it with its library as it is to be, and apply penstock to that"
 
-_LATER = ": what it did not reach is exported when it is first called, or now where example= makes the call"
+_LATER = "what it did not reach is exported, and its memory checked, when it is first called"
 
-_OWN_SIZES = " (this was a tiny call in sizes of the model's own: example= makes another)"
+_OWN_SIZES = " (tried with a tiny call in sizes of the model's own; example= takes a call of yours)"
 
 
 class Applied:
@@ -76,7 +82,7 @@ class Applied:
         self._where = where
         self.components: dict[str, Component] = {}
         self._restores = restores
-        self._instead = f"call the model itself, or {_RESTORE if restores else _LOAD_ELSEWHERE}"
+        self._instead = f"call the model itself, or {_RESTORE + _PARTS if restores else _LOAD_ELSEWHERE}"
         self._again = _RESTORE_AND_APPLY if restores else _LOAD_AND_APPLY
         self._modules: dict[str, nn.Module] = {}
         self._hollow: dict[str, Hollow] = {}
@@ -91,6 +97,14 @@ class Applied:
     def freed_bytes(self) -> int:
         """Bytes of parameters that are no longer in memory."""
         return sum(hollow.nbytes for hollow in self._hollow.values())
+
+    @property
+    def prepared(self) -> dict[str, tuple[str, ...]]:
+        """By component, the kinds of calls that are exported, in words; none where it is not checked yet.
+
+        The memory that another kind of call takes is first checked when it comes.
+        """
+        return {name: tuple(one.prepared) for name, one in self.components.items()}
 
     def add(
         self,
@@ -135,7 +149,8 @@ class Applied:
         if self._where.lowering != "eager":
             return None  # an artifact of compiled code is made of programs, and not of their facts
         try:
-            return module_key(module, entries, self._where.target)
+            with self.cap.working():
+                return module_key(module, entries, self._where.target)
         except Exception as error:  # a module may hold anything; without a key it is exported anew, no worse
             what = f"{type(error).__name__}: " if not isinstance(error, PassError) else ""
             kind = type(module).__name__
@@ -157,6 +172,11 @@ class Applied:
         Raises PassError for what cannot be exported, BudgetError for what does not fit.
         """
         self._refuse_restored()
+        if isinstance(example, str):
+            if example != PADDED:
+                raise ValueError(f"there is no example {example!r}: give {PADDED!r}, or inputs")
+            self.prepare_tiny_call(padded=True)
+            return
         try:
             self._rehearse(example)
         except BaseException:
@@ -165,16 +185,19 @@ class Applied:
             raise
         self._plan()
 
-    def prepare_tiny_call(self) -> None:
+    def prepare_tiny_call(self, *, padded: bool = False) -> None:
         """As `prepare`, with a tiny call of a model of transformers or a pipeline of diffusers.
+
+        With `padded`, a padded call follows.
 
         Calls that it does not reach are exported when they first come.
         """
         try:
-            self._rehearse(tiny_call(self.target))
+            self._rehearse(tiny_call(self.target, padded=padded))
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            _log.warning("a tiny call did not reach its end (%s)%s", reason, _LATER)
+            how = example_for(self.target)
+            _log.warning("a tiny call did not reach its end (%s): %s; %s does so now", reason, _LATER, how)
         try:
             self._plan()
         except BudgetError as error:
@@ -293,6 +316,28 @@ def uninterrupted() -> Iterator[None]:
             before(*pending[0])
 
 
+def closing(target: Any) -> Any:
+    """Let an object of a library, which stays what it is, be a context manager that closes what it runs on.
+
+    `with` asks the class and not the object, so the object gets a class that says nothing else. Its name is
+    that of its own class, by which libraries look it up.
+    """
+    own = type(target)
+    facts = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    closing_class: Any = types.new_class(own.__name__, (own,), exec_body=lambda held: held.update(facts))
+    closing_class.__enter__, closing_class.__exit__ = _enter, _exit
+    target.__class__ = closing_class
+    return target
+
+
+def _enter(target: Any) -> Any:
+    return target
+
+
+def _exit(target: Any, *_: object) -> None:
+    target.penstock_applied.close()
+
+
 def _given(blank: Built) -> Built:
     return blank
 
@@ -315,7 +360,8 @@ def apply(
     model is in eval mode until it is restored.
 
     The kinds of calls that `example` makes (see `Applied.prepare`) are exported and planned now. Without an
-    example those of a tiny call are, where the model is of transformers or diffusers.
+    example those of a tiny call are, where the model is of transformers or diffusers; with `"padded"` also
+    those of a padded one, whose export otherwise takes seconds when it first comes.
 
     Raises PassError for what cannot be exported and BudgetError for a cap below what a call needs; the model
     is then as it was. Later calls may raise them too.
@@ -325,7 +371,7 @@ def apply(
     for name, module in parts.items():
         refuse_wrapped(module, name)
     where = Where(Cache.at(cache), device, lowering)
-    applied = Applied(model, Cap(nbytes), where, restores=True)
+    applied = Applied(model, Cap(nbytes, counts_own=device == "cpu"), where, restores=True)
     with ExitStack() as on_error:
         on_error.push(applied)
         for name, module in parts.items():
@@ -334,13 +380,16 @@ def apply(
             made_for = owner_of(name, module)
             kept = keep_weights(module, own, where.cache, made_for)
             kept += [store(tensors, where.cache, made_for) for tensors in adapters]
-            applied.add(name, module, functools.partial(_given, blank_copy(module, where.target)), kept)
+            with applied.cap.working():
+                blank = blank_copy(module, where.target)
+            applied.add(name, module, functools.partial(_given, blank), kept)
         _log.info("%s of parameters given back", format_size(applied.freed_bytes))
         applied.prepare_tiny_call() if example is None else applied.prepare(example)
         on_error.pop_all()
     return applied
 
 
+@without_collector()
 def load(
     source: str | PathLike[str],
     memory: int | str,
@@ -348,6 +397,7 @@ def load(
     device: str = "cpu",
     example: Example | None = None,
     variant: str | None = None,
+    dtype: torch.dtype | str | None = None,
     lowering: str = "eager",
     cache: str | PathLike[str] | None = None,
 ) -> Any:
@@ -358,25 +408,32 @@ def load(
     library's own object, in eval mode, whose `penstock_applied` is what `apply` would return. `example` is as
     for `apply`. With `variant` (`fp16`), components that have that variant of their weights use it.
 
+    `dtype` is what `from_pretrained` takes (`torch.bfloat16`, `"bfloat16"`, `"auto"`). Weights that the files
+    have in another dtype than the library gives them are converted once, to the same bits, into `cache`; how
+    many bytes that writes is logged before.
+
+    As a context manager the object stops its readers and frees its memory at the end.
+
     Raises SourceError for a folder that holds no model, PassError and BudgetError as `apply`.
     """
     folder = local_folder(source if isinstance(source, str) else Path(source))
     refuse_variant(folder, variant)
+    asked = asked_dtype(dtype)
     nbytes, where = parse_size(memory, name="memory"), Where(Cache.at(cache), device, lowering)
-    applied = Applied(None, Cap(nbytes), where, restores=False)
+    applied = Applied(None, Cap(nbytes, counts_own=device == "cpu"), where, restores=False)
 
     def stream(stored: Stored) -> nn.Module:
-        module = stored.make()
+        module, names = stored.make()
         blank = functools.partial(Built.by, stored.build, str(where.target))
-        applied.add(stored.name, module, blank, [KeptWeights(stored.files, stored.names(module))])
+        applied.add(stored.name, module, blank, stored.kept(module, names, where.cache))
         return module
 
     if is_pipeline(folder):
-        stored, assemble = open_pipeline(folder, variant)
+        stored, assemble = open_pipeline(folder, variant, asked)
         applied.target = assemble({name: stream(replace(one, name=name)) for name, one in stored.items()})
     else:
-        applied.target = stream(open_model(folder, variant))
+        applied.target = stream(open_model(folder, variant, asked))
         add_generation_config(applied.target, folder)
     applied.target.penstock_applied = applied
     applied.prepare_tiny_call() if example is None else applied.prepare(example)
-    return applied.target
+    return closing(applied.target)

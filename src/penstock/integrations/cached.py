@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from penstock.integrations.emptied.absent import AbsentTensor
 from penstock.integrations.emptied.hollow import plain_parts
 from penstock.integrations.kept import KeptWeights, bytes_of, digests_of
 from penstock.passes.graph.nodes import dtype_name
-from penstock.runtime.cache import Cache
+from penstock.runtime.cache import Cache, Hold
 from penstock.runtime.files.pack import PackEntry, tensor_chunks, write_packed
 from penstock.runtime.files.safetensors_file import read_header
 from penstock.runtime.files.stamp import hash_storage, stamp_file
@@ -71,36 +72,60 @@ def store(tensors: Mapping[str, torch.Tensor], cache: Cache, made_for: str) -> K
     digests = digests_of(tensors)
     facts = [f"{n} {one.dtype} {tuple(one.shape)} {digests[n]}\n" for n, one in tensors.items()]
     folder = cache.weights / hashlib.sha256("".join(facts).encode()).hexdigest()[:32]
-    nbytes = sum(value.nbytes for value in tensors.values())
-    written = False
-
-    def build(made: Path) -> None:
-        write_packed(made / WEIGHTS, [_entry(name, value) for name, value in tensors.items()])
-
-    def write() -> None:
-        nonlocal written
-        _log.info("writing %s bytes of weights of %s to %s", f"{nbytes:,}", made_for, folder)
-        write_artifact(folder, force=False, build=build)
-        written = True
-
-    held = cache.keep(folder, made_for, write, nbytes)
-    if not written:
-        _refuse_damaged(folder / WEIGHTS, tensors)
+    entries = [_entry(name, value) for name, value in tensors.items()]
+    held, was_there = keep_packed(folder, entries, cache, made_for)
+    if was_there and tensors:
+        refuse_damaged(folder / WEIGHTS, partial(_holds, folder / WEIGHTS, tensors))
     return KeptWeights((folder / WEIGHTS,), digests=digests, hold=held)
 
 
-def _refuse_damaged(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise SourceError where an existing file does not hold these tensors."""
+def keep_packed(
+    folder: Path,
+    entries: Sequence[PackEntry],
+    cache: Cache,
+    made_for: str,
+    *,
+    how: str = "",
+    check: Callable[[], None] = lambda: None,
+) -> tuple[Hold, bool]:
+    """Keep a folder with a file of these entries in the cache, and return whether it was there already.
+
+    How many bytes are written, and `how`, is logged before. What is written counts once `check` returns.
+    Raises SourceError where it cannot be written.
+    """
+    nbytes = sum(entry.nbytes for entry in entries)
+    written = False
+
+    def build(made: Path) -> None:
+        write_packed(made / WEIGHTS, entries)
+        check()
+
+    def write() -> None:
+        nonlocal written
+        _log.info("writing %s bytes of weights of %s%s to %s", f"{nbytes:,}", made_for, how, folder)
+        write_artifact(folder, force=False, build=build)
+        written = True
+
+    return cache.keep(folder, made_for, write, nbytes), not written
+
+
+def refuse_damaged(file: Path, holds: Callable[[], bool]) -> None:
+    """Raise SourceError where a file of the cache is not what `holds` looks for, or cannot be read."""
     try:
-        with safe_open(file, framework="pt") as opened:
-            whole = opened.keys() and all(
-                torch.equal(bytes_of(opened.get_tensor(name)), bytes_of(value).cpu())
-                for name, value in tensors.items()
-            )
+        whole = holds()
     except Exception:
         whole = False
-    if tensors and not whole:
+    if not whole:
         raise SourceError(f"{file} is damaged: delete its folder, and it is written again")
+
+
+def _holds(file: Path, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a file holds these tensors, byte for byte."""
+    with safe_open(file, framework="pt") as opened:
+        return all(
+            torch.equal(bytes_of(opened.get_tensor(name)), bytes_of(value).cpu())
+            for name, value in tensors.items()
+        )
 
 
 def _entry(name: str, value: torch.Tensor) -> PackEntry:

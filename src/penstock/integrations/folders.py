@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,14 +17,18 @@ from safetensors import safe_open
 from torch import nn
 
 from penstock._extras import require
+from penstock.integrations.converted import is_converted, keep_converted
+from penstock.integrations.kept import KeptWeights
+from penstock.integrations.libraries import owner_of
 from penstock.integrations.quantised import with_quantised_weights
 from penstock.models.checkpoint_names import names_in_checkpoint
-from penstock.models.configuration import builder, default_dtype, model_class, read_config
+from penstock.models.configuration import DTYPES, builder, default_dtype, model_class, read_config
 from penstock.passes.building.deferred import Deferred, deferred_init, join
 from penstock.passes.graph.nodes import dtype_name
 from penstock.passes.weights.subclasses import has_parts
 from penstock.passes.weights.values import storage_identity
-from penstock.runtime.checkpoint.opening import open_checkpoint
+from penstock.runtime.cache import Cache
+from penstock.runtime.checkpoint.opening import Checkpoint, open_checkpoint
 from penstock.runtime.checkpoint.stored_tensor import StoredTensor
 from penstock.runtime.files.safetensors_file import TORCH_NAMES, index_files
 from penstock.schedule.facts.errors import SourceError
@@ -51,18 +57,20 @@ class Stored:
     build: Callable[[], nn.Module]
     files: tuple[Path, ...]
 
-    def make(self) -> nn.Module:
+    def make(self) -> tuple[nn.Module, dict[str, tuple[str, ...]]]:
         """Make the module: buffers have values, parameters only shapes.
 
+        Returned with it are the names that the files have for weights, for those that it calls otherwise.
         Raises SourceError where the files do not hold the parameters.
         """
         deferred = deferred_init(self.build)
-        self._check(deferred.module)
-        _fill_buffers(deferred, self)
-        return deferred.module.eval()
+        names = self.names(deferred.module)
+        self._check(deferred.module, names)
+        _fill_buffers(deferred, self.files, names)
+        return deferred.module.eval(), names
 
-    def _check(self, module: nn.Module) -> None:
-        names, stored = self.names(module), open_checkpoint(self.files).tensors
+    def _check(self, module: nn.Module, names: Mapping[str, tuple[str, ...]]) -> None:
+        stored = self.checkpoint.tensors
         # A quantised parameter was made from what the files hold, so it needs no comparison.
         plain = [
             (fqn, value, names.get(fqn, (fqn,)))
@@ -81,13 +89,27 @@ class Stored:
             if name in stored and not others:
                 _refuse_other(self.folder, fqn, value, stored[name])
 
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """The tensors in the files."""
+        return open_checkpoint(self.files)
+
     def names(self, module: nn.Module) -> dict[str, tuple[str, ...]]:
         """The names that the files have for weights, for those that the module calls otherwise."""
-        return names_in_checkpoint(module, open_checkpoint(self.files).tensors)
+        return names_in_checkpoint(module, self.checkpoint.tensors)
+
+    def kept(
+        self, module: nn.Module, names: Mapping[str, tuple[str, ...]], cache: Cache
+    ) -> list[KeptWeights]:
+        """The files of the module's weights, and what is converted of them into the cache."""
+        made_for = owner_of(self.name, module)
+        return keep_converted(module, self.checkpoint, names, cache, made_for)
 
 
 def _refuse_other(folder: Path, fqn: str, value: torch.Tensor, stored: StoredTensor) -> None:
-    """Raise SourceError where a parameter has another shape or dtype than its tensor in the files."""
+    """Raise SourceError where a parameter has another shape than its tensor in the files, or another dtype to
+    which that is not converted.
+    """
     where = f"{folder} has {fqn} as"
     here, there = dtype_name(value.dtype), TORCH_NAMES.get(stored.dtype, stored.dtype)
     if stored.shape != tuple(value.shape):
@@ -95,9 +117,8 @@ def _refuse_other(folder: Path, fqn: str, value: torch.Tensor, stored: StoredTen
             f"{where} {list(stored.shape)} in its files and {list(value.shape)} by its {_CONFIG}: they are "
             "of two models, so get both from one"
         )
-    if here != there:
-        other = "".join(f"load it with variant={name!r}, or " for name in _variants(folder))
-        raise SourceError(f"{where} {there} in its files and {here} by its {_CONFIG}: {other}{_AGAIN}")
+    if here != there and not is_converted(stored, value):
+        raise SourceError(f"{where} {there} in its files and {here} by its {_CONFIG}: {_AGAIN}")
 
 
 def local_folder(source: str | Path, revision: str | None = None) -> Path:
@@ -111,8 +132,11 @@ def local_folder(source: str | Path, revision: str | None = None) -> Path:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(str(source), revision=revision, local_files_only=True))
+    if Path(source).is_file():
+        raise SourceError(f"{source} is a file: give the folder that it is in, {Path(source).parent}")
     raise SourceError(
-        f"{source} is neither a folder nor a model in the local cache: download it first, penstock does not"
+        f"{str(source)!r} is neither a folder nor a model in the local cache: download it first, as penstock "
+        "does not"
     )
 
 
@@ -140,10 +164,26 @@ def _refuse_adapter(folder: Path) -> None:
         )
 
 
-def open_model(folder: Path, variant: str | None = None) -> Stored:
+def asked_dtype(dtype: torch.dtype | str | None) -> str | None:
+    """The name of the dtype that `dtype=` asks for; None for the one that is found, which is "auto" as well.
+
+    Raises SourceError for what is none of weights.
+    """
+    name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
+    if name in (None, "auto"):
+        return None
+    if name not in DTYPES:
+        raise SourceError(f"there is no dtype {dtype!r} for weights: give auto, {', '.join(DTYPES)}")
+    return name
+
+
+def open_model(
+    folder: Path, variant: str | None = None, dtype: str | None = None, *, as_stored: bool = False
+) -> Stored:
     """Find a module that transformers or diffusers saved: its class by the configuration, and its files.
 
-    Of weights that have the variant (`fp16`) those files are taken, and the dtype in them.
+    Its dtype is `dtype`, or else that of the configuration. Where this states none, where weights have the
+    variant (`fp16`), and with `as_stored`, it is that of the files.
     """
     if (folder / _ADAPTER).is_file():
         _refuse_adapter(folder)
@@ -152,19 +192,24 @@ def open_model(folder: Path, variant: str | None = None) -> Stored:
         raise SourceError(f"{folder} has its weights in {pickled[0]} and in no safetensors file: {_AGAIN}")
     weights = _weights(folder, variant)
     files = tuple(path.resolve() for path in index_files(weights))
-    open_checkpoint(files)  # parses every header before anything else
+    checkpoint = open_checkpoint(files)  # parses every header before anything else
     try:
         facts = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
     except ValueError as error:
         raise SourceError(f"{folder / _CONFIG} is no JSON: {error}") from error
+    if dtype and facts.get("quantization_config"):
+        raise SourceError(
+            f"{folder} was saved quantised, in dtypes that fit together: load it without dtype="
+        )
     if "_class_name" in facts:
         kind = _class(folder, "diffusers", facts["_class_name"])
-        name, build = kind.__name__, _in_own_dtype(files, lambda: kind.from_config(facts))
+        name, build = kind.__name__, _diffusers_builder(kind, facts, checkpoint, dtype or _most(checkpoint))
     else:
         config = read_config(folder)
-        dtype = _dtype(files) if variant and variant in weights.name.split(".") else None
+        as_stored = as_stored or bool(variant and variant in weights.name.split("."))
+        own = _most(checkpoint) if as_stored else _first(files, config)
         name = model_class(config, str(folder)).__name__
-        build = builder(config, str(folder), dtype_name(dtype) if dtype else None)
+        build = builder(config, str(folder), dtype or own)
     return Stored(name, folder, with_quantised_weights(build, facts, files, folder), files)
 
 
@@ -197,9 +242,12 @@ def refuse_variant(folder: Path, variant: str | None) -> None:
 
 
 def open_pipeline(
-    folder: Path, variant: str | None = None
+    folder: Path, variant: str | None = None, dtype: str | None = None
 ) -> tuple[dict[str, Stored], Callable[[dict[str, nn.Module]], Any]]:
-    """Find the modules of a pipeline by name; returned with them is what assembles the pipeline."""
+    """Find the modules of a pipeline by name; returned with them is what assembles the pipeline.
+
+    Without a dtype each has that of its files.
+    """
     require("diffusers", purpose="a pipeline")
     index = json.loads((folder / _PIPELINE).read_text(encoding="utf-8"))
     kind = _class(folder, "diffusers", index.pop("_class_name"))
@@ -211,7 +259,7 @@ def open_pipeline(
         elif value[0] is None:
             others[name] = None
         elif (folder / name / _CONFIG).is_file() and _is_module(folder, *value):
-            stored[name] = open_model(folder / name, variant)
+            stored[name] = open_model(folder / name, variant, dtype, as_stored=True)
             _refuse_several(folder, name, value, stored[name])
         else:
             others[name] = _class(folder, *value).from_pretrained(folder / name, local_files_only=True)
@@ -243,41 +291,64 @@ def _is_module(folder: Path, library: str, name: str) -> bool:
     return issubclass(_class(folder, library, name), nn.Module)
 
 
-def _dtype(files: tuple[Path, ...]) -> torch.dtype | None:
-    """The first floating-point dtype in the files."""
-    tensors = open_checkpoint(files).tensors.values()
-    dtypes = [getattr(torch, TORCH_NAMES[one.dtype]) for one in tensors if one.dtype in TORCH_NAMES]
-    return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
+def _most(checkpoint: Checkpoint) -> str | None:
+    """The floating-point dtype that most bytes of a checkpoint have."""
+    nbytes: Counter[str] = Counter()
+    for tensor in checkpoint.tensors.values():
+        nbytes[TORCH_NAMES.get(tensor.dtype, "")] += tensor.nbytes
+    return next((dtype for dtype, _ in nbytes.most_common() if dtype in DTYPES), None)
 
 
-def _in_own_dtype(files: tuple[Path, ...], build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Let a module be built in the dtype of its files, which its configuration does not state."""
-    found = _dtype(files)
-
-    def build_in_dtype() -> nn.Module:
-        with default_dtype(found or torch.get_default_dtype()):
-            return build()
-
-    return build_in_dtype
+def _first(files: tuple[Path, ...], config: Any) -> str | None:
+    """The floating-point dtype that transformers takes where a configuration states none."""
+    if getattr(config, "dtype", None):
+        return None
+    with safe_open(files[0], framework="pt") as opened:
+        dtypes = (TORCH_NAMES.get(opened.get_slice(name).get_dtype()) for name in opened.keys())  # noqa: SIM118
+        return next((dtype for dtype in dtypes if dtype in DTYPES), None)
 
 
-def _fill_buffers(deferred: Deferred, stored: Stored) -> None:
+def _diffusers_builder(
+    kind: Any, facts: dict[str, Any], checkpoint: Checkpoint, dtype: str | None
+) -> Callable[[], nn.Module]:
+    """A function that builds a module of diffusers in a dtype, but for what the library keeps in float32."""
+    wanted = torch.get_default_dtype() if dtype is None else getattr(torch, dtype)
+    keep: Any = getattr(kind, "_keep_in_fp32_modules", None) or ()
+    kept = (keep,) if isinstance(keep, str) else keep
+
+    def build() -> nn.Module:
+        with default_dtype(wanted):
+            module: nn.Module = kind.from_config(facts)
+        for name, value in module.state_dict(keep_vars=True).items():
+            if name in checkpoint.tensors and value.is_floating_point():
+                own = torch.float32 if any(part in kept for part in name.split(".")) else wanted
+                value.data = value.data.to(own)
+        return module
+
+    return build
+
+
+def _fill_buffers(deferred: Deferred, files: tuple[Path, ...], names: Mapping[str, tuple[str, ...]]) -> None:
     """Give a module's buffers the values in the files, or else those that the module computes.
 
     A buffer that is made of several tensors has their rows, one tensor after another.
     """
-    names = stored.names(deferred.module)
     with ExitStack() as stack:
-        opened = [stack.enter_context(safe_open(file, framework="pt")) for file in stored.files]
+        opened = [stack.enter_context(safe_open(file, framework="pt")) for file in files]
         where = {name: one for one in opened for name in one.keys()}  # noqa: SIM118
         for path, child in deferred.module.named_modules():
             for key, value in child._buffers.items():
                 if value is None:
                     continue
                 own = names.get(fqn := join(path, key), (fqn,))
-                found = [where[name].get_tensor(name) for name in own if name in where]
+                found = [_converted(where[name].get_tensor(name), value) for name in own if name in where]
                 if len(found) < len(own):
                     child._buffers[key] = deferred.values(value)
                 else:
                     rows = [one.flatten() for one in found]
                     child._buffers[key] = found[0] if len(own) == 1 else torch.cat(rows).view(value.shape)
+
+
+def _converted(stored: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    floats = stored.is_floating_point() and value.is_floating_point()
+    return stored.to(value.dtype) if floats else stored

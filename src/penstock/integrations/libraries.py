@@ -20,6 +20,9 @@ from penstock.schedule.facts.errors import PassError
 _MASKS = "transformers.masking_utils"
 _DECISIONS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 
+_UNDER_VMAP = "_vmap_expansion_sdpa"
+"""What transformers makes masks with where a model gives functions of its own."""
+
 _CALLED = ("encode", "decode", "post_process_latents")
 """Methods besides `forward` that pipelines of diffusers call and that read parameters."""
 
@@ -60,10 +63,13 @@ def _not_compiling() -> Iterator[None]:
 
 @contextmanager
 def _answered(decisions: Assumptions) -> Iterator[None]:
-    """Let `decisions` answer what transformers asks about padding masks in this thread."""
+    """Let `decisions` answer what transformers asks about padding masks in this thread.
+
+    Masks that it makes under `vmap` are made by broadcasting meanwhile, which gives the same ones.
+    """
     thread = threading.get_ident()
     masks: Any = sys.modules.get(_MASKS)
-    originals = {name: getattr(masks, name) for name in _DECISIONS} if masks else {}
+    originals = {name: getattr(masks, name) for name in (*_DECISIONS, _UNDER_VMAP)} if masks else {}
 
     def decided(original: Any) -> Any:
         def decide(padding_mask: Any, *args: Any, **kwargs: Any) -> Any:
@@ -73,13 +79,28 @@ def _answered(decisions: Assumptions) -> Iterator[None]:
 
         return decide
 
-    for name, original in originals.items():
-        setattr(masks, name, decided(original))
+    for name in _DECISIONS if masks else ():
+        setattr(masks, name, decided(originals[name]))
+    if masks:
+        setattr(masks, _UNDER_VMAP, _broadcast(masks))
     try:
         yield
     finally:
         for name, original in originals.items():
             setattr(masks, name, original)
+
+
+def _broadcast(masks: Any) -> Any:
+    """What makes a mask of a function of indices by broadcasting, as a trace of `vmap` is no program."""
+
+    def expansion(function: Any) -> Any:
+        def expanded(*indices: Any) -> Any:
+            made = function(*masks._non_vmap_expansion_sdpa(*indices))
+            return made.expand([one.shape[0] for one in indices])
+
+        return expanded
+
+    return expansion
 
 
 @contextmanager
@@ -140,6 +161,11 @@ def _refuse_hooks(module: nn.Module, name: str) -> None:
     for path, child in module.named_modules():
         for hooks in (child._forward_pre_hooks, child._forward_hooks) if path else ():
             for hook in hooks.values():
+                if _library_of(hook) == "penstock":
+                    raise PassError(
+                        f"{name} streams already: call restore() on what apply returned before it is applied "
+                        "again; what load returned is loaded again with the other cap"
+                    )
                 if _library_of(hook) not in _LIBRARIES_WITH_HOOKS:
                     raise PassError(
                         f"{path} in {name} has the hook {_name_of(hook)}, which a program would not run: "
@@ -258,7 +284,21 @@ def entries_of(module: nn.Module) -> list[str]:
         get_encoder: Any = getattr(module, "get_encoder", lambda: None)
         encoder = get_encoder()
         entries += [f"{name}.forward" for name, child in module.named_modules() if child is encoder and name]
-    return entries + _features_of(module)
+    return list(dict.fromkeys([*entries, *_embedding_of(module), *_features_of(module)]))
+
+
+def _embedding_of(module: nn.Module) -> list[str]:
+    """The `forward` of the embedding of tokens, which users and other models call to make `inputs_embeds`."""
+    get_embedding: Any = getattr(module, "get_input_embeddings", lambda: None)
+    try:
+        embedding = get_embedding()
+    except NotImplementedError:  # of models without one
+        return []
+    kinds = torch.nn.Embedding
+    found = [
+        name for name, child in module.named_modules() if child is embedding and isinstance(child, kinds)
+    ]
+    return [f"{name}.forward" for name in found if name]
 
 
 def _features_of(module: nn.Module) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,13 +17,16 @@ from penstock.integrations.cached import artifact_key, same_layout, with_other_f
 from penstock.integrations.calls.exported import ExportedCall, export_call
 from penstock.integrations.calls.kept_calls import KeptCalls
 from penstock.integrations.calls.kinds import Call, named, refuse_grad
+from penstock.integrations.cap import STEP, Cap
+from penstock.integrations.collector import with_collector
 from penstock.integrations.kept import KeptWeights, names_of
 from penstock.integrations.libraries import EXPORTING
+from penstock.integrations.progress import shown
 from penstock.passes.building.fake_export import Built
 from penstock.passes.joining import join_methods
 from penstock.passes.lowering.eager import LoweredProgram
 from penstock.runtime.cache import Cache, Hold
-from penstock.runtime.device.opening import device_kind
+from penstock.runtime.device.opening import device_kind, hardware_of
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
 from penstock.schedule.facts.errors import BudgetError, PassError, SourceError, StreamError
@@ -54,6 +56,7 @@ class Where:
     lowering: str
 
     def __post_init__(self) -> None:
+        hardware_of(self.device)
         if device_kind(self.device) == "cuda" and not torch.cuda.is_available():
             raise StreamError(f"there is no CUDA device here for {self.device}: use cpu or sim:rtx4090")
         if self.lowering not in _LOWERINGS:
@@ -66,27 +69,6 @@ class Where:
         if not self.device.startswith("cuda"):
             return torch.device("cpu")
         return torch.device("cuda", torch.device(self.device).index or 0)
-
-
-class Cap:
-    """The bytes that all components may hold together. One component holds them at a time.
-
-    Whoever has `lock` may use them, so that one call runs at a time in all threads. While `rehearsing`, which
-    is set under the lock, calls return zeros and read no weights.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self.lock = threading.RLock()
-        self.rehearsing = False
-        self._holder: Component | None = None
-
-    def turn(self, component: Component) -> None:
-        """Give the memory to `component`; the one that had it unloads."""
-        if self._holder not in (None, component):
-            assert self._holder is not None
-            self._holder.unload()
-        self._holder = component
 
 
 class Component:
@@ -119,14 +101,16 @@ class Component:
         self.check: Callable[[], None] = lambda: None
         self.own: Callable[[str], Any] | None = None  # the module's methods, once it is restored
         self.kept = list(weights)
+        self.prepared: list[str] = []  # the kinds of calls that have a program, in words
         self._artifact: Hold | None = None
         self._blank, self._calls, self._where, self._cap = cache(blank), calls, where, cap
         self._methods: list[ExportedCall] = []
+        self._stages: dict[str, int] = {}  # of kinds of calls whose sizes cannot all be open
         self._program: Program | None = None
         self._earlier: Program | None = None
         self._plan: Plan | None = None
         self._module: StreamedModule | None = None
-        self._beside = self._rehearsed = 0
+        self._beside = self._planned = self._rehearsed = 0
 
     @property
     def weights(self) -> list[Path]:
@@ -181,17 +165,20 @@ class Component:
                 "load, which forgets them"
             )
         self.refuse_lost()
-        method = self._calls.find(call) or self._exported(call)
+        self._cap.turn(self)
         self.unload()
+        with self._cap.working():
+            method = self._calls.find(call) or self._exported(call)
         self._methods.append(method)
+        self.prepared.append(f"{call.entry} of {call.text}")
         self._program = self._plan = None
         return method
 
     def _exported(self, call: Call) -> ExportedCall:
         _log.info("exporting %s.%s for %s", self.name, call.entry, call.text)
         try:
-            with EXPORTING:
-                return self._calls.keep(export_call(self._blank(), call))
+            with EXPORTING, with_collector(), shown(f"preparing {self.name}: {call.title}"):
+                return self._calls.keep(export_call(self._blank(), call, self._stages))
         except PassError as error:
             raise PassError(f"{self.name}.{call.entry} of {call.text}: {error}") from error
 
@@ -246,29 +233,61 @@ class Component:
         return self._module
 
     def _plan_for(self, beside: int) -> Plan:
-        """The current plan, or a new one where that leaves less than `beside` bytes for the call."""
-        if self._plan is not None and beside <= self._beside:
+        """The current plan, or a new one where that leaves less than `beside` bytes for the call.
+
+        A new one is made too where less is left of the cap, by more than planning itself leaves in memory.
+        """
+        if self._plan is not None and beside <= self._beside and self._planned <= self._cap.room + STEP:
             return self._plan
-        program, cap = self._compiled(), self._cap.nbytes
-        floor = program.floor(self._where.device)
-        if cap < floor + beside:
-            raise BudgetError(
-                f"{self.name} does not run in {format_size(cap)}: a call takes {format_size(beside)} beside "
-                f"weights, and {format_size(floor)} of weights are needed at once; give at least "
-                f"{format_size(floor + beside)}, or call it with smaller inputs",
-                floor_bytes=floor + beside,
-            )
+        program = self._compiled()
         self.refuse_lost()
         self.unload()
-        left = min(max(self._beside, int(beside * _ROOM)), cap - floor)
-        budget = min(cap - left, program.weight_bytes)
-        plan = program.plan(budget, device=self._where.device)
-        self._plan, self._beside = plan, left
+        left, room = max(self._beside, int(beside * _ROOM)), self._cap.room
+        with self._cap.working():
+            plan, budget = self._first_plan(program, max(room - left, min(1, program.weight_bytes)))
+        if budget + beside > room:
+            raise self._too_little(budget, beside)
+        if plan is None:
+            with self._cap.working():
+                plan = self._plan_within(program, budget)
+        _log.info(
+            "%s streams within %s, arena %s: %s",
+            self.name,
+            format_size(plan.budget),
+            plan.arena.backing if plan.arena.kind == "paged" else plan.arena.kind,
+            plan.hardware.note,
+        )
+        self._plan, self._beside = plan, room - budget
+        self._planned = min(budget, program.weight_bytes) + self._beside
         return plan
+
+    def _too_little(self, floor: int, beside: int) -> BudgetError:
+        """The error for a cap that has no room for the weights of one step and a call."""
+        cap = self._cap
+        own = f"{format_size(cap.own)} are in use by what penstock exported and planned, " if cap.own else ""
+        least = floor + beside + cap.own
+        return BudgetError(
+            f"{self.name} does not run in {format_size(cap.nbytes)}: {own}a call takes {format_size(beside)} "
+            f"beside weights, and {format_size(floor)} of weights are needed at once; give at least "
+            f"{format_size(least, up=True)}, or call it with smaller inputs",
+            floor_bytes=least,
+        )
+
+    def _first_plan(self, program: Program, budget: int) -> tuple[Plan | None, int]:
+        """The plan for a budget, and the budget; where that is below the floor, no plan, and the floor."""
+        try:
+            return self._plan_within(program, budget), budget
+        except BudgetError as error:
+            if error.floor_bytes is None:
+                raise
+            return None, error.floor_bytes
+
+    def _plan_within(self, program: Program, budget: int) -> Plan:
+        return program.plan(min(budget, program.weight_bytes), device=self._where.device)
 
     def _compiled(self) -> Program:
         if self._program is None:
-            with EXPORTING:
+            with EXPORTING, self._cap.working():
                 self._program = self._earlier = self._compile()
         return self._program
 
@@ -289,12 +308,13 @@ class Component:
 
     def _write(self, path: Path) -> Program:
         names = names_of(self.kept)
-        return penstock.compile(
-            join_methods({method.name: method.annotated() for method in self._methods}),
-            path,
-            lowering=self._where.lowering,
-            weights=self.weights,
-            rename=lambda fqn: names.get(own := fqn.removeprefix("model."), own),
-            pack=False,
-            earlier=self._earlier,
-        )
+        with with_collector():
+            return penstock.compile(
+                join_methods({method.name: method.annotated() for method in self._methods}),
+                path,
+                lowering=self._where.lowering,
+                weights=self.weights,
+                rename=lambda fqn: names.get(own := fqn.removeprefix("model."), own),
+                pack=False,
+                earlier=self._earlier,
+            )

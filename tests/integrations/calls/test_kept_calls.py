@@ -16,7 +16,9 @@ from torch import nn
 from penstock.integrations import apply, load
 from penstock.integrations.calls import exported
 from penstock.integrations.calls.kept_calls import decode_call
+from penstock.runtime import choice, program
 from penstock.runtime.cache import Cache
+from penstock.schedule.planner import make_plan
 from tests.integrations import models
 
 IDS = torch.tensor([[5, 17, 99, 23, 42]])
@@ -29,9 +31,9 @@ def exports(monkeypatch):
     made: list[str] = []
     export = exported._export
 
-    def count(known, model, call):
+    def count(known, model, call, stage):
         made.append(call.text)
-        return export(known, model, call)
+        return export(known, model, call, stage)
 
     monkeypatch.setattr(exported, "_export", count)
     return made
@@ -63,6 +65,22 @@ def test_nothing_is_exported_again(cache, exports):
     used(cache)
     assert not exports
     assert set(Cache(cache).calls.iterdir()) == calls
+
+
+def test_a_plan_is_made_once_for_a_memory(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made: list[int] = []
+
+    def make(problem, budget, **options):
+        made.append(budget)
+        return make_plan(problem, budget, **options)
+
+    monkeypatch.setattr(choice, "make_plan", make)
+    monkeypatch.setattr(program, "find_floors", None)  # a plan tells whether there is one
+    for memory in ("200KB", "200KB", "190KB"):
+        apply(models.llama(num_hidden_layers=1), memory, cache=tmp_path).restore()
+    assert len(made) == 2
+    assert made[0] - made[1] == 10_000
 
 
 SCRIPT = """

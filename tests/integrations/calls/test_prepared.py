@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from benchmarks.zoo_transformers import bert, clip, vit, whisper
@@ -43,6 +44,24 @@ def test_a_model_that_generates_has_its_methods_before_it_is_called(prepared, sa
     got = model.generate(IDS, max_new_tokens=4, do_sample=False)
     assert "exporting" not in said()
     assert torch.equal(got, reference.generate(IDS, max_new_tokens=4, do_sample=False))
+
+
+def test_padded_calls_are_prepared_where_that_is_chosen(tmp_path, said):
+    model = models.llama(num_hidden_layers=1)
+    reference = models.twin(model)
+    with apply(model, "400KB", example="padded", cache=tmp_path) as applied:
+        assert [("padded" in text) for text in applied.prepared["LlamaForCausalLM"]].count(True) == 2
+        said()
+        given = {
+            "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]]),
+            "max_new_tokens": 4,
+            "do_sample": False,
+        }
+        ids = IDS[:, :3].repeat(2, 1)
+        assert torch.equal(model.generate(ids, **given), reference.generate(ids, **given))
+        assert "exporting" not in said()
+        with pytest.raises(ValueError, match=r"there is no example 'paddled': give 'padded', or inputs"):
+            applied.prepare("paddled")
 
 
 def test_a_rehearsal_reads_no_weights_and_returns_zeros_of_the_sizes_of_the_call(prepared):
@@ -141,10 +160,50 @@ def test_models_that_do_not_generate_have_a_tiny_call(entry):
     tiny_call(model)(model)
 
 
+WIDTH = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+BLOCK = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 50, "encoder_ffn_dim": 16}
+
+OTHERS = {
+    "Wav2Vec2Model": WIDTH,
+    "ASTModel": WIDTH | {"max_length": 32, "num_mel_bins": 16},
+    "VideoMAEModel": WIDTH | {"image_size": 16, "num_frames": 2},
+    "LayoutLMModel": WIDTH | {"vocab_size": 50},
+    "ResNetModel": {"embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1]},
+    "BartModel": BLOCK | {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 16},
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_models_of_sounds_videos_and_pictures_of_any_size_have_a_tiny_call(kind):
+    made = getattr(transformers, kind)
+    model = models.frozen(made(made.config_class(**OTHERS[kind])))
+    tiny_call(model)(model)
+
+
+def test_what_cannot_be_called_yet_says_so_with_an_example_of_its_own(tmp_path, said):
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = linear()
+
+        def forward(self, left, right, scale=1.0):
+            return self.inner(left + right) * scale
+
+    with apply(models.frozen(Sum()), "1MB", cache=tmp_path) as applied:
+        line = next(line for line in said().splitlines() if "tiny call" in line)
+        assert "LookupError: what a Sum takes is not known" in line
+        assert line.endswith("is first called; example={'left': ..., 'right': ...} does so now")
+        assert applied.prepared == {"Sum": ()}
+        applied.prepare({"left": torch.ones(2, 8), "right": torch.ones(2, 8)})
+        assert applied.prepared == {"Sum": ("forward of left [2, 8], right [2, 8]",)}
+
+
 def test_a_tiny_call_that_fails_says_so_and_prepares_what_it_reached(tmp_path, said):
     model = models.frozen(whisper().build())  # which looks for a time in what it said
     with apply(model, "2MB", cache=tmp_path):
-        assert re.search(r"a tiny call did not reach its end \(IndexError.*\): .* first called, or", said())
+        assert re.search(
+            r"a tiny call did not reach its end \(IndexError.*\): .* first called; example=lambda", said()
+        )
         assert len(list((tmp_path / "programs").iterdir())) == 1
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from penstock.integrations import apply
+from penstock.integrations.emptied import watch
 from penstock.schedule.facts.errors import PassError, StreamError
 from tests.integrations import models
 
@@ -73,6 +74,46 @@ def test_whatever_changes_in_a_module_is_refused_by_name(tmp_path):
         with pytest.raises(StreamError, match=rf"any more: {name}(\.\d+)?(, |  *changed)"):
             model(X)
         applied.close()
+
+
+def test_a_module_is_walked_again_only_where_an_object_is_another(tmp_path, monkeypatch):
+    walks = []
+    facts = watch._facts
+    monkeypatch.setattr(watch, "_facts", lambda parts: (walks.append(1), facts(parts))[1])
+    model = tiny()
+    with apply(model, "1MB", example=models.nothing, cache=tmp_path):
+        model(X)
+        walks.clear()
+        for _ in range(3):
+            model(X)
+        assert not walks
+        model.factors = {"all": model.factors["all"]}  # another dictionary, in which all is the same
+        for _ in range(3):
+            model(X)
+        assert len(walks) == 1
+
+
+def test_changes_deep_inside_are_seen_between_calls(tmp_path):
+    def rename(model):
+        model.factors["one"] = model.factors.pop("other")
+
+    changes = {
+        r"factors\.deep\.a\.b\.c": lambda model: model.factors["deep"]["a"]["b"]["c"].append(3),
+        r"factors\.(one|other)": rename,
+        r"processor\.late": lambda model: setattr(model.processor, "late", 1),
+        r"tensor": lambda model: model.tensor.add_(1),
+    }
+    for name, change in changes.items():
+        model = tiny()
+        model.factors |= {"deep": {"a": {"b": {"c": []}}}, "other": 1}
+        model.tensor = torch.ones(3)
+        with apply(model, "1MB", example=models.nothing, cache=tmp_path):
+            model(X)
+            model(X)
+            change(model)
+            for _ in range(2):  # a refused check forgets nothing
+                with pytest.raises(StreamError, match=f"any more: {name}.* changed"):
+                    model(X)
 
 
 def test_a_class_whose_forward_is_replaced_is_refused_by_the_parts_of_it(tmp_path, monkeypatch):

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.export import Dim, ExportedProgram
+from torch.export import ExportedProgram
 
 from penstock.integrations.calls.arguments import Builder, Collector, State, Tree
 from penstock.integrations.calls.assumptions import Assumptions, truth_of
-from penstock.integrations.calls.isolation import empty_caches, watch_memory
+from penstock.integrations.calls.isolation import RememberedError, empty_caches, watch_memory
 from penstock.integrations.calls.kinds import Call, method_of
+from penstock.integrations.calls.stages import Stage, stages_of, within
+from penstock.integrations.calls.values import Values, has_values, known_in_trace, with_values
 from penstock.integrations.libraries import as_when_called
 from penstock.passes.activations import Activations
 from penstock.passes.annotate import Annotated, annotate_with_values
@@ -25,8 +28,11 @@ from penstock.passes.calls.inputs import dimension_of, guards_of
 from penstock.passes.lowering.method_code import MethodCode, method_code
 from penstock.passes.weights.lifted import with_named_constants
 from penstock.passes.weights.subclasses import with_plain_parts
-from penstock.passes.weights.values import has_values, storage_bytes
+from penstock.passes.weights.values import has_values as holds_values
+from penstock.passes.weights.values import storage_bytes
 from penstock.schedule.facts.errors import PassError, StreamError
+
+_log = logging.getLogger(__name__)
 
 _MOST_ANSWERS = 24
 """How often a call is exported until it decides what was assumed."""
@@ -36,11 +42,15 @@ Size = int | Dimension
 
 @dataclass(frozen=True)
 class Result:
-    """What a call returned and left in the states that it was given, and what it assumed of its tensors."""
+    """What a call returned and left in the states that it was given, and what it assumed of its tensors.
+
+    `values` are those of tensors which have no others in any call that the program serves.
+    """
 
     output: Tree
     states: tuple[State, ...]
     assumed: tuple[bool, ...]
+    values: Values = ()
 
 
 @dataclass(frozen=True)
@@ -106,7 +116,7 @@ class ExportedCall:
             self.checks.check(list(call.tensors))
         except StreamError:
             return False
-        return self.decided(call) == self.assumed
+        return has_values(call, self.result.values) and self.decided(call) == self.assumed
 
     def bytes_beside(self, call: Call) -> int:
         """Bytes that the call takes beside weights, for the tensors that it is given too."""
@@ -136,19 +146,42 @@ class ExportedCall:
         return output
 
 
-def export_call(model: Built, call: Call) -> ExportedCall:
+def export_call(model: Built, call: Call, needed: MutableMapping[str, int] | None = None) -> ExportedCall:
     """Export a model for a call, and again until the assumptions are what the call decides.
 
-    Raises PassError for what cannot be exported.
+    Sizes stay open where they can (`stages.py`). `needed` remembers by kind of call which stage it took, so
+    that a call of another size begins there. Raises PassError for what cannot be exported.
     """
+    needed = {} if needed is None else needed
+    stages = stages_of(call)
     known: tuple[bool, ...] = ()
     for _ in range(_MOST_ANSWERS):
-        exported, result = _export(known, model, call)
+        exported, result = _export_in_stages(known, model, call, stages, needed)
         method = _serving(call, exported, result)
         known = method.decided(call)
         if known == method.assumed:
             return method
     raise PassError("what its masks hide changes with every answer: call it without masks")
+
+
+def _export_in_stages(
+    known: Sequence[bool], model: Built, call: Call, stages: Sequence[Stage], needed: MutableMapping[str, int]
+) -> tuple[ExportedProgram, Result]:
+    """Export with the sizes open that can be. Raises the error of the last one where none exports."""
+    for number in range(min(needed.get(call.kind, 0), len(stages) - 1), len(stages)):
+        try:
+            exported, result = _export(known, model, call, stages[number])
+        except RememberedError:
+            raise
+        except PassError as error:
+            if number + 1 == len(stages):
+                raise
+            fixed = stages[number + 1].fixed
+            _log.info("%s: so %s are part of the program; calls of others are exported anew", error, fixed)
+            continue
+        needed[call.kind] = number
+        return exported, result
+    raise AssertionError("there is always a stage")
 
 
 def _serving(call: Call, exported: ExportedProgram, result: Result) -> ExportedCall:
@@ -171,27 +204,27 @@ def _content(exported: ExportedProgram) -> str:
     facts = (text, exported.graph_signature, exported.range_constraints, guards_of(exported))
     digest = hashlib.sha256(repr(facts).encode())
     for name, value in with_computed_buffers(exported).constants.items():
-        known = isinstance(value, torch.Tensor) and has_values(value)
+        known = isinstance(value, torch.Tensor) and holds_values(value)
         digest.update(f"{name} {storage_bytes(value).tolist() if known else value!r}".encode())
     return digest.hexdigest()
 
 
 def _name(call: Call, result: Result) -> str:
     """An identifier that no other program for calls of the module has."""
-    facts = call.kind, [tuple(tensor.shape) for tensor in call.tensors], result.assumed
+    facts = call.kind, [tuple(tensor.shape) for tensor in call.tensors], result.assumed, result.values
     return f"call_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}"
 
 
-def _export(known: Sequence[bool], model: Built, call: Call) -> tuple[ExportedProgram, Result]:
+def _export(known: Sequence[bool], model: Built, call: Call, stage: Stage) -> tuple[ExportedProgram, Result]:
     """Export a model for a call with the answers to its first questions that are `known`."""
     made: list[tuple[Result, list[str]]] = []
-    flat = _Flat(model.module, call, known, lambda *result: made.append(result)).eval()
-    sizes = [{d: Dim.AUTO for d, n in enumerate(t.shape) if n > 1} for t in call.tensors]
-    with empty_caches(model.module):
-        exported = with_plain_parts(model.export(([*call.tensors],), (sizes,), module=flat))
+    flat = _Flat(model.module, call, stage.values, known, lambda *result: made.append(result)).eval()
+    beside = known_in_trace(model.module, stage.values)
+    with empty_caches(model.module), within(stage.limit_s), beside:
+        exported = with_plain_parts(model.export(([*call.tensors],), ([*stage.sizes],), module=flat))
     result, remembered = made[-1]
     if remembered:
-        raise PassError(
+        raise RememberedError(
             f"the {type(model.module).__name__} remembers something of a call ({', '.join(remembered[:3])}), "
             "which a program cannot: it cannot be streamed as it is"
         )
@@ -209,15 +242,16 @@ class _Flat(nn.Module):
         self,
         model: nn.Module,
         call: Call,
+        values: Values,
         known: Sequence[bool],
         record: Callable[[Result, list[str]], None],
     ) -> None:
         super().__init__()
         self.model = model
-        self._call, self._known, self._record = call, known, record
+        self._call, self._values, self._known, self._record = call, values, known, record
 
     def forward(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        builder = Builder(tensors)
+        builder = Builder(with_values(tensors, self._values))
         arguments = builder.give(self._call.tree)
         decisions = Assumptions(self._known, self._call.full_masks)
         with as_when_called(decisions), watch_memory(self.model) as remembered:
@@ -225,7 +259,7 @@ class _Flat(nn.Module):
         collector = Collector(tensors, builder.states)
         tree = collector.take(output)
         states = tuple(collector.state(one) for one in builder.states)
-        self._record(Result(tree, states, tuple(decisions.answers)), remembered)
+        self._record(Result(tree, states, tuple(decisions.answers), self._values), remembered)
         return [*collector.tensors, *decisions.tensors]
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from penstock.integrations.emptied.watch import attributes, different
+from penstock.integrations.emptied.watch import MEMORY, attributes, different
+from penstock.schedule.facts.errors import PassError
 
 _CACHE = type(functools.lru_cache(len))
 
@@ -22,17 +23,26 @@ _AGAIN = ("long_inv_freq", "_output_capturing_hooks_installed")
 """Ends of the names of attributes that transformers keeps, and would compute again to the same values."""
 
 
+class RememberedError(PassError):
+    """A module keeps something of a call for another one, however it is exported."""
+
+
 @contextmanager
 def watch_memory(module: nn.Module) -> Iterator[list[str]]:
     """A list that is given the names of attributes and buffers that a call inside the body changed.
 
-    They are put back afterwards, so that each export begins with the module as it was applied.
+    They are put back afterwards, so that each export begins with the module as it was applied. What it knows
+    of another call (`MEMORY`) cannot be read inside: PassError.
     """
     before, buffers, drawn = attributes(module), dict(module.named_buffers()), random.getstate()
     kept = [(child, _copies(vars(child))) for child in module.modules()]
     names: list[str] = []
+    memory = [(child, name) for child in module.modules() for name in MEMORY & vars(child).keys()]
     try:
+        for child, name in memory:
+            vars(child)[name] = _Unreadable(name)
         yield names
+        names += [name for child, name in memory if not isinstance(vars(child)[name], _Unreadable)]
         names += [name for name in different(before, attributes(module)) if not name.endswith(_AGAIN)]
         now = dict(module.named_buffers())
         names += [name for name in {**buffers, **now} if buffers.get(name) is not now.get(name)]
@@ -40,6 +50,31 @@ def watch_memory(module: nn.Module) -> Iterator[list[str]]:
     finally:
         for child, held in kept:
             _give_back(child, held)
+
+
+class _Unreadable:
+    """Stands for what a module remembers of another call."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __bool__(self) -> bool:
+        raise self._error()
+
+    def __getitem__(self, _: object) -> Any:
+        raise self._error()
+
+    def __radd__(self, _: object) -> Any:
+        raise self._error()
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._error()
+
+    def _error(self) -> RememberedError:
+        return RememberedError(
+            f"it reads {self._name}, which it remembers of another call: give it position_ids, as generate "
+            "does"
+        )
 
 
 def _copies(held: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -127,6 +127,7 @@ def encode_call(method: ExportedCall) -> bytes:
         "output": _encode_tree(method.result.output),
         "states": [_encode_leaf(state) for state in method.result.states],
         "assumed": method.assumed,
+        "values": method.result.values,
         "outputs": [encode_value((one.dtype, one.device, one.shape, one.stride)) for one in method.outputs],
         "truth": None if method.truth is None else encode_graph(method.truth),
         "computed": sorted(annotated.computed),
@@ -153,6 +154,7 @@ def decode_call(data: bytes) -> ExportedCall:
         _decode_tree(call["output"]),
         tuple(_decode_leaf(state) for state in call["states"]),
         tuple(bool(answer) for answer in call["assumed"]),
+        tuple((index, value) for index, value in call["values"]),
     )
     return ExportedCall(
         call["name"],

@@ -30,6 +30,8 @@ class Call:
     full_masks: bool
     text: str
     """The arguments that were given, in words."""
+    title: str
+    """What a user calls such a call: `prompt`, `one token`, or the method and its arguments."""
 
     @classmethod
     def of(cls, entry: str, arguments: Mapping[str, Any]) -> Call:
@@ -40,7 +42,8 @@ class Call:
         full = all(bool(mask.all()) for mask in masks)
         texts = [f"{name} {_text(value)}" for name, value in arguments.items() if value is not None]
         text = ", ".join(texts if full else [*texts, "padded"])
-        return cls(entry, tree, tuple(collector.tensors), tuple(collector.states), full, text)
+        title = _title(arguments, full) or f"{entry} of {text}"
+        return cls(entry, tree, tuple(collector.tensors), tuple(collector.states), full, text, title)
 
     @cached_property
     def kind(self) -> str:
@@ -52,6 +55,14 @@ class Call:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def _title(arguments: Mapping[str, Any], full: bool) -> str:
+    """What users call a call that generates text: it has a cache and tokens; empty for other calls."""
+    tokens = next((v for k in ("input_ids", "inputs_embeds") if (v := arguments.get(k)) is not None), None)
+    if arguments.get("past_key_values") is None or not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
+        return ""
+    return ("one token" if tokens.shape[1] == 1 else "prompt") + ("" if full else ", padded")
 
 
 def _text(value: object) -> str:

@@ -13,12 +13,22 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from penstock.integrations.calls.arguments import is_state
+from penstock.integrations.calls.tiny_inputs import (
+    main_input_of,
+    model_generates,
+    padded_inputs,
+    tiny_inputs,
+)
 
 Example = torch.Tensor | Sequence[Any] | Mapping[str, Any] | Callable[[Any], object]
-"""A tensor, positional arguments, arguments by name, or a function that calls the model it is given."""
+"""A tensor, positional arguments, arguments by name, or a function that calls the model it is given; or
+`"padded"`, for a tiny call and then one of two rows, of which one is padded."""
 
-_LENGTH, _NEW_TOKENS = 7, 3
-"""Tokens of a tiny prompt, and tokens that are generated."""
+PADDED = "padded"
+"""The example that `tiny_call` knows."""
+
+_NEW_TOKENS = 3
+"""Tokens that are generated behind a tiny prompt."""
 
 _STEPS, _FRAMES, _SAMPLE = 2, 5, 64
 """Denoising steps, frames of a video, and the side of latents where a pipeline does not state it."""
@@ -45,14 +55,42 @@ def _copied(leaf: Any) -> Any:
     return leaf.clone_state() if isinstance(leaf, torch.Generator) else leaf
 
 
-def tiny_call(model: Any) -> Callable[[Any], object]:
-    """A function that makes a tiny call of a transformers model or a diffusers pipeline, or none."""
+def tiny_call(model: Any, *, padded: bool = False) -> Callable[[Any], object]:
+    """A function that makes a tiny call of a transformers model or a diffusers pipeline.
+
+    With `padded`, a model that takes a mask is called again, with two rows. It raises LookupError where no
+    tiny call is known.
+    """
     if not isinstance(model, nn.Module):
         return _draw
     if not hasattr(model, "main_input_name") or not hasattr(model, "config"):
-        return lambda _: None
-    can_generate: Any = getattr(model, "can_generate", lambda: False)
-    return _generate if can_generate() else _look
+        return _unknown
+    ways = [tiny_inputs, padded_inputs] if padded else [tiny_inputs]
+    make = _generate if model_generates(model) else _look
+    return lambda called: [make(called, given) for way in ways if (given := way(model))]
+
+
+def _unknown(model: Any) -> None:
+    raise LookupError(f"what a {type(model).__name__} takes is not known")
+
+
+def example_for(model: Any) -> str:
+    """How `example=` looks for a model, in code; `inputs` are what its processor makes."""
+    if not isinstance(model, nn.Module):
+        given = _required(model.__call__) if callable(model) else ()
+        return f"example=lambda pipeline: pipeline({', '.join(given) or '...'})"
+    if hasattr(model, "main_input_name") and model_generates(model):
+        return "example=lambda model: model.generate(**inputs, max_new_tokens=3)"
+    names = dict.fromkeys(_required(model.forward))
+    if hasattr(model, "main_input_name"):
+        names = {main_input_of(model): None} | names
+    return f"example={{{', '.join(f'{name!r}: ...' for name in names)}}}"
+
+
+def _required(function: Any) -> list[str]:
+    taken = inspect.signature(function).parameters.values()
+    named = [one for one in taken if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    return [one.name for one in named if one.default is one.empty]
 
 
 def _draw(pipeline: Any) -> None:
@@ -109,46 +147,11 @@ def _size(pipeline: Any, taken: Mapping[str, inspect.Parameter]) -> tuple[int, i
     return width, height
 
 
-def _tokens(model: Any) -> torch.Tensor:
-    """A prompt of one token that has no special meaning, several times."""
-    config = model.config.get_text_config()
-    held = [getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos", "decoder_start")]
-    special = {number for one in held for number in (one if isinstance(one, list) else [one])}
-    token = next(number for number in range(config.vocab_size) if number not in special)
-    return torch.full((1, _LENGTH), token, device=model.device)
-
-
-def _picture(model: Any) -> torch.Tensor:
-    config = getattr(model.config, "vision_config", model.config)
-    side, channels = config.image_size, getattr(config, "num_channels", 3)
-    height, width = side if isinstance(side, list | tuple) else (side, side)
-    return torch.zeros((1, channels, height, width), dtype=model.dtype, device=model.device)
-
-
-def _sound(model: Any) -> torch.Tensor:
-    """Features of half a minute, the only length that Whisper takes."""
-    shape = (1, model.config.num_mel_bins, 2 * model.config.max_source_positions)
-    return torch.zeros(shape, dtype=model.dtype, device=model.device)
-
-
-_INPUTS = {"input_ids": _tokens, "pixel_values": _picture, "input_features": _sound}
-
-
-def _generate(model: Any) -> None:
+def _generate(model: Any, given: Mapping[str, torch.Tensor]) -> None:
     """Generate a few tokens with the model's own settings."""
-    name = model.main_input_name
-    given = {name: _INPUTS[name](model)}
-    if name == "input_ids":
-        given["attention_mask"] = torch.ones_like(given[name])
     model.generate(**given, max_new_tokens=_NEW_TOKENS, min_new_tokens=_NEW_TOKENS)
 
 
-def _look(model: Any) -> None:
+def _look(model: Any, given: Mapping[str, torch.Tensor]) -> None:
     """Call a model with what a tokenizer or an image processor would give it."""
-    taken = inspect.signature(model.forward).parameters
-    given = {name: make(model) for name, make in _INPUTS.items() if name in taken}
-    if "input_ids" in given:
-        given["attention_mask"] = torch.ones_like(given["input_ids"])
-        if getattr(model.config, "type_vocab_size", 0) > 1:
-            given["token_type_ids"] = torch.zeros_like(given["input_ids"])
     model(**given)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 
-from penstock.passes.weights.subclasses import plain_tensors
+from penstock.integrations.emptied.absent import AbsentTensor
+from penstock.passes.weights.subclasses import flattened, has_parts, plain_tensors
 from penstock.schedule.facts.errors import StreamError
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
@@ -25,9 +29,22 @@ BESIDE = frozenset(
         "_previous_max_cache_length",
         "_diffusers_hook",
         "penstock_applied",
+        "_encoder_finished",
+        "_last_negative_compile_config",
+        "_negative_compiled_call",
+        "_step_durations",
+        "_streaming_num_lookahead_tokens",
+        "_symbols_at_frame",
+        "_uses_cfg",
     }
 )
 """Attributes that libraries set on a model and that its forward does not read."""
+
+MEMORY = frozenset({"rope_deltas", "_cached_decode_position_ids", "_prefill_len"})
+"""Attributes in which models keep something of a call for the next one, and which `generate` sets and gives
+to `forward` as positions. A forward that reads one is refused when it is exported (calls/isolation.py)."""
+
+_LEFT_OUT = _OWN | BESIDE | MEMORY
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -39,38 +56,46 @@ class Watch:
     """A record of a module: its submodules, configuration and adapters, and their attributes, tensors and
     hooks.
 
-    `again` tells a user how to begin again with the changed module.
+    `again` tells a user how to begin again with the changed module. A check comes before each call: where the
+    module holds the very objects that it held, which `_Glance` sees, nothing is walked.
     """
 
     def __init__(self, module: nn.Module, again: str) -> None:
         self._module, self._again = module, again
-        self._parts = _parts(module)
+        parts = list(module.named_modules())
+        self._parts = _parts(parts)
         self._settings = _settings(module)
-        self._adapters = _adapters(module)
-        self._facts = _facts(module)
+        self._adapters = _adapters(parts)
+        walk = _facts(parts)
+        self._facts, self._glance = walk.found, _Glance(module, parts, walk)
 
     def check(self) -> None:
         """Raise StreamError, naming what changed, where the program no longer does what the module says."""
+        if not self._module.training and self._glance.is_same():
+            return
         changed, then = "", f"take that back, or {self._again}"
+        parts = list(self._module.named_modules())
+        walk = _facts(parts)
         if self._module.training:
             changed, then = "it is in training mode", "call eval()"
-        elif names := different(self._parts, _parts(self._module)):
-            changed = f"{self._part(names[0])} (an adapter?)"
-        elif _adapters(self._module) != self._adapters:
+        elif names := different(self._parts, now := _parts(parts)):
+            changed = f"{self._part(names[0], now)} (an adapter?)"
+        elif _adapters(parts) != self._adapters:
             changed = "adapters were switched"
         elif _settings(self._module) != self._settings:
             names = different(dict(self._settings), dict(_settings(self._module)))
             changed = f"its configuration changed ({', '.join(names)})"
-        elif names := different(self._facts, _facts(self._module)):
+        elif names := different(self._facts, walk.found):
             changed = f"{', '.join(names[:3])} changed"
         if changed:
             raise StreamError(
                 f"the {type(self._module).__name__} is not what was exported any more: {changed}: {then}"
             )
+        self._glance = _Glance(self._module, parts, walk)
 
-    def _part(self, name: str) -> str:
+    def _part(self, name: str, now: Mapping[str, object]) -> str:
         """What happened to a submodule, in words."""
-        if name not in _parts(self._module):
+        if name not in now:
             return f"its part {name} was taken out"
         since = "another module than at export" if name in self._parts else "new"
         return f"its part {name} is {since}"
@@ -81,14 +106,28 @@ def attributes(module: nn.Module) -> dict[str, object]:
 
     Plain values compare by value, all others by identity.
     """
-    found: dict[str, object] = {}
-    seen: set[int] = set()
-    for name, child in module.named_modules():
+    return _attributes(list(module.named_modules())).found
+
+
+@dataclass
+class _Walk:
+    """What was found by path, and what was read: attributes of `owners`, and containers (`inside`)."""
+
+    found: dict[str, object] = field(default_factory=dict)
+    seen: set[int] = field(default_factory=set)
+    owners: list[Any] = field(default_factory=list)
+    inside: list[Any] = field(default_factory=list)
+
+
+def _attributes(parts: Sequence[tuple[str, nn.Module]]) -> _Walk:
+    walk = _Walk()
+    for name, child in parts:
         prefix = f"{name}." if name else ""
+        walk.owners.append(child)
         for key, value in list(vars(child).items()):
-            if key not in _OWN and key not in BESIDE:
-                _follow(prefix + key, value, found, seen, _DEPTH)
-    return found
+            if key not in _LEFT_OUT:
+                _follow(prefix + key, value, walk, _DEPTH)
+    return walk
 
 
 def different(before: dict[str, object], now: dict[str, object]) -> list[str]:
@@ -102,10 +141,15 @@ class _Same:
 
     def __init__(self, held: object) -> None:
         self._held = held  # kept, so that no other object gets its id
-        self._state: tuple[int, ...] = ()
-        if isinstance(held, torch.Tensor):
-            version = 0 if held.is_inference() else held._version
-            self._state = (version, held.untyped_storage().nbytes())
+        self._state = _state(held)
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is of a tensor that has values."""
+        return bool(self._state)
+
+    def is_same(self) -> bool:
+        return self._state == _state(self._held)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same) and self._held is other._held and self._state == other._state
@@ -113,50 +157,114 @@ class _Same:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _follow(path: str, value: Any, found: dict[str, object], seen: set[int], depth: int) -> None:
+def _state(held: object) -> tuple[int, ...]:
+    """What writing to a tensor changes; nothing for an absent one: filling it changes its class."""
+    if not isinstance(held, torch.Tensor) or isinstance(held, AbsentTensor):
+        return ()
+    return (0 if held.is_inference() else held._version, held.untyped_storage().nbytes())
+
+
+def _follow(path: str, value: Any, walk: _Walk, depth: int) -> None:
     if isinstance(value, _PLAIN):
-        found[path] = (type(value), repr(value))
+        walk.found[path] = (type(value), repr(value))
         return
     inside: Any = ()
+    if isinstance(value, dict | list | tuple):
+        walk.inside.append(value)
     if isinstance(value, dict):
         inside = value.items()
     elif isinstance(value, list | tuple):
         inside = enumerate(value)
-        found[path] = (type(value), len(value))
+        walk.found[path] = (type(value), len(value))
     else:
-        found[path] = _Same(value)
+        walk.found[path] = _Same(value)
         if not isinstance(value, nn.Module | torch.Tensor | type):
             inside = getattr(value, "__dict__", {}).items()
-    if depth == 0 or id(value) in seen:
+            walk.owners.append(value)
+    if depth == 0 or id(value) in walk.seen:
         return
-    seen.add(id(value))
+    walk.seen.add(id(value))
     for key, held in list(inside):
-        _follow(f"{path}.{key}", held, found, seen, depth - 1)
+        _follow(f"{path}.{key}", held, walk, depth - 1)
 
 
-def _facts(module: nn.Module) -> dict[str, object]:
+def _facts(parts: Sequence[tuple[str, nn.Module]]) -> _Walk:
     """`attributes`, and the parameters, buffers, hooks and methods `forward` by path.
 
     The hooks of the module itself are left out, and so is a `forward` that it is given: they are called as
     ever.
     """
-    found = attributes(module)
-    for name, child in module.named_modules():
+    walk = _attributes(parts)
+    found = walk.found
+    for name, child in parts:
         prefix = f"{name}." if name else ""
         for held in (child._parameters, child._buffers):
             found |= {prefix + key: _Same(value) for key, value in held.items()}
-            parts = [plain_tensors(prefix + key, value) for key, value in held.items() if value is not None]
-            found |= {name: _Same(value) for one in parts for name, value in one.items()}
-        for hooks in _HOOKS if name else ():
-            found |= {f"{prefix}{hooks}.{key}": _Same(hook) for key, hook in vars(child)[hooks].items()}
+            quantised: list[tuple[str, Any]] = [one for one in held.items() if has_parts(one[1])]
+            for key, value in quantised:
+                found |= {at: _Same(part) for at, part in plain_tensors(prefix + key, value).items()}
+        hooks = [vars(child)[one] for one in _HOOKS] if name else []
+        for kind, registered in zip(_HOOKS, hooks, strict=False):  # none of the module itself
+            found |= {f"{prefix}{kind}.{key}": _Same(hook) for key, hook in registered.items()}
         own = vars(child).get("forward") if name else None
         found[f"{prefix}forward"] = _Same(own), _Same(type(child).forward)
-    return found
+        walk.inside += [child._modules, child._parameters, child._buffers, *hooks]
+    return walk
 
 
-def _parts(module: nn.Module) -> dict[str, object]:
-    """The submodules by path."""
-    return {name: (type(one), _Same(one)) for name, one in module.named_modules()}
+class _Glance:
+    """The objects that a module and all that it holds consist of, as a walk read them.
+
+    Where each is the same one still, and no tensor was written, another walk would find what that one found:
+    plain values cannot change. Looking takes a sixth of the time of walking. Where one is another, the walk
+    decides whether that is a change.
+    """
+
+    def __init__(self, module: nn.Module, parts: Sequence[tuple[str, nn.Module]], walk: _Walk) -> None:
+        self._module, self._config = module, getattr(module, "config", None)
+        owners = {id(one): one for one in (*walk.owners, self._config) if hasattr(one, "__dict__")}
+        self._owners = [(one, one.__dict__) for one in owners.values()]
+        read = {id(one): one for one in (*(held for _, held in self._owners), *walk.inside)}
+        self._inside = [(one, len(one), tuple(one), _values(one)) for one in read.values()]
+        self._tensors = [one for one in walk.found.values() if isinstance(one, _Same) and one.is_tensor]
+        held: list[Any] = [
+            one for _, part in parts for one in (*part._parameters.values(), *part._buffers.values())
+        ]
+        self._quantised = [(one, [part for _, part in flattened(one)]) for one in held if has_parts(one)]
+        kept = [one for _, one in parts] + [one for one in held if isinstance(one, AbsentTensor)]
+        self._typed, self._types = kept, [type(one) for one in kept]
+        self._forwards = [(kind, kind.forward) for kind in {type(one) for _, one in parts}]
+        self._adapted = [(name, one) for name, one in parts if hasattr(one, "merged_adapters")]
+        self._adapters = _adapters(self._adapted)
+
+    def is_same(self) -> bool:
+        return (
+            getattr(self._module, "config", None) is self._config
+            and _are(map(type, self._typed), self._types)
+            and all(kind.forward is forward for kind, forward in self._forwards)
+            and all(one.__dict__ is held for one, held in self._owners)
+            and all(
+                len(one) == many and _are(one, keys) and _are(_values(one), values)
+                for one, many, keys, values in self._inside
+            )
+            and all(one.is_same() for one in self._tensors)
+            and all(_are((part for _, part in flattened(one)), parts) for one, parts in self._quantised)
+            and (not self._adapted or _adapters(self._adapted) == self._adapters)
+        )
+
+
+def _are(now: Iterable[object], before: Iterable[object]) -> bool:
+    return all(map(is_, now, before))
+
+
+def _values(container: Any) -> Sequence[object]:
+    """The values of a dictionary; for a list nothing, as its elements are what iterating it gives."""
+    return tuple(container.values()) if isinstance(container, dict) else ()
+
+
+def _parts(parts: Sequence[tuple[str, nn.Module]]) -> dict[str, object]:
+    """The submodules by path. The module itself, which is always the same one, is left out."""
+    return {name: (type(one), _Same(one)) for name, one in parts if name}
 
 
 def _settings(module: nn.Module) -> list[tuple[str, Any]]:
@@ -165,9 +273,9 @@ def _settings(module: nn.Module) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in held if isinstance(value, _PLAIN)]
 
 
-def _adapters(module: nn.Module) -> list[tuple[object, ...]]:
+def _adapters(parts: Sequence[tuple[str, nn.Module]]) -> list[tuple[object, ...]]:
     """The state of peft's layers: active and merged adapters, and the scale of each."""
-    layers: list[Any] = [one for one in module.modules() if hasattr(one, "merged_adapters")]
+    layers: list[Any] = [one for _, one in parts if hasattr(one, "merged_adapters")]
     return [
         (
             tuple(one.active_adapters),

@@ -29,7 +29,12 @@ from torch import nn
 from penstock.integrations.keys.values import Place, Words
 
 _PYTHON = tuple(os.path.join(sysconfig.get_paths()[name], "") for name in ("stdlib", "platstdlib"))
-_INSTALLED = tuple(os.path.join(sysconfig.get_paths()[name], "") for name in ("purelib", "platlib"))
+_INSTALLED = tuple(
+    os.path.join(folder, "")
+    for folder in dict.fromkeys([*map(sysconfig.get_path, ("purelib", "platlib")), *sys.path])
+    if os.path.basename(folder) in ("site-packages", "dist-packages")
+)
+"""Where packages are installed: for this environment, for the user, and for all environments."""
 
 _BUILDING = frozenset(
     {

@@ -14,7 +14,7 @@ from torch import nn
 
 import penstock.passes
 from penstock._version import __version__
-from penstock.integrations.emptied.watch import BESIDE
+from penstock.integrations.emptied.watch import BESIDE, MEMORY
 from penstock.integrations.keys.code import Code, package_of
 from penstock.integrations.keys.values import Place
 
@@ -43,7 +43,7 @@ def module_key(module: nn.Module, entries: Iterable[str], device: torch.device) 
         words.say("module", path)
         words.value(type(one), Place(path))
         _say_tensors(words, one, f"{path}." if path else "")
-        held = {n: v for n, v in vars(one).items() if n not in _TORCH and n not in BESIDE}
+        held = {n: v for n, v in vars(one).items() if n not in _TORCH | BESIDE | MEMORY}
         held |= {name: list(vars(one)[name].values()) for name in _HOOKS if path}
         for name, value in held.items():
             words.say("attribute", name)

@@ -1,0 +1,96 @@
+"""The memory that all components of a model may hold together, and what penstock's work has left in it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from penstock.runtime.system.memory import round_up
+from penstock.runtime.system.own_memory import (
+    anonymous_bytes,
+    give_back_unused,
+    give_back_when_freed,
+)
+
+SLACK = 64 << 20
+"""Bytes that a process may take beside its libraries and the cap."""
+
+_KERNELS = 8 << 20, 5
+"""What is left of them to kernels, for memory of their own: so much, and a fifth of the cap."""
+
+_LEAST = 16 << 20
+"""What is left of them, for any cap, to the code and tables of penstock and of torch's exporter.
+
+These take 39 MiB after a tiny Llama was exported, 53 MiB after a tiny pipeline of four components, and grow
+with a model's graph.
+"""
+
+STEP = 8 << 20
+"""What counts does so in steps of these bytes, so that another process finds the plan of this one."""
+
+
+class Holder(Protocol):
+    """What may hold the memory, and gives it back when it is told to."""
+
+    def unload(self) -> None:
+        """Free the memory."""
+
+
+class Cap:
+    """The bytes that all components may hold together. One component holds them at a time.
+
+    Whoever has `lock` may use them, so that one call runs at a time in all threads. While `rehearsing`, which
+    is set under the lock, calls return zeros and read no weights. With `counts_own`, what penstock leaves in
+    memory counts too, as far as it is more than `beside` bytes, and large blocks that calls free go back to
+    the system; the memory of a GPU is elsewhere.
+    """
+
+    def __init__(self, nbytes: int, *, counts_own: bool = True) -> None:
+        self.nbytes = nbytes
+        self.lock = threading.RLock()
+        self.rehearsing = False
+        self.beside = max(_LEAST, SLACK - _KERNELS[0] - nbytes // _KERNELS[1])
+        self._counts_own = counts_own
+        self._left = 0
+        self._working = False
+        self._holder: Holder | None = None
+        if counts_own:
+            give_back_when_freed()
+
+    @property
+    def own(self) -> int:
+        """Bytes of the cap that exporting, compiling and planning have left in use."""
+        return max(0, round_up(self._left - self.beside, STEP))
+
+    @property
+    def room(self) -> int:
+        """Bytes that remain for weights and calls."""
+        return max(0, self.nbytes - self.own)
+
+    def turn(self, holder: Holder) -> None:
+        """Give the memory to `holder`; the one that had it unloads."""
+        if self._holder not in (None, holder):
+            assert self._holder is not None
+            self._holder.unload()
+        self._holder = holder
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Count what the body leaves in memory; inside another such body, that one counts it.
+
+        No weights may come or go meanwhile. What could be garbage is given back before it counts.
+        """
+        if self._working or not self._counts_own:
+            yield
+            return
+        before, self._working = anonymous_bytes() - self._left, True
+        try:
+            yield
+        finally:
+            self._working, known = False, self._left
+            self._left = max(0, anonymous_bytes() - before)
+            if self._left > max(known, self.beside):
+                give_back_unused()
+                self._left = max(0, anonymous_bytes() - before)

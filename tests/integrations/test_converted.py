@@ -1,0 +1,288 @@
+"""Models whose files have other dtypes than their library gives them."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, WanTransformer3DModel
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    LlamaForCausalLM,
+    LlavaForConditionalGeneration,
+    MixtralForCausalLM,
+    T5ForConditionalGeneration,
+)
+
+from penstock.integrations import load
+from penstock.integrations.converted import keep_converted
+from penstock.integrations.folders import open_model
+from penstock.runtime.cache import Cache, list_entries, prune
+from penstock.runtime.checkpoint import stored_tensor
+from penstock.runtime.checkpoint.opening import open_checkpoint
+from penstock.schedule.facts.errors import PlanError, SourceError
+from tests.integrations import models
+
+IDS = torch.tensor([[5, 17, 99, 3]])
+ONE = {"num_hidden_layers": 1}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model in float32, in three shards, by its configuration in bfloat16. Embedding and head are tied."""
+    path = tmp_path / "llama"
+    models.llama(**ONE, tie_word_embeddings=True).save_pretrained(path, max_shard_size="70KB")
+    assert len(list(path.glob("*.safetensors"))) == 3
+    return says(path, dtype="bfloat16")
+
+
+def says(folder, **facts):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | facts))
+    return folder
+
+
+def opened(folder, tmp_path, **options):
+    return load(folder, "2MB", example=models.nothing, cache=tmp_path / "cache", **options)
+
+
+def weights(tmp_path):
+    """The tensors that were converted, and their files."""
+    files = list(Cache(tmp_path / "cache").weights.glob("*/*.safetensors"))
+    tensors = {name: one for file in files for name, one in load_file(file).items()}
+    return files, {name: one for name, one in tensors.items() if not name.startswith("__penstock")}
+
+
+def same_values(stored, library):
+    """Whether a checkpoint, and what is converted of it, has the library's values in each of its weights."""
+    (module, called), cache = stored.make(), Cache(stored.folder.parent / "values")
+    where = {}
+    names = {}
+    for one in keep_converted(module, stored.checkpoint, called, cache, "test"):
+        where |= {name: value for file in one.files for name, value in load_file(file).items()}
+        names |= one.names
+    for name, value in library.state_dict().items():
+        found = [where[each].flatten() for each in names.get(name, (name,)) if each in where]
+        if found:  # of tied ones one is there
+            assert torch.equal(torch.cat(found).view(value.shape), value), name
+            assert found[0].dtype == value.dtype, name
+    buffers = dict(module.named_buffers())
+    for name, value in library.named_buffers():
+        assert torch.equal(buffers[name], value), name
+        assert buffers[name].dtype == value.dtype, name
+    held, made = dict(library.named_parameters()), dict(module.named_parameters())
+    assert {name: value.dtype for name, value in made.items()} == {n: v.dtype for n, v in held.items()}
+
+
+@pytest.mark.parametrize("dtype", [None, "auto", torch.float16, "float16", torch.float32])
+def test_logits_are_those_of_the_library_in_the_dtype_that_it_would_take(folder, tmp_path, dtype):
+    given = {} if dtype is None else {"dtype": dtype}
+    reference = LlamaForCausalLM.from_pretrained(folder, **given)
+    model = opened(folder, tmp_path, **given)
+    assert model.dtype == reference.dtype == model.config.dtype
+    assert torch.equal(model(IDS).logits, models.frozen(reference)(IDS).logits)
+    _, converted = weights(tmp_path)
+    assert len(converted) == (0 if dtype == torch.float32 else 11)
+    model.penstock_applied.close()
+
+
+def test_what_is_converted_is_announced_listed_and_written_once(folder, tmp_path, said):
+    opened(folder, tmp_path)(IDS)
+    ((file,), converted) = weights(tmp_path)
+    nbytes = sum(one.nbytes for one in load_file(file).values())
+    told = (
+        f"writing {sum(one.nbytes for one in converted.values()):,} bytes of weights of LlamaForCausalLM of "
+    )
+    assert told + f"{folder}, converted to bfloat16, to {file.parent}" in said()
+    (entry,) = (one for one in list_entries(tmp_path / "cache") if one.kind == "weights")
+    assert entry.made_for == f"LlamaForCausalLM of {folder}"
+    assert entry.nbytes >= nbytes
+    before = file.stat()
+    model = opened(folder, tmp_path)
+    model(IDS)
+    assert "writing" not in said()
+    assert weights(tmp_path)[0] == [file]
+    assert file.stat().st_mtime_ns == before.st_mtime_ns
+    kept = {one.kind for one in prune(tmp_path / "cache", before=math.inf).in_use}
+    assert kept == {"weights", "program"}
+    model.penstock_applied.close()
+
+
+def test_files_that_change_are_converted_again(folder, tmp_path):
+    opened(folder, tmp_path)
+    (old,) = weights(tmp_path)[0]
+    file = max(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    state = file.stat()
+    tensors = {name: value + 1 for name, value in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns + 1))
+    model = opened(folder, tmp_path)
+    assert len(weights(tmp_path)[0]) == 2
+    assert torch.equal(model(IDS).logits, models.frozen(LlamaForCausalLM.from_pretrained(folder))(IDS).logits)
+    assert old.exists()
+
+
+def test_files_that_change_meanwhile_are_refused_and_leave_nothing(folder, tmp_path, monkeypatch):
+    cast = stored_tensor._cast
+
+    def slow(*given):
+        for file in folder.glob("*.safetensors"):
+            os.utime(file, ns=(1, 1))
+        yield from cast(*given)
+
+    monkeypatch.setattr(stored_tensor, "_cast", slow)
+    with pytest.raises(SourceError, match="llama was written to while it was being converted: leave it"):
+        opened(folder, tmp_path)
+    assert not list(Cache(tmp_path / "cache").weights.iterdir())
+
+
+def test_control_c_in_the_middle_leaves_nothing(folder, tmp_path, monkeypatch):
+    cast, calls = stored_tensor._cast, []
+
+    def interrupted(*given):
+        calls.append(given)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        yield from cast(*given)
+
+    monkeypatch.setattr(stored_tensor, "_cast", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        opened(folder, tmp_path)
+    assert not list(Cache(tmp_path / "cache").weights.iterdir())
+    monkeypatch.undo()
+    opened(folder, tmp_path)(IDS)
+
+
+def test_a_damaged_file_in_the_cache_is_refused(folder, tmp_path):
+    opened(folder, tmp_path)
+    (file,) = weights(tmp_path)[0]
+    os.truncate(file, 9000)
+    with pytest.raises(SourceError, match="is damaged: delete its folder, and it is written again"):
+        opened(folder, tmp_path)
+
+
+def test_room_is_made_for_what_is_converted(folder, tmp_path, monkeypatch):
+    opened(folder, tmp_path)
+    gc.collect()  # nobody has the model any more
+    (old,) = weights(tmp_path)[0]
+    total = sum(one.nbytes for one in list_entries(tmp_path / "cache"))
+    monkeypatch.setenv("PENSTOCK_CACHE_LIMIT", str(total + 10_000))
+    held = opened(folder, tmp_path, dtype="float16")
+    assert not old.exists()
+    assert sum(one.nbytes for one in list_entries(tmp_path / "cache")) <= total + 10_000
+    del held
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_the_library_keeps_in_float32_stays_where_it_is(tmp_path, dtype):
+    models.t5().save_pretrained(tmp_path / "t5")
+    reference = models.frozen(T5ForConditionalGeneration.from_pretrained(tmp_path / "t5", dtype=dtype))
+    model = opened(tmp_path / "t5", tmp_path, dtype=dtype)
+    given = {"input_ids": IDS, "decoder_input_ids": IDS}
+    assert torch.equal(model(**given).logits, reference(**given).logits)
+    wo = reference.encoder.block[0].layer[1].DenseReluDense.wo.weight.dtype
+    assert wo == (torch.float32 if dtype == torch.float16 else dtype)
+    _, converted = weights(tmp_path)
+    assert any(".wo." in name for name in converted) == (dtype == torch.bfloat16)
+
+
+def test_what_is_in_half_precision_in_the_files_is_put_into_float32_where_the_library_does(tmp_path):
+    models.t5().half().save_pretrained(tmp_path / "half")
+    reference = models.frozen(T5ForConditionalGeneration.from_pretrained(tmp_path / "half"))
+    model = opened(tmp_path / "half", tmp_path)
+    given = {"input_ids": IDS, "decoder_input_ids": IDS}
+    assert torch.equal(model(**given).logits, models.twin(reference)(**given).logits)
+    assert all(".wo." in name and name.endswith(" as float32") for name in weights(tmp_path)[1])
+
+
+def test_stacked_experts_and_configurations_inside_others_are_converted(tmp_path):
+    mixtral, llava = models.mixtral().float(), models.llava()
+    mixtral.save_pretrained(tmp_path / "mixtral")
+    llava.save_pretrained(tmp_path / "llava")
+    for kind, name in ((MixtralForCausalLM, "mixtral"), (LlavaForConditionalGeneration, "llava")):
+        for dtype in (torch.bfloat16, torch.float16):
+            stored = open_model(tmp_path / name, dtype=str(dtype).removeprefix("torch."))
+            same_values(stored, kind.from_pretrained(tmp_path / name, dtype=dtype))
+
+
+def test_a_configuration_without_a_dtype_leaves_it_to_the_files(tmp_path):
+    models.llama(**ONE).bfloat16().save_pretrained(tmp_path / "llama")
+    says(tmp_path / "llama", dtype=None)
+    same_values(open_model(tmp_path / "llama"), LlamaForCausalLM.from_pretrained(tmp_path / "llama"))
+
+
+def test_modules_of_diffusers_are_converted_as_diffusers_does(tmp_path):
+    torch.manual_seed(0)
+    wan = WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=12,
+        text_dim=16,
+        freq_dim=16,
+        ffn_dim=32,
+        num_layers=1,
+        rope_max_seq_len=32,
+    )
+    wan.save_pretrained(tmp_path / "wan")
+    reference = WanTransformer3DModel.from_pretrained(tmp_path / "wan", torch_dtype=torch.bfloat16)
+    assert {value.dtype for value in reference.parameters()} == {torch.bfloat16, torch.float32}
+    same_values(open_model(tmp_path / "wan", dtype="bfloat16"), reference)
+    reference.save_pretrained(tmp_path / "mixed")  # as it is, without a dtype, in that of most bytes
+    same_values(open_model(tmp_path / "mixed"), reference)
+
+
+def test_a_pipeline_is_converted_as_a_whole(tmp_path):
+    (tmp_path / "vocabulary").mkdir()
+    made = models.pipeline(tmp_path / "vocabulary")
+    made.save_pretrained(tmp_path / "saved", safe_serialization=True)
+    loaded = load(
+        tmp_path / "saved", "5MB", dtype="bfloat16", example=models.nothing, cache=tmp_path / "cache"
+    )
+    for name in ("unet", "text_encoder", "vae"):
+        assert getattr(loaded, name).dtype == torch.bfloat16
+    stored = open_model(tmp_path / "saved" / "vae", dtype="bfloat16")
+    reference = AutoencoderKL.from_pretrained(tmp_path / "saved" / "vae", torch_dtype=torch.bfloat16)
+    same_values(stored, reference)
+
+
+def test_buffers_that_a_checkpoint_holds_are_converted_and_others_are_not(tmp_path):
+    class WithBuffers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("kept", torch.zeros(3, dtype=torch.bfloat16))
+            self.register_buffer("computed", torch.ones(3, dtype=torch.bfloat16), persistent=False)
+
+    save_file({"kept": torch.full((3,), 1.003), "computed": torch.ones(3)}, tmp_path / "a.safetensors")
+    checkpoint = open_checkpoint(tmp_path / "a.safetensors")
+    _, kept = keep_converted(WithBuffers(), checkpoint, {}, Cache(tmp_path / "cache"), "me")
+    assert kept.names == {"kept": ("kept as bfloat16",)}
+    assert torch.equal(load_file(kept.files[0])["kept as bfloat16"], torch.full((3,), 1.003).bfloat16())
+
+
+def test_a_dtype_that_is_none_is_refused(folder):
+    with pytest.raises(SourceError, match="no dtype 'float99' for weights: give auto, bfloat16, float16, fl"):
+        load(folder, "1MB", dtype="float99")
+    with pytest.raises(SourceError, match=r"no dtype torch\.int8"):
+        load(folder, "1MB", dtype=torch.int8)
+
+
+def test_a_device_that_is_none_is_refused_before_anything_is_opened(folder, tmp_path):
+    (folder / "config.json").write_text("no JSON")
+    with pytest.raises(PlanError, match="there is no hardware 'rtx': did you mean"):
+        load(folder, "1MB", device="sim:rtx", cache=tmp_path / "cache")
+
+
+def test_what_is_loaded_closes_at_the_end_of_a_with_block(folder, tmp_path):
+    with opened(folder, tmp_path) as model:
+        assert isinstance(model, LlamaForCausalLM)
+        assert type(model).__name__ == "LlamaForCausalLM"
+        expected = model.generate(IDS, max_new_tokens=3, do_sample=False)
+        assert model.penstock_applied.components["LlamaForCausalLM"].stats is not None
+    assert model.penstock_applied.components["LlamaForCausalLM"].stats is None
+    assert torch.equal(model.generate(IDS, max_new_tokens=3, do_sample=False), expected)  # loads again
+    model.penstock_applied.close()

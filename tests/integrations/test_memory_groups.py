@@ -1,0 +1,32 @@
+"""Capped models in a memory cgroup of their libraries, the cap and 64 MiB, as in `benchmarks/capped.py`."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import capped
+from penstock.demo.cgroup import make_group
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    """Bytes that a process holds which imports the libraries and does nothing."""
+    with make_group(1 << 20) as group:
+        if group is None:
+            pytest.skip("no memory cgroup can be made here")
+    return int(capped.run_apart("", "bare", tmp_path_factory.mktemp("bare")))
+
+
+@pytest.mark.parametrize(("kind", "way"), [("llama", "load"), ("t5", "apply"), ("pipeline", "load")])
+def test_nothing_is_killed_and_the_outputs_are_those_of_the_model_in_memory(bare, tmp_path, kind, way):
+    expected = capped.outputs_of(kind, capped.MAKERS[kind](tmp_path))
+    lived = capped.run_capped(kind, way, tmp_path, bare)  # the first process, which exports
+    assert lived is not None
+    assert lived.outputs == expected
+    assert lived.peak_bytes <= bare + capped.CAP + capped.SLACK
+
+
+def test_a_process_that_takes_more_is_killed(bare, tmp_path):
+    capped.make_llama(tmp_path)
+    with pytest.raises(capped.StreamError, match="llama, load: the process ended with -9"):
+        capped.run_capped("llama", "load", tmp_path, bare - capped.CAP - capped.SLACK)
