@@ -1,7 +1,7 @@
-"""Hard instances for the address allocator, and how far from a bound that no packing beats it stays.
+"""Measures the address allocator on hard instances: the ratio of its memory to a bound that no packing beats.
 
 - `cut`: a full rectangle of memory and time, cut again and again at random: everything fits without a hole,
-  and the bound is reached by the packing that nobody remembers.
+  and the packing before the cuts reaches the bound.
 - `mixed`: many short lives beside a few long ones, sizes over three orders of magnitude.
 - `dense`: long lives everywhere, so that nearly all blocks conflict.
 - `around`: lives that wrap around the pass.
@@ -41,7 +41,7 @@ class Instance:
 
     @property
     def bound(self) -> int:
-        """No packing takes less."""
+        """Bytes below which no packing goes: the most that are alive at one step."""
         load = [0] * STEPS
         for size, steps in zip(self.sizes, self.alive, strict=True):
             for step in steps:
@@ -50,7 +50,7 @@ class Instance:
 
 
 def make_instance(family: str, *, blocks: int, seed: int) -> Instance:
-    """An instance of one of `FAMILIES` with about so many blocks, the same for the same seed."""
+    """An instance of one of `FAMILIES` with about `blocks` blocks; equal seeds give equal instances."""
     draw = random.Random(f"{family} {blocks} {seed}")
     rows = _cut(draw, blocks) if family == "cut" else [_block(draw, family, n) for n in range(blocks)]
     return Instance([size for size, _ in rows], [steps for _, steps in rows])

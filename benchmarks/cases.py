@@ -1,4 +1,4 @@
-"""What is measured: two models in bfloat16, their weights on disk, and the inputs they are called with."""
+"""The models that are measured: two in bfloat16, their weights on disk, and their inputs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from penstock.demo.llama import choose_shape, make_meta_decoder
 
 MODELS = ("linears", "llama")
 _DATA_ALIGNMENT = 4096
-"""The weights begin on a page of the file, so that no competitor suffers from a crooked one."""
+"""The weights begin on a page of the file, so that no competitor suffers from bad alignment."""
 
 
 class Linears(nn.Module):
-    """A stack of square linear layers and nothing else, [tokens, width] to the same."""
+    """A stack of square linear layers; maps [tokens, width] to [tokens, width]."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def load_weights(module: nn.Module, path: Path, *, in_memory: bool) -> None:
 
 
 def make_inputs(module: nn.Module, tokens: int) -> tuple[Tensor, ...]:
-    """The same inputs for the same module and count of tokens, in every process."""
+    """The inputs for a module and a number of tokens, which are equal in every process."""
     generator = torch.Generator().manual_seed(tokens)
     if isinstance(module, Linears):
         first = module.layers[0]
@@ -72,7 +72,7 @@ def make_inputs(module: nn.Module, tokens: int) -> tuple[Tensor, ...]:
 def name_weights(model: str, nbytes: int) -> str:
     """A name for the weights that another model, size or way of drawing them cannot have.
 
-    Both peers take whatever lies in an offload folder; only its name tells one model's from another's.
+    Both peers use any files in an offload folder, so only its name tells the folders of models apart.
     """
     shapes = {name: list(value.shape) for name, value in make_meta_module(model, nbytes).state_dict().items()}
     digest = hashlib.sha256(json.dumps(["normal, seed by position", shapes]).encode()).hexdigest()

@@ -1,7 +1,7 @@
-"""Who is measured: penstock, its peers, the plain module in memory, and the bare disk.
+"""The competitors: penstock, its peers, the plain module in memory, and the bare disk.
 
-`prepare` writes what a competitor keeps on disk, in a process of its own; `load` returns something
-to call. All see the same module and the same weights file.
+`prepare` writes the files that a competitor keeps on disk, in a process of its own; `load` returns a
+function to call. All competitors use one module and one weights file.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class Job:
     folder: str
     budget: int = 0
     pack: bool = True
+    engine: str = "auto"
     reader: tuple[Way, int, int] = ("direct", 1, 1 << 20)
 
 
@@ -135,7 +136,7 @@ def _load_penstock(job: Job, inputs: tuple[Tensor, ...]) -> Loaded:
     import penstock
 
     program = penstock.open(job.folder)
-    module = program.load(budget=job.budget, device="cpu")
+    module = program.load(budget=job.budget, device="cpu", engine=job.engine)
     files = _list_files(Path(job.folder)) if job.pack else (Path(job.weights),)
 
     def call() -> Tensor:

@@ -1,4 +1,4 @@
-"""Traces of well-known models, from their configurations alone: what they read, in order, and its cost.
+"""Traces of well-known models, from their configurations alone: what each step reads, and what it costs.
 
 Sizes are those of the published configurations. A step is one matrix product (or convolution) with
 its weight; norms and biases are read with the product that follows them. A token's context is
@@ -51,7 +51,7 @@ def decoder(name: str, phase: str, *, bits: float = 16) -> Program:
 
 
 def decoder_of(shape: Decoder, phase: str, *, name: str = "decoder", bits: float = 16) -> Program:
-    """As `decoder`, of any shape."""
+    """A decoder of any shape, in the phases of `decoder`."""
     build = Builder(1 if phase == "decode" else PREFILL, bits)
     build.embed("embed_tokens", shape.vocabulary, shape.width)
     for layer in range(shape.layers):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 WIDTH, HEADS, TEXT_WIDTH, POOLED, CHANNELS = 3072, 24, 4096, 768, 64
-"""Those of flux.1-dev."""
+"""The sizes of flux.1-dev."""
 
 _DOUBLE = 2 * 12 * WIDTH * WIDTH + 2 * 6 * WIDTH * WIDTH
 _SINGLE = 12 * WIDTH * WIDTH + 3 * WIDTH * WIDTH
@@ -55,7 +55,7 @@ def make_meta_flux(nbytes: int) -> DenoisingStep:
 
 
 def make_flux_inputs(tokens: int) -> tuple[Tensor, ...]:
-    """Of `tokens` image tokens and an eighth as many of text."""
+    """Inputs with `tokens` image tokens, and an eighth as many tokens of text."""
     generator = torch.Generator().manual_seed(tokens)
 
     def draw(*shape: int) -> Tensor:

@@ -1,9 +1,10 @@
-"""Generating with a transformers model that gets a part of the memory of its weights, in one line.
+"""Measures generating with a transformers model that gets a part of the memory of its weights.
 
 A Llama-shaped model in bfloat16, written by transformers, generates greedily behind a prompt of 32 tokens.
 Each way runs in a process of its own, in turn: time until the model is ready (for penstock at first, when it
 exports and compiles, and with what it keeps of that), until the first token, for each further one, and the
-most anonymous memory meanwhile, above what the libraries hold. accelerate gets the same memory for weights
+most anonymous memory meanwhile, above what the libraries hold. Until it is ready the processor's time is
+measured, too, which other work on the machine hardly changes. accelerate gets the same memory for weights
 and keeps the rest on disk. First the page cache is warm and has room for all weights: transformers and
 accelerate map the files, which then are in memory. Then memory is really small: the process joins a cgroup,
 page cache included, before it loads, and the cache is cold.
@@ -36,13 +37,15 @@ from penstock.demo.cgroup import join_group, make_group
 from penstock.schedule.facts.sizes import format_size, parse_size
 
 PROMPT = 32
+READY = ("ready_s", "ready_cpu_s")
 
 
 @dataclass(frozen=True)
 class Generated:
-    """What one process measured: seconds, bytes, and the sha256 of the tokens."""
+    """The results of one process: seconds, bytes, and the sha256 of the tokens."""
 
     ready_s: float
+    ready_cpu_s: float
     first_token_s: float
     token_s: float
     anonymous: int
@@ -60,7 +63,7 @@ class Clock:
         self.times.append(time.perf_counter() - self.began)
 
     def end(self) -> None:
-        """There is nothing to flush."""
+        """Called by `generate` at the end; there is nothing to flush."""
 
 
 def load_transformers(folder: Path, _: int) -> Any:
@@ -88,6 +91,9 @@ LOADERS: dict[str, Callable[[Path, int], Any]] = {
     "penstock": load_penstock,
 }
 
+BEFORE, CHECKOUT = "penstock before", "PENSTOCK_BENCHMARK_BEFORE"
+"""The way of `--before`, and the variable that says where that penstock is imported from."""
+
 
 def measure_here(way: str, folder: Path, cap: int, tokens: int, group: Path | None) -> Generated:
     """Load and generate twice in this process, libraries imported before; the second time counts."""
@@ -100,9 +106,9 @@ def measure_here(way: str, folder: Path, cap: int, tokens: int, group: Path | No
         join_group(group)
     ids = torch.arange(3, 3 + PROMPT)[None]
     peak = Peak()
-    began = time.perf_counter()
-    model = LOADERS[way](folder, cap)
-    ready = time.perf_counter() - began
+    began, processor = time.perf_counter(), time.process_time()
+    model = LOADERS[way.removesuffix(" before")](folder, cap)
+    ready, ready_cpu = time.perf_counter() - began, time.process_time() - processor
     for _ in range(2):
         clock = Clock()
         options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "use_cache": True}
@@ -110,13 +116,16 @@ def measure_here(way: str, folder: Path, cap: int, tokens: int, group: Path | No
     peak.stop()
     _, first, *others = clock.times  # the prompt is put first
     digest = hashlib.sha256(said.numpy().tobytes()).hexdigest()
-    return Generated(ready, first, (others[-1] - first) / len(others), peak.anonymous, digest)
+    return Generated(ready, ready_cpu, first, (others[-1] - first) / len(others), peak.anonymous, digest)
 
 
 def run_apart(way: str, folder: Path, cap: int, tokens: int, group: Path | None) -> Generated:
+    """Measure a way in a process of its own, with a cache of its own, which is empty at first."""
     own = ["--way", way, "--folder", str(folder), "--cap", str(cap), "--tokens", str(tokens)]
     own += [] if group is None else ["--group", str(group)]
-    home = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}  # empty at first
+    home = os.environ | {"XDG_CACHE_HOME": str(folder / f"cache of {way}")}
+    if way == BEFORE:
+        home["PYTHONPATH"] = os.environ[CHECKOUT]
     done = subprocess.run(
         [sys.executable, __file__, *own], capture_output=True, text=True, check=False, env=home
     )
@@ -141,16 +150,20 @@ def run_small(way: str, folder: Path, cap: int, tokens: int, limit: int) -> Gene
 
 
 def render(rows: dict[str, list[Generated]]) -> str:
-    """A line a way: medians, the first time to be ready apart."""
-    lines = ["| way | ready at first, s | ready, s | first token, s | a token, s | anonymous | tokens |"]
-    lines.append("|---" * 7 + "|")
-    for way, found in rows.items():
-        names = ("ready_s", "first_token_s", "token_s")
-        ready, first, token = (median(getattr(one, name) for one in found) for name in names)
+    """One line for each way: medians, with the time of the first load in a column of its own."""
+    lines = [
+        "| way | ready at first, s | of the processor | ready, s | of the processor "
+        "| first token, s | a token, s | anonymous | tokens |"
+    ]
+    lines.append("|---" * 9 + "|")
+    for way, (at_first, *others) in rows.items():
+        found, later = [at_first, *others], others or [at_first]
+        ready, processor = (median(getattr(one, name) for one in later) for name in READY)
+        first, token = (median(getattr(one, name) for one in found) for name in ("first_token_s", "token_s"))
         anonymous = format_size(max(one.anonymous for one in found))
         lines.append(
-            f"| {way} | {found[0].ready_s:.1f} | {ready:.1f} | {first:.2f} | {token:.2f} "
-            f"| {anonymous} | {found[0].tokens[:8]} |"
+            f"| {way} | {at_first.ready_s:.1f} | {at_first.ready_cpu_s:.1f} | {ready:.2f} | {processor:.2f} "
+            f"| {first:.2f} | {token:.2f} | {anonymous} | {at_first.tokens[:8]} |"
         )
     return "\n".join(lines)
 
@@ -158,6 +171,10 @@ def render(rows: dict[str, list[Generated]]) -> str:
 def main(
     *,
     size: Annotated[str, typer.Option(help="Bytes of weights.")] = "2GiB",
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers, as wide as the size allows.")] = None,
+    before: Annotated[
+        Path | None, typer.Option(help="A checkout of another revision, measured beside this one.")
+    ] = None,
     cap: Annotated[str, typer.Option(help="Bytes of memory, or a part of the weights.")] = "35%",
     limit: Annotated[
         str, typer.Option(help="Bytes of the cgroup, or a part of the weights; 0: none.")
@@ -178,8 +195,11 @@ def main(
         typer.echo(json.dumps(asdict(measure_here(way, folder, int(cap), tokens, group))))
         return
     ways = list(LOADERS)
+    if before is not None:
+        os.environ[CHECKOUT] = str(before.resolve() / "src")
+        ways.append(BEFORE)
     results: dict[str, dict[str, list[Generated]]] = {}
-    with checkpoint(folder, parse_size(size)) as made:
+    with checkpoint(folder, parse_size(size), layers) as made:
         total = sum(path.stat().st_size for path in shards(made))
         nbytes = parse_size(cap, total=total)
         most = 0 if limit == "0" else parse_size(limit, total=total, name="limit")
@@ -198,6 +218,7 @@ def main(
             "machine": describe_machine(),
             "torch": torch.__version__,
             "size": size,
+            "layers": layers,
             "cap": nbytes,
             "results": {
                 state: {one: [asdict(each) for each in rows] for one, rows in found.items()}

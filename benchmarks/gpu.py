@@ -41,14 +41,14 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Budgets, as shares of the way from the floor to all weights."""
 
 CALLS = (("llama", 1), ("llama", 512), ("flux", 4096))
-"""Models, and how many tokens a call has."""
+"""The models, and the number of tokens in a call."""
 
 LIMIT_SECONDS = 480
-"""After which no further model is begun."""
+"""Seconds after which no further model is begun."""
 
 
 class Machine:
-    """The device that is measured: its clock, and what a copy takes."""
+    """The device that is measured: its clock, and the rate of its copies."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -56,7 +56,7 @@ class Machine:
         self.where = torch.device("cpu" if self.simulated else name)
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Of a call and all that it has enqueued."""
+        """Seconds of a call and of all that it has enqueued."""
         self.finish()
         began = time.perf_counter()
         call()
@@ -68,7 +68,7 @@ class Machine:
             torch.cuda.synchronize(self.where)
 
     def held(self) -> int:
-        """Bytes of the device that the driver says are taken, whoever has them."""
+        """Bytes of the device that are taken by any process, by the driver's count."""
         if self.simulated:
             return 0
         torch.cuda.empty_cache()
@@ -185,7 +185,7 @@ def measure(
 
 @dataclass(frozen=True)
 class Cell:
-    """A program, what it is called with, and what it must return."""
+    """A program, its inputs, and the expected output."""
 
     machine: Machine
     program: Program
@@ -194,7 +194,7 @@ class Cell:
     rounds: int
 
     def run(self, budget: int) -> dict[str, Any]:
-        """What came of streaming within a budget."""
+        """The results of streaming within a budget."""
         plan = self.program.plan(budget, device=self.machine.name)
         before = self.machine.held()
         with self.program.load(plan=plan, device=self.machine.name) as module:
@@ -215,7 +215,7 @@ class Cell:
         }
 
     def _graphed(self, budget: int) -> dict[str, Any]:
-        """The same as one CUDA graph, which also has to give the resident model's output."""
+        """The results of a pass as one CUDA graph, whose output must also be the resident model's."""
         if self.machine.simulated:
             return {}
         plan = self.program.plan(budget, device=self.machine.name, wrap="barrier")

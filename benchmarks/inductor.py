@@ -112,7 +112,7 @@ def seconds(call: Callable[[], object]) -> float:
 def compare(calls: Mapping[str, Callable[[], torch.Tensor]], rounds: int) -> tuple[dict[str, float], bool]:
     """The median seconds of each call over interleaved rounds, and whether all return the same bits.
 
-    In an order of chance: which call ran before counts for up to a hundredth, by what it left in the caches.
+    The order is random, since the call before can change a time by up to one percent, through the caches.
     """
     chance = random.Random(0)
     outputs = [call() for call in calls.values()]
@@ -172,7 +172,7 @@ def measure(width: int, layers: int, tokens: int, rounds: int) -> Iterator[dict[
 
 
 def measure_compiling(width: int, tokens: int) -> Iterator[dict[str, Any]]:
-    """Seconds to compile, without probes and with them, against the layers; no cache helps."""
+    """Seconds to compile without and with probes, by the number of layers; caches are not used."""
     from torch._inductor import config
 
     for layers in (4, 8, 16, 32):

@@ -1,4 +1,4 @@
-"""How long until a checkpoint in shards can be used, and what memory that takes.
+"""Measures the time until a checkpoint in shards can be used, and the memory that this takes.
 
 A Llama-shaped transformers model in bfloat16, written by transformers. Each way of loading it runs in a
 process of its own, in turn, with the page cache cold or warm: time until the model is ready, until its first
@@ -39,11 +39,12 @@ WAYS = ("plain", "assign", "accelerate", "transformers", "penstock 25%", "pensto
 SAVING = ("save_pretrained", "save_file", "penstock convert")
 COMPILE = "compile"
 TOKENS = 8
+VOCABULARY = 32000
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What one process measured: seconds since it began to load, bytes, and the sha256 of its output."""
+    """The results of one process: seconds since it began to load, bytes, and the sha256 of its output."""
 
     ready_s: float
     first_output_s: float
@@ -73,28 +74,34 @@ class Peak:
         self._thread.join()
 
 
-def make_config(nbytes: int) -> Any:
+def make_config(nbytes: int, layers: int | None = None) -> Any:
+    """A configuration of about so many bytes: of layers of 2,048, or of so many that are narrower."""
     from transformers import LlamaConfig
 
-    layer = 2 * (2 * 2048 * 2048 + 2 * 2048 * 512 + 3 * 2048 * 5632)
+    def layer(width: int) -> int:
+        return 2 * (5 * width * width // 2 + 3 * width * (11 * width // 4))
+
+    widths = range(512, 2049, 512) if layers else (2048,)
+    fits = [one for one in widths if 2 * 2 * VOCABULARY * one + (layers or 0) * layer(one) <= nbytes]
+    width = max(fits, default=widths[0])
     return LlamaConfig(
-        hidden_size=2048,
-        intermediate_size=5632,
-        num_hidden_layers=max(1, round((nbytes - 2 * 2 * 32000 * 2048) / layer)),
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        vocab_size=32000,
+        hidden_size=width,
+        intermediate_size=11 * width // 4,
+        num_hidden_layers=layers or max(1, round((nbytes - 2 * 2 * VOCABULARY * width) / layer(width))),
+        num_attention_heads=width // 128,
+        num_key_value_heads=width // 512,
+        vocab_size=VOCABULARY,
         dtype="bfloat16",
         use_cache=False,
     )
 
 
-def write_checkpoint(folder: Path, nbytes: int) -> None:
-    """Written by the library itself, in shards of 500 MB."""
+def write_checkpoint(folder: Path, nbytes: int, layers: int | None = None) -> None:
+    """Let the library write the checkpoint, in shards of 500 MB."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(make_config(nbytes), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(make_config(nbytes, layers), dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="500MB")
 
 
@@ -145,10 +152,10 @@ def measure_here(way: str, folder: Path) -> Loaded:
 
 
 @contextmanager
-def checkpoint(folder: Path | None, nbytes: int) -> Iterator[Path]:
+def checkpoint(folder: Path | None, nbytes: int, layers: int | None = None) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=folder) as made:
         typer.echo(f"writing {format_size(nbytes)} of weights", err=True)
-        write_checkpoint(Path(made), nbytes)
+        write_checkpoint(Path(made), nbytes, layers)
         yield Path(made)
 
 

@@ -88,7 +88,7 @@ LOADERS: dict[str, Callable[[Path], Any]] = {
 def read_alone(folder: Path, *, new_memory: bool) -> float:
     """Seconds in which three readers bring all bytes of the shards, past the page cache where it is cold.
 
-    Again and again into the same 64 MiB, or each into memory of its own, which nobody has touched.
+    The bytes go repeatedly into one area of 64 MiB, or each into new memory.
     """
     from concurrent.futures import ThreadPoolExecutor
 
@@ -119,7 +119,7 @@ def read_alone(folder: Path, *, new_memory: bool) -> float:
 
 
 def save(way: str, folder: Path, target: Path) -> None:
-    """Write the checkpoint anew, in one way."""
+    """Write the checkpoint once more, in one of the ways."""
     if way == "penstock convert":
         from penstock.runtime.checkpoint.convert import convert
 

@@ -1,4 +1,4 @@
-"""What the kernel knows: memory of a process, the page cache, the disk, and the machine itself.
+"""Facts from the kernel: memory of a process, the page cache, the disk, and the machine itself.
 
 Linux only: everything is read from /proc or asked of the page cache.
 """
@@ -49,7 +49,7 @@ def forget_peak() -> None:
 
 
 def read_disk_bytes() -> int:
-    """Bytes that this process has caused to be read from storage: what the page cache had is not in it."""
+    """Bytes that this process has caused to be read from storage, without those that the page cache had."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(fields["read_bytes"])
 
@@ -119,7 +119,7 @@ def measure_cached(paths: Iterable[Path]) -> float:
 
 
 class Calibration:
-    """A matrix product that takes the same work every time, so that a change in its time is the machine's."""
+    """A matrix product of constant work, so that a change in its time is a change of the machine."""
 
     def __init__(self) -> None:
         import torch

@@ -75,7 +75,7 @@ def plan_turn(model: Model, calls: int, cap: int, hardware: Hardware) -> Turn:
 
 
 def _filled(plan: Plan) -> int:
-    """Bytes that are copied before the first call: what never leaves."""
+    """Bytes that are copied before the first call: those that never leave."""
     return _outside(plan) + sum(one.stop - one.start for one in plan.resident)
 
 
@@ -86,7 +86,7 @@ def _outside(plan: Plan) -> int:
 def _run(plan: Plan, calls: int) -> tuple[int, int]:
     """Nanoseconds of some calls that begin with nothing on the device, and bytes copied for them.
 
-    What the last call would copy ahead for one more is left out.
+    Copies that the last call would make for a further call are left out.
     """
     trace, schedule = plan.traces[0], plan.schedules[0]
     last = simulate(trace, schedule, plan.hardware, plan.wrap, calls)[-1]

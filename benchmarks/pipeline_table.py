@@ -1,4 +1,4 @@
-"""What a pipeline's images take within each cap, and the tables of it."""
+"""The time and memory of a pipeline's images within each cap, and their tables."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Image:
         return found
 
     def facts(self) -> dict[str, object]:
-        """As JSON."""
+        """The image's figures as JSON."""
         if self.failure:
             return {"cap_bytes": self.cap, "failure": self.failure}
         return {

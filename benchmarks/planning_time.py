@@ -1,4 +1,4 @@
-"""How planning time grows with the number of storages: decoders of more and more layers.
+"""Measures how planning time grows with the number of storages, for decoders of more and more layers.
 
 Prints seconds for both kinds of arena, the bound included, beside n log n through the smallest; with
 `--plot` draws both.

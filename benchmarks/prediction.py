@@ -1,4 +1,4 @@
-"""Compares what plans predict with what this machine does.
+"""Compares the times that plans predict with the times of runs on this machine.
 
 Round by round, page cache by page cache and budget by budget: a plan is run and its steps are timed, the way
 from disk to arena is measured, both go into a new plan, and that runs in its turn. Cold, the page cache is
@@ -61,7 +61,7 @@ class Runner:
         self._files = sorted(program.path.glob("*.safetensors"))
 
     def prepare(self) -> None:
-        """The page cache as it shall be: without the files, or with all that was read."""
+        """Bring the page cache into the wanted state: without the files, or with all that was read."""
         if self._cold:
             drop_cache(self._files, unmap=False)
 
@@ -96,7 +96,7 @@ class Runner:
 
 
 def run_budget(runner: Runner, budget: str) -> dict[str, Any]:
-    """A plan is run to time its steps, and a plan made from these times to see how long a pass takes."""
+    """Run a plan to time its steps, and then a plan made from these times, to time its passes."""
     runner.prepare()
     trace = runner.time_steps(runner.program.plan(budget))
     runner.prepare()

@@ -81,7 +81,7 @@ class Worker:
         return ": ".join([f"{self.job.competitor} {reason} during {command!r}", *said])
 
     def close(self) -> None:
-        """End the process, politely first."""
+        """Ask the process to end, and kill it if it does not."""
         assert self._process.stdin
         assert self._process.stdout
         try:

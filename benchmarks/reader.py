@@ -1,4 +1,4 @@
-"""The raw read limit: how fast this disk delivers a file, whatever is done with the bytes.
+"""The raw read limit: the rate at which this disk delivers a file, without any use of the bytes.
 
 No single way of reading is the fastest everywhere: O_DIRECT needs no processor, but some virtual
 disks serve the kernel's own read-ahead two or three times as fast. So both are measured.
@@ -34,7 +34,7 @@ _POPULATE_READ = 22  # MADV_POPULATE_READ, which the mmap module does not name
 _TOUCHED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
 
 Fetch = Callable[[int, int], object]
-"""Brings the block at an offset, in the thread of a number."""
+"""A function that brings the block at an offset; it also gets the number of its thread."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Reader:
 
 
 def list_ways(path: Path) -> list[Way]:
-    """The ways that this kernel and the file system under `path` know, never none."""
+    """The ways that this kernel and the file system under `path` support; at least one."""
     ways: tuple[Way, ...] = ("direct", "mapped")
     known = []
     for way in ways:

@@ -1,8 +1,8 @@
-"""How fast three readers bring a cold file into memory, by where that memory lies and which way is taken.
+"""Measures the rates at which three readers bring a cold file into memory, by alignment and way of reading.
 
 Where file offset and address agree modulo the disk's block a direct read needs nothing else. Where they do
 not, as for every checkpoint whose tensors begin anywhere, whole blocks are read and moved. Ways through the
-page cache are what there would be instead. Each way in turn, in an order of chance.
+page cache are the alternatives. All ways run in turn, in a random order.
 """
 
 from __future__ import annotations

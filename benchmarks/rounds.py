@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from penstock.schedule.facts.sizes import format_size, parse_size
 
 STATES = ("cold", "warm", "resident", "cgroup")
 CGROUP_SHARE = 4
-"""A cgroup holds one part in so many of the weights, page cache and interpreter included."""
+"""The weights divided by this number are the memory of a cgroup, page cache and interpreter included."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Options:
     passes: int
     work: Path
     pack: bool
+    engines: tuple[str, ...] = ("auto",)
 
 
 def list_cases(
@@ -153,15 +155,17 @@ class Bench:
             for way, best in choose_fastest(self.readers).items():
                 reader = (best["way"], best["threads"], best["block"])
                 jobs[f"disk, {way}"] = dataclasses.replace(base, reader=reader)
-        for budget in case.budgets:
+        for budget, engine in itertools.product(case.budgets, self.options.engines):
             # Cold, an artifact each: what one has mapped stays in the page cache, where another would
             # find it. Warm, a second copy would only take the cache that the peers' files need.
             number = len(jobs) if case.cold else 0
-            jobs[f"penstock {budget}"] = dataclasses.replace(
+            how = "" if engine == "auto" else f", {engine}"
+            jobs[f"penstock {budget}{how}"] = dataclasses.replace(
                 base,
                 competitor="penstock",
                 folder=f"{stem}-{case.tokens}-{number}.penstock",
                 budget=parse_size(budget, total=weight_bytes),
+                engine=engine,
             )
         return jobs
 
@@ -209,7 +213,7 @@ class Bench:
 
     @contextlib.contextmanager
     def _tolerate(self, name: str, result: dict[str, Any]) -> Iterator[None]:
-        """A competitor that fails is out of its case, and the result says why."""
+        """Drop a competitor that fails from its case; the result says why."""
         try:
             yield
         except WorkerError as error:

@@ -1,4 +1,4 @@
-"""The stages of the planner that can be left out, and what stands in for each where it is."""
+"""The stages of the planner that can be left out, and what replaces each of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From samples to figures: medians, ratios within a round, and whether each target is reached."""
+"""Computes figures from samples: medians, ratios within a round, and whether each target is reached."""
 
 from __future__ import annotations
 
@@ -177,8 +177,8 @@ def _median_ratio(numerators: list[float], denominators: list[float]) -> float |
 def _needed(train: dict[str, Any], must_move: int) -> float:
     """Bytes of a pass that have to come from the disk: what the budget cannot hold.
 
-    In a cold cache that is never more than the disk delivered: had the cache kept something after
-    all, it would flatter nobody.
+    With a cold cache these are never more than the disk delivered, so that bytes which the cache has kept
+    after all improve no figure.
     """
     read = [
         sample["disk_bytes"] + sample["gap_bytes"] for sample in train["samples"] if "gap_bytes" in sample

@@ -1,4 +1,4 @@
-"""The result as Markdown, between two marks of a document that says the rest."""
+"""Writes results as Markdown between two marks of a document."""
 
 from __future__ import annotations
 

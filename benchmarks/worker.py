@@ -29,7 +29,7 @@ _LIBRARIES = {
 
 
 class Session:
-    """What this process holds: one competitor at most."""
+    """The state of this process: at most one competitor."""
 
     def __init__(self) -> None:
         self.loaded = Loaded(call=lambda: None)
@@ -37,7 +37,7 @@ class Session:
         self._calibration = machine.Calibration()
 
     def answer(self, request: dict[str, Any]) -> object:
-        """What a request asks for, as JSON can carry it."""
+        """The answer to a request, as values of JSON."""
         job = Job(**request["job"])
         match request["command"]:
             case "prepare":
@@ -123,7 +123,7 @@ def _time_pass(loaded: Loaded) -> tuple[dict[str, float], Tensor | None]:
 def _charge_gap(sample: dict[str, float]) -> dict[str, float]:
     """Add to a pass the time that it saved by reading on while the clock stood still.
 
-    That is what those bytes would have taken at the pass's own rate, and never more than the gap.
+    This is the time of these bytes at the pass's own rate, and never more than the gap.
     """
     forward = sample["forward_seconds"]
     gap, ahead = sample.get("gap_seconds", 0.0), sample.get("gap_bytes", 0)

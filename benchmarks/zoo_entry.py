@@ -1,4 +1,4 @@
-"""What a model of the zoo is: how to make it, call it, and write and read its checkpoint."""
+"""The entry of a model in the zoo: functions that make it, call it, and write and read its checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.runtime.checkpoint.binding import Rename
 
 
 def save(model: Any, folder: Path) -> None:
-    """As the library writes it."""
+    """Write a model as its library writes it."""
     model.save_pretrained(folder)
 
 
@@ -25,7 +25,7 @@ def load(model: Any, folder: Path) -> nn.Module:
 
 
 def itself(model: nn.Module) -> nn.Module:
-    """What is called is the model."""
+    """The model itself, as the module that is exported."""
     return model
 
 
@@ -55,5 +55,5 @@ class Entry:
 
 
 def noise(*shape: int) -> torch.Tensor:
-    """The same values each time."""
+    """Random values that are equal on every call."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""One model of the zoo, from its configuration to its streamed output, and what became of it."""
+"""One model of the zoo, from its configuration to its streamed output, and the results."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Streamed:
 
 @dataclass
 class Run:
-    """What became of one lowering.
+    """The results of one lowering.
 
     `from_library` is the largest difference from the library's own output, over that output's largest value;
     `from_alone` that from what AOTInductor compiles by itself.
@@ -67,7 +67,7 @@ class Run:
 
 @dataclass
 class Row:
-    """What became of a model."""
+    """The results of a model."""
 
     name: str
     weight_bytes: int = 0
@@ -95,7 +95,7 @@ class Visit:
         self.bound = self.bind()
 
     def _library_names(self, model: nn.Module) -> Rename:
-        """What transformers calls in the checkpoint what it calls otherwise in the model."""
+        """The names in the checkpoint of weights that transformers names differently in the model."""
         return names_in_checkpoint(model, open_checkpoint(self.checkpoint).tensors) or None
 
     def bind(self) -> ExportedProgram:
@@ -104,7 +104,7 @@ class Visit:
         return penstock.bind(self.exported, self.checkpoint, rename=self.rename, ignore=self.entry.ignore)
 
     def run(self, lowering: str) -> Run:
-        """Compile and stream; what fails is in the result."""
+        """Compile and stream; a failure is part of the result."""
         run = Run()
         try:
             self._run(lowering, run)
@@ -164,7 +164,7 @@ def align(module: nn.Module) -> nn.Module:
 
 
 def compile_plainly(bound: ExportedProgram, inputs: Mapping[str, Any], folder: Path) -> Call:
-    """What AOTInductor makes of the program by itself, over weights of 64-byte alignment."""
+    """The program compiled by AOTInductor alone, over weights of 64-byte alignment."""
     from torch._inductor import aot_compile
     from torch._inductor.package.package import load_package, package_aoti
 

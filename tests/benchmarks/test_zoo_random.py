@@ -1,0 +1,73 @@
+"""Architectures that nobody chose: a few in each run of the tests, and how the zoo judges them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import zoo_random
+from benchmarks.zoo_random import Found, names_of, render, visit
+
+SEED, COUNT = 1909, 3
+
+
+class Doubled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x) * 2
+
+
+class Undecided(Doubled):
+    def forward(self, x):
+        return super().forward(x) if x.sum() > 0 else -x
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """A library of the modules above."""
+
+    def make(name):
+        torch.manual_seed(0)
+        return globals()[name]().eval().requires_grad_(False)
+
+    monkeypatch.setitem(zoo_random.LIBRARIES, "made", (make, lambda _: {"x": torch.zeros(1, 4)}))
+
+
+def test_a_model_is_equal_or_refused_with_a_sentence(made):
+    assert visit("made", "Doubled") == Found("made", "Doubled", "equal")
+    refused = visit("made", "Undecided")
+    assert refused.verdict == "refused"
+    assert "values decide which way it goes" in refused.why
+    assert visit("made", "Missing").why == "KeyError: 'Missing'"
+
+
+def test_other_bits_are_wrong(made, monkeypatch):
+    def applied(model, _):
+        with torch.no_grad():
+            model.inner.bias[0] += 1e-3
+        return SimpleNamespace(restore=lambda: None)
+
+    monkeypatch.setattr(zoo_random, "_applied", applied)
+    found = visit("made", "Doubled")
+    assert (found.verdict, found.why) == ("wrong", "calls [False, False]")
+    assert "| made | 1 | 0 | 0 | 1 |" in render([found], seed=1)
+
+
+def test_a_few_architectures_of_a_seed_are_equal_or_refused():
+    print(f"seed {SEED}")
+    counted = 0
+    for found in zoo_random.sample("transformers", COUNT, SEED, visit):
+        assert found.verdict != "wrong", found
+        counted += found.verdict != "not counted"
+    assert counted == COUNT
+
+
+def test_there_are_many_to_choose_from():
+    assert len(names_of("transformers")) > 200
+    assert len(names_of("diffusers")) > 50
