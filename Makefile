@@ -5,7 +5,7 @@ WORKERS ?= 2
 STAMP := $(VENV)/.installed
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: run test check docs bench soak gpu clean help
+.PHONY: run test check docs bench soak sanitize zoo gpu clean help
 
 run: $(STAMP) ## make the environment, then run the demo
 	@$(VENV)/bin/penstock demo
@@ -28,6 +28,12 @@ bench: $(STAMP) ## measure against the disk, memory and the peers (SIZE=4GiB)
 soak: $(STAMP) ## random problems, plans and orders, many times as many as in the tests (TIMES=50)
 	@PENSTOCK_SOAK=$(or $(TIMES),50) $(VENV)/bin/python -m pytest -n $(WORKERS) -m random --timeout=0
 
+zoo: $(STAMP) ## architectures that a seed chooses, tiny, through apply: an hour (SEED=7)
+	@$(VENV)/bin/python benchmarks/zoo_random.py $(if $(SEED),--seed $(SEED))
+
+sanitize: $(STAMP) ## the native engine under the sanitizers of threads, addresses and undefined behaviour
+	@$(VENV)/bin/python -m pytest -n 0 -m sanitize --timeout=0 tests/native
+
 gpu: $(STAMP) ## on a machine with CUDA: the devices' tests, then benchmarks/gpu.py
 	@$(VENV)/bin/python -m pytest -n 0 tests/runtime/device/test_device.py tests/integrations/test_apply_on_devices.py
 	@$(VENV)/bin/python benchmarks/gpu.py
@@ -39,10 +45,11 @@ clean: ## remove the environment and everything that was built
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt $(wildcard native/*.cpp native/*.h)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "penstock needs Python 3.11 or later: make PYTHON=python3.12 ...")'
 	@echo "Making the environment in $(VENV): the first time takes a few minutes."
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@scripts/install-compiler
 	@# setuptools first: it then builds penstock itself, at the version that the constraints pin.
 	@$(PIP) install -c constraints.txt setuptools wheel
 	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[demo,bench,dev]'

@@ -48,6 +48,7 @@ CONTENTS = """
 :hidden:
 :caption: Using penstock
 
+docs/first-ten-minutes
 docs/first-steps
 docs/questions
 docs/transformers
@@ -100,6 +101,7 @@ OUTSIDE = {
     "Module": f"{TORCH}generated/torch.nn.Module.html",
     "Tensor": f"{TORCH}tensors.html",
     "device": f"{TORCH}tensor_attributes.html#torch.device",
+    "dtype": f"{TORCH}tensor_attributes.html#torch.dtype",
 }
 """Where names of Python and torch are documented, by the last part of the name."""
 BUILT_IN = {

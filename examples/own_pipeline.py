@@ -1,10 +1,10 @@
-"""Runs penstock's passes in a compiler pipeline of one's own; nothing touches the disk.
+"""Runs penstock's passes in a compiler pipeline of your own, without writing to the disk.
 
     python examples/own_pipeline.py
 
-A partitioner annotates the program that it was handed, lets its own passes run, marks the reads of weights
-in the graph, and carries the facts as bytes in its own container. A streamer of its own then hears of every
-read. Passes say what they require and ensure; the pipeline orders them by that.
+A partitioner annotates the program that it was handed, lets its own passes run, marks the reads of weights in
+the graph, and carries the facts as bytes in its own container. A streamer of its own is then called at every
+read. Passes declare what they require and ensure, and the pipeline orders them accordingly.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ import torch
 from torch import fx, nn
 
 import penstock
-from penstock.passes.pipeline import declare
-from penstock.passes.probes import STREAMER
 
 
-@declare(ensures=("no additions of zero",))
+@penstock.declare(ensures=("no additions of zero",))
 def fold_additions_of_zero(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """A pass of the pipeline's own: program in, program out, the one that was given unchanged."""
+    """A pass of the pipeline's own, which takes a program and returns a changed copy of it."""
     graph_module = copy.deepcopy(graph_module)
     for node in list(graph_module.graph.nodes):
         if node.target in (operator.add, torch.ops.aten.add.Tensor) and node.args[1] == 0:
@@ -33,7 +31,7 @@ def fold_additions_of_zero(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 class Listener:
-    """A streamer that has every weight in memory, and only listens."""
+    """A streamer for weights that are all in memory, which only records its calls."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -61,7 +59,7 @@ def main() -> None:
     for number, step in enumerate(payload.traces[0].steps):
         print(f"step {number}: {step.name} reads {[payload.storage_names()[s] for s in step.reads]}")
 
-    @declare(requires=("no additions of zero",), ensures=("probes",))
+    @penstock.declare(requires=("no additions of zero",), ensures=("probes",))
     def mark_reads(graph_module: fx.GraphModule) -> fx.GraphModule:
         return penstock.insert_probes(graph_module, payload)
 
@@ -73,12 +71,8 @@ def main() -> None:
     print(f"{len(carried):,} bytes of facts travel with the program")
 
     listener = Listener()
-    token = STREAMER.set(listener)
-    try:
-        with torch.no_grad():
-            (output,) = lowered(*exported.state_dict.values(), x)
-    finally:
-        STREAMER.reset(token)
+    with torch.no_grad(), penstock.streaming(listener):
+        (output,) = lowered(*exported.state_dict.values(), x)
     assert torch.equal(output, model(x))
     assert listener.steps == list(range(len(payload.traces[0].steps)))
     print(f"the program asked for its weights in the order {listener.steps}")

@@ -1,10 +1,10 @@
-"""Says how a model would run on GPUs that are not here, without building the model.
+"""Predicts how a model would run on GPUs of other machines, without building the model.
 
     python examples/plan_for_other_hardware.py                  # a Llama of 8B parameters
     python examples/plan_for_other_hardware.py CONFIG [REPORT]  # your config.json; the last plan as HTML
 
 The model is exported with fake weights from its configuration alone: no memory, no checkpoint, no GPU. The
-command `penstock preflight` does the same; docs/large-models.md has the rest.
+command `penstock preflight` makes such predictions too; docs/large-models.md explains it.
 """
 
 from __future__ import annotations

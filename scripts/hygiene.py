@@ -1,4 +1,4 @@
-"""What the house style asks of files and no other checker looks at.
+"""Checks those rules of the house style that no other checker covers.
 
 Looks at the files that git tracks, or would. Prints one line a finding; exit status 1 if there is any.
 """

@@ -1,6 +1,7 @@
-"""Whether the rooms are what ARCHITECTURE.md says: no import goes in a circle, and each goes in a direction.
+"""Checks the rules of ARCHITECTURE.md on imports: none goes in a circle, and each in an allowed direction.
 
-Counts every import of penstock's own modules, at the top of a file or inside a function; only those under
+All imports give full names: a relative one is a finding, since the rules are on full names. Counts every
+import of penstock's own modules, at the top of a file or inside a function; only those under
 `if TYPE_CHECKING:` do not count. Prints one line a finding; exit status 1 if there is any.
 """
 
@@ -22,9 +23,13 @@ ALLOWED = {
     "schedule.facts": {"schedule.facts"},
     "schedule.verify": {"schedule.verify", "schedule.facts"},
     "passes": {"passes", "schedule"},
-    "runtime": {"runtime", "passes", "schedule", "_version"},
+    "native": {"native", "schedule.facts"},
+    "runtime": {"runtime", "native", "passes", "schedule", "_version"},
 }
 """What each room may import, by the room's name; the most specific entry decides. Others may import all."""
+
+WITHOUT_TORCH = "schedule"
+"""The room that never imports torch."""
 
 
 def modules_below(package: Path) -> dict[str, Path]:
@@ -53,8 +58,9 @@ def imports_of(tree: ast.AST) -> Iterator[tuple[str, int]]:
             continue
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            yield from ((f"{module}.{alias.name}", node.lineno) for alias in node.names)
         yield from imports_of(node)
 
 
@@ -95,6 +101,17 @@ def _within(module: str, room: str) -> bool:
     return module == room or module.startswith(f"{room}.")
 
 
+def forbidden(modules: dict[str, Path]) -> Iterator[str]:
+    """Relative imports, and imports of torch where there may be none."""
+    for name, path in modules.items():
+        room = name.removeprefix(f"{PACKAGE}.")
+        for imported, line in imports_of(ast.parse(path.read_text(encoding="utf-8"))):
+            if imported.startswith("."):
+                yield f"{path}:{line}: relative import of {imported}: give the full name"
+            elif _within(imported, "torch") and _within(room, WITHOUT_TORCH):
+                yield f"{path}:{line}: {WITHOUT_TORCH} may not import torch"
+
+
 def crowds(modules: dict[str, Path]) -> Iterator[str]:
     """Folders with too many files side by side, and folders that do not say what they are for."""
     folders: dict[Path, int] = {}
@@ -111,7 +128,7 @@ def crowds(modules: dict[str, Path]) -> Iterator[str]:
 def main(package: Path) -> int:
     modules = modules_below(package)
     graph = import_graph(modules)
-    findings = [*circles(graph), *wrong_directions(graph, modules), *crowds(modules)]
+    findings = [*circles(graph), *wrong_directions(graph, modules), *forbidden(modules), *crowds(modules)]
     for finding in findings:
         print(finding)
     print(f"structure: {len(modules)} modules, {len(findings)} findings")

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import ast
+import doctest
+import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
+import venv
 import zipfile
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -18,7 +23,7 @@ import pytest
 import penstock
 
 ROOT = Path(__file__).resolve().parent.parent
-LINKS = ("passes", "schedule", "runtime")
+LINKS = ("passes", "schedule", "runtime", "native")
 
 
 def run_python(code: str) -> str:
@@ -91,7 +96,7 @@ def list_sources() -> set[str]:
     """What an installed package must hold, by its path in site-packages."""
     linked = (ROOT / link for link in LINKS)
     files = (path for folder in linked for kind in KINDS for path in folder.rglob(f"*.{kind}"))
-    found = {f"penstock/{path.relative_to(ROOT)}" for path in files}
+    found = {f"penstock/{path.relative_to(ROOT)}" for path in files} | {"penstock/native/penstock.h"}
     own = ROOT / "src/penstock"
     links = tuple(own / link for link in LINKS)
     for path in (*own.rglob("*.py"), *own.rglob("*.txt"), own / "py.typed"):
@@ -104,6 +109,9 @@ def test_the_wheel_holds_the_root_folders_and_nothing_else(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        (engine,) = (name for name in names if re.fullmatch(r"penstock/native/_engine\..*\.so", name))
+        assert len(archive.read(engine)) < 1 << 20
+        names.remove(engine)
         assert names == list_sources()
         for name in names:
             home = ROOT / name.removeprefix("penstock/")
@@ -127,6 +135,43 @@ def test_the_sdist_has_files_where_the_checkout_has_links(built: Path) -> None:
         names = {member.name.partition("/")[2] for member in archive}
         assert {"README.md", "CHANGELOG.md", "ARCHITECTURE.md", "CONTRIBUTING.md"} <= names
         assert "src/penstock/schedule/facts/model.py" in names
+
+
+@pytest.fixture(scope="module")
+def fresh(built: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What a shell has after `pip install` of the wheel into a new environment, and a home where nothing is.
+
+    The libraries are those of this environment, which a new one would take minutes to fetch.
+    """
+    home = tmp_path_factory.mktemp("home")
+    venv.create(home / "env", symlinks=True)
+    (wheel,) = built.glob("*.whl")
+    python = str(home / "env/bin/python")
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index"]
+    subprocess.run([*pip, str(wheel)], check=True)
+    (site,) = home.glob("env/lib/python*/site-packages")
+    (site / "libraries.pth").write_text(sysconfig.get_paths()["purelib"])
+    path = f"{home / 'env/bin'}:{os.environ['PATH']}"
+    return {"PATH": path, "HOME": str(home), "COLUMNS": "80", "LANG": "C.UTF-8"}
+
+
+@pytest.mark.timeout(600)
+def test_the_first_ten_minutes_go_as_the_page_says(fresh: dict[str, str], tmp_path: Path) -> None:
+    page = (ROOT / "docs/first-ten-minutes.md").read_text()
+    for name, text in re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        (tmp_path / name).write_text(text)
+    consoles = "".join(re.findall(r"^```console\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
+    steps = [step.partition("\n") for step in re.split(r"^\$ ", consoles, flags=re.MULTILINE)[1:]]
+    assert steps.pop(0)[0].startswith("pip install")  # what `fresh` stands for
+    alike = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    for command, _, expected in steps:
+        ours = command.startswith("penstock ")  # libraries may complain, penstock may not
+        shell = partial(subprocess.run, shell=True, check=False, cwd=tmp_path, env=fresh, text=True)
+        done = shell(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT if ours else subprocess.PIPE)
+        said = f"$ {command}\n{done.stdout}{done.stderr or ''}"
+        assert doctest.OutputChecker().check_output(expected, done.stdout, alike), said
+        refused = expected.startswith("penstock: ") and "Wrote" not in expected
+        assert (done.returncode != 0) == refused, said
 
 
 def read_pins() -> dict[str, str]:

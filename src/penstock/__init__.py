@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from penstock.passes.annotate import annotate
     from penstock.passes.building.deferred import deferred_init
     from penstock.passes.building.fake_export import fake_export
-    from penstock.passes.pipeline import Pipeline
-    from penstock.passes.probes import insert_probes
+    from penstock.passes.pipeline import Pipeline, declare
+    from penstock.passes.probes import insert_probes, streaming
     from penstock.runtime.artifact import compile
     from penstock.runtime.checkpoint.bind_values import bind
     from penstock.runtime.dynamo.offload import offload
@@ -50,11 +50,13 @@ __all__ = [
     "annotate",
     "bind",
     "compile",
+    "declare",
     "deferred_init",
     "fake_export",
     "insert_probes",
     "offload",
     "open",
+    "streaming",
     "unpack_gguf",
 ]
 
@@ -64,11 +66,13 @@ _HOMES = {
     "annotate": "penstock.passes.annotate",
     "bind": "penstock.runtime.checkpoint.bind_values",
     "compile": "penstock.runtime.artifact",
+    "declare": "penstock.passes.pipeline",
     "deferred_init": "penstock.passes.building.deferred",
     "fake_export": "penstock.passes.building.fake_export",
     "insert_probes": "penstock.passes.probes",
     "offload": "penstock.runtime.dynamo.offload",
     "open": "penstock.runtime.program",
+    "streaming": "penstock.passes.probes",
     "unpack_gguf": "penstock.models.packed_gguf",
 }
 

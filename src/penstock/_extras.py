@@ -1,4 +1,4 @@
-"""The libraries that penstock uses where they are installed, and the extras that install them."""
+"""The optional libraries that penstock uses, and the extras of penstock that install them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EXTRAS = {
 
 
 def require(*libraries: str, purpose: str) -> None:
-    """Raise MissingExtraError where one of these libraries is not installed; `purpose` says what needs it."""
+    """Raise MissingExtraError if one of these libraries is not installed; `purpose` says what needs it."""
     for library in libraries:
         if find_spec(library) is None:
             message = f"{purpose} needs {library}: pip install 'penstock[{_EXTRAS[library]}]'"

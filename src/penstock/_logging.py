@@ -1,7 +1,7 @@
-"""What penstock logs: nothing that anyone sees, unless PENSTOCK_LOG or the program that uses it asks.
+"""Sets up logging. Nothing is printed unless PENSTOCK_LOG or the program that uses penstock asks for it.
 
-Each module logs to a logger of its own name, so that the loggers below `penstock` are the rooms: for example
-`penstock.runtime.artifact` and `penstock.integrations.streamed`.
+Each module logs to a logger of its own name, for example `penstock.runtime.artifact` or
+`penstock.integrations.streamed`, so that each room of the code has a logger.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ _ROOT = logging.getLogger("penstock")
 
 
 def set_up() -> None:
-    """Print on stderr from the level that PENSTOCK_LOG names, else leave all to handlers of the program.
+    """Print on stderr from the level that PENSTOCK_LOG names; if it is not set, leave logging to the program.
 
-    What is printed here does not go on to handlers of the root logger, which would print it again.
+    Messages that are printed here are not passed on to handlers of the root logger, which would print them
+    again.
     """
     asked = os.environ.get(_VARIABLE, "")
     if not asked:
@@ -33,8 +34,8 @@ def set_up() -> None:
 
 @contextmanager
 def shown() -> Iterator[None]:
-    """For commands: what is logged at `info` and above is printed on stderr, as PENSTOCK_LOG=info would."""
-    if os.environ.get(_VARIABLE):  # it is printed already, from the level that was asked for
+    """Print messages of level `info` and above on stderr, as with PENSTOCK_LOG=info, while a command runs."""
+    if os.environ.get(_VARIABLE):  # messages are printed already, from the level that was asked for
         yield
         return
     level, propagate = _ROOT.level, _ROOT.propagate
@@ -48,7 +49,7 @@ def shown() -> Iterator[None]:
 
 
 def _print(form: str, level: int | str) -> logging.Handler:
-    """Let a new handler print what is logged from a level on, and no handler of the root logger."""
+    """Let a new handler print messages from a level on, and keep them from handlers of the root logger."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(form))
     _ROOT.addHandler(handler)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 
 
@@ -33,3 +35,19 @@ def test_what_is_no_program_is_refused_without_the_log_of_torch(tmp_path: Path, 
     done = penstock("compile", tmp_path / "model.pt2", tmp_path / "model.penstock")
     assert done.status == 2
     assert done.err.count("\n") == 1, done.err
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ("--arena mappd", "there is no arena 'mappd': choose mapped, pooled, contiguous or paged"),
+        ("--device gpu", "there is no device 'gpu': choose 'cpu', 'cuda'"),
+        ("--device sim:rtx", "there is no hardware 'rtx': did you mean"),
+    ],
+)
+def test_names_are_checked_before_an_artifact_is_opened(
+    tmp_path: Path, penstock: Command, option: str, sentence: str
+) -> None:
+    done = penstock("run", tmp_path / "none.penstock", "--budget", "50%", *option.split())
+    assert done.status == 2
+    assert done.err.startswith(f"penstock: {sentence}")

@@ -35,13 +35,33 @@ cli.main()
 """
 """Runs the command line, and says on stdout when a function of it begins."""
 
+IMPORTING = """
+import sys, time
+
+class Slow:
+    def find_spec(name, path=None, target=None):
+        if name == "typer":
+            print("begun", flush=True)
+            time.sleep(5)
+
+sys.meta_path.insert(0, Slow)
+from penstock.cli.main import main
+main()
+"""
+"""Runs the command line, and takes its time to import the first library that it needs."""
+
 UNINTERRUPTIBLE = "import torch; torch.mm(torch.ones(4096, 4096), torch.ones(4096, 4096))"
 """One call of a library, which returns to Python after about a second or more."""
 
 
 def interrupted(folder: Path, place: str, *arguments: str, long: str = "") -> tuple[float, float, str]:
     """Interrupts a command when it enters `place`: seconds to its words and to its end, and the words."""
-    command = [sys.executable, "-c", HOOKED.replace("LONG", long), place, *arguments]
+    return stopped(folder, [HOOKED.replace("LONG", long), place, *arguments])
+
+
+def stopped(folder: Path, code: list[str]) -> tuple[float, float, str]:
+    """Interrupts a process that has begun: seconds to its words and to its end, and the words."""
+    command = [sys.executable, "-c", *code]
     with subprocess.Popen(
         command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -112,6 +132,13 @@ def test_a_command_says_that_it_stops_and_leaves_nothing(
     assert "Traceback" not in said
     assert answered < 2
     assert {path.name for path in folder.iterdir()} - {"__pycache__"} == before - {"__pycache__"}
+
+
+def test_a_command_that_is_still_importing_says_so_too(tmp_path: Path) -> None:
+    answered, ended, said = stopped(tmp_path, [IMPORTING, "hardware"])
+    assert said == "penstock: stopping ...\n"
+    assert answered < 2
+    assert ended < 4
 
 
 def test_the_word_does_not_wait_for_a_library_that_is_busy(folder: Path) -> None:

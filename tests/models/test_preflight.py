@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.passes.building import fake_export
+from penstock.passes.graph import propagation
 from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 
 TINY = {
@@ -86,6 +89,16 @@ def test_a_configuration_is_planned_for_each_hardware_and_budget(folder: Path, f
     assert [one["hardware"] for one in findings] == ["t4", "t4", "h200", "h200"]
     assert all(one["runs"] and one["lower_bound_seconds"] <= one["seconds_per_pass"] for one in findings)
     assert [one["streamed_bytes_per_pass"] > 0 for one in findings] == [True, False, True, False]
+
+
+def test_what_an_export_is_spared_changes_no_figure(
+    folder: Path, facts: Facts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = (str(folder), "--hardware", "h200", "--budget", "25%", "--context", "100")
+    found = facts(*asked)
+    monkeypatch.setattr(fake_export, "quick", nullcontext)
+    monkeypatch.setattr(propagation, "_facts", lambda value: object())  # nothing counts as seen
+    assert facts(*asked) == found
 
 
 def test_a_function_is_exported_without_building_what_it_returns(

@@ -72,6 +72,24 @@ def test_an_import_against_the_flow_is_found(package: Path) -> None:
     assert "passes may not import runtime.run" in output
 
 
+@pytest.mark.parametrize("line", ["from .. import planner", "from ..planner import floor", "from . import x"])
+def test_a_relative_import_is_found(package: Path, line: str) -> None:
+    write(package.parent, "schedule/plan", f"def late():\n    {line}\n")
+    status, output = check(package)
+    assert status == 1
+    assert "plan.py:2: relative import of ." in output
+
+
+@pytest.mark.parametrize("line", ["import torch", "from torch import fx", "import torch.nn"])
+def test_torch_is_found_where_it_may_not_be(package: Path, line: str) -> None:
+    write(package.parent, "runtime/run", f"{line}\n")
+    assert check(package)[0] == 0
+    write(package.parent, "schedule/plan", f"{line}\n")
+    status, output = check(package)
+    assert status == 1
+    assert "plan.py:1: schedule may not import torch" in output
+
+
 def test_a_crowd_and_a_folder_without_a_purpose_are_found(package: Path) -> None:
     for number in range(15):
         write(package.parent, f"runtime/arena/kind{number}", "")

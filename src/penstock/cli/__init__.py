@@ -1,1 +1,1 @@
-"""The command line `penstock`: a file for each command; what they share is in `terminal/`."""
+"""The command line `penstock`: a file for each command. Code that they share is in `terminal/`."""

@@ -1,4 +1,4 @@
-"""`penstock cache`: what is in the cache, and what of it goes."""
+"""`penstock cache`: the entries of the cache, and their removal."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*(min|h|d|w)", re.IGNORECASE)
 _SECONDS = {"min": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 
 _SMALL = {"call": "exported calls", "plan": "plans", "rates": "rates of this machine"}
-"""Kinds that a table has in one line each, and what that says."""
+"""The kinds of entries that a table sums up in one line each, and the text of that line."""
 
 _SHOWN = 8  # letters of a name that is a hash
 
 
 @cache.command()
 def list(*, cache: Folder = None, json: Json = False) -> None:
-    """List what is in the cache, whose it is, its size and when it was used last; the oldest first."""
+    """List the entries of the cache: what each is made for, its size and its last use; the oldest first."""
     folder = cache or user_cache()
     entries = list_entries(folder)
     total = sum(one.nbytes for one in entries)
@@ -56,6 +56,9 @@ def list(*, cache: Folder = None, json: Json = False) -> None:
     if json:
         facts = [_facts(one) | {"in_use": one.in_use} for one in entries]
         console.print_json({"cache": str(folder), "bytes": total, "limit": limit, "entries": facts})
+        return
+    if not entries:
+        console.print_text(f"nothing is kept in {folder}")
         return
     bound = f", {LIMIT} is {format_size(limit)}" if limit else ""
     console.print_table(
@@ -82,9 +85,9 @@ def prune(
     cache: Folder = None,
     json: Json = False,
 ) -> None:
-    """Remove what killed runs left, what is too old, and what is too much. What is in use stays.
+    """Remove leftovers of killed runs, and entries that are too old or exceed a limit. Entries in use stay.
 
-    Without options it keeps the limit of PENSTOCK_CACHE_LIMIT, if that is set.
+    Without options, the limit is that of PENSTOCK_CACHE_LIMIT, if it is set.
     """
     before = -math.inf if older_than is None else time.time() - _seconds(older_than)
     limit = _limit() if older_than is None else None
@@ -101,7 +104,7 @@ def clear(
     cache: Folder = None,
     json: Json = False,
 ) -> None:
-    """Remove everything that is not in use. On a terminal you are asked first."""
+    """Remove all entries that are not in use. On a terminal, you are asked first."""
     folder = cache or user_cache()
     if not yes and not dry_run and sys.stdin.isatty():
         total = sum(one.nbytes for one in list_entries(folder))

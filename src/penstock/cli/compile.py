@@ -1,4 +1,4 @@
-"""`penstock compile`: an artifact from a saved program, or from a model that is exported here."""
+"""`penstock compile`: makes an artifact from a saved program, or from a model that it exports."""
 
 from __future__ import annotations
 
@@ -93,10 +93,10 @@ def compile(
 
 
 def _program(model: str, tokens: int, files: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """The program to compile, the weight files to take values from, and what weights are called in them.
+    """The program to compile, the weight files to take values from, and the names of weights in these files.
 
-    A saved program is loaded; a model is exported without being built, and has its own files where none are
-    given.
+    A saved program is loaded. A model is exported without being built, and its values come from the model's
+    own files if no others are given.
     """
     path = Path(model)
     folder = path if path.is_dir() else path.parent if path.name == "config.json" else None

@@ -1,4 +1,4 @@
-"""`penstock demo`: penstock at work, on this machine."""
+"""`penstock demo`: a demonstration of penstock on this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EXAMPLES = ("penstock demo --part real",)
 
 
 class Part(StrEnum):
-    """What the demo shows."""
+    """The parts of the demo."""
 
     all = "all"
     cap = "cap"

@@ -1,4 +1,4 @@
-"""`penstock doctor`: what of a model will export and stream."""
+"""`penstock doctor`: a check of which parts of a model export and stream."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ EXAMPLES = ("penstock doctor my_models:build",)
 def doctor(
     model: Annotated[
         str,
-        typer.Argument(help="module:function that returns a module and example inputs, or a config.json."),
+        typer.Argument(
+            help="module:function that returns a module and example inputs, a config.json, or its folder."
+        ),
     ],
     *,
     json: options.Json = False,
 ) -> None:
-    """Say what of a model will export and stream, what will not, and which line is to blame."""
+    """Say which parts of a model will export and stream, which will not, and which line prevents it."""
     from penstock.models.doctor import examine, facts
 
     with console.spinner(f"exporting {model} without building it"), console.quiet():

@@ -1,4 +1,4 @@
-"""`penstock hardware`: the presets, and what was measured of this machine."""
+"""`penstock hardware`: the presets, and the measured figures of this machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def hardware(
     measure: Annotated[bool, typer.Option("--measure", help="Measure this machine again.")] = False,
     json: Json = False,
 ) -> None:
-    """List the hardware that plans can be made for, and how fast this machine was found to be."""
+    """List the hardware that plans can be made for, and the measured speed of this machine."""
     if name in PRESETS:
         if measure:
             fail(f"--measure is about this machine, and {name} is a preset: leave out one of them")
@@ -121,6 +121,6 @@ def _measured(found: Sequence[Measurement]) -> tuple[tuple[str, ...], list[list[
 
 
 def _facts(one: Measurement) -> dict[str, Any]:
-    """A figure as JSON: as it is remembered, and what is thought of it now."""
+    """A figure for JSON: its remembered fields, its unit, and whether it is doubtful or expired now."""
     opinion = {"title": one.subject.title, "unit": one.unit, "doubts": list(one.doubts())}
     return asdict(one) | opinion | {"fresh": one.is_fresh(time.time())}

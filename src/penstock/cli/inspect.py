@@ -1,4 +1,4 @@
-"""`penstock inspect`: what an artifact holds."""
+"""`penstock inspect`: the contents of an artifact."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Table = tuple[str, Sequence[str], list[list[str]]]
 
 
 class GraphForm(StrEnum):
-    """How a graph is written."""
+    """The forms in which a graph can be written."""
 
     dot = "dot"
     json = "json"
@@ -114,7 +114,7 @@ def _totals(program: Program) -> list[tuple[str, str]]:
 
 
 def artifact_tables(program: Program) -> list[Table]:
-    """The methods and the largest weights of an artifact."""
+    """The tables of the methods and of the largest weights of an artifact."""
     payload = program.payload
     methods = [
         [m.name, str(len(t.steps)), "\n".join(f"{i.name}: {i.dtype} {_shape(i.shape)}" for i in m.inputs)]

@@ -1,72 +1,72 @@
-"""The command line `penstock`: one application of a file for each command.
+"""The command line `penstock`, assembled from one file for each command.
 
-Exit status: 0 when done, 2 with one sentence on stderr for bad input, 130 after Ctrl-C.
+The exit status is 0 on success, 2 with one sentence on stderr for bad input, and 130 after Ctrl-C. Little is
+imported before Ctrl-C is answered: the commands and all that they need come after.
 """
 
 from __future__ import annotations
 
 import sys
-from types import ModuleType
-from typing import Annotated
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from penstock.cli import (
-    cache,
-    compile,
-    convert,
-    demo,
-    doctor,
-    hardware,
-    inspect,
-    plan,
-    preflight,
-    relink,
-    run,
-    simulate,
-    verify,
-)
-from penstock.cli.terminal.inputs import fail
 from penstock.cli.terminal.interrupts import STATUS, answered
 from penstock.schedule.facts.errors import PenstockError
 
+if TYPE_CHECKING:
+    import typer
+
 COMMANDS = (
-    preflight,
-    doctor,
-    convert,
-    compile,
-    plan,
-    simulate,
-    inspect,
-    verify,
-    relink,
-    run,
-    hardware,
-    cache,
-    demo,
+    "preflight",
+    "doctor",
+    "convert",
+    "compile",
+    "plan",
+    "simulate",
+    "inspect",
+    "verify",
+    "relink",
+    "run",
+    "hardware",
+    "cache",
+    "demo",
 )
-"""In the order of `penstock --help`. Each file has a function or group of its own name, and EXAMPLES."""
+"""The files of the commands, in the order of `penstock --help`.
 
-app = typer.Typer(
-    help="Run exported PyTorch programs whose weights are bigger than the memory they run in.",
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
-)
+Each has a function or a group of commands of its own name, and EXAMPLES.
+"""
 
 
-@app.callback(invoke_without_command=True)
-def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
-    if version:
-        from penstock import __version__
+def assemble() -> typer.Typer:
+    """Import every command, and put them together."""
+    import typer
 
-        typer.echo(f"penstock {__version__}")
-        raise typer.Exit
+    app = typer.Typer(
+        help="Run exported PyTorch programs whose weights are bigger than the memory they run in.",
+        no_args_is_help=True,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        pretty_exceptions_enable=False,
+        rich_markup_mode="markdown",
+    )
+
+    def root(version: bool = False) -> None:
+        if version:
+            from penstock import __version__
+
+            typer.echo(f"penstock {__version__}")
+            raise typer.Exit
+
+    root.__annotations__["version"] = Annotated[bool, typer.Option("--version", help="Print the version.")]
+    app.callback(invoke_without_command=True)(root)
+    for name in COMMANDS:
+        _add(app, name)
+    return app
 
 
-def _add(command: ModuleType) -> None:
-    name = command.__name__.rpartition(".")[2]
+def _add(app: typer.Typer, name: str) -> None:
+    import typer
+
+    command = import_module(f"penstock.cli.{name}")
     title = "Examples:" if len(command.EXAMPLES) > 1 else "Example:"
     examples = "\n\n".join([title, *(f"- `{one}`" for one in command.EXAMPLES)])
     made = getattr(command, name)
@@ -76,21 +76,23 @@ def _add(command: ModuleType) -> None:
         app.command(name, epilog=examples)(made)
 
 
-for _command in COMMANDS:
-    _add(_command)
-
-
 def main() -> None:
-    """Run the command line; every error of the tree becomes one sentence and status 2."""
+    """Run the command line; every PenstockError becomes one sentence on stderr and status 2."""
     try:
         with answered():
-            app(prog_name="penstock")
+            assemble()(prog_name="penstock")
     except PenstockError as error:
-        fail(str(error))
-    except OSError as error:  # a path that the system does not look up
-        fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        _fail(str(error))
+    except OSError as error:  # the system refuses a path
+        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except KeyboardInterrupt:
         sys.exit(STATUS)
+
+
+def _fail(sentence: str) -> None:
+    from penstock.cli.terminal.inputs import fail
+
+    fail(sentence)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`penstock plan`: what stays and what streams within a budget, and whether that pays."""
+"""`penstock plan`: the weights that stay and those that stream within a budget, and whether that pays."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _write(found: Advice, *, output: Path | None, timeline: Path | None, force: 
 
 
 def _print_json(found: Advice) -> None:
-    """The verdict and what it rests on, and the plan itself."""
+    """Print the verdict, the figures behind it, and the plan itself as JSON."""
     facts: dict[str, Any] = {
         "verdict": list(found.verdict),
         "predicted_seconds": found.plan.predicted_seconds,
@@ -118,15 +118,18 @@ def _print(artifact: Path, program: Program, found: Advice) -> None:
     if found.comparison is not None:
         console.print_table(
             "Beside other policies, in the same model",
-            ("policy", "s a pass", "times the plan"),
-            [[row["policy"], f"{row['seconds']:.4f}", f"{row['times']:.2f}"] for row in found.comparison],
+            ("policy", "a pass", "times the plan"),
+            [
+                [row["policy"], format_time(row["seconds"] * 1e9), f"{row['times']:.2f}"]
+                for row in found.comparison
+            ],
         )
     if found.points is not None:
         _print_sweep(found.points)
 
 
 def _facts(program: Program, plan: Plan) -> list[tuple[str, str]]:
-    """The plan's decisions in words."""
+    """The plan's decisions and times as lines of a name and a value."""
     resident = sum(r.nbytes for r in plan.resident)
     outside = sum(program.payload.storages[s].nbytes for s in plan.outside)
     transfers = sum(len(s.transfers) for s in plan.schedules)

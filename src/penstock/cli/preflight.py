@@ -1,4 +1,4 @@
-"""`penstock preflight`: a model that was never built, on each kind of hardware with each budget."""
+"""`penstock preflight`: plans for a model that was never built, on each hardware and with each budget."""
 
 from __future__ import annotations
 

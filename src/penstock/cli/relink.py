@@ -1,4 +1,4 @@
-"""`penstock relink`: identical copies of the weight files that an artifact refers to in place."""
+"""`penstock relink`: lets an artifact refer to identical copies of its weight files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def relink(
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """Let an artifact refer to copies of its weight files, once every byte of the weights is checked."""
+    """Let an artifact refer to copies of its weight files, after every byte of the weights is checked."""
     from penstock.runtime.relink import relink as relink_artifact
 
     with console.byte_progress() as progress:

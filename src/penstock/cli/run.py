@@ -1,4 +1,4 @@
-"""`penstock run`: passes of an artifact within a budget, and what moved."""
+"""`penstock run`: passes of an artifact within a budget, and the bytes that moved."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 from penstock.cli.terminal import console, options
 from penstock.cli.terminal.inputs import integer, pairs, refuse_existing
-from penstock.schedule.facts.sizes import format_size
+from penstock.schedule.facts.sizes import format_size, format_time
 
 if TYPE_CHECKING:
     from penstock.models.trial import TrialResult
@@ -38,6 +38,9 @@ def run(
     arena: options.ArenaName = None,
     device: options.DeviceName = "cpu",
     host_memory: options.HostMemory = None,
+    engine: Annotated[
+        str, typer.Option(help="What executes the plan on a CPU: auto, native or python.")
+    ] = "auto",
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of generated inputs.")] = 0,
     force: options.Force = False,
     json: options.Json = False,
@@ -51,7 +54,13 @@ def run(
 
         program = open_program(artifact)
         load = partial(
-            program.load, budget, keep=keep or (), arena=arena, device=device, host_memory=host_memory
+            program.load,
+            budget,
+            keep=keep or (),
+            arena=arena,
+            device=device,
+            host_memory=host_memory,
+            engine=engine,
         )
         done = run_trial(program, Trial(method, passes, input, output, sizes, seed, force), load, say)
     if json:
@@ -62,12 +71,12 @@ def run(
 
 def _facts(done: TrialResult) -> list[tuple[str, str]]:
     stats = done.stats
-    seconds = ", ".join(f"{s:.3f}" for s in done.pass_seconds)
+    times = ", ".join(format_time(seconds * 1e9) for seconds in done.pass_seconds)
     return [
-        ("seconds a pass", f"{seconds} (load {done.load_seconds:.3f})"),
+        ("time a pass", f"{times} (load {format_time(done.load_seconds * 1e9)})"),
         ("memory for weights", f"{format_size(stats.peak_bytes)} at most, of {format_size(stats.budget)}"),
         ("moved", format_size(stats.bytes_moved)),
-        ("waited for weights", f"{stats.stall_seconds:.3f} s, {stats.misses} misses"),
+        ("waited for weights", f"{format_time(stats.stall_seconds * 1e9)}, {stats.misses} misses"),
         ("weights live in", stats.arena),
         *[("output " + name, shape) for name, shape in done.outputs.items()],
     ]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli.terminal import console, options
-from penstock.schedule.facts.sizes import format_size
+from penstock.schedule.facts.sizes import format_size, format_time
 
 EXAMPLES = (
     "penstock simulate model.penstock --budget 8GB --hardware rtx4090",
@@ -27,7 +27,7 @@ def simulate(
     device: options.DeviceName = "cpu",
     json: options.Json = False,
 ) -> None:
-    """Execute a plan on a virtual clock, with `--device sim:NAME` the program too; show where it waits."""
+    """Run a plan on a virtual clock, with `--device sim:NAME` the program too, and show where it waits."""
     from penstock.models.advice import simulated
     from penstock.models.trial import run_simulated
     from penstock.runtime.program import open as open_program
@@ -51,26 +51,26 @@ def simulate(
 
 
 def _print_on_clock(artifact: Path, one: dict[str, Any]) -> None:
-    def seconds(key: str) -> str:
-        return f"{one[key] / 1e9:.6f} s"
+    def time(key: str) -> str:
+        return format_time(one[key])
 
     console.print_facts(
         f"{artifact}: {one['method']}",
         [
-            ("first pass", f"{seconds('first_ns')}, {seconds('first_stall_ns')} of it waiting"),
-            ("steady pass", f"{seconds('period_ns')}, {seconds('stall_ns')} of it waiting"),
-            ("predicted", f"{seconds('predicted_ns')}, compute {seconds('compute_ns')}"),
+            ("first pass", f"{time('first_ns')}, {time('first_stall_ns')} of it waiting"),
+            ("steady pass", f"{time('period_ns')}, {time('stall_ns')} of it waiting"),
+            ("predicted", f"{time('predicted_ns')}, compute {time('compute_ns')}"),
         ],
     )
     longest = sorted(one["stalls"], key=lambda stall: -stall["ns"])[:_STALLS]
     if longest:
         title = f"Steps that wait, the longest {len(longest)} of {len(one['stalls'])}"
-        console.print_table(title, ("step", "ms"), [[s["step"], f"{s['ns'] / 1e6:.3f}"] for s in longest])
+        console.print_table(title, ("step", "waits"), [[s["step"], format_time(s["ns"])] for s in longest])
 
 
 def _ran(one: dict[str, Any]) -> list[tuple[str, str]]:
     return [
-        ("passes, seconds", ", ".join(f"{seconds:.6f}" for seconds in one["pass_seconds"])),
+        ("passes", ", ".join(format_time(seconds * 1e9) for seconds in one["pass_seconds"])),
         ("outputs", ", ".join(f"{name} {shape}" for name, shape in one["outputs"].items())),
         ("copied", format_size(one["bytes_moved"])),
         ("races", "none: an event orders every two accesses of the same bytes"),

@@ -1,4 +1,4 @@
-"""`penstock verify`: whether an artifact still is what was compiled."""
+"""`penstock verify`: a check that an artifact still has the bytes that were compiled."""
 
 from __future__ import annotations
 

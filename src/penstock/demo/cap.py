@@ -1,9 +1,9 @@
 """Part one: a decoder whose weights are four times a cap that the kernel enforces.
 
-The same tokens are made three times, each in a process of its own: by the plain model without a
+The same tokens are made three times, each time in a process of its own: by the plain model without a
 cap, which gives the reference; by the plain model under the cap, which is killed; and by penstock
-under the cap. The weights are forgotten by the page cache before each run, so that none starts with
-a model that another one has read, and what a capped run maps is charged to its own cap.
+under the cap. Before each run the weights are dropped from the page cache, so that no run finds weights
+that another run has read, and pages that a capped run maps are charged to its own cap.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from penstock.demo.disk import ReadRate, find_folder, measure_read
 from penstock.demo.processes import Ending, run_capped, run_child
 from penstock.demo.screen import make_table, shorten, show_progress
 from penstock.schedule.facts.errors import BudgetError, SourceError
-from penstock.schedule.facts.sizes import format_size, parse_size
+from penstock.schedule.facts.sizes import format_size, format_time, parse_size
 
 DEFAULT_SIZE = "2GiB"
 SMALLEST_CAP = 400 << 20
-"""Bytes: Python and torch alone take more than a third of this."""
+"""The least cap in bytes: Python and torch alone take more than a third of it."""
 
 TOKENS = 8
 SEED = 20
@@ -33,7 +33,7 @@ SEED = 20
 
 @dataclass(frozen=True)
 class Runs:
-    """What part one found. `cap_kind` says what enforced the cap."""
+    """The results of part one. `cap_kind` says what enforced the cap."""
 
     weight_bytes: int
     layers: int
@@ -48,21 +48,21 @@ class Runs:
 
     @property
     def equal(self) -> bool:
-        """Whether penstock made the reference's logits bit for bit."""
+        """True if penstock's logits are those of the reference, bit for bit."""
         reference, streamed = self.reference.result, self.streamed.result
         return reference is not None and streamed is not None and reference.digest == streamed.digest
 
     @property
     def holds(self) -> bool:
-        """Whether everything came out as the demo claims."""
+        """True if all results are as the demo claims."""
         return self.equal and self.plain.result is None
 
 
 def run_cap(console: Console, *, size: str | None = None) -> Runs:
-    """Make the model, run it three times, and print what happened.
+    """Make the model, run it three times, and print the results.
 
-    Raises `BudgetError` for a size whose quarter cannot hold a process, `SourceError` where no disk
-    has room for the weights, `StreamError` where a run failed instead of being killed.
+    Raises `BudgetError` for a size of which a quarter cannot hold a process, `SourceError` if no disk
+    has room for the weights, and `StreamError` if a run failed instead of being killed.
     """
     wanted = parse_size(size or DEFAULT_SIZE, name="--size")
     if wanted // 4 < SMALLEST_CAP:
@@ -83,7 +83,7 @@ def run_cap(console: Console, *, size: str | None = None) -> Runs:
 
 
 def run_three(console: Console, folder: Path, weight_bytes: int, *, cap: int | None) -> Runs:
-    """Prepare in `folder` and run; the cap is a quarter of the weights unless given."""
+    """Write the model into `folder` and run it three times. The default cap is a quarter of the weights."""
     job = prepare(console, folder, weight_bytes)
     weights = Path(job.weights)
     nbytes = weights.stat().st_size
@@ -95,13 +95,13 @@ def run_three(console: Console, folder: Path, weight_bytes: int, *, cap: int | N
     plain, kind = run_capped(console, job, cap, "the plain model, capped")
     streamed, _ = run_capped(console, replace(job, kind="streamed"), cap, "penstock, capped")
     rates.append(measure_read(weights))
-    # Before and after, because the speed of a disk that others share swings.
+    # The disk is measured before and after the runs, because the speed of a shared disk varies.
     disk = replace(rates[0], bytes_per_s=sum(rate.bytes_per_s for rate in rates) / len(rates))
     return Runs(nbytes, job.layers, job.hidden, cap, kind, job.budget, reference, plain, streamed, disk)
 
 
 def prepare(console: Console, folder: Path, weight_bytes: int) -> Job:
-    """Write the weights and the artifact; the job that runs the plain model."""
+    """Write the weights and the artifact; returns the job that runs the plain model."""
     import penstock
     from penstock.demo.llama import choose_shape, export_decoder, write_weights
 
@@ -124,7 +124,7 @@ def prepare(console: Console, folder: Path, weight_bytes: int) -> Job:
 
 
 def print_runs(console: Console, runs: Runs) -> None:
-    """The table of the three runs, and the line that says what moved."""
+    """Print the table of the three runs, and the bytes that penstock moved."""
     say = partial(console.print, highlight=False)
     weights = shorten(runs.weight_bytes)
     say(
@@ -152,21 +152,22 @@ def print_runs(console: Console, runs: Runs) -> None:
         f"that this disk gives ({how})"
     )
     say(
-        f"  budget {shorten(runs.budget)}, {streamed.misses} misses, {streamed.stall_seconds:.1f} s stalled, "
+        f"  budget {shorten(runs.budget)}, {streamed.misses} misses, "
+        f"{format_time(streamed.stall_seconds * 1e9)} stalled, "
         f"{streamed.readers} readers\n  {streamed.arena}\n",
         style="dim",
     )
 
 
 def _describe(ending: Ending, runs: Runs) -> tuple[str, str, str]:
-    """Load time, time of the tokens, and what came out, as cells of the table."""
+    """The load time, the time of the tokens, and the hash or the failure, as cells of the table."""
     result = ending.result
     if result is None:
         return "", "", f"[red]{ending.failure}[/red]"
     same = runs.reference.result is not None and result.digest == runs.reference.result.digest
     colour = "green" if same else "red"
     return (
-        f"{result.load_seconds:.1f} s",
-        f"{result.run_seconds:.1f} s",
+        format_time(result.load_seconds * 1e9),
+        format_time(result.run_seconds * 1e9),
         f"[{colour}]{result.digest[:16]}[/{colour}]",
     )

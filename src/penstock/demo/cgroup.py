@@ -1,9 +1,9 @@
 """A memory cgroup: a cap that the kernel enforces on the processes that join it.
 
-Linux offers two controllers. Version 1 has a tree of its own below `/sys/fs/cgroup/memory`;
-version 2 has one tree for everything, where a group that holds processes cannot hand its memory
-controller down, so that the group is then made beside the caller's instead of below it. Where
-neither is writable there is no cap to be had: `make_group` returns None.
+Linux offers two controllers. Version 1 has a tree of its own below `/sys/fs/cgroup/memory`. Version 2
+has one tree for all controllers, in which a group with processes cannot enable the memory controller for
+groups below it; the new group is then made beside the caller's group. If neither tree is writable, there
+is no cap, and `make_group` returns None.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class MemoryGroup:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that the group held at once, its share of the page cache included.
+        """The most bytes that the group held at once, its share of the page cache included.
 
-        0 where the kernel does not count it (version 2 before Linux 5.19).
+        0 if the kernel does not count them (version 2 before Linux 5.19).
         """
         name = "memory.max_usage_in_bytes" if self.version == 1 else "memory.peak"
         try:
@@ -41,13 +41,13 @@ class MemoryGroup:
 
     @property
     def kills(self) -> int:
-        """How many processes the kernel killed because the group was full."""
+        """The number of processes that the kernel killed because the group was full."""
         name = "memory.oom_control" if self.version == 1 else "memory.events"
         fields = dict(line.split() for line in (self.folder / name).read_text().splitlines())
         return int(fields.get("oom_kill", 0))
 
     def remove(self) -> None:
-        """Remove the group; a process that was just killed may hold it for a moment."""
+        """Remove the group, and retry for a while, since a process that was just killed may still hold it."""
         deadline = time.monotonic() + 5
         while True:
             try:
@@ -62,7 +62,7 @@ class MemoryGroup:
 
 
 def join_group(folder: Path) -> None:
-    """Move the calling process into a group; what it holds already stays with its old group."""
+    """Move the calling process into a group. Memory that it already has stays charged to its old group."""
     (folder / "cgroup.procs").write_text(str(os.getpid()))
 
 
@@ -70,7 +70,7 @@ def join_group(folder: Path) -> None:
 def make_group(
     limit_bytes: int, *, mount: Path = MOUNT, own: Path = OWN_GROUPS
 ) -> Iterator[MemoryGroup | None]:
-    """A memory cgroup of `limit_bytes` for the time of the context; None where none can be made."""
+    """Yield a memory cgroup of `limit_bytes`, which is removed at the end; None if none can be made."""
     group = None
     for parent, version in list_parents(mount, own):
         group = _try_group(parent / f"penstock-{os.getpid()}-{time.monotonic_ns()}", version, limit_bytes)
@@ -84,7 +84,7 @@ def make_group(
 
 
 def list_parents(mount: Path, own: Path) -> list[tuple[Path, int]]:
-    """Folders in which a group could be made, best first, with their version."""
+    """The folders in which a group could be made, the best first, each with the controller's version."""
     try:
         entries = [line.split(":", 2) for line in own.read_text().splitlines()]
     except OSError:
@@ -104,7 +104,7 @@ def list_parents(mount: Path, own: Path) -> list[tuple[Path, int]]:
 
 
 def _try_group(folder: Path, version: int, limit_bytes: int) -> MemoryGroup | None:
-    """Make the group and set its limit, swap included; None, with nothing left, where that fails."""
+    """Make the group and set its limit, swap included. If that fails, remove the group and return None."""
     limit, swap = ("limit_in_bytes", "memsw.limit_in_bytes") if version == 1 else ("max", "swap.max")
     try:
         folder.mkdir()
@@ -112,8 +112,8 @@ def _try_group(folder: Path, version: int, limit_bytes: int) -> MemoryGroup | No
         return None
     try:
         _write_setting(folder / f"memory.{limit}", limit_bytes)
-        # Version 1 limits memory and swap together, version 2 swap alone; absent where the kernel
-        # does not count swap.
+        # Version 1 limits memory and swap together, and version 2 swap alone. The file does not exist
+        # if the kernel does not count swap.
         with contextlib.suppress(FileNotFoundError):
             _write_setting(folder / f"memory.{swap}", limit_bytes if version == 1 else 0)
     except OSError:
@@ -123,7 +123,7 @@ def _try_group(folder: Path, version: int, limit_bytes: int) -> MemoryGroup | No
 
 
 def _write_setting(path: Path, value: int) -> None:
-    """Write to a file that the kernel made; never create one, as in a folder that is no cgroup."""
+    """Write to a file that the kernel made. If there is none, as outside a cgroup, none is created."""
     fd = os.open(path, os.O_WRONLY)
     try:
         os.write(fd, str(value).encode())

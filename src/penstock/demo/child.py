@@ -1,7 +1,7 @@
 """One run of the decoder in a process of its own, which may be capped.
 
-The job is this module's one argument, as JSON. Standard output carries a JSON object a line:
-`{"token": n}` after each pass, and at the end `{"result": {...}}`.
+The only argument of this module is the job as JSON. Standard output carries one JSON object a line:
+`{"token": n}` after each pass, and `{"result": {...}}` at the end.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 
 OUT_OF_MEMORY = 75
-"""Exit status of a run to which the address-space limit refused memory."""
+"""The exit status of a run that got no more memory because of its address-space limit."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to run: `plain` from the weights file in ordinary memory, or `streamed` from the artifact.
+    """The run of a decoder: `plain`, with the weights in ordinary memory, or `streamed` from the artifact.
 
-    `group` is the folder of a memory cgroup to join first. `spare_bytes` caps, where there is no
-    group, the address space beyond what the bare process has taken.
+    `group` is the folder of a memory cgroup to join first. If there is no group, `spare_bytes` limits the
+    address space beyond that of the bare process.
     """
 
     kind: Literal["plain", "streamed"]
@@ -53,10 +53,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run reports. Times in seconds; `moved` and the rest of the last row are zero when plain.
+    """The results of a run. A plain run has no values from `moved` on.
 
-    `digest` is the sha256 of the logits of every pass, `peak` the largest resident set. `moved`
-    counts the bytes copied while the tokens were made, not what loading had copied before.
+    `digest` is the sha256 of the logits of all passes, and `peak` the largest resident set in bytes. `moved`
+    is the bytes copied while the tokens were made, without those copied by loading.
     """
 
     digest: str
@@ -74,7 +74,7 @@ class Result:
 def main() -> int:
     job = Job(**json.loads(sys.argv[1]))
     if job.group is not None:
-        join_group(Path(job.group))  # before torch: all that this process takes counts
+        join_group(Path(job.group))  # before torch is imported, so that all memory of this process counts
     import torch
 
     from penstock.demo.llama import Shape
@@ -86,7 +86,7 @@ def main() -> int:
     try:
         result = _run_plain(job, shape) if job.kind == "plain" else _run_streamed(job)
     except (MemoryError, RuntimeError, SystemError) as error:
-        # Which of them depends on who asked: Python, torch, or a C function that forgot to say.
+        # The type depends on what asked for memory: Python, torch, or a C function that sets no error.
         refused = not isinstance(error, RuntimeError) or "memory" in str(error)
         if job.spare_bytes is None or not refused:
             raise
@@ -113,7 +113,7 @@ def _run_streamed(job: Job) -> Result:
 
 
 def _generate(job: Job, call: Any, load_seconds: float, stats: Callable[[], Any] | None = None) -> Result:
-    """Make the tokens with `call`, and report what the streamed module's `stats` counted meanwhile."""
+    """Make the tokens with `call`; the result has what the streamed module's `stats` counted meanwhile."""
     import torch
 
     from penstock.demo.llama import generate, make_prompt
@@ -146,9 +146,9 @@ def _generate(job: Job, call: Any, load_seconds: float, stats: Callable[[], Any]
 
 
 def _read_peak() -> int:
-    """The largest resident set of this process so far, in bytes; 0 where the system does not say.
+    """The largest resident set of this process so far, in bytes; 0 if the system does not tell.
 
-    Not `getrusage`: after an exec it still counts what the parent held.
+    `getrusage` would not do: after an exec it still counts the memory of the parent.
     """
     try:
         status = Path("/proc/self/status").read_text().splitlines()
@@ -158,7 +158,7 @@ def _read_peak() -> int:
 
 
 def _limit_address_space(spare_bytes: int) -> None:
-    """Refuse this process more than `spare_bytes` of address space beyond what it has."""
+    """Limit the address space of this process to `spare_bytes` more than it has now."""
     import resource
 
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""Measures what the disk itself gives: reads of a file past the page cache, with nothing else going on."""
+"""Measures the rate of the disk itself: reads of a file past the page cache, without other work."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from penstock.runtime.system.mounts import find_mount
 
 _SECONDS = 5.0
 IN_MEMORY = {"tmpfs", "ramfs"}
-"""File systems whose files are memory: a demo there would measure nothing and fill what it saves."""
+"""File systems whose files are in memory: a demo there would measure no disk, and take much memory."""
 
 
 @dataclass(frozen=True)
 class ReadRate:
-    """What raw reads gave, and whether they were O_DIRECT or else buffered but cold."""
+    """The bytes and the rate of raw reads. If not `direct`, they went through a cold page cache."""
 
     nbytes: int
     bytes_per_s: float
@@ -28,7 +28,7 @@ class ReadRate:
 
 
 def drop_cache(path: Path) -> None:
-    """Write the file back and ask the kernel to forget what it holds of it."""
+    """Write the file back, and ask the kernel to drop it from the page cache."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         if hasattr(os, "posix_fadvise"):
@@ -36,7 +36,7 @@ def drop_cache(path: Path) -> None:
 
 
 def measure_read(weights: Path) -> ReadRate:
-    """Read a whole safetensors file as penstock does when it streams, with nothing else going on."""
+    """Read a whole safetensors file as penstock does when it streams, without other work."""
     drop_cache(weights)
     with Source([stamp_file(weights, recorded_path=weights.name)], weights.parent) as source:
         nbytes = weights.stat().st_size
@@ -45,7 +45,7 @@ def measure_read(weights: Path) -> ReadRate:
 
 
 def find_folder(nbytes: int) -> Path | None:
-    """A folder for temporary files with `nbytes` to spare, on a disk and not in memory; or None."""
+    """A folder for temporary files with `nbytes` to spare, on a disk and not in memory; None if none has."""
     for folder in list_folders():
         with contextlib.suppress(OSError):
             space = os.statvfs(folder)
@@ -56,5 +56,5 @@ def find_folder(nbytes: int) -> Path | None:
 
 
 def list_folders() -> tuple[Path, ...]:
-    """Where temporary files may go, best first."""
+    """Folders for temporary files, the best first."""
     return Path(tempfile.gettempdir()), Path("/var/tmp"), Path.cwd()

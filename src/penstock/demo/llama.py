@@ -1,4 +1,4 @@
-"""A Llama-shaped decoder written plainly, and a safetensors file of pseudo-random weights for it.
+"""A plain decoder with the architecture of Llama, and a safetensors file of pseudo-random weights for it.
 
 The shape follows Llama 3: RMSNorm before each half, rotary positions, grouped queries, SwiGLU,
 bfloat16, no bias, untied head. There is no KV cache: every call reads a window of fixed length.
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 WINDOW = 16
-"""Tokens that one call reads; those after the last known one are padding that causality hides."""
+"""The number of tokens that one call reads. Those after the last known token are padding, which is masked."""
 
 ALIGNMENT = 64
-"""Bytes to which the file aligns every tensor, so that it can be used in place."""
+"""The alignment in bytes of every tensor in the file, so that tensors can be used in place."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def choose_shape(weight_bytes: int) -> Shape:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions, [1, T, hidden] to the same."""
+    """Causal self-attention with rotary positions; maps [1, T, hidden] to [1, T, hidden]."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU, [1, T, hidden] to the same."""
+    """SwiGLU; maps [1, T, hidden] to [1, T, hidden]."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """One decoder layer: attention and feed-forward, each normalised before and added after."""
+    """One decoder layer: attention and feed-forward, each with a norm before and a residual sum after."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids [1, T] to logits [1, T, vocabulary]."""
+    """Maps token ids of shape [1, T] to logits of shape [1, T, vocabulary]."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Decoder(nn.Module):
         return out
 
     def _turn(self, length: int) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of each position's angles, each [T, head_width / 2]."""
+        """The cosines and sines of each position's angles, each of shape [T, head_width / 2]."""
         exponent = torch.arange(0, self.head_width, 2, dtype=torch.float32) / self.head_width
         angles = torch.arange(length, dtype=torch.float32)[:, None] * 10000.0**-exponent
         return angles.cos().to(torch.bfloat16), angles.sin().to(torch.bfloat16)
@@ -157,8 +157,8 @@ def write_weights(
 ) -> int:
     """Write the decoder's weights as a safetensors file, one chunk of memory at a time.
 
-    The same shape and seed give the same bytes everywhere. `report` is told how many bytes were
-    written since it was last told. Returns the bytes of all weights.
+    Equal shapes and seeds give equal bytes on every machine. `report` is called with the bytes that were
+    written since its last call. Returns the bytes of all weights.
     """
     sizes = list_weights(shape)
     header: dict[str, object] = {}
@@ -167,8 +167,8 @@ def write_weights(
         start, end = end, end + math.prod(size) * 2
         header[name] = {"dtype": "BF16", "shape": size, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
-    # The format allows blanks after the JSON; with them the data begins on an aligned offset, and
-    # every size here is a multiple of the alignment.
+    # The format allows blanks after the JSON, which align the beginning of the data. The size of every
+    # tensor here is a multiple of the alignment.
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     generator = np.random.Generator(np.random.PCG64(seed))
     with path.open("wb") as file:
@@ -181,9 +181,9 @@ def write_weights(
 
 
 def _draw_weights(size: tuple[int, ...], generator: np.random.Generator) -> Iterator[npt.NDArray[np.uint16]]:
-    """The bits of one weight in chunks: ones for a norm, else of standard deviation fan_in^-0.5.
+    """Yield the bits of one weight in chunks: ones for a norm, else values of standard deviation fan_in^-0.5.
 
-    A byte of randomness makes a bfloat16 weight: its sign and its mantissa, under one exponent.
+    One random byte makes a bfloat16 value: it gives the sign and the mantissa, and all exponents are equal.
     """
     count = math.prod(size)
     if len(size) == 1:
@@ -210,7 +210,7 @@ def load_decoder(shape: Shape, path: Path) -> Decoder:
 
 
 def export_decoder(shape: Shape, path: Path) -> torch.export.ExportedProgram:
-    """The exported decoder; its weights are mapped from `path`, so that this takes no memory for them."""
+    """The exported decoder, whose weights are mapped from `path`, so that they take no memory."""
     from safetensors.torch import load_file
 
     decoder = make_meta_decoder(shape)
@@ -227,7 +227,7 @@ def make_prompt(vocabulary: int) -> tuple[int, ...]:
 def generate(
     call: Callable[[Tensor], Tensor], prompt: tuple[int, ...], count: int, report: Callable[[Tensor], object]
 ) -> list[int]:
-    """Append `count` tokens to `prompt` greedily; `report` sees the logits of every pass."""
+    """Append `count` tokens to `prompt` greedily; `report` is called with the logits of every pass."""
     tokens = torch.zeros(1, WINDOW, dtype=torch.int64)
     tokens[0, : len(prompt)] = torch.tensor(prompt)
     for position in range(len(prompt), len(prompt) + count):

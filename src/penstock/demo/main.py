@@ -1,4 +1,4 @@
-"""Runs the two parts, and turns what they found into a screen or JSON and an exit status."""
+"""Runs the two parts of the demo, and turns their results into a screen or JSON and an exit status."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from penstock.schedule.facts.errors import PenstockError
 
 
 def run(*, part: Literal["all", "cap", "real"] = "all", size: str | None = None, json: bool = False) -> int:
-    """Run the demo; the exit status.
+    """Run the demo and return the exit status.
 
-    `size` is that of the decoder's weights (`2GiB`). With `json`, standard output carries one JSON
-    object and standard error the screen. 0 when everything came out as claimed, 1 when something did
-    not, 2 when the demo could not run, 130 when interrupted.
+    `size` is the size of the decoder's weights (`2GiB`). With `json`, standard output carries one JSON
+    object, and standard error the screen. The status is 0 if all results are as claimed, 1 if one is not,
+    2 if the demo could not run, and 130 if it was interrupted.
     """
     console = Console(file=sys.stderr if json else sys.stdout)
-    # As Ctrl-C, so that a demo that is told to end leaves no files and no cgroup behind either.
+    # SIGTERM is handled like Ctrl-C, so that it leaves no files and no cgroup behind.
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         facts, holds = _run_parts(console, part, size)
@@ -45,7 +45,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _run_parts(console: Console, part: str, size: str | None) -> tuple[dict[str, Any], bool]:
-    """What each part found, and whether all of it is as claimed."""
+    """The results of each part, and whether all of them are as claimed."""
     facts: dict[str, Any] = {}
     holds = True
     start = time.perf_counter()

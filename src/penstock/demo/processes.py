@@ -1,4 +1,4 @@
-"""Runs the demo's jobs as processes of their own, capped or not, and tells how each ended."""
+"""Runs the demo's jobs as processes of their own, with or without a cap, and tells how each ended."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from penstock.schedule.facts.errors import StreamError
 
 @dataclass(frozen=True)
 class Ending:
-    """How a process ended: its result, or None where it was killed.
+    """The end of a process: its result, or None if it was killed; `failure` then says why.
 
-    `peak` is the group's where there is one (page cache included), else the resident set's.
-    `failure` says what became of it instead.
+    `peak` is the most bytes of the process's group (page cache included), or, without a group, of its
+    resident set.
     """
 
     result: Result | None
@@ -35,12 +35,12 @@ class Ending:
 
 
 def run_capped(console: Console, job: Job, cap: int, description: str) -> tuple[Ending, str]:
-    """Run the job under `cap` bytes, and say what enforced them."""
+    """Run the job under a cap of `cap` bytes; returns its end, and what enforced the cap."""
     with make_group(cap) as group:
         if group is not None:
             ending = run_child(console, replace(job, group=str(group.folder)), description, group)
             return ending, f"memory cgroup, version {group.version}"
-        # An address-space limit cannot tell mapped weights from memory, so only the plain run has one.
+        # An address-space limit counts mapped weights as memory, so only the plain run has such a limit.
         spare = cap if job.kind == "plain" else None
         return run_child(
             console, replace(job, spare_bytes=spare), description
@@ -48,7 +48,7 @@ def run_capped(console: Console, job: Job, cap: int, description: str) -> tuple[
 
 
 def run_child(console: Console, job: Job, description: str, group: MemoryGroup | None = None) -> Ending:
-    """Run the job in a process of its own; `StreamError` where it failed of itself."""
+    """Run the job in a process of its own. Raises `StreamError` if it fails for any reason but the cap."""
     drop_cache(Path(job.weights))
     command = [sys.executable, "-m", "penstock.demo.child", job.to_json()]
     with (
@@ -73,7 +73,7 @@ def run_child(console: Console, job: Job, description: str, group: MemoryGroup |
 
 @contextlib.contextmanager
 def _start(command: list[str], stderr: int) -> Iterator[subprocess.Popen[str]]:
-    """The process; it is killed when the context is left before its end."""
+    """Yield the process, which is killed if it has not ended when the context is left."""
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, text=True
     ) as process:
@@ -84,7 +84,7 @@ def _start(command: list[str], stderr: int) -> Iterator[subprocess.Popen[str]]:
 
 
 def follow(process: subprocess.Popen[str], report: Callable[[int], None]) -> Result | None:
-    """Pass on the child's progress until it closes its output; its result, where it had one."""
+    """Report the child's progress until it closes its output; returns its result, or None."""
     result = None
     assert process.stdout is not None
     for line in process.stdout:

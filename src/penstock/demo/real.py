@@ -1,8 +1,8 @@
 """Part two: trained weights, streamed from their own safetensors file in place.
 
-The sentence encoder embeds the sentences of `sentences.txt` three times: with everything in memory,
-with a budget at its floor, and with one of three quarters of its weights. The passes are interleaved,
-so that the times compare on a machine whose speed swings.
+The sentence encoder embeds the sentences of `sentences.txt` three times: with all weights in memory,
+with a budget at its floor, and with a budget of three quarters of its weights. The passes are
+interleaved, so that their times can be compared on a machine whose speed varies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.padding import Padding
 
 from penstock.demo.screen import make_table, shorten, show_progress
-from penstock.schedule.facts.sizes import parse_size
+from penstock.schedule.facts.sizes import format_time, parse_size
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 ROUNDS = 5
 SHOWN_PAIRS = 5
 SHARE = "75%"
-"""The second budget. Half of the weights would be below the floor: the word vectors alone are more."""
+"""The second budget. Half of the weights would be below the floor, since the word vectors alone are more."""
 
 
 @dataclass(frozen=True)
 class BudgetRun:
-    """One streamed module, after all rounds. Bytes moved and stalls are those of one round."""
+    """The results of one streamed module after all rounds. Bytes moved and stalls are means for one round."""
 
     budget: int
     memory: int
@@ -51,7 +51,7 @@ class BudgetRun:
 
 @dataclass(frozen=True)
 class Embedded:
-    """What part two found. `nearest` has the most similar pairs of sentences and their cosine."""
+    """The results of part two. `nearest` has the most similar pairs of sentences and their cosines."""
 
     weight_bytes: int
     floor: int
@@ -66,7 +66,7 @@ class Embedded:
 
 @dataclass
 class _Rounds:
-    """A streamed module, its counters before the first round, and what each round gave."""
+    """A streamed module, its counters before the first round, and the output and seconds of each round."""
 
     module: Any
     before: Any
@@ -75,9 +75,9 @@ class _Rounds:
 
 
 def run_real(console: Console) -> Embedded:
-    """Embed the sentences in memory and streamed, and print how they compare.
+    """Embed the sentences with weights in memory and streamed, and print a comparison.
 
-    Raises `MissingExtraError` where the packages of the extra `demo` are missing.
+    Raises `MissingExtraError` if the packages of the extra `demo` are missing.
     """
     sentences = files("penstock.demo").joinpath("sentences.txt").read_text("utf-8").splitlines()
     with tempfile.TemporaryDirectory(prefix="penstock-demo-") as folder:
@@ -87,7 +87,7 @@ def run_real(console: Console) -> Embedded:
 
 
 def embed(console: Console, sentences: list[str], artifact: Path) -> Embedded:
-    """Compile the encoder to `artifact`, and run it at each budget beside the one in memory."""
+    """Compile the encoder to `artifact`, and run it at each budget and with all weights in memory."""
     import torch
 
     with show_progress(console, "loading all-MiniLM-L6-v2"):
@@ -115,7 +115,10 @@ def embed(console: Console, sentences: list[str], artifact: Path) -> Embedded:
 def _run_rounds(
     encoder: Encoder, modules: list[Any], report: Callable[[int], None]
 ) -> tuple[Tensor, list[float], list[_Rounds]]:
-    """Embed all batches ROUNDS times with each: the reference and its times, then each module's."""
+    """Embed all batches ROUNDS times with every module.
+
+    Returns the output and the times of the model in memory, and the rounds of each streamed module.
+    """
     for call in (encoder.module, *modules):
         _embed_all(call, encoder)
     memory_seconds: list[float] = []
@@ -132,7 +135,7 @@ def _run_rounds(
 
 
 def _embed_all(call: Callable[[Tensor, Tensor], Tensor], encoder: Encoder) -> tuple[Tensor, float]:
-    """The vectors of all sentences, and the seconds that took."""
+    """The vectors of all sentences, and the seconds that embedding them took."""
     import torch
 
     start = time.perf_counter()
@@ -141,7 +144,7 @@ def _embed_all(call: Callable[[Tensor, Tensor], Tensor], encoder: Encoder) -> tu
 
 
 def _summarise(rounds: _Rounds, reference: Tensor) -> BudgetRun:
-    """What one module's rounds say; bit for bit means every round of them."""
+    """The results of one module's rounds; `equal` means that every round equals the reference bit for bit."""
     import torch
 
     before, after = rounds.before, rounds.module.stats
@@ -164,7 +167,7 @@ def _name_nearest(vectors: Tensor, sentences: list[str]) -> tuple[tuple[str, str
 
 
 def _compile(encoder: Encoder, artifact: Path) -> Any:
-    """The program, its weights left in the package's own file."""
+    """The compiled program, whose weights stay in the package's own file."""
     import penstock
     from penstock.demo.encoder import PREFIX, export_encoder
 
@@ -178,7 +181,7 @@ def _compile(encoder: Encoder, artifact: Path) -> Any:
 
 
 def print_embedded(console: Console, found: Embedded, count: int) -> None:
-    """The nearest sentences, the table of budgets, and whether the bits are equal."""
+    """Print the nearest sentences, and the table of budgets, which says whether the bits are equal."""
     say = partial(console.print, highlight=False)
     say(
         f"\n  [bold]all-MiniLM-L6-v2, trained weights, streamed from the file they came in[/bold]\n"
@@ -188,10 +191,8 @@ def print_embedded(console: Console, found: Embedded, count: int) -> None:
         say(f"  {similarity:.2f}  {first}\n        {second}")
     say()
     table = make_table("", "budget", "floor", "memory", "moved", "stalled", "time", "vectors")
-    milliseconds = found.memory_seconds * 1e3
-    table.add_row(
-        "memory", "", "", shorten(found.weight_bytes), "", "", f"{milliseconds:.0f} ms", "reference"
-    )
+    whole = format_time(found.memory_seconds * 1e9)
+    table.add_row("memory", "", "", shorten(found.weight_bytes), "", "", whole, "reference")
     for run in found.runs:
         table.add_row(
             "penstock",
@@ -199,7 +200,7 @@ def print_embedded(console: Console, found: Embedded, count: int) -> None:
             shorten(found.floor),
             shorten(run.memory),
             shorten(run.moved),
-            f"{run.stall_seconds * 1e3:.0f} ms",
+            format_time(run.stall_seconds * 1e9),
             f"{run.seconds / found.memory_seconds:.2f} x",
             "[green]same bits[/green]" if run.equal else "[red]different[/red]",
         )

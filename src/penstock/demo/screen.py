@@ -1,4 +1,4 @@
-"""How the demo looks: a spinner or bar while something takes time, and tables without a frame."""
+"""The output of the demo on a terminal: a spinner or bar during work, and tables without a frame."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from rich.table import Table
 def show_progress(
     console: Console, description: str, total: int | None = None
 ) -> Iterator[Callable[[int], None]]:
-    """Show that `description` is going on; yields a function that is told how much of `total` was just done.
+    """Show that `description` is going on; yields a function that takes how much of `total` was just done.
 
-    The display disappears at the end. Without a terminal one plain line is printed instead.
+    The display disappears at the end. Without a terminal, a plain line is printed instead.
     """
     if not console.is_terminal:
         console.print(f"  {description} ...", style="dim", highlight=False)
@@ -37,7 +37,7 @@ def show_progress(
 
 
 def make_table(*columns: str) -> Table:
-    """A table without a frame; the first and the last column are text, the others numbers."""
+    """A table without a frame; the first and the last column hold text, the others hold numbers."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for position, column in enumerate(columns):
         table.add_column(
@@ -47,7 +47,7 @@ def make_table(*columns: str) -> Table:
 
 
 def shorten(nbytes: int) -> str:
-    """`nbytes` for a table, in three digits or four: `527 MiB`, `2.06 GiB`."""
+    """A number of bytes for a table, with three or four digits: `527 MiB`, `2.06 GiB`."""
     value, unit = nbytes / (1 << 20), "MiB"
     if value >= 1000:
         value, unit = value / 1024, "GiB"

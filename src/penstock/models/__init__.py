@@ -1,1 +1,1 @@
-"""What is known of a model before it runs: configuration, size and time, and what will not export."""
+"""Facts of a model before it runs: its configuration, size and time, and what prevents its export."""

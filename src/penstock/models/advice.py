@@ -1,4 +1,4 @@
-"""Advice about a plan: other budgets and policies beside it, a verdict, and the steps at which it waits."""
+"""Advice about a plan: a verdict, a comparison with other budgets and policies, and the steps that wait."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from penstock.schedule.report.verdict import tokens_of, verdict
 
 @dataclass(frozen=True)
 class Advice:
-    """A plan, sentences that judge it, and, where they were asked for, other policies and other budgets.
+    """A plan, sentences that judge it, and, if asked for, a comparison with other policies and other budgets.
 
-    `tokens` are those of a pass, by method, and `floor_bytes` is the least budget for the plan's arena.
+    `tokens` has the number of tokens in a pass, by method. `floor_bytes` is the smallest budget for the
+    plan's arena.
     """
 
     plan: Plan
@@ -34,8 +35,9 @@ def advise(
 ) -> Advice:
     """Judge a plan of `program` beside other policies, and beside plans that `again` makes for other budgets.
 
-    `again` takes a budget in bytes and plans for the hardware and options of `decided`. With `compare` and
-    `sweep` the tables are kept that the verdict comes from.
+    `again` takes a budget in bytes and plans for the hardware and options of `decided`. With `compare`, the
+    result has the times of other policies; with `sweep`, it has the points of the curve of time against
+    budget.
     """
     point, lowest = whatif.point_of(decided), _lowest(again)
     points = None
@@ -47,7 +49,10 @@ def advise(
 
 
 def _comparison(point: whatif.Point) -> list[dict[str, Any]]:
-    """The plan, its bound and every other policy, fastest first: name, seconds a pass, times the plan's."""
+    """Rows for the plan, its bound and every other policy, the fastest first.
+
+    A row has the name, the seconds of a pass, and these seconds divided by the plan's.
+    """
     rows = [("this plan", point.predicted_ns), *point.policies.items()]
     if point.lower_bound_ns is not None:
         rows.append((whatif.BEST, point.lower_bound_ns))
@@ -58,7 +63,7 @@ def _comparison(point: whatif.Point) -> list[dict[str, Any]]:
 
 
 def simulated(plan: Plan) -> list[dict[str, Any]]:
-    """Times in ns of the first and the steady pass of each method on a virtual clock, as JSON."""
+    """The times in ns of the first and of a steady pass of each method on a virtual clock, as JSON."""
     facts = []
     for trace, schedule in zip(plan.traces, plan.schedules, strict=True):
         if not trace.steps:
@@ -83,7 +88,7 @@ def simulated(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _lowest(make: Callable[[int], Plan]) -> int:
-    """The floor in bytes, which the planner names when it is asked for a budget below it."""
+    """The floor in bytes, which the planner's error names for a budget below it."""
     try:
         return make(1).budget
     except BudgetError as error:

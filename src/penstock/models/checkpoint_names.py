@@ -14,11 +14,12 @@ _ONE_AFTER_ANOTHER = [("Concatenate", 0)]
 
 
 def names_in_checkpoint(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """For `rename=`: the tensors of a checkpoint that make up each weight, where they have another name.
+    """The tensors of a checkpoint that make up each weight of another name, in the form that `rename=` takes.
 
-    `model` may be on the meta device. The library renames tensors while it loads them, and stacks those of
-    experts: the rows of a stacked weight are the rows of its tensors, one after another. Weights that it
-    makes in another way are left out. The result is empty for a model that is not of transformers.
+    `names` are the names of the checkpoint's tensors. `model` may be on the meta device. The library renames
+    tensors while it loads them, and stacks those of experts: the rows of a stacked weight are the rows of its
+    tensors, one after another. Weights that it makes in another way are left out. The result is empty for a
+    model that is not of transformers.
     """
     try:
         from transformers import PreTrainedModel
@@ -34,7 +35,7 @@ def names_in_checkpoint(model: nn.Module, names: Iterable[str]) -> dict[str, tup
 
 
 def _conversions(model: Any, names: Iterable[str]) -> Iterable[tuple[str, str, Any, str | None]]:
-    """For each tensor: the weight that it becomes part of, and the conversion and its pattern that apply."""
+    """Yields each tensor's name, the weight that it becomes part of, its conversion, and its pattern."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
@@ -50,7 +51,7 @@ def _conversions(model: Any, names: Iterable[str]) -> Iterable[tuple[str, str, A
 
 
 def _in_order(sources: Sequence[tuple[str, Any, str | None]]) -> tuple[str, ...]:
-    """The tensors whose rows, one after another, are a weight's rows; none where there is no such order."""
+    """The tensors whose rows, one after another, are a weight's rows; () if there is no such order."""
     converter = sources[0][1]
     if converter is None:
         return (sources[0][0],) if len(sources) == 1 else ()

@@ -1,7 +1,8 @@
-"""A transformers configuration: the model that it builds, the inputs of that, and the size of its cache."""
+"""A transformers configuration: the model that it builds, the model's inputs, and the size of its cache."""
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from torch import nn
 from penstock._extras import require
 from penstock.schedule.facts.errors import SourceError
 
-_DTYPES = ("bfloat16", "float16", "float32")
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 def read_config(path: Path) -> Any:
@@ -44,7 +45,7 @@ def read_config(path: Path) -> Any:
 
 
 def model_class(config: Any, source: str) -> Any:
-    """The class of a configuration's model. Raises SourceError where transformers has none."""
+    """The class of a configuration's model. Raises SourceError if transformers has no such class."""
     import transformers
 
     names = getattr(config, "architectures", None) or ()
@@ -60,12 +61,19 @@ def model_class(config: Any, source: str) -> Any:
 
 
 def builder(config: Any, source: str, dtype: str | None) -> Callable[[], nn.Module]:
-    """A function that builds the model of a configuration in `dtype`, or else in its own dtype."""
+    """A function that builds the model of a configuration in `dtype`, by default the configuration's.
+
+    As the library does when it loads, the model's configuration, and those inside it, say that dtype then.
+    """
     model, wanted = model_class(config, source), dtype_of(config, dtype)
+    own = copy.deepcopy(config)
+    for one in (own, *(getattr(own, name, None) for name in own.sub_configs)):
+        if one is not None:
+            one.dtype = wanted
 
     def build() -> nn.Module:
         with default_dtype(wanted):
-            built: nn.Module = model(config)
+            built: nn.Module = model(own)
         _keep_dtypes(built, wanted)
         return built
 
@@ -74,7 +82,7 @@ def builder(config: Any, source: str, dtype: str | None) -> Callable[[], nn.Modu
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Let modules be built in a dtype."""
+    """Build modules in this dtype while the context lasts."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -84,7 +92,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _keep_dtypes(model: Any, wanted: torch.dtype) -> None:
-    """Put weights that the library keeps in float32 (T5's `wo` in float16, some routers) into that dtype."""
+    """Convert the weights that the library keeps in float32 (T5's `wo` in float16, some routers) to it."""
     for pattern, dtype in model._get_dtype_plan(wanted).items():
         for name, value in model.state_dict(keep_vars=True).items():
             if re.search(pattern.replace("*", ".*"), name):
@@ -92,18 +100,21 @@ def _keep_dtypes(model: Any, wanted: torch.dtype) -> None:
 
 
 def dtype_of(config: Any, dtype: str | None) -> torch.dtype:
-    """The dtype that was asked for, else that of the configuration, else float32."""
+    """The dtype asked for, or else that of the configuration, or else float32.
+
+    Raises SourceError if it is no floating-point dtype of torch.
+    """
     asked = dtype or getattr(config, "dtype", None) or torch.float32
     found = getattr(torch, asked, None) if isinstance(asked, str) else asked
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise SourceError(f"there is no dtype {asked!r} for weights: give {', '.join(_DTYPES)}")
+        raise SourceError(f"there is no dtype {asked!r} for weights: give {', '.join(DTYPES)}")
     return found
 
 
 def inputs_of(config: Any, source: str, *, tokens: int, dtype: str | None) -> dict[str, Any]:
     """Inputs of a forward call of `tokens` tokens, made for the main input that the model's class names.
 
-    Raises SourceError where the configuration does not tell their shapes.
+    Raises SourceError if the configuration does not tell the shapes of the inputs.
     """
     name = getattr(model_class(config, source), "main_input_name", None)
     ids = torch.zeros(1, tokens, dtype=torch.int64)
@@ -142,7 +153,7 @@ def cache_bytes_per_token(config: Any, source: str, dtype: str | None) -> int:
 
 
 def notes_of(config: Any) -> tuple[str, ...]:
-    """What the model leaves out of a configuration, in sentences."""
+    """Sentences about parts of a configuration that the built model leaves out."""
     quantised = getattr(config, "quantization_config", None)
     if not quantised:
         return ()

@@ -1,4 +1,4 @@
-"""Finds out what of a model will export and stream, what will not, and the line that is to blame."""
+"""Examines a model: which parts of it export and stream, which do not, and the line that prevents it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was examined, and the finding."""
+    """The name of a check, its outcome, and the finding in words."""
 
     name: str
     outcome: Outcome
@@ -35,7 +35,7 @@ class Check:
 
 
 def examine(source: str) -> list[Check]:
-    """Check the model of a `config.json` or of `module:function`, up to the first finding that ends it."""
+    """Check the model of a `config.json` or of `module:function`, up to a finding that prevents the next."""
     checks: list[Check] = []
     try:
         build, inputs = open_source(source)
@@ -92,7 +92,7 @@ def _of_devices(exported: ExportedProgram) -> Iterator[Check]:
 
 
 def _of_operators(exported: ExportedProgram) -> Iterator[Check]:
-    """Operators of other libraries without a kernel for a GPU; torch's own are assumed to have one."""
+    """Yield a note on operators of other libraries without a GPU kernel; torch's own count as having one."""
     found = {
         str(node.target)
         for node in exported.graph.nodes

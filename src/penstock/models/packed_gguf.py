@@ -1,8 +1,8 @@
 """Replaces diffusers' linears that hold GGUF blocks by modules that `torch.export` can trace.
 
-Their parameter is of a class whose shape in the module is not the shape of its bytes, and export confuses the
-two. The replacement holds the bytes in a plain buffer, and the library's own function unpacks them in each
-call.
+The parameter of such a linear is of a class whose shape is not the shape of its bytes, and export confuses
+the two. The replacement holds the bytes in a plain buffer, and the library's own function unpacks them in
+each call.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from penstock.schedule.facts.errors import PassError
 
 
 def unpack_gguf(module: nn.Module) -> nn.Module:
-    """Replace the GGUF linears of a module by ones that hold the same bytes in a plain buffer.
+    """Replace the GGUF linears of a module by linears that hold the same bytes in a plain buffer.
 
-    Returns the module. Outputs stay those of diffusers on a CPU, bit for bit. The buffer has the parameter's
-    name.
+    Returns the module. Its outputs are those of diffusers on a CPU, bit for bit. The buffer has the
+    parameter's name.
 
-    Raises PassError for GGUF blocks in any other module, and where there are none; nothing is replaced then.
-    Raises MissingExtraError where diffusers or gguf is not installed.
+    Raises PassError for GGUF blocks in any other kind of module, and if there are no GGUF linears; nothing is
+    replaced then. Raises MissingExtraError if diffusers or gguf is not installed.
     """
     require("diffusers", "gguf", purpose="unpack_gguf")
     from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter
@@ -55,7 +55,7 @@ def unpack_gguf(module: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """The bytes in the form of a parameter that diffusers' function takes."""
+    """The bytes of a weight in the form that diffusers' function takes."""
 
     data: torch.Tensor
     quant_type: Any
@@ -65,7 +65,7 @@ class _Blocks:
 
 
 class _Linear(nn.Module):
-    """Computes what a GGUF linear does on a CPU; `weight` are its bytes (rows, bytes a row)."""
+    """Computes what a GGUF linear computes on a CPU; `weight` has its bytes, of shape (rows, bytes a row)."""
 
     weight: torch.Tensor
 

@@ -1,4 +1,4 @@
-"""Whether and how a model will run on hardware that is not here: exported unbuilt, and planned."""
+"""Predicts how a model runs on other hardware: the model is exported without being built, and planned."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ _ALIGNMENT = 64
 class Model:
     """The facts of a model that was never built, and the bytes that it needs beside weights.
 
-    `cache_bytes` is a key-value cache for the context asked for, which the program itself does not hold.
+    `activations` is the most bytes of intermediate values. `cache_bytes` is the size of a key-value cache for
+    the context asked for, which the program itself does not hold.
     """
 
     name: str
@@ -50,22 +51,22 @@ class Model:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """The dtypes of weights."""
+        """The names of the dtypes of the weights, sorted."""
         return tuple(sorted({part.dtype for weight in self.payload.weights for part in weight.parts}))
 
     @property
     def floor_bytes(self) -> int:
-        """The least budget that works, on any hardware."""
+        """The smallest budget that can run the model, on any hardware."""
         return floor(Demand(self.payload.storages, self.payload.traces, self.arena)).upper_bytes
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, storages counted once."""
+        """Bytes of all weights; each storage is counted once."""
         return sum(s.nbytes for s in self.payload.storages)
 
     @property
     def arena(self) -> Arena:
-        """The arena of a device: one buffer."""
+        """The arena of the model's weights on a device, which is one buffer."""
         storages, traces = self.payload.storages, self.payload.traces
         return packed_arena(storages, traces, kind="contiguous", granule=_ALIGNMENT, alignment=_ALIGNMENT)
 
@@ -85,7 +86,10 @@ class Model:
 
 @dataclass(frozen=True)
 class Finding:
-    """The result for one budget on one kind of hardware: a plan, or None and why there is none."""
+    """The result for one budget on one kind of hardware: a plan and its verdict.
+
+    If the model does not run, the plan is None, and the verdict says why.
+    """
 
     hardware: Hardware
     split: MemorySplit
@@ -121,10 +125,11 @@ class Finding:
 def read_model(source: str, *, tokens: int = 1, context: int = 0, dtype: str | None = None) -> Model:
     """Export the model of a transformers `config.json` (or its folder), or of `module:function`, unbuilt.
 
-    The function returns a module and its example inputs. `tokens` is the length of the call, `context` that
-    of a key-value cache; `dtype` replaces that of the configuration.
+    The function returns a module and its example inputs. `tokens` is the length of a call in tokens, and
+    `context` the length of a key-value cache; `dtype` replaces the dtype of the configuration.
 
-    Raises SourceError for what cannot be read, PassError, with the line, for what does not export.
+    Raises SourceError if the source cannot be read, and PassError, with the line, if the model does not
+    export.
     """
     build, inputs = open_source(source, tokens=tokens, dtype=dtype)
     exported = Built.by(build, "cuda").export(inputs())
@@ -144,9 +149,9 @@ Inputs = Callable[[], Sequence[Any] | Mapping[str, Any]]
 def open_source(
     source: str, *, tokens: int = 1, dtype: str | None = None
 ) -> tuple[Callable[[], nn.Module], Inputs]:
-    """The function that builds a model, and one that gives example inputs once the model is built.
+    """A function that builds a model, and a function that gives example inputs once the model is built.
 
-    `source` is a configuration or `module:function`. Raises SourceError for what cannot be read.
+    `source` is a configuration or `module:function`. Raises SourceError if it cannot be read.
     """
     path = Path(source)
     if not path.exists():
@@ -157,7 +162,7 @@ def open_source(
 
 
 def find(model: Model, hardware: str, budget: str | None, host_memory: str | None = None) -> Finding:
-    """Plan a model for a preset. Without `budget`, weights get all that the memory of the device leaves."""
+    """Plan a model for a preset. Without `budget`, weights get all memory that the device has left."""
     machine = find_hardware(hardware)
     storages = model.payload.storages
     traces = tuple(with_times(trace, machine) for trace in model.payload.traces)
@@ -178,7 +183,7 @@ def find(model: Model, hardware: str, budget: str | None, host_memory: str | Non
 
 
 def _room(split: MemorySplit, budget: int, machine: Hardware) -> Iterator[str]:
-    """A sentence about a device whose memory is too small for the budget."""
+    """Yield a sentence if the memory of the device is too small for the budget."""
     if machine.memory_nbytes is not None and budget > split.weights:
         yield (
             f"It does not fit into {machine.name}: {format_size(budget)} for weights beside {split}; "
@@ -243,7 +248,7 @@ def _check_no_arguments(source: str, function: Callable[..., Any]) -> None:
 
 @contextmanager
 def _here() -> Iterator[None]:
-    """Let modules in the current folder be imported, as `python -m` does."""
+    """Let modules in the current folder be imported, as with `python -m`."""
     sys.path.insert(0, str(Path.cwd()))
     try:
         yield

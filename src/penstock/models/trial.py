@@ -1,4 +1,4 @@
-"""Runs an artifact to see what it takes: inputs from a file or made up, timed passes, outputs to a file."""
+"""Runs an artifact and measures it: inputs from a file or random ones, timed passes, outputs to a file."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 _NUMBERS: Mapping[str, type] = {"int": int, "float": float}
-"""Inputs that are numbers, by the name of their type; a tensor's dtype has a size in its name."""
+"""The types of inputs that are Python numbers, by name. No dtype of a tensor has such a name."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Which method is run, how often, and on what.
+    """The method to run, the number of passes, and the inputs and outputs.
 
-    The inputs are the tensors of the safetensors file `input`, or random ones of the recorded shapes, in
-    which `sizes` gives dynamic sizes and numbers. The outputs of the last pass are written to `output`, which
-    is replaced where it exists only with `force`.
+    The inputs are the tensors of the safetensors file `input`, or random tensors of the recorded shapes, for
+    which `sizes` gives dynamic sizes, and numbers. The outputs of the last pass are written to the file
+    `output`; an existing file is replaced only with `force`.
     """
 
     method: str | None = None
@@ -53,7 +53,7 @@ class TrialResult:
     outputs: dict[str, str]
 
     def facts(self) -> dict[str, Any]:
-        """As JSON."""
+        """The results as JSON."""
         return {
             "load_seconds": self.load_seconds,
             "pass_seconds": list(self.pass_seconds),
@@ -65,10 +65,10 @@ class TrialResult:
 def run_trial(
     program: Program, asked: Trial, load: Callable[[], StreamedModule], say: Callable[[str], None]
 ) -> TrialResult:
-    """Run a method of `program` in the module that `load` returns; `say` is told which pass begins.
+    """Run a method of `program` in the module that `load` returns; `say` is called with a text for each pass.
 
-    Raises StreamError for inputs that the method does not take, SourceError for files, and what `load`
-    raises.
+    Raises StreamError for inputs that do not fit the method, SourceError for files that cannot be read or
+    written, and the errors of `load`.
     """
     import torch
 
@@ -91,9 +91,9 @@ def run_trial(
 
 
 def run_simulated(program: Program, plan: Plan, device: str) -> list[dict[str, Any]]:
-    """Run each method three times on a simulated device, on random inputs: times, bytes, outputs, as JSON.
+    """Run each method three times on a simulated device, on random inputs; return times and outputs as JSON.
 
-    Raises StreamError where the device's memory does not suffice, RaceError where two accesses of the same
+    Raises StreamError if the device's memory does not suffice, and RaceError if two accesses of the same
     bytes are not ordered by an event.
     """
     import torch
@@ -150,7 +150,7 @@ def _from_file(path: Path, method: Method) -> list[Any]:
 
 
 def _given(leaf: Input, value: torch.Tensor) -> Any:
-    """What a file holds for an input: the tensor itself, or the number that it holds."""
+    """The value of an input that a tensor in a file stands for: the tensor itself, or its only number."""
     if leaf.dtype not in _NUMBERS:
         return value
     if value.numel() != 1:
@@ -199,7 +199,7 @@ def _random(leaf: Input, sizes: Mapping[str, int], generator: torch.Generator) -
     dtype = getattr(torch, leaf.dtype)
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(shape, generator=generator).to(dtype)
-    # Zero and one are valid token numbers, positions, masks and flags alike.
+    # Zero and one are valid as token numbers, positions, masks and flags.
     return torch.randint(0, 2, shape, generator=generator).to(dtype)
 
 
@@ -241,7 +241,7 @@ def _write(path: Path, tensors: dict[str, torch.Tensor], *, force: bool) -> None
 
     try:
         data = save({name: t.contiguous().clone() for name, t in tensors.items()})
-    except Exception as error:  # of several types, for a dtype that the format lacks
+    except Exception as error:  # a dtype that the format lacks raises errors of several types
         dtypes = ", ".join(sorted({_dtype(t) for t in tensors.values()}))
         raise SourceError(
             f"outputs of {dtypes} cannot be written to a safetensors file ({error}); leave --output out"

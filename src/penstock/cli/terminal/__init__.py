@@ -1,1 +1,1 @@
-"""What commands share: options, checks of what they are given, progress, tables, and how Ctrl-C ends them."""
+"""Code that commands share: options, checks of their values, progress, tables, and the answer to Ctrl-C."""

@@ -28,12 +28,12 @@ _UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]?i?B|[mun]?s|%)\b|%)")
 """The space between a number and its unit."""
 
 _SHORTEST = 12
-"""Characters that a column of text keeps in a table that is too wide."""
+"""The least number of characters of a text column in a table that is too wide."""
 
 
 @contextmanager
 def byte_progress() -> Iterator[Progress]:
-    """Draw a bar on stderr for each task, below what is logged; bars are left out without a terminal."""
+    """Draw a bar on stderr for each task, below the log messages; without a terminal there are no bars."""
     columns = (
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),
@@ -65,9 +65,9 @@ def spinner(what: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Drop what torch logs and writes to stderr, and send what a model prints to stderr.
+    """Drop the log messages and the stderr of torch, and send the stdout of a model to stderr.
 
-    For work whose failures are reported in one sentence.
+    This is for work whose failures are reported in one sentence.
     """
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
@@ -100,7 +100,7 @@ def print_json(facts: Any) -> None:
 
 
 def print_sentences(sentences: Iterable[str], indent: str = "") -> None:
-    """Print each sentence from a line of its own on, broken between words where the terminal ends.
+    """Print each sentence on lines of its own, wrapped between words at the width of the terminal.
 
     A number and its unit stay on one line.
     """
@@ -127,9 +127,10 @@ def print_facts(title: str, facts: Iterable[tuple[str, str]]) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table with numbers on the right.
+    """Print a table with numbers aligned on the right.
 
-    One that is too wide has no frame, breaks headings between words, and names in its first column at dots.
+    A table that is too wide has no frame; its headings break between words, and names in its first column at
+    dots.
     """
     cells = [list(row) for row in rows]
     table = Table(pad_edge=False)
@@ -145,7 +146,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 
 
 def _print_titled(title: str, table: Table) -> None:
-    """Print a title above a table, which rich would break where the table ends."""
+    """Print a title above a table; rich itself would wrap the title at the table's width."""
     console = Console()
     if title:
         console.print(Text(title, "italic"))
@@ -157,18 +158,18 @@ def _justify(values: Sequence[str]) -> Literal["left", "right"]:
 
 
 def _widest(values: Sequence[str]) -> int:
-    """The characters of the longest line of any value."""
+    """The number of characters in the longest line of any value."""
     return max(len(line) for value in values for line in value.split("\n"))
 
 
 def _narrow(table: Table, columns: Sequence[str], cells: list[list[str]]) -> None:
-    """Make columns as narrow as their values and the words of their headings, to fit if they can."""
+    """Make columns narrower, so that the table fits the terminal if values and words of headings allow it."""
     least = [_widest(column.split() or [""]) for column in columns]
     widths = [max(one, _widest(["", *(row[k] for row in cells)])) for k, one in enumerate(least)]
     spare = width() - sum(widths) - len(widths) + 1
     table.padding = (0, 1 if spare >= len(widths) else 0, 0, 0)
     texts = [k for k, column in enumerate(table.columns) if column.justify == "left"]
-    # Names first, which break at dots, then the widest of other texts, which break between words.
+    # The column of names, which break at dots, is narrowed first, and then the widest columns of other text.
     for k in sorted(texts, key=lambda k: (k > 0, -widths[k])):
         narrower = max(least[k], _SHORTEST, widths[k] + min(0, spare))
         spare += max(0, widths[k] - narrower)
@@ -180,7 +181,7 @@ def _narrow(table: Table, columns: Sequence[str], cells: list[list[str]]) -> Non
 
 
 def _at_dots(name: str, most: int) -> Iterator[str]:
-    """The lines of a name of at most `most` characters, broken behind dots."""
+    """Yield the lines of a name, broken behind dots, of at most `most` characters if its parts allow it."""
     line = ""
     for part in re.findall(r"[^.]*\.?", name):
         if line and len(line) + len(part) > most:

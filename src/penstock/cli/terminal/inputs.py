@@ -1,4 +1,4 @@
-"""Checks the files, pairs and numbers that commands are given; for a wrong one a command fails."""
+"""Checks of the files, pairs and numbers that commands are given; a wrong one ends the command."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def fail(sentence: str) -> NoReturn:
 
 
 def refuse_existing(*paths: Path | None, force: bool) -> None:
-    """Fail for outputs that exist, and may not be replaced, before anything takes time."""
+    """Fail if an output exists and may not be replaced; called before work that takes time."""
     for path in paths:
         if path is not None and path.exists() and not force:
             fail(f"{path} exists: choose another output, or overwrite it with --force")
 
 
 def load_exported(path: Path) -> Any:
-    """Load the program that torch.export.save wrote to `path`."""
+    """Load the program that torch.export.save wrote to `path`; fail if it cannot be loaded."""
     import torch
 
     from penstock.passes.calls.stored_program import load_stored
@@ -37,7 +37,7 @@ def load_exported(path: Path) -> Any:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its type."""
+    """The first line of an error's message, or the error's type if there is no message."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
@@ -47,7 +47,7 @@ def weight_files(weights: list[Path] | None) -> Path | list[Path] | None:
 
 
 def pairs(items: list[str], option: str, form: str) -> list[tuple[str, str]]:
-    """Both sides of each `NAME=VALUE` of an option."""
+    """The name and the value of each `NAME=VALUE` of an option; fails for an item of another form."""
     for item in items:
         if "=" not in item:
             fail(f"{option} {item!r} is not of the form {form}")
@@ -55,7 +55,7 @@ def pairs(items: list[str], option: str, form: str) -> list[tuple[str, str]]:
 
 
 def integer(value: str, name: str) -> int:
-    """The number of an option `--size NAME=N`."""
+    """The number of an option `--size NAME=N`; fails if it is no whole number."""
     if not value.isdecimal():
         fail(f"--size {name}={value} is not a whole number")
     return int(value)

@@ -10,17 +10,17 @@ from contextlib import contextmanager
 from threading import Event, Thread
 
 STATUS = 128 + signal.SIGINT
-"""The exit status of a command that was interrupted, as shells have it."""
+"""The exit status of a command that was interrupted, by the convention of shells."""
 
 
 @contextmanager
 def answered() -> Iterator[None]:
     """Say "stopping ..." on stderr as soon as Ctrl-C is pressed, and exit with STATUS at the end.
 
-    Python raises KeyboardInterrupt in the main thread between two of its own instructions only, for which a
-    solver or a kernel may let it wait. The wakeup descriptor hears of a signal when it comes. A library that
-    was interrupted while it was imported may raise anything: the status does not depend on what was raised.
-    To be used in the main thread.
+    Python raises KeyboardInterrupt in the main thread only between two Python instructions, so a solver or a
+    kernel may delay it. The wakeup descriptor receives a signal at once. A library that is interrupted while
+    it is imported may raise any error, so the status does not depend on the error. Use this in the main
+    thread.
     """
     pressed = Event()
     heard, told = os.pipe()
@@ -40,6 +40,7 @@ def answered() -> Iterator[None]:
 
 
 def _answer(heard: int, pressed: Event) -> None:
+    """Wait for SIGINT on the descriptor `heard`, then set `pressed` and say so; end when it is closed."""
     while numbers := os.read(heard, 1):
         if numbers[0] == signal.SIGINT:
             pressed.set()

@@ -1,4 +1,4 @@
-"""Options that several commands have. What they are given is checked before a command begins."""
+"""Options that several commands have. Their values are checked before a command begins."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from penstock.schedule.facts.hardware import PRESETS, find_hardware
 from penstock.schedule.facts.sizes import parse_size
 
 _Given = str | list[str] | None
+_ARENAS = ("mapped", "pooled", "contiguous", "paged")
 _ANY_TOTAL = 1 << 60
-"""Bytes of which a percentage is taken where only the form of a size is checked."""
+"""The bytes of which a percentage is taken when only the form of a size is checked."""
 
 
 def check_hardware(given: str) -> str:
-    """Raise PlanError, which suggests the nearest, for a name that is neither a preset's nor `auto`."""
+    """Raise PlanError, which suggests the nearest preset, for a name that is no preset and not `auto`."""
     return given if given == "auto" else find_hardware(given).name
 
 
 def check_presets(given: list[str]) -> list[str]:
-    """Raise PlanError for a name that is no preset's, where this machine cannot be measured."""
+    """Raise PlanError for a name that is no preset, for a command that cannot measure this machine."""
     if "auto" in given:
         raise PlanError(
             "--hardware auto measures how fast this machine reads a model's files, and a model that was "
@@ -33,7 +34,7 @@ def check_presets(given: list[str]) -> list[str]:
 
 
 def check_size(name: str, *, share: bool = True) -> Callable[[_Given], _Given]:
-    """A check that raises BudgetError, naming the option, for what is no size; 50% is one with `share`."""
+    """A check that raises BudgetError, naming the option, for a value that is no size; `share` allows 50%."""
 
     def check(given: _Given) -> _Given:
         for size in [given] if isinstance(given, str) else given or []:
@@ -43,8 +44,25 @@ def check_size(name: str, *, share: bool = True) -> Callable[[_Given], _Given]:
     return check
 
 
+def check_arena(given: str | None) -> str | None:
+    """Raise PlanError for a name that no arena has; the weights decide later whether they can be in it."""
+    if given is not None and given not in _ARENAS:
+        raise PlanError(f"there is no arena {given!r}: choose {', '.join(_ARENAS[:-1])} or {_ARENAS[-1]}")
+    return given
+
+
+def check_device(given: str) -> str:
+    """Raise StreamError for a name that no device has, and PlanError for a preset that does not exist."""
+    if given != "cpu":
+        from penstock.runtime.device.opening import device_kind, hardware_of
+
+        device_kind(given)
+        hardware_of(given)
+    return given
+
+
 def offer(*names: str) -> Callable[[str], list[str]]:
-    """What a shell completes the value of an option with; typer knows the parameter by its name."""
+    """A function that completes the value of an option in a shell; typer finds its parameter by name."""
     return lambda incomplete: [name for name in names if name.startswith(incomplete)]
 
 
@@ -66,7 +84,8 @@ ArenaName = Annotated[
     str | None,
     typer.Option(
         help="mapped, pooled, contiguous or paged instead of the fastest.",
-        autocompletion=offer("mapped", "pooled", "contiguous", "paged"),
+        callback=check_arena,
+        autocompletion=offer(*_ARENAS),
     ),
 ]
 HardwareName = Annotated[
@@ -96,6 +115,7 @@ DeviceName = Annotated[
     str,
     typer.Option(
         help="cpu, cuda, cuda:1, sim, or sim:NAME with any preset, such as sim:rtx4090.",
+        callback=check_device,
         autocompletion=offer("cpu", "cuda", "sim", *(f"sim:{name}" for name in PRESETS)),
     ),
 ]
