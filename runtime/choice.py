@@ -66,8 +66,7 @@ def find_plan(folder: Path, payload: Payload, request: PlanRequest) -> Plan:
     if request.hardware != "auto" or request.traces:
         return make()
     key = replace(request, keep=tuple(sorted(request.keep)))
-    asked = (key, problem.arena, problem.hardware, [trace.compute_ns for trace in problem.traces])
-    return remembered_plan(folder, payload, request.budget, asked, make)
+    return remembered_plan(folder, payload, key, problem, budget=request.budget, make=make)
 
 
 def find_plan_to_load(folder: Path, payload: Payload, request: PlanRequest) -> Plan:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from penstock.schedule.bound.period import relax, tier_of, usable_bytes
+from penstock.schedule.bound.period import Relaxation, relax, tier_of, usable_bytes
 from penstock.schedule.bound.relaxation import Tier
 from penstock.schedule.bound.residency import needed_bytes
 from penstock.schedule.facts.errors import BudgetError, PlanError
@@ -34,6 +34,9 @@ _SMALL = 32
 
 In larger problems a larger budget seldom gives a slower plan, and each rung takes long to plan.
 """
+
+_NEARNESS = 1.01
+"""How much further from the bound, as a factor, decisions may be under new figures before a search begins."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,37 @@ def make_plan(
     return plan if problem.host is None else with_host(plan, problem.host)
 
 
+def with_figures(plan: Plan, problem: Problem) -> Plan | None:
+    """The decisions of a plan, timed by the figures of the problem; None if they may no longer be good ones.
+
+    `problem` differs from the one that the plan was made for in the times of its traces and the rates of its
+    hardware alone. The decisions are kept where they are as near to the new bound as they were to the old
+    one, to within `_NEARNESS`. Much of a search is spared so: a bound is found in a tenth of the time.
+    """
+    before = plan.lower_bound_ns
+    streams = tuple((schedule.transfers, schedule.drops) for schedule in plan.schedules)
+    if not before or problem.host is not None or not any(transfers for transfers, _ in streams):
+        return None
+    boundaries = tuple(plan.boundary_of(schedule) for schedule in plan.schedules)
+    own = boundaries if any(schedule.boundary is not None for schedule in plan.schedules) else ()
+    found = Draft(plan.arena_bytes, plan.addresses, plan.resident, plan.boundary, streams, own)
+    cap = plan.budget - problem.outside_bytes
+    bounds = tuple(one.bound_ns if one else None for one in _relaxed(problem, Pieces(problem), cap))
+    schedules = tuple(
+        replace(one, lower_bound_ns=bound) for one, bound in zip(_timed(problem, found), bounds, strict=True)
+    )
+    timed = replace(plan, schedules=schedules, traces=problem.traces, hardware=problem.hardware)
+    now = timed.lower_bound_ns
+    near = now and timed.predicted_ns / now <= _NEARNESS * plan.predicted_ns / before
+    return timed if near else None
+
+
+def _relaxed(problem: Problem, pieces: Pieces, cap: int) -> tuple[Relaxation | None, ...]:
+    """The relaxation of each trace within `cap` bytes of arena; None where the solver failed."""
+    tiers = _tiers(problem, pieces, cap)
+    return tuple(relax(problem, pieces, tiers, which) for which in range(len(problem.traces)))
+
+
 def _fastest(problem: Problem, pieces: Pieces, cap: int, effort: float) -> tuple[Draft, tuple[Schedule, ...]]:
     """The fastest draft for `cap` bytes of arena, or for a lower rung whose plan may still be faster."""
     search = contiguous.search if problem.arena.kind == "contiguous" else paged.search
@@ -128,8 +162,7 @@ def _fastest(problem: Problem, pieces: Pieces, cap: int, effort: float) -> tuple
     for rung in (cap, *_rungs_below(pieces, cap)):
         if best and _least_ns(problem, rung) >= _total_ns(best[1]):
             break
-        tiers = _tiers(problem, pieces, rung)
-        relaxed = tuple(relax(problem, pieces, tiers, which) for which in range(len(problem.traces)))
+        relaxed = _relaxed(problem, pieces, rung)
         bounds = bounds or tuple(one.bound_ns if one else None for one in relaxed)
         found = search(Task(problem, pieces, rung, relaxed, effort))
         schedules = _timed(problem, found)

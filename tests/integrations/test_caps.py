@@ -90,6 +90,36 @@ def test_a_cap_that_what_was_exported_fills_is_refused_in_words(held, tmp_path, 
         assert applied.cap.own == round_up(BESIDE + 140 * MIB - applied.cap.beside, STEP)
 
 
+def test_the_next_process_finds_the_plan_for_the_memory_that_exporting_took_here(held, tmp_path, monkeypatch):
+    from penstock.integrations import streamed
+    from penstock.runtime import choice
+
+    export, plan = streamed.export_call, choice.make_plan
+    budgets = []
+
+    def leaving(*given):
+        held[0] += BESIDE + 20 * MIB
+        return export(*given)
+
+    monkeypatch.setattr(streamed, "export_call", leaving)
+    monkeypatch.setattr(
+        choice, "make_plan", lambda *given, **named: budgets.append(given[1]) or plan(*given, **named)
+    )
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "plans"))
+    for room in (76 * MIB, 100 * MIB):
+        model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048) for _ in range(8)))
+        torch.manual_seed(0)
+        for layer in model:
+            torch.nn.init.normal_(layer.weight)
+            torch.nn.init.zeros_(layer.bias)
+        with apply(
+            model.requires_grad_(False), 100 * MIB, example=torch.ones(1, 2048), cache=tmp_path
+        ) as applied:
+            assert applied.cap.room == room
+        low, high = budgets  # both of the first process
+        assert high == low + 24 * MIB
+
+
 def test_a_plan_is_made_again_where_another_export_takes_of_its_memory(held, tmp_path):
     model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8))).requires_grad_(False)
     given = torch.ones(1, 1024)

@@ -144,6 +144,15 @@ def test_a_plan_is_of_the_figures_that_it_was_made_with(stack, made, monkeypatch
     second = program.plan("45%")
     assert second.hardware.memory_bytes_per_s == first.hardware.memory_bytes_per_s / 3
     assert program.plan("45%") == second
+    assert (second.resident, len(made)) == (first.resident, 1)  # as good as before: nothing waits for memory
+
+
+def test_a_plan_that_other_figures_make_poor_is_made_anew(stack, made, monkeypatch):
+    program = stack.open()
+    program.plan("45%")
+    monkeypatch.setattr(remembered, "with_figures", lambda plan, problem: None)
+    forget(lambda one: one.subject.quantity == "memory")
+    program.plan("45%")
     assert len(made) == 2
 
 

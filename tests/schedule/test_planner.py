@@ -13,7 +13,8 @@ from penstock.schedule.clock.event_graph import steady_period_ns
 from penstock.schedule.facts.errors import BudgetError, PlanError
 from penstock.schedule.facts.model import Arena, Hardware, Range, Step, Storage, Trace
 from penstock.schedule.facts.problem import Demand, Problem, first_uses
-from penstock.schedule.planner import RUNGS, floor, make_plan
+from penstock.schedule.plan import Plan
+from penstock.schedule.planner import RUNGS, floor, make_plan, with_figures
 from penstock.schedule.space.layout import packed_arena
 from penstock.schedule.verify.proof import verify_plan
 from tests.schedule.traces import RandomProblem, equal_problem, machine, problems
@@ -146,6 +147,35 @@ def test_plans_are_safe_and_floors_exact(problem: RandomProblem) -> None:
 @settings(max_examples=60)
 def test_plans_of_several_methods_are_safe(problem: RandomProblem) -> None:
     check(problem)
+
+
+def decisions(plan: Plan) -> Plan:
+    """A plan without its times."""
+    schedules = tuple(replace(one, predicted_ns=0, lower_bound_ns=None) for one in plan.schedules)
+    return replace(plan, schedules=schedules, traces=(), hardware=machine(1.0))
+
+
+@pytest.mark.parametrize("faster", [0.9, 1.1])
+def test_decisions_are_kept_under_figures_for_which_they_are_as_good(faster: float) -> None:
+    problem = equal_problem(20, 0.1)
+    plan = make_plan(problem, 5 * UNIT)
+    other = replace(problem, hardware=machine(UNIT * 1e6 * faster))
+    timed, made = with_figures(plan, other), make_plan(other, 5 * UNIT)
+    assert timed is not None
+    assert decisions(timed) == decisions(plan)
+    assert timed.hardware == other.hardware
+    ((one,), (new,)) = timed.schedules, made.schedules
+    assert one.predicted_ns == steady_period_ns(other.traces[0], one, other.hardware, "overlap")
+    assert one.predicted_ns != plan.predicted_ns
+    assert one.lower_bound_ns == new.lower_bound_ns
+    assert one.predicted_ns <= 1.01 * new.predicted_ns
+
+
+@pytest.mark.parametrize(("compute", "faster"), [(0.1, 2), (0.1, 100), (2, 0.1)])
+def test_decisions_that_other_figures_make_poor_are_not_kept(compute: float, faster: float) -> None:
+    problem = equal_problem(20, compute)
+    plan = make_plan(problem, 5 * UNIT)
+    assert with_figures(plan, replace(problem, hardware=machine(UNIT * 1e6 * faster))) is None
 
 
 def periods_on_the_ladder(p: RandomProblem, *rungs: int) -> list[int]:

@@ -152,6 +152,7 @@ class Component:
             beside, self._rehearsed = self._rehearsed, 0
             if self._methods:
                 self._plan_for(beside)
+                self._plan_ahead(beside)
 
     def _method_for(self, call: Call) -> ExportedCall:
         """The exported method that serves a call; a new one is exported where none does."""
@@ -242,9 +243,9 @@ class Component:
         program = self._compiled()
         self.refuse_lost()
         self.unload()
-        left, room = max(self._beside, int(beside * _ROOM)), self._cap.room
+        room = self._cap.room
         with self._cap.working():
-            plan, budget = self._first_plan(program, max(room - left, min(1, program.weight_bytes)))
+            plan, budget = self._first_plan(program, self._budget(program, room, beside))
         if budget + beside > room:
             raise self._too_little(budget, beside)
         if plan is None:
@@ -260,6 +261,18 @@ class Component:
         self._plan, self._beside = plan, room - budget
         self._planned = min(budget, program.weight_bytes) + self._beside
         return plan
+
+    def _plan_ahead(self, beside: int) -> None:
+        """Make the plan that the next process will look for: nothing that exporting left is in its room."""
+        if self._cap.own:
+            program = self._compiled()
+            with self._cap.working():
+                self._first_plan(program, self._budget(program, self._cap.nbytes, beside))
+
+    def _budget(self, program: Program, room: int, beside: int) -> int:
+        """The bytes for weights in `room`, beside a call that takes `beside` bytes."""
+        left = max(self._beside, int(beside * _ROOM))
+        return max(room - left, min(1, program.weight_bytes))
 
     def _too_little(self, floor: int, beside: int) -> BudgetError:
         """The error for a cap that has no room for the weights of one step and a call."""
