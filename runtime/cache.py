@@ -31,7 +31,7 @@ from typing import Literal
 from penstock.runtime.files.artifact_files import PAYLOAD
 from penstock.runtime.system.atomic import is_unfinished, remove_folder, remove_stale
 from penstock.schedule.facts.errors import SourceError
-from penstock.schedule.facts.sizes import format_size, parse_size
+from penstock.schedule.facts.sizes import format_budget, format_size, parse_size
 
 _log = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ class Cache:
                 self.folder,
                 format_size(total),
                 LIMIT,
-                format_size(self.limit),
+                format_budget(self.limit),
             )
 
 

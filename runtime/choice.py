@@ -28,7 +28,7 @@ from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.hardware import find_hardware, stretched, with_times
 from penstock.schedule.facts.model import Arena, Hardware, Range, Storage, Trace, Wrap
 from penstock.schedule.facts.problem import Demand, Problem
-from penstock.schedule.facts.sizes import format_size
+from penstock.schedule.facts.sizes import format_budget, format_size
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan
 from penstock.schedule.planner import Floor, check_floor, floor, make_plan
@@ -254,7 +254,7 @@ def _why_not_mapped(
         return "asked for"
     if mapped is not None:
         least = format_size(_floor(payload, mapped, keep).upper_bytes)
-        return f"a mapped arena needs {least} and the budget is {format_size(request.budget)}"
+        return f"a mapped arena needs {least} and the budget is {format_budget(request.budget)}"
     if not supports_populate():
         return "this system cannot populate file mappings"
     return (

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from penstock.runtime.system.limits import usable_bytes
 from penstock.schedule.facts.errors import BudgetError, StreamError
-from penstock.schedule.facts.sizes import format_size, parse_size
+from penstock.schedule.facts.sizes import format_budget, format_size, parse_size
 from penstock.schedule.host import host_bytes
 from penstock.schedule.plan import Plan
 
@@ -73,7 +73,7 @@ class MemorySplit:
         }
         taken = ", ".join(f"{format_size(nbytes)} {what}" for what, nbytes in parts.items() if nbytes)
         left = format_size(max(0, self.weights))
-        return f"of {format_size(self.total)} device memory: {taken or 'nothing'}, {left} for weights"
+        return f"of {format_budget(self.total)} device memory: {taken or 'nothing'}, {left} for weights"
 
 
 def parse_host_memory(host_memory: int | str | None, weight_bytes: int) -> int | None:

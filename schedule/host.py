@@ -19,6 +19,7 @@ from typing import TypeVar
 from penstock.schedule.clock.event_graph import steady_period_ns
 from penstock.schedule.facts.errors import BudgetError, PlanError
 from penstock.schedule.facts.model import Decisions, HostTier, Range, Schedule, Transfer
+from penstock.schedule.facts.sizes import format_budget, format_size
 from penstock.schedule.space.spans import merged, subtract
 
 _P = TypeVar("_P", bound=Decisions)
@@ -51,8 +52,8 @@ def with_host(plan: _P, nbytes: int) -> _P:
     rings = {nbytes // part // granule * granule for part in _RINGS} - {0}
     if not rings:
         raise BudgetError(
-            f"the host memory of {nbytes} bytes is below the floor of {granule}: weights pass through it in "
-            f"pieces of {granule} bytes; give at least that much",
+            f"the host memory of {format_budget(nbytes)} is below the floor of {format_size(granule)}: "
+            f"weights pass through it in pieces; give at least {granule} bytes",
             floor_bytes=granule,
         )
     found = (_timed(_with_ring(plan, nbytes, ring)) for ring in sorted(rings))

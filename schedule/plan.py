@@ -7,7 +7,7 @@ from os import PathLike
 from typing import TYPE_CHECKING
 
 from penstock.schedule.facts.model import Decisions
-from penstock.schedule.facts.sizes import format_size, format_time
+from penstock.schedule.facts.sizes import format_budget, format_size, format_time
 from penstock.schedule.payload.text import encode
 from penstock.schedule.report.drawing import save_report, save_timeline
 from penstock.schedule.report.graphs import event_graph
@@ -31,7 +31,8 @@ class Plan(Decisions):
         resident = format_size(sum(one.nbytes for one in self.resident) + outside)
         total = f" of {format_size(sum(self.sizes))}" if self.sizes else ""
         streamed = format_size(self.streamed_bytes)
-        return f"{resident}{total} resident, {streamed} streamed a pass, budget {format_size(self.budget)}"
+        budget = format_budget(self.budget, sum(self.sizes))
+        return f"{resident}{total} resident, {streamed} streamed a pass, budget {budget}"
 
     def to_json(self) -> str:
         """The plan as JSON, as docs/payload.md specifies it."""

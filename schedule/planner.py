@@ -17,6 +17,7 @@ from penstock.schedule.bound.residency import needed_bytes
 from penstock.schedule.facts.errors import BudgetError, PlanError
 from penstock.schedule.facts.model import Schedule
 from penstock.schedule.facts.problem import Demand, Problem
+from penstock.schedule.facts.sizes import format_budget, format_size
 from penstock.schedule.facts.validity import facts_faults
 from penstock.schedule.host import with_host
 from penstock.schedule.plan import Plan
@@ -229,11 +230,13 @@ def _check_floor(pieces: Pieces, budget: int, names: Sequence[str] | None) -> No
     if budget >= lowest.upper_bytes:
         return
     called = [names[s] if names else f"storage {s}" for s in lowest.reads]
-    sentence = f"the budget of {budget} bytes is below the floor of {lowest.upper_bytes}"
+    least = format_size(lowest.upper_bytes, up=True)
+    sentence = f"the budget of {format_budget(budget)} is below the floor of {least}"
     kept = [names[s] if names else f"storage {s}" for s in sorted(demand.keep)]
     if kept:
         without = floor(replace(demand, keep=frozenset())).upper_bytes
-        sentence += f", of which keeping {', '.join(kept)} in memory takes {lowest.upper_bytes - without}"
+        taken = format_size(lowest.upper_bytes - without)
+        sentence += f", of which keeping {', '.join(kept)} in memory takes {taken}"
     raise BudgetError(
         f"{sentence}: step {lowest.step!r} needs {', '.join(called)} at once; "
         f"give at least {lowest.upper_bytes} bytes{' or keep fewer weights' if kept else ''}",

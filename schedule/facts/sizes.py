@@ -66,6 +66,22 @@ def format_size(nbytes: int, *, up: bool = False) -> str:
     return f"{math.ceil(value * 100) / 100 if up else value:.2f} {unit}"
 
 
+def format_budget(nbytes: int, total: int = 0) -> str:
+    """A budget or a cap as its user will have written it, with the binary amount: `16 MB (15.26 MiB)`.
+
+    That is a whole percentage of `total` bytes (`50% (10.00 MiB)`; 0: not known), or a decimal unit with at
+    most two decimals; any other number, and one that binary units give exactly, is as `format_size` has it.
+    """
+    binary = format_size(nbytes)
+    if total and 0 < nbytes <= total and nbytes == total * (share := -(-100 * nbytes // total)) // 100:
+        return f"{share}% ({binary})"
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if nbytes >= size:
+            exact = nbytes * 100 % size == 0 and nbytes != parse_size(binary)
+            return f"{nbytes / size:g} {unit} ({binary})" if exact else binary
+    return binary
+
+
 def format_time(ns: float) -> str:
     """A time in nanoseconds for people: `1.53 ms`."""
     for unit, size in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):

@@ -10,7 +10,7 @@ from typing import Literal
 
 from penstock.schedule.facts.hardware import host_beside
 from penstock.schedule.facts.model import Decisions, Method
-from penstock.schedule.facts.sizes import format_size, format_time
+from penstock.schedule.facts.sizes import format_budget, format_size, format_time
 from penstock.schedule.report.baselines import REST
 from penstock.schedule.report.whatif import best_ns, other_policies
 
@@ -68,7 +68,7 @@ def verdict(
         f"{trace.method} makes {_rate(schedule.predicted_ns, tokens.get(trace.method))}"
         for trace, schedule in zip(plan.traces, plan.schedules, strict=True)
     )
-    within = f"{rates or 'nothing runs'} within {format_size(plan.budget)}."
+    within = f"{rates or 'nothing runs'} within {format_budget(plan.budget, sum(plan.sizes))}."
     if not plan.streamed_bytes:
         return (f"Everything fits: {within}", "Nothing streams, so that compute alone sets the time.")
     pays, beside = _beside(plan, other_policies(plan) if policies is None else policies)
@@ -123,7 +123,7 @@ def _limit(plan: Decisions) -> str:
                 f"reading them takes {predicted}, compute {compute}."
             )
     return (
-        f"Memory limits it: within {format_size(plan.budget)} there is too little room to copy ahead, so "
+        f"Memory limits it: within {format_budget(plan.budget)} there is too little room to copy ahead, so "
         f"link and compute ({compute}) wait for each other in {predicted}."
     )
 

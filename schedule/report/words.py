@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from penstock.schedule.facts.model import Decisions
-from penstock.schedule.facts.sizes import format_size, format_time
+from penstock.schedule.facts.sizes import format_budget, format_size, format_time
 from penstock.schedule.report.pictures import Box, Interval, Picture
 from penstock.schedule.report.uses import format_share
 from penstock.schedule.report.verdict import limit_of
@@ -40,7 +40,7 @@ def cards_of(plan: Decisions) -> Iterator[tuple[str, str, str]]:
     yield title, format_time(plan.predicted_ns), f"compute alone takes {format_time(plan.compute_ns)}"
     yield "Best streaming possible", bound or "not found", near
     yield "What limits it", limit, reason if transfers else "nothing streams"
-    yield "Budget", format_size(plan.budget), f"{share} of weights"
+    yield "Budget", format_budget(plan.budget), f"{share} of weights"
 
 
 def terms_of(plan: Decisions) -> Iterator[tuple[str, str]]:

@@ -95,7 +95,7 @@ def test_terminal_page_and_json_say_the_same(penstock: Command, artifact: Path, 
     assert " ".join(verdict) in " ".join(said.split())  # which breaks lines where the terminal ends
     assert f"<h1>{verdict[0]}</h1>" in page
     assert " ".join(verdict[1:]) in page
-    assert "<title>stack.penstock within 4.01 MiB - penstock</title>" in page
+    assert "<title>stack.penstock within 50% (4.01 MiB) - penstock</title>" in page
     assert f"penstock plan {artifact} --budget 50% --hardware rtx4090" in page
     assert date.today().isoformat() in page
 

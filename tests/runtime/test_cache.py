@@ -219,7 +219,7 @@ def test_the_limit_makes_room_before_writing_and_never_takes_what_is_in_use(
     assert used.is_dir()
     assert path.is_dir()
     (said,) = caplog.messages
-    assert "PENSTOCK_CACHE_LIMIT is 3.42 KiB: what is left there is in use" in said
+    assert "PENSTOCK_CACHE_LIMIT is 3.5 kB (3.42 KiB): what is left there is in use" in said
     held.close()
     more.close()
 

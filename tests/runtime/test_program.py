@@ -46,7 +46,7 @@ def test_the_floor_is_accepted_and_one_byte_less_is_not(stack):
     program = stack.open()
     with program.load(program.floor_bytes) as module:
         assert torch.equal(module(stack.tokens), stack.expected)
-    with pytest.raises(penstock.BudgetError, match=f"floor of {program.floor_bytes}") as caught:
+    with pytest.raises(penstock.BudgetError, match=f"give at least {program.floor_bytes} bytes") as caught:
         program.load(program.floor_bytes - 1)
     assert caught.value.floor_bytes == program.floor_bytes
     assert caught.value.step in {step.name for step in program.payload.traces[0].steps}
@@ -221,8 +221,10 @@ def test_what_is_printed_says_that_weights_stream(stack):
     nbytes = sum(one.nbytes for one in plan.resident) + sum(plan.sizes[s] for s in plan.outside)
     total, streamed = format_size(program.weight_bytes), format_size(plan.streamed_bytes)
     words = f"{format_size(nbytes)} of {total} resident, {streamed} streamed a pass, budget "
-    assert plan.residency == words + format_size(plan.budget)
-    assert re.fullmatch(rf"Plan\({plan.residency}, [\d.]+ \w+ a pass predicted on server\)", repr(plan))
+    assert plan.residency == words + f"50% ({format_size(plan.budget)})"
+    assert re.fullmatch(
+        rf"Plan\({re.escape(plan.residency)}, [\d.]+ \w+ a pass predicted on server\)", repr(plan)
+    )
     with program.load(plan=plan) as module:
         assert str(module) == f"StreamedModule(stack.penstock, {plan.residency})"
         assert str(nn.Sequential(module)) == f"Sequential(\n  (0): {module}\n)"

@@ -77,7 +77,7 @@ def test_what_is_read_twice_is_held_first() -> None:
 
 
 def test_memory_below_a_granule_and_a_disk_nobody_knows_are_refused() -> None:
-    with pytest.raises(BudgetError, match="host memory of 15 bytes is below the floor of 16"):
+    with pytest.raises(BudgetError, match="host memory of 15 B is below the floor of 16 B: weights"):
         plan_of(4, 64, 15)
     storages, traces = scan(4)
     arena = packed_arena(storages, traces, kind="paged", granule=16, alignment=64)

@@ -18,7 +18,7 @@ from string import Template
 from typing import Any
 
 from penstock.schedule.facts.model import Decisions
-from penstock.schedule.facts.sizes import format_size
+from penstock.schedule.facts.sizes import format_budget
 from penstock.schedule.report import words
 from penstock.schedule.report.pictures import Box, Interval, Picture, boxes_of, held_of, lanes_of, picture_of
 from penstock.schedule.report.uses import uses_of
@@ -42,9 +42,10 @@ def render_page(
     data = page_data(plan, names) | {"curve": curve}
     packed = gzip.compress(json.dumps(data, separators=(",", ":"), allow_nan=False).encode(), mtime=0)
     headline, *reasons = verdict(plan, origin.tokens, policies)
+    budget = format_budget(plan.budget, sum(plan.sizes))
     made = [origin.artifact, plan.hardware.name, date.today().isoformat()]
     return Template(_read("page.html")).substitute(
-        title=html.escape(f"{origin.artifact or 'plan'} within {format_size(plan.budget)} - penstock"),
+        title=html.escape(f"{origin.artifact or 'plan'} within {budget} - penstock"),
         made=html.escape(" \u00b7 ".join(filter(None, made))),
         headline=html.escape(headline),
         verdict=html.escape(" ".join(reasons)),

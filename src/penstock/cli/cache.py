@@ -19,7 +19,7 @@ from penstock.cli.terminal.inputs import fail
 from penstock.cli.terminal.options import Json, check_size
 from penstock.runtime.cache import LIMIT, Entry, Pruned, list_entries, user_cache
 from penstock.runtime.cache import prune as prune_entries
-from penstock.schedule.facts.sizes import format_size, parse_size
+from penstock.schedule.facts.sizes import format_budget, format_size, parse_size
 
 EXAMPLES = (
     "penstock cache list",
@@ -60,7 +60,7 @@ def list(*, cache: Folder = None, json: Json = False) -> None:
     if not entries:
         console.print_text(f"nothing is kept in {folder}")
         return
-    bound = f", {LIMIT} is {format_size(limit)}" if limit else ""
+    bound = f", {LIMIT} is {format_budget(limit)}" if limit else ""
     console.print_table(
         f"{folder}: {format_size(total)}{bound}",
         ("what", "made for", "size", "last used"),

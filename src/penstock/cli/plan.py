@@ -13,7 +13,7 @@ import typer
 
 from penstock.cli.terminal import console, options
 from penstock.cli.terminal.inputs import refuse_existing
-from penstock.schedule.facts.sizes import format_size, format_time
+from penstock.schedule.facts.sizes import format_budget, format_size, format_time
 
 if TYPE_CHECKING:
     from penstock.models.advice import Advice
@@ -112,7 +112,7 @@ def _print(artifact: Path, program: Program, found: Advice) -> None:
     plan = found.plan
     console.print_sentences(found.verdict)
     facts = [("floor", format_size(found.floor_bytes)), *_facts(program, plan)]
-    console.print_facts(f"{artifact} within {format_size(plan.budget)}", facts)
+    console.print_facts(f"{artifact} within {format_budget(plan.budget, program.weight_bytes)}", facts)
     if plan.streamed_bytes:
         console.print_text(terminal_timeline(plan, console.width()))
     if found.comparison is not None:

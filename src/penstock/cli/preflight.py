@@ -11,7 +11,7 @@ import typer
 from penstock.cli.terminal import console, options
 from penstock.cli.terminal.inputs import refuse_existing
 from penstock.schedule.facts.errors import PlanError
-from penstock.schedule.facts.sizes import format_size, format_time
+from penstock.schedule.facts.sizes import format_budget, format_size, format_time
 
 if TYPE_CHECKING:
     from penstock.models.preflight import Finding, Model
@@ -100,7 +100,7 @@ def _print(model: Model, findings: Sequence[Finding]) -> None:
     columns = ("hardware", "budget", "a pass", "bound", "copied", "host holds", "disk reads")
     console.print_table("", columns, [_row(finding) for finding in findings])
     for finding in findings:
-        title = f"{finding.hardware.name}, {format_size(finding.budget)} for weights"
+        title = f"{finding.hardware.name}, {format_budget(finding.budget, model.weight_bytes)} for weights"
         console.print_text(f"\n{title}:")
         console.print_sentences(finding.verdict, indent="  ")
 
@@ -108,7 +108,7 @@ def _print(model: Model, findings: Sequence[Finding]) -> None:
 def _row(finding: Finding) -> tuple[str, ...]:
     from penstock.schedule.host import host_bytes
 
-    start = (finding.hardware.name, format_size(finding.budget))
+    start = (finding.hardware.name, format_budget(finding.budget))
     plan = finding.plan
     if plan is None:
         return (*start, "does not run", "", "", "", "")

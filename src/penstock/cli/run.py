@@ -10,7 +10,7 @@ import typer
 
 from penstock.cli.terminal import console, options
 from penstock.cli.terminal.inputs import integer, pairs, refuse_existing
-from penstock.schedule.facts.sizes import format_size, format_time
+from penstock.schedule.facts.sizes import format_budget, format_size, format_time
 
 if TYPE_CHECKING:
     from penstock.models.trial import TrialResult
@@ -66,7 +66,8 @@ def run(
     if json:
         console.print_json(done.facts())
     else:
-        console.print_facts(f"{artifact} within {format_size(done.stats.budget)}", _facts(done))
+        within = format_budget(done.stats.budget, program.weight_bytes)
+        console.print_facts(f"{artifact} within {within}", _facts(done))
 
 
 def _facts(done: TrialResult) -> list[tuple[str, str]]:
@@ -74,7 +75,7 @@ def _facts(done: TrialResult) -> list[tuple[str, str]]:
     times = ", ".join(format_time(seconds * 1e9) for seconds in done.pass_seconds)
     return [
         ("time a pass", f"{times} (load {format_time(done.load_seconds * 1e9)})"),
-        ("memory for weights", f"{format_size(stats.peak_bytes)} at most, of {format_size(stats.budget)}"),
+        ("memory for weights", f"{format_size(stats.peak_bytes)} at most, of {format_budget(stats.budget)}"),
         ("moved", format_size(stats.bytes_moved)),
         ("waited for weights", f"{format_time(stats.stall_seconds * 1e9)}, {stats.misses} misses"),
         ("weights live in", stats.arena),

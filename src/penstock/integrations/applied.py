@@ -52,7 +52,7 @@ from penstock.integrations.streamed import Component, Where
 from penstock.passes.building.fake_export import Built
 from penstock.runtime.cache import Cache
 from penstock.schedule.facts.errors import BudgetError, PassError, PenstockError, StreamError
-from penstock.schedule.facts.sizes import format_size, parse_size
+from penstock.schedule.facts.sizes import format_budget, format_size, parse_size
 
 _log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Applied:
         self._trained: list[nn.Module] = []
 
     def __repr__(self) -> str:
-        state = f"streamed within {format_size(self.cap.nbytes)} on {self._where.device}"
+        state = f"streamed within {format_budget(self.cap.nbytes)} on {self._where.device}"
         return f"Applied({type(self.target).__name__}, {state if self._hollow else 'restored'})"
 
     @property

@@ -30,7 +30,7 @@ from penstock.runtime.device.opening import device_kind, hardware_of
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
 from penstock.schedule.facts.errors import BudgetError, PassError, SourceError, StreamError
-from penstock.schedule.facts.sizes import format_size
+from penstock.schedule.facts.sizes import format_budget, format_size
 from penstock.schedule.plan import Plan
 
 _log = logging.getLogger(__name__)
@@ -252,9 +252,10 @@ class Component:
             with self._cap.working():
                 plan = self._plan_within(program, budget)
         _log.info(
-            "%s streams within %s, arena %s: %s",
+            "%s streams within %s of %s, arena %s: %s",
             self.name,
             format_size(plan.budget),
+            format_budget(self._cap.nbytes),
             plan.arena.backing if plan.arena.kind == "paged" else plan.arena.kind,
             plan.hardware.note,
         )
@@ -280,9 +281,9 @@ class Component:
         own = f"{format_size(cap.own)} are in use by what penstock exported and planned, " if cap.own else ""
         least = floor + beside + cap.own
         return BudgetError(
-            f"{self.name} does not run in {format_size(cap.nbytes)}: {own}a call takes {format_size(beside)} "
-            f"beside weights, and {format_size(floor)} of weights are needed at once; give at least "
-            f"{format_size(least, up=True)}, or call it with smaller inputs",
+            f"{self.name} does not run in {format_budget(cap.nbytes)}: {own}a call takes "
+            f"{format_size(beside)} beside weights, and {format_size(floor)} of weights are needed at once; "
+            f"give at least {format_size(least, up=True)}, or call it with smaller inputs",
             floor_bytes=least,
         )
 

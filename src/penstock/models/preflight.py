@@ -24,7 +24,7 @@ from penstock.schedule.facts.errors import BudgetError, PassError, SourceError
 from penstock.schedule.facts.hardware import find_hardware, with_times
 from penstock.schedule.facts.model import Arena, Hardware
 from penstock.schedule.facts.problem import Demand, Problem
-from penstock.schedule.facts.sizes import format_size, parse_size
+from penstock.schedule.facts.sizes import format_budget, format_size, parse_size
 from penstock.schedule.host import host_bytes
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan
@@ -186,7 +186,7 @@ def _room(split: MemorySplit, budget: int, machine: Hardware) -> Iterator[str]:
     """Yield a sentence if the memory of the device is too small for the budget."""
     if machine.memory_nbytes is not None and budget > split.weights:
         yield (
-            f"It does not fit into {machine.name}: {format_size(budget)} for weights beside {split}; "
+            f"It does not fit into {machine.name}: {format_budget(budget)} for weights beside {split}; "
             f"give at most {format_size(max(0, split.weights))}."
         )
 

@@ -1,7 +1,7 @@
 import pytest
 
 from penstock.schedule.facts.errors import BudgetError
-from penstock.schedule.facts.sizes import format_size, format_time, parse_size
+from penstock.schedule.facts.sizes import format_budget, format_size, format_time, parse_size
 
 
 @pytest.mark.parametrize(
@@ -72,6 +72,26 @@ def test_a_percentage_needs_a_total():
 )
 def test_sizes_for_people(nbytes, text):
     assert format_size(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("typed", "total", "text"),
+    [
+        ("16MB", 0, "16 MB (15.26 MiB)"),
+        ("1.5GB", 0, "1.5 GB (1.40 GiB)"),
+        ("8GB", 0, "8 GB (7.45 GiB)"),
+        ("16MiB", 0, "16.00 MiB"),
+        ("2.5 GiB", 0, "2.50 GiB"),
+        ("50%", 20_976_896, "50% (10.00 MiB)"),
+        ("33%", 20_976_896, "33% (6.60 MiB)"),
+        ("100%", 20_976_896, "100% (20.01 MiB)"),
+        ("16MB", 20_976_896, "16 MB (15.26 MiB)"),
+        ("12345678", 20_976_896, "11.77 MiB"),
+        ("640", 0, "640 B"),
+    ],
+)
+def test_a_budget_is_repeated_as_it_was_typed(typed: str, total: int, text: str) -> None:
+    assert format_budget(parse_size(typed, total=total or None), total) == text
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,10 @@ def test_a_decoder_on_a_slow_link_is_beaten_by_its_host() -> None:
     plan = plan_for(2 * GB)
     pays, other, limit, best, twice = verdict(plan, {"forward": 1})
     rate = 1e9 / plan.predicted_ns
-    assert pays == f"Streaming does not pay here: forward makes {rate:.3g} tokens a second within 1.86 GiB."
+    assert (
+        pays
+        == f"Streaming does not pay here: forward makes {rate:.3g} tokens a second within 50% (1.86 GiB)."
+    )
     assert other.startswith("The best other way is to let the host (desktop) compute what does not fit, ")
     assert other.endswith(" times as fast.")
     assert limit.startswith("The link limits it: ")
@@ -48,7 +51,7 @@ def test_streaming_pays_where_nothing_else_is_as_fast() -> None:
     assert REST not in other_policies(plan)  # whose host is not known
     pays, other, *_ = verdict(plan, {})
     assert pays.startswith("Streaming pays here: forward makes ")
-    assert pays.endswith(" passes a second within 2.79 GiB.")
+    assert pays.endswith(" passes a second within 75% (2.79 GiB).")
     assert other.startswith("The best other way is 'some of every group', ")
     assert other.endswith(" times as long.")
 
@@ -63,7 +66,9 @@ def test_one_slot_is_limited_by_memory() -> None:
 def test_what_fits_does_not_stream() -> None:
     plan = plan_for(4 * GB)
     first, second = verdict(plan, {})
-    assert re.fullmatch(r"Everything fits: forward makes [\d.]+ passes a second within 3\.73 GiB\.", first)
+    assert re.fullmatch(
+        r"Everything fits: forward makes [\d.]+ passes a second within 100% \(3\.73 GiB\)\.", first
+    )
     assert second == "Nothing streams, so that compute alone sets the time."
 
 
