@@ -34,7 +34,7 @@ from penstock.runtime.module import LoadedMethod, StreamedModule
 from penstock.runtime.sightings import Sightings
 from penstock.runtime.sim.device import SimDevice
 from penstock.runtime.sim.streamer import SimStreamer
-from penstock.runtime.stream.interface import Usage
+from penstock.runtime.stream.interface import MemoryUse
 from penstock.runtime.stream.native import NativeStreamer
 from penstock.runtime.stream.passes import LoadedWeights, Resources
 from penstock.runtime.stream.streamer import ArenaStreamer
@@ -188,11 +188,11 @@ def _tensor(
 
 def _arena_usage(
     plan: Plan, memory: WeightArena | NativeStreamer | None, outside: int, readers: int
-) -> Usage:
+) -> MemoryUse:
     """Returns what a CPU holds: `outside` bytes and the arena, which, if mapped, is the page cache's own."""
     held, peak = (memory.held_bytes, memory.peak_bytes) if memory else (0, 0)
     maps = plan.arena.kind == "paged" and plan.arena.backing == "mapped"
-    return Usage(outside + held, outside + peak, readers, mapped_bytes=held if maps else 0)
+    return MemoryUse(outside + held, outside + peak, readers, mapped_bytes=held if maps else 0)
 
 
 def _open_device(program: Program, plan: Plan, options: LoadOptions) -> Device:
@@ -239,8 +239,8 @@ def _load_on_device(
     )
 
 
-def _device_usage(device: Device, weights: DeviceWeights) -> Usage:
-    return Usage(
+def _device_usage(device: Device, weights: DeviceWeights) -> MemoryUse:
+    return MemoryUse(
         weights.held_bytes,
         weights.held_bytes,
         pinned_bytes=weights.host.pinned_bytes,
@@ -248,7 +248,7 @@ def _device_usage(device: Device, weights: DeviceWeights) -> Usage:
     )
 
 
-def _outgrown(device: Device, usage: Callable[[], Usage], split: Callable[[], MemorySplit]) -> str:
+def _outgrown(device: Device, usage: Callable[[], MemoryUse], split: Callable[[], MemorySplit]) -> str:
     """The part of the device's memory that was too small, in words."""
     if not isinstance(device, CudaDevice):
         return f"beside {split()}"

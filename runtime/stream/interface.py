@@ -16,7 +16,7 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class Usage:
+class MemoryUse:
     """The memory that loaded weights take, in bytes, and the threads that read them; see `Stats`."""
 
     held_bytes: int
@@ -28,7 +28,7 @@ class Usage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stats(Usage):
+class Stats(MemoryUse):
     """The counters of a streamed module since it was loaded.
 
     `peak_bytes` is the most weight memory ever held, within the budget: the arena's ranges and the

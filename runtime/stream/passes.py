@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from penstock.passes.probes import Probes, streaming
-from penstock.runtime.stream.interface import Counters, Stats, Streamer, Usage
+from penstock.runtime.stream.interface import Counters, MemoryUse, Stats, Streamer
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.sizes import format_size
 from penstock.schedule.plan import Plan
@@ -63,7 +63,7 @@ class LoadedWeights:
     plan: Plan
     tensors: dict[str, torch.Tensor]
     resources: Resources
-    usage: Callable[[], Usage]
+    usage: Callable[[], MemoryUse]
     wait: Callable[[], None] = lambda: None
     out_of_memory: Callable[[], str] = lambda: "activations outgrew what was left beside weights"
 

@@ -22,7 +22,7 @@ STATE_MODULES = ("transformers.cache_utils", "diffusers.models.autoencoders.vae"
 
 
 @dataclass(frozen=True)
-class TensorLeaf:
+class Collected:
     """The tensor with number `index` of those that were collected."""
 
     index: int
@@ -91,7 +91,7 @@ class Collector:
         self.states: list[object] = list(states)
         self._inputs = {id(tensor): index for index, tensor in enumerate(tensors)}
         self._known = {id(state): index for index, state in enumerate(states)}
-        self._leaves: dict[int, TensorLeaf] = {}
+        self._leaves: dict[int, Collected] = {}
 
     def take(self, value: Any) -> Tree:
         """The tree of a value. Raises PassError for what is neither a tensor nor a plain constant."""
@@ -123,7 +123,7 @@ class Collector:
             if id(leaf) in self._inputs:
                 return Given(self._inputs[id(leaf)])
             if id(leaf) not in self._leaves:  # a tensor given twice stays one, as modules compare identities
-                self._leaves[id(leaf)] = self._add(leaf, TensorLeaf)
+                self._leaves[id(leaf)] = self._add(leaf, Collected)
             return self._leaves[id(leaf)]
         if is_state(leaf):
             return self._state(leaf)
@@ -199,7 +199,7 @@ class Builder:
         vars(target).update(held | beside)
 
     def _value(self, leaf: Any) -> Any:
-        if isinstance(leaf, TensorLeaf):
+        if isinstance(leaf, Collected):
             return self._tensors[leaf.index]
         if isinstance(leaf, Count):
             return self._tensors[leaf.index].shape[0]

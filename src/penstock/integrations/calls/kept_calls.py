@@ -30,11 +30,11 @@ from torch import fx
 
 from penstock.integrations.calls.arguments import (
     STATE_MODULES,
+    Collected,
     Constant,
     Count,
     Given,
     State,
-    TensorLeaf,
     Tree,
 )
 from penstock.integrations.calls.exported import ExportedCall, Output, Result
@@ -195,8 +195,8 @@ def _decode_tree(stored: list[Any]) -> Tree:
 
 
 def _encode_leaf(leaf: Any) -> dict[str, Any]:
-    if isinstance(leaf, TensorLeaf | Count):
-        return {"tensor" if isinstance(leaf, TensorLeaf) else "count": leaf.index}
+    if isinstance(leaf, Collected | Count):
+        return {"tensor" if isinstance(leaf, Collected) else "count": leaf.index}
     if isinstance(leaf, Given):
         return {"given": [leaf.index, leaf.state]}
     if isinstance(leaf, State):
@@ -214,7 +214,7 @@ def _decode_leaf(stored: Mapping[str, Any]) -> Any:
 
 
 _LEAVES: dict[str, Callable[[Any], Any]] = {
-    "tensor": TensorLeaf,
+    "tensor": Collected,
     "count": Count,
     "given": lambda held: Given(*held),
     "state": lambda held: State(_decode_class(held[0]), _decode_tree(held[1])),

@@ -17,7 +17,7 @@ import torch
 from torch.export import Dim
 from torch.overrides import TorchFunctionMode
 
-from penstock.integrations.calls.arguments import State, TensorLeaf, Tree
+from penstock.integrations.calls.arguments import Collected, State, Tree
 from penstock.integrations.calls.kinds import Call
 from penstock.integrations.calls.values import Values, values_of
 from penstock.schedule.facts.errors import PassError
@@ -89,7 +89,7 @@ def _tensors_in_states(tree: Tree, *, inside: bool) -> Iterator[int]:
     for leaf in tree.leaves:
         if isinstance(leaf, State):
             yield from _tensors_in_states(leaf.held, inside=True)
-        elif inside and (isinstance(leaf, TensorLeaf) or hasattr(leaf, "index")):
+        elif inside and (isinstance(leaf, Collected) or hasattr(leaf, "index")):
             yield leaf.index
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from penstock.integrations.calls.arguments import TensorLeaf
+from penstock.integrations.calls.arguments import Collected
 from penstock.integrations.calls.kinds import Call
 
 Values = tuple[tuple[int, Any], ...]
@@ -42,7 +42,7 @@ def values_of(call: Call) -> Values:
     """The values of the tensors of a call that say how large something else is."""
     arguments: Mapping[str, Any] = pytree.tree_unflatten(call.tree.leaves, call.tree.spec)
     leaves = [leaf for name, leaf in arguments.items() if name.endswith(_NAMES)]
-    indices = [leaf.index for leaf in leaves if isinstance(leaf, TensorLeaf)]
+    indices = [leaf.index for leaf in leaves if isinstance(leaf, Collected)]
     tensors = [(index, call.tensors[index]) for index in indices]
     return tuple((k, one.tolist()) for k, one in tensors if one.dtype in _WHOLE and one.numel() <= _MOST)
 

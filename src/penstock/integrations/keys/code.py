@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.integrations.keys.values import Place, Words
+from penstock.integrations.keys.values import Found, Words
 
 _PYTHON = tuple(os.path.join(sysconfig.get_paths()[name], "") for name in ("stdlib", "platstdlib"))
 _INSTALLED = tuple(
@@ -79,7 +79,7 @@ class Code(Words):
         self._functions: deque[types.FunctionType] = deque()
         self._known: dict[int, object] = {}
         self._names: set[str] = set(called)
-        self._methods: dict[str, list[tuple[Any, Place]]] = defaultdict(list)
+        self._methods: dict[str, list[tuple[Any, Found]]] = defaultdict(list)
 
     def found(self, code: Any) -> object:
         """Follow a function or a class, once."""
@@ -114,7 +114,7 @@ class Code(Words):
         for name, held in list(vars(kind).items()):
             if name in left_out:
                 continue
-            place = Place(f"{kind.__qualname__}.{name}", sure=package == "")
+            place = Found(f"{kind.__qualname__}.{name}", sure=package == "")
             if (name.startswith("__") and callable(held)) or name in self._names:
                 self._member(held, place)
             else:
@@ -125,7 +125,7 @@ class Code(Words):
             )
             self._add_file(_file_of(kind))
 
-    def _member(self, held: Any, place: Place) -> None:
+    def _member(self, held: Any, place: Found) -> None:
         self.say("member", place.where)
         self.value(held, place)
 
@@ -154,15 +154,15 @@ class Code(Words):
     def _held(self, function: types.FunctionType, where: str, *, sure: bool) -> None:
         """Say what a function holds: its defaults, and what it has from the function around it."""
         for held in (function.__defaults__, function.__kwdefaults__):
-            self.value(held, Place(f"a default of {where}", sure))
+            self.value(held, Found(f"a default of {where}", sure))
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            self.value(_content(cell), Place(f"{name}, which {where} uses", sure))
+            self.value(_content(cell), Found(f"{name}, which {where} uses", sure))
 
     def _global(self, held: Any, name: str, names: list[str], where: str, *, sure: bool) -> None:
         """Say what a global is; of a module, what the function's other names are in it."""
         self.say("global", name)
         if not isinstance(held, types.ModuleType):
-            self.value(held, Place(f"{name}, which {where} uses", sure))
+            self.value(held, Found(f"{name}, which {where} uses", sure))
             return
         modules = [held]
         for module in modules:
@@ -173,7 +173,7 @@ class Code(Words):
                     modules += [] if one in modules else [one]
                 elif one is not self and (callable(one) or not _is_pythons(module)):
                     self.say("of", module.__name__, other)
-                    self.value(one, Place(f"{module.__name__}.{other}, which {where} uses", False))
+                    self.value(one, Found(f"{module.__name__}.{other}, which {where} uses", False))
 
     def _environment(self, code: types.CodeType) -> None:
         """Say the values of the environment's variables that a function names."""

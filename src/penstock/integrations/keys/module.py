@@ -16,7 +16,7 @@ import penstock.passes
 from penstock._version import __version__
 from penstock.integrations.emptied.watch import BESIDE, MEMORY
 from penstock.integrations.keys.code import Code, package_of
-from penstock.integrations.keys.values import Place
+from penstock.integrations.keys.values import Found
 
 _TORCH = frozenset(vars(nn.Module()))
 
@@ -37,17 +37,17 @@ def module_key(module: nn.Module, entries: Iterable[str], device: torch.device) 
     own = frozenset(package_of(kind) or "" for kind in kinds) - {"torch"}
     words = Code(own, {"forward", *(entry.rpartition(".")[2] for entry in entries)})
     words.say("penstock", __version__, _own_code(), torch.__version__, platform.python_version(), str(device))
-    words.value(_settings(), Place("a setting of torch"))
+    words.value(_settings(), Found("a setting of torch"))
     _say_replaced(words)
     for path, one in module.named_modules(remove_duplicate=False):
         words.say("module", path)
-        words.value(type(one), Place(path))
+        words.value(type(one), Found(path))
         _say_tensors(words, one, f"{path}." if path else "")
         held = {n: v for n, v in vars(one).items() if n not in _TORCH | BESIDE | MEMORY}
         held |= {name: list(vars(one)[name].values()) for name in _HOOKS if path}
         for name, value in held.items():
             words.say("attribute", name)
-            words.value(value, Place(f"{path}.{name}" if path else name))
+            words.value(value, Found(f"{path}.{name}" if path else name))
     words.follow()
     return words.hexdigest()
 
@@ -86,7 +86,7 @@ def _say_replaced(words: Code) -> None:
         for name, held in list(vars(owner).items()):
             if isinstance(held, types.FunctionType) and package_of(held) not in ("torch", None):
                 words.say("replaced", owner.__name__, name)
-                words.value(held, Place(f"torch's {name}"))
+                words.value(held, Found(f"torch's {name}"))
 
 
 @cache

@@ -64,7 +64,7 @@ _UNORDERED = frozenset({"_use_default_values"})
 
 
 @dataclass(frozen=True)
-class Place:
+class Found:
     """Where a value was found, in words. Unless it must be `sure`, it may be said in part.
 
     That is for globals of libraries: among them are registries that fill up as more of the library is used,
@@ -75,8 +75,8 @@ class Place:
     sure: bool = True
     depth: int = 0
 
-    def inside(self, where: str) -> Place:
-        return Place(where, self.sure, self.depth + 1)
+    def inside(self, where: str) -> Found:
+        return Found(where, self.sure, self.depth + 1)
 
 
 class Words:
@@ -97,7 +97,7 @@ class Words:
         """Called for each function and class that a value holds; returns plain values that tell it apart."""
         return code.__module__, code.__qualname__
 
-    def value(self, value: Any, place: Place) -> None:
+    def value(self, value: Any, place: Found) -> None:
         """Say what a value is, and what it holds.
 
         Raises PassError, which names the place, for one of which that is not known for sure: of a class in
@@ -120,7 +120,7 @@ class Words:
         self.say("tensor", kind.__module__, kind.__qualname__, value.dtype, tuple(value.shape), value.device)
         if has_parts(value):
             names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
-            self.value(context, Place(f"{where} (what its class adds to {', '.join(names)})"))
+            self.value(context, Found(f"{where} (what its class adds to {', '.join(names)})"))
             for name, part in flattened(value):
                 self.tensor(part, f"{where}.{name}", values=values)
             return
@@ -133,7 +133,7 @@ class Words:
             plain = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             self._digest.update(memoryview(plain.numpy()))  # type: ignore[arg-type]
 
-    def _say_kind(self, value: object, place: Place) -> None:
+    def _say_kind(self, value: object, place: Found) -> None:
         kind = type(value)
         if place.sure:
             raise PassError(
@@ -142,7 +142,7 @@ class Words:
         self.say(kind.__module__, kind.__qualname__)
 
 
-def _say_code(words: Words, value: Any, place: Place) -> bool:
+def _say_code(words: Words, value: Any, place: Found) -> bool:
     if isinstance(value, types.FunctionType | type):
         words.say("code", words.found(value))
     elif isinstance(value, types.MethodType):
@@ -173,7 +173,7 @@ def _wrapped(value: Any) -> list[Any]:
     return [value.func] if isinstance(value, functools.cached_property) else []
 
 
-def _say_named(words: Words, value: Any, place: Place) -> bool:
+def _say_named(words: Words, value: Any, place: Found) -> bool:
     if isinstance(value, enum.Enum):
         words.say("enum", words.found(type(value)), value.name)
     elif isinstance(value, _NAMED):
@@ -191,7 +191,7 @@ def _say_named(words: Words, value: Any, place: Place) -> bool:
     return True
 
 
-def _say_data(words: Words, value: Any, place: Place) -> bool:
+def _say_data(words: Words, value: Any, place: Found) -> bool:
     if isinstance(value, torch.Tensor):
         words.tensor(value, place.where, values=True)
     elif isinstance(value, np.ndarray | np.generic):
@@ -206,7 +206,7 @@ def _say_data(words: Words, value: Any, place: Place) -> bool:
     return True
 
 
-def _say_container(words: Words, value: Any, place: Place) -> bool:
+def _say_container(words: Words, value: Any, place: Found) -> bool:
     kind = type(value)
     if not isinstance(value, Mapping | list | tuple | deque | set | frozenset):
         return False
@@ -227,7 +227,7 @@ def _say_container(words: Words, value: Any, place: Place) -> bool:
     return True
 
 
-def _counts(held: object, place: Place) -> bool:
+def _counts(held: object, place: Found) -> bool:
     """Whether a key, a value or an element is not what a registry has of a class or a module."""
     named = isinstance(held, str) and held.startswith("<class ")
     return place.sure or not (named or isinstance(held, type | types.ModuleType))
@@ -238,14 +238,14 @@ def _steady(name: object, held: object) -> object:
     return frozenset(held) if name in _UNORDERED and isinstance(held, list) else held
 
 
-def _alone(value: object, place: Place) -> str:
+def _alone(value: object, place: Found) -> str:
     """What an element of a set is, whatever the others are."""
     words = Words()
     words.value(value, place.inside(f"an element of {place.where}"))
     return words.hexdigest()
 
 
-def _say_object(words: Words, value: Any, place: Place) -> bool:
+def _say_object(words: Words, value: Any, place: Found) -> bool:
     """An object of a class that is defined in Python is its attributes."""
     kind = type(value)
     if not all(one is object or one.__flags__ & _MADE_IN_PYTHON for one in kind.__mro__):
@@ -255,7 +255,7 @@ def _say_object(words: Words, value: Any, place: Place) -> bool:
     return True
 
 
-def _say_attributes(words: Words, value: Any, place: Place) -> None:
+def _say_attributes(words: Words, value: Any, place: Found) -> None:
     """Say the attributes of an object, those in slots included."""
     slots = [name for kind in type(value).__mro__ for name in _slots(kind) if hasattr(value, name)]
     held = {name: getattr(value, name) for name in slots} | getattr(value, "__dict__", {})
