@@ -21,10 +21,10 @@ from penstock.runtime.measurements import (
     Machine,
     Measurement,
     Subject,
-    doubted,
     forget,
     measured,
     measurements,
+    noted,
     recall,
     record,
     this_machine,
@@ -56,7 +56,8 @@ def measure_cpu(weights: Sequence[Weight], arrival: Measurement | None, why: str
     """
     products, memory = compute_rates(common_dtype(weights))
     said = f"{arrival.subject.title} at {arrival.amount}" if arrival else ""
-    where = f"on this machine with {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    where = f"measured on this machine with {threads} thread{'' if threads == 1 else 's'}"
     return Hardware(
         name=THIS_CPU,
         flops_per_s=products.median,
@@ -64,7 +65,7 @@ def measure_cpu(weights: Sequence[Weight], arrival: Measurement | None, why: str
         link_bytes_per_s=NO_FILES if arrival is None else arrival.median,
         link_latency_ns=_LATENCY_NS,
         link_in_flight_bytes=_IN_FLIGHT,
-        note=_note(where, (said, why), (products, memory, arrival)),
+        note=noted(where, (said, why), (products, memory, arrival)),
     )
 
 
@@ -93,7 +94,9 @@ def measure_cuda(device: str, weights: Sequence[Weight], files: WeightFiles | No
         link_latency_ns=_COPY_LATENCY_NS,
         memory_nbytes=torch.cuda.mem_get_info(where)[1],
         disk_bytes_per_s=disk.median if disk else None,
-        note=_note(f"on {torch.cuda.get_device_name(where)}", said, (products, memory, copies, disk)),
+        note=noted(
+            f"measured on {torch.cuda.get_device_name(where)}", said, (products, memory, copies, disk)
+        ),
     )
 
 
@@ -131,11 +134,6 @@ def common_dtype(weights: Sequence[Weight]) -> str:
         elements[part.dtype] += math.prod(part.shape)
     floating = [n for n, _ in elements.most_common() if n in ("float32", "bfloat16", "float16", "float64")]
     return floating[0] if floating else "float32"
-
-
-def _note(where: str, said: Sequence[str], figures: Sequence[Measurement | None]) -> str:
-    """The note of measured hardware: the source of the figures, and which of them are doubtful."""
-    return "; ".join(filter(None, (f"measured {where}", *said, doubted(figures))))
 
 
 def _products(dtype: str) -> Trials:

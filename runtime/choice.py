@@ -18,7 +18,7 @@ from pathlib import Path
 from penstock.runtime.arrival import WeightFiles
 from penstock.runtime.calibrate import THIS_CPU, measure_cpu, measure_cuda
 from penstock.runtime.device.opening import device_kind, hardware_of
-from penstock.runtime.measurements import doubted
+from penstock.runtime.measurements import noted
 from penstock.runtime.memory_split import fits_host
 from penstock.runtime.remembered import remembered_plan
 from penstock.runtime.sightings import seen_compute
@@ -119,7 +119,7 @@ def _corrected(
         corrected.append(stretched(trace, seen.median) if seen else trace)
         if seen:
             said = f"{seen.subject.title} took {seen.amount} in a load"
-            hardware = replace(hardware, note="; ".join(filter(None, (hardware.note, said, doubted([seen])))))
+            hardware = replace(hardware, note=noted(hardware.note, [said], [seen]))
     return tuple(corrected), hardware
 
 

@@ -18,13 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-import torch
-
 from penstock.runtime.cache import user_cache
-from penstock.runtime.remembered import remember
 from penstock.runtime.system.trials import Trials
 from penstock.schedule.facts.errors import PayloadError
-from penstock.schedule.facts.model import STRICT
+from penstock.schedule.facts.model import STRICT, UNEVEN
 from penstock.schedule.payload.text import decode, encode, parse
 
 Quantity = Literal["products", "memory", "copies", "reads", "bounced reads", "mapping", "pass"]
@@ -147,15 +144,17 @@ class _File:
     version: Literal[1] = 1
 
 
-def doubted(figures: Iterable[Measurement | None]) -> str:
-    """Words that say which of some figures are doubtful, and why; empty if none is."""
-    doubts = [(one.subject.title, ", ".join(one.doubts())) for one in figures if one]
-    said = ", ".join(f"{title} ({why})" for title, why in doubts if why)
-    return f"doubtful: {said}; measure again with penstock hardware --measure" if said else ""
+def noted(note: str, said: Iterable[str], figures: Iterable[Measurement | None]) -> str:
+    """A note of hardware with more `said`, which ends with UNEVEN if it did, or if a figure is doubtful."""
+    uneven = note.endswith(UNEVEN) or any(True for one in figures if one for _ in one.doubts())
+    known = note.removesuffix(UNEVEN).removesuffix("; ")
+    return "; ".join(filter(None, (known, *said, UNEVEN if uneven else "")))
 
 
 def this_machine() -> Machine:
     """The CPU that this process runs on."""
+    import torch  # figures that are known are listed without it, at once
+
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return Machine(_processor(), cores, torch.get_num_threads(), torch.__version__)
 
@@ -199,6 +198,8 @@ def measurements() -> tuple[Measurement, ...]:
 
 
 def _write(known: tuple[Measurement, ...]) -> None:
+    from penstock.runtime.remembered import remember  # which imports the planner
+
     now = time.time()
     remember(_path(), encode(_File(tuple(one for one in known if now - one.taken_at < WEEK))))
 

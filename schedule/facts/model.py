@@ -209,6 +209,10 @@ class Method:
 # Facts: the machine.
 
 
+UNEVEN = "measured rates are uneven: see `penstock hardware`"
+"""The end of the note of hardware that has a doubtful figure."""
+
+
 @dataclass(frozen=True)
 class Hardware:
     """The machine that a plan assumes. Rates are per second, and latencies are for each transfer.
@@ -231,6 +235,11 @@ class Hardware:
     disk_bytes_per_s: float | None = None
     disk_latency_ns: int = 0
     note: str = ""
+
+    @property
+    def uneven(self) -> bool:
+        """True if `note` says that figures of this hardware are doubtful."""
+        return self.note.endswith(UNEVEN)
 
     def faults(self) -> Iterator[str]:
         """Yield a sentence for each impossible figure: its field, what is expected, and what was found."""

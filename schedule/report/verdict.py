@@ -96,11 +96,12 @@ def _beside(plan: Decisions, policies: Mapping[str, int]) -> tuple[str, list[str
     if name == REST and host is not None:
         way = f"to let the host ({host.name}) compute what does not fit"
     taken, times = format_time(policies[name]), policies[name] / max(1, plan.predicted_ns)
-    pays, relation = "Streaming pays here", f"{times:.3g} times as long"
+    doubt = "probably " if plan.hardware.uneven else ""
+    pays, relation = f"Streaming {doubt}pays here", f"{times:.3g} times as long"
     if times < 1 / _ALIKE:
-        pays, relation = "Streaming does not pay here", f"{1 / times:.3g} times as fast"
+        pays, relation = f"Streaming {doubt}does not pay here", f"{1 / times:.3g} times as fast"
     elif times <= _ALIKE:
-        pays, relation = "Streaming is as good as any other way here", "just as long"
+        pays, relation = f"Streaming is {doubt}as good as any other way here", "just as long"
     return pays, [f"The best other way is {way}, which takes {taken} a pass: {relation}."]
 
 

@@ -38,6 +38,15 @@ def test_presets_and_figures_fit_a_terminal(penstock: Command) -> None:
     assert done.status == 0
     assert all(len(line) <= COLUMNS for line in done.out.splitlines())
     assert all(name in done.out for name in PRESETS)
+    laptop = next(line for line in done.out.splitlines() if "laptop" in line)
+    assert [cell.strip() for cell in laptop.strip("\u2502").split("\u2502")][1:] == [
+        "0.9",
+        "90",
+        "7",
+        "-",
+        "32",
+    ]
+    assert "disk: that of a GPU's host" in " ".join(done.out.split())
     for words in ("direct reads", "1.55 GB/s", "ext4 on", "compute of a pass of", "25.000 ms"):
         assert words in done.out
 
@@ -72,7 +81,10 @@ def test_measuring_again_forgets_this_machine_and_takes_every_dtype_that_was_kno
 
 def test_noise_and_age_are_told(penstock: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     penstock("hardware", "--measure")
-    assert penstock("hardware", "auto").out.count("doubtful") == 1
+    said = penstock("hardware", "auto").out
+    assert said.count("doubtful") == 1
+    assert "  reading memory varied by 60% between 2 trials, waited for a processor 50% of\n" in said
+    assert "spread: how far apart they are" in said
     now = measurements.measurements()[0].taken_at + WEEK
     monkeypatch.setattr("time.time", lambda: float(now))
     assert penstock("hardware", "auto").out.count("expired") == 3

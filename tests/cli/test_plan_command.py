@@ -14,6 +14,7 @@ from torch import nn
 
 import penstock as api
 from penstock.cli.plan import _facts
+from penstock.schedule.facts.model import UNEVEN
 from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 
 
@@ -74,6 +75,14 @@ def test_more_bytes_a_pass_than_the_model_has_are_explained(artifact: Path) -> N
     for decided, told in ((plan, False), (twice, twice.streamed_bytes > program.weight_bytes)):
         assert ("comes more than once" in dict(_facts(program, decided))["streamed each pass"]) == told
     assert twice.streamed_bytes > program.weight_bytes
+
+
+def test_doubt_about_rates_is_one_short_row(artifact: Path) -> None:
+    program = api.open(artifact)
+    plan = program.plan("50%", hardware="l4")
+    doubted = replace(plan, hardware=replace(plan.hardware, note=f"measured; {UNEVEN}"))
+    assert _facts(program, doubted)[-2:] == [("assumed", "l4: measured"), ("but", UNEVEN)]
+    assert _facts(program, plan)[-1] == ("assumed", "l4: a preset, from public figures")
 
 
 def test_json_has_the_plan_and_what_it_comes_to(penstock: Command, artifact: Path) -> None:

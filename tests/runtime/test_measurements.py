@@ -17,13 +17,14 @@ from penstock.runtime.measurements import (
     WEEK,
     Measurement,
     Subject,
-    doubted,
     forget,
     measured,
+    noted,
     recall,
     this_machine,
 )
 from penstock.runtime.system.trials import Trials
+from penstock.schedule.facts.model import UNEVEN
 
 STEADY, WIDE = Trials((1.0, 1.01, 1.02)), Trials((1.0, 2.0, 4.0))
 
@@ -69,7 +70,7 @@ def test_a_figure_expires_and_a_doubtful_one_soon(
     cache: Path, clock: Clock, trials: Trials, seconds: int
 ) -> None:
     first = measured(memory(), lambda: trials)
-    assert (doubted([first, None]) != "") == (seconds == HOUR)
+    assert (noted("", (), [first, None]) == UNEVEN) == (seconds == HOUR)
     clock.now += seconds - 1
     assert recall(memory()) == first
     clock.now += 1
@@ -162,6 +163,6 @@ def test_every_doubt_says_why(cache: Path) -> None:
     assert list(replace(steady, waited=0.4).doubts()) == ["waited for a processor 40% of the time"]
     disk = replace(steady, subject=Subject("reads", this_machine(), cache="past"), median=495e9)
     assert disk.median > DISK_MOST
-    assert doubted([disk]).startswith("doubtful: direct reads (faster than any disk, so a cache answered); ")
+    assert list(disk.doubts()) == ["faster than any disk, so a cache answered"]
     warm = replace(disk, subject=Subject("mapping", this_machine(), cache="warm"))
     assert list(warm.doubts()) == []  # the page cache may be as fast as that

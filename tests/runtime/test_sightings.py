@@ -13,6 +13,7 @@ from penstock.runtime.measurements import HOUR, Subject, measured, measurements,
 from penstock.runtime.sightings import FACTOR, PASSES, Sightings, seen_compute
 from penstock.runtime.stream.interface import Counters
 from penstock.runtime.system.trials import Trials
+from penstock.schedule.facts.model import UNEVEN
 
 MS = 1_000_000
 
@@ -124,7 +125,8 @@ def test_passes_that_differ_widely_are_believed_for_an_hour_and_told_of(program,
         with once.watched.watching(0, once.leaves):
             once.now += factor * compute(plan)
     note = program.plan("45%").hardware.note
-    assert "doubtful: compute of a pass of forward (varied by" in note
+    assert note.endswith(f" in a load; {UNEVEN}")
+    assert note.count(UNEVEN) == 1
     seen = seen_compute(program.path, "forward")
     assert not seen.is_fresh(seen.taken_at + HOUR)
 

@@ -21,6 +21,17 @@ if TYPE_CHECKING:
 EXAMPLES = ("penstock hardware", "penstock hardware h200", "penstock hardware --measure")
 
 
+_PRESET_LEGEND = (
+    "weights: the rate at which they reach the memory in which they are used: a GPU's from its host, a CPU's "
+    "from its disk. disk: that of a GPU's host. memory GB: how much there is."
+)
+_MEASURED_LEGEND = (
+    "median: of several trials. spread: how far apart they are. waited: the share of the time for which "
+    "threads had to wait for a processor."
+)
+_DOUBTFUL = "Doubtful, and so used for an hour at most; measure again (--measure) when the machine is quiet:"
+
+
 def hardware(
     name: Annotated[
         str | None,
@@ -35,33 +46,45 @@ def hardware(
     measure: Annotated[bool, typer.Option("--measure", help="Measure this machine again.")] = False,
     json: Json = False,
 ) -> None:
-    """List the hardware that plans can be made for, and the measured speed of this machine."""
+    """List the hardware that plans can be made for, and the speeds that were measured."""
     if name in PRESETS:
         if measure:
             fail(f"--measure is about this machine, and {name} is a preset: leave out one of them")
         _show_preset(PRESETS[name], json=json)
         return
-    with console.spinner("measuring" if measure else "importing"):
-        from penstock.runtime.calibrate import machines_here, measure_again
-        from penstock.runtime.measurements import measurements
+    if measure:
+        with console.spinner("measuring"):
+            from penstock.runtime.calibrate import measure_again
 
-        if measure:
             measure_again()
-        here = machines_here()
-        found = [one for one in measurements() if one.subject.machine in here]
-    presets = [] if name else list(PRESETS.values())
+    from penstock.runtime.measurements import measurements
+
+    found, presets = measurements(), [] if name else list(PRESETS.values())
     if json:
         measured = [_facts(one) for one in found]
         console.print_json({"presets": [asdict(one) for one in presets], "measured": measured})
         return
     if presets:
         console.print_table("Presets", *_presets(presets))
-    if found:
-        console.print_table(f"Measured on {here[0].processor}, {here[0].threads} threads", *_measured(found))
-    else:
-        console.print_text("Nothing has been measured on this machine yet: plans do it, and --measure.")
+        console.print_sentences([_PRESET_LEGEND])
+    _print_measured(found)
     if measure:
         console.print_text("How fast weights arrive is measured again when the next plan needs it.")
+
+
+def _print_measured(found: Sequence[Measurement]) -> None:
+    """Print a table of the figures of each machine, what its columns mean, and the reasons for doubts."""
+    for machine in dict.fromkeys(one.subject.machine for one in found):
+        threads = f"{machine.threads} thread{'' if machine.threads == 1 else 's'}"
+        title = f"Measured on {machine.processor}, {threads}, torch {machine.torch}"
+        console.print_table(title, *_measured([one for one in found if one.subject.machine == machine]))
+    if not found:
+        console.print_text("Nothing has been measured yet: plans do it, and --measure.")
+        return
+    console.print_sentences([_MEASURED_LEGEND])
+    if doubts := [(one, ", ".join(one.doubts())) for one in found if any(one.doubts())]:
+        console.print_sentences([_DOUBTFUL])
+        console.print_sentences([f"{one.subject.title} {why}" for one, why in doubts], indent="  ")
 
 
 def _show_preset(preset: Hardware, *, json: bool) -> None:
@@ -98,7 +121,7 @@ def _presets(presets: Sequence[Hardware]) -> tuple[tuple[str, ...], list[list[st
 
 
 def _gb(amount: float | None) -> str:
-    return "" if amount is None else f"{amount / 1e9:g}"
+    return "-" if amount is None else f"{amount / 1e9:g}"
 
 
 def _measured(found: Sequence[Measurement]) -> tuple[tuple[str, ...], list[list[str]]]:

@@ -13,6 +13,7 @@ import typer
 
 from penstock.cli.terminal import console, options
 from penstock.cli.terminal.inputs import refuse_existing
+from penstock.schedule.facts.model import UNEVEN
 from penstock.schedule.facts.sizes import format_budget, format_size, format_time
 
 if TYPE_CHECKING:
@@ -147,7 +148,8 @@ def _facts(program: Program, plan: Plan) -> list[tuple[str, str]]:
         ("streamed each pass", streamed),
         ("predicted", f"{predicted} a pass, {compute} of it compute"),
         ("best streaming possible", bound),
-        ("assumed", f"{plan.hardware.name}: {plan.hardware.note}"),
+        ("assumed", f"{plan.hardware.name}: {plan.hardware.note.removesuffix(UNEVEN).removesuffix('; ')}"),
+        *([("but", UNEVEN)] if plan.hardware.uneven else []),
     ]
 
 

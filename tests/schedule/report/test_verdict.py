@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.schedule.facts.hardware import PRESETS, host_beside
-from penstock.schedule.facts.model import Input, Method, Symbol
+from penstock.schedule.facts.model import UNEVEN, Input, Method, Symbol
 from penstock.schedule.facts.sizes import parse_size
 from penstock.schedule.report.baselines import REST
 from penstock.schedule.report.verdict import limit_of, tokens_of, verdict
@@ -53,6 +53,8 @@ def test_streaming_pays_where_nothing_else_is_as_fast() -> None:
     assert pays.startswith("Streaming pays here: forward makes ")
     assert pays.endswith(" passes a second within 75% (2.79 GiB).")
     assert other.startswith("The best other way is 'some of every group', ")
+    doubtful = replace(plan, hardware=replace(plan.hardware, note=f"measured; {UNEVEN}"))
+    assert verdict(doubtful, {})[0] == pays.replace("Streaming pays", "Streaming probably pays")
     assert other.endswith(" times as long.")
 
 
