@@ -38,19 +38,22 @@ def held(cache: Cache) -> set[str]:
     return {path.name[0] for path in cache.weights.iterdir()}
 
 
-def test_a_list_has_a_line_for_each_entry_and_one_for_the_plans(penstock: Command, cache: Cache) -> None:
+def test_a_list_has_a_line_for_all_that_a_model_has_of_a_kind(penstock: Command, cache: Cache) -> None:
+    also = cache.weights / ("c" * 32)
+    cache.keep(also, "model b", also.mkdir).close()
+    (also / "weights.safetensors").write_bytes(bytes(968))
     use = cache.keep(cache.weights / ("b" * 32), "model b", lambda: None)
     lines = penstock("cache", "list").out.splitlines()
     assert lines[0].startswith(str(cache.folder)[:20])
-    (old,) = (line for line in lines if "aaaaaaaa" in line)
-    assert all(word in old for word in ("weights", "model a", "1.98 KiB", "40 d ago"))
-    (new,) = (line for line in lines if "bbbbbbbb" in line)
-    assert "in use" in new
+    (old,) = (line for line in lines if "model a" in line)
+    assert all(word in old for word in ("1 set of weights", "1.98 KiB", "40 d ago"))
+    (new,) = (line for line in lines if "model b" in line)
+    assert all(word in new for word in ("2 sets of weights", "in use"))
     (plans,) = (line for line in lines if "plan" in line and "penstock" not in line)
-    assert all(word in plans for word in ("3 plans", "6 B", "now"))
+    assert all(word in plans for word in ("3 plans", "all models", "6 B", "now"))
     facts = json.loads(penstock("cache", "list", "--json").out)
     assert facts["bytes"] == sum(one["bytes"] for one in facts["entries"])
-    assert [one["in_use"] for one in facts["entries"] if one["kind"] == "weights"] == [False, True]
+    assert [one["in_use"] for one in facts["entries"] if one["path"][-1] in "ab"] == [False, True]
     assert facts["entries"][0]["made_for"] == "model a"
     assert facts["entries"][0]["last_used"].endswith("+00:00")
     use.close()
@@ -59,8 +62,10 @@ def test_a_list_has_a_line_for_each_entry_and_one_for_the_plans(penstock: Comman
 def test_a_prune_goes_by_age_by_size_and_by_the_limit(
     penstock: Command, cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for options in (["--older-than", "6w"], ["--to", "8GB"], []):
-        assert "0 B freed" in penstock("cache", "prune", *options).out
+    for options, told in ((["--older-than", "6w"], False), (["--to", "8GB"], False), ([], True)):
+        said = penstock("cache", "prune", *options).out
+        assert "0 B freed" in said
+        assert ("Only leftovers of killed runs are removed without --older-than" in said) == told
     said = penstock("cache", "prune", "--older-than", "30d", "--dry-run").out
     assert "would be removed" in said
     assert held(cache) == {"a", "b"}

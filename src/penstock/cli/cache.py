@@ -37,18 +37,33 @@ Folder = Annotated[
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Remove nothing, and say what would go.")]
 
+_ONLY_LEFTOVERS = (
+    f"Only leftovers of killed runs are removed without --older-than 30d, --to 20GB or {LIMIT}: give one of "
+    "them, or `penstock cache clear` to remove everything."
+)
+
 _AGE = re.compile(r"(\d+(?:\.\d+)?)\s*(min|h|d|w)", re.IGNORECASE)
 _SECONDS = {"min": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 
-_SMALL = {"call": "exported calls", "plan": "plans", "rates": "rates of this machine"}
-"""The kinds of entries that a table sums up in one line each, and the text of that line."""
+Group = list[Entry]
 
-_SHOWN = 8  # letters of a name that is a hash
+_WORDS = {
+    "weights": "{number} set{s} of weights",
+    "program": "{number} program{s}",
+    "call": "{number} exported call{s}",
+    "plan": "{number} plan{s}",
+    "rates": "measured rates",
+    "leftover": "{number} leftover{s} of killed runs",
+}
+"""What a table calls entries of a kind."""
+
+_FOR = {"call": "all models", "plan": "all models", "rates": "this machine", "leftover": "nothing any more"}
+"""What entries of a kind are for that do not say it themselves."""
 
 
 @cache.command()
 def list(*, cache: Folder = None, json: Json = False) -> None:
-    """List the entries of the cache: what each is made for, its size and its last use; the oldest first."""
+    """List what is in the cache: what it is made for, its size and its last use; the oldest first."""
     folder = cache or user_cache()
     entries = list_entries(folder)
     total = sum(one.nbytes for one in entries)
@@ -87,13 +102,15 @@ def prune(
 ) -> None:
     """Remove leftovers of killed runs, and entries that are too old or exceed a limit. Entries in use stay.
 
-    Without options, the limit is that of PENSTOCK_CACHE_LIMIT, if it is set.
+    Without options, the limit is that of PENSTOCK_CACHE_LIMIT; if that is not set, only leftovers go.
     """
     before = -math.inf if older_than is None else time.time() - _seconds(older_than)
     limit = _limit() if older_than is None else None
     most = parse_size(to, name="--to") if to else limit or math.inf
     folder = cache or user_cache()
     _report(prune_entries(folder, before=before, most=most, dry_run=dry_run), dry_run, json)
+    if not json and not to and limit is None and older_than is None:
+        console.print_sentences([_ONLY_LEFTOVERS])
 
 
 @cache.command()
@@ -138,16 +155,14 @@ def _facts(one: Entry) -> dict[str, Any]:
 
 
 def _rows(entries: Sequence[Entry]) -> Iterator[tuple[str, str, str, str]]:
+    """Yield a row for all entries of a kind that are made for the same model, in the order of the entries."""
+    groups: dict[tuple[str, str], Group] = {}
     for one in entries:
-        if one.kind not in _SMALL:
-            used = "in use" if one.in_use else _ago(one.used)
-            name = one.path.name.lstrip(".")[:_SHOWN]
-            yield f"{one.kind} {name}", one.made_for, format_size(one.nbytes), used
-    for kind, what in _SMALL.items():
-        if some := [one for one in entries if one.kind == kind]:
-            number = "" if kind == "rates" else f"{len(some)} "
-            used = _ago(max(one.used for one in some))
-            yield f"{number}{what}", "", format_size(sum(one.nbytes for one in some)), used
+        groups.setdefault((one.kind, one.made_for or _FOR.get(one.kind, "unknown")), []).append(one)
+    for (kind, made_for), some in groups.items():
+        what = _WORDS[kind].format(number=len(some), s="" if len(some) == 1 else "s")
+        used = "in use" if any(one.in_use for one in some) else _ago(max(one.used for one in some))
+        yield what, made_for, format_size(sum(one.nbytes for one in some)), used
 
 
 def _ago(used: float) -> str:
