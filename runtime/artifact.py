@@ -18,6 +18,7 @@ from penstock.runtime.checkpoint.bind_values import with_small_values
 from penstock.runtime.checkpoint.binding import Found, Rename, Rules, find_values, is_dense, without
 from penstock.runtime.checkpoint.opening import Checkpoint, Paths, open_checkpoint
 from penstock.runtime.checkpoint.slices import Slices
+from penstock.runtime.choice import find_ladder
 from penstock.runtime.files.artifact_files import write_payload
 from penstock.runtime.files.pack import (
     BLOCK_ALIGNED_FROM,
@@ -67,6 +68,7 @@ def compile(
     force: bool = False,
     progress: Progress | None = None,
     earlier: Program | None = None,
+    ladder: bool = False,
 ) -> Program:
     """Compile an exported program, or the result of `annotate_with_values`, into the artifact folder `path`.
 
@@ -80,7 +82,8 @@ def compile(
     less than `resident_below` bytes (None: 64 KiB) then stay in memory and get no probes. Such an artifact
     runs with the version of torch, and on the kind of processor, that compiled it. `force` replaces an
     artifact that exists. Weights that `earlier` has hashed in place are not hashed again if their files are
-    unchanged. The number of bytes that are about to be written is logged.
+    unchanged. With `ladder` the artifact gets plans for programs without Python (`Program.write_ladder`). The
+    number of bytes that are about to be written is logged.
 
     Raises PassError for a program that cannot be streamed, and SourceError for weight files that do not
     belong to the program and for an output that cannot be written.
@@ -105,7 +108,8 @@ def compile(
         catalog = writer.write_weights(temporary, hashed)
         program = _save_program(annotated, compiled, temporary)
         payload = replace(catalog, lowering="inductor" if compiled else "eager", program=program)
-        write_payload(payload, temporary)
+        plans = find_ladder(temporary, payload) if ladder else ()
+        write_payload(replace(payload, plans=plans), temporary)
 
     write_artifact(folder, force=force, build=build)
     return open_program(folder)

@@ -29,6 +29,7 @@ from penstock.schedule.facts.hardware import find_hardware, stretched, with_time
 from penstock.schedule.facts.model import Arena, Hardware, Range, Storage, Trace, Wrap
 from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.facts.sizes import format_budget, format_size
+from penstock.schedule.ladder import ladder
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan
 from penstock.schedule.planner import Floor, check_floor, floor, make_plan
@@ -86,6 +87,31 @@ def find_plan_to_load(folder: Path, payload: Payload, request: PlanRequest) -> P
 def decide(folder: Path, payload: Payload, request: PlanRequest) -> Plan:
     """Make the plan for a request, and verify it. Raises BudgetError for a budget below the floor."""
     return _make(payload, _problem(folder, payload, request), request)
+
+
+def find_ladder(folder: Path, payload: Payload) -> tuple[Plan, ...]:
+    """The verified plans of a ladder for this machine, on arenas that reads fill, by ascending budget.
+
+    A program without Python runs the largest of them that its budget allows.
+    """
+    lowest = min(floor.upper_bytes for floor in _unmapped_floors(payload).values())
+    highest = sum(storage.nbytes for storage in payload.storages)
+
+    def make(budget: int) -> Plan:
+        return decide(folder, payload, PlanRequest(budget, arena=unmapped_arena(payload, budget)))
+
+    return ladder(make, max(1, lowest), max(1, highest))
+
+
+def unmapped_arena(payload: Payload, budget: int) -> str:
+    """The preferred kind of arena on a CPU that reads fill and that `budget` bytes suffice for."""
+    floors = _unmapped_floors(payload)
+    return next((kind for kind, one in floors.items() if one.upper_bytes <= budget), [*floors][-1])
+
+
+def _unmapped_floors(payload: Payload) -> dict[str, Floor]:
+    floors = find_floors(payload, "cpu", None, frozenset())
+    return {kind: one for kind, one in floors.items() if kind != "mapped"}
 
 
 def _problem(folder: Path, payload: Payload, request: PlanRequest) -> Problem:

@@ -12,10 +12,18 @@ from typing import TYPE_CHECKING
 
 from penstock.passes.lowering import eager
 from penstock.passes.lowering.archive import open_programs, read_code
-from penstock.runtime.choice import PlanRequest, cpu_arenas, find_floors, find_plan, find_plan_to_load
+from penstock.runtime.choice import (
+    PlanRequest,
+    cpu_arenas,
+    find_floors,
+    find_ladder,
+    find_plan,
+    find_plan_to_load,
+    unmapped_arena,
+)
 from penstock.runtime.device.cuda import CudaDevice
 from penstock.runtime.device.opening import device_kind
-from penstock.runtime.files.artifact_files import read_payload
+from penstock.runtime.files.artifact_files import read_payload, replace_payload
 from penstock.runtime.files.rates import READERS
 from penstock.runtime.files.source import Source
 from penstock.runtime.files.stamp import Progress, count_bytes, hash_storage
@@ -122,6 +130,15 @@ class Program:
         )
         return find_plan(self.path, self.payload, request)
 
+    def write_ladder(self) -> Program:
+        """Write a ladder of verified plans into the artifact, in place of those it has, and open it again.
+
+        A program without Python, such as `penstock-run`, has no planner, and runs the largest of them that
+        its budget allows. They reach from the floor to one that streams nothing, and are for this machine.
+        """
+        replace_payload(self.path, replace(self.payload, plans=find_ladder(self.path, self.payload)))
+        return open(self.path)
+
     def load(
         self,
         budget: int | str | None = None,
@@ -179,14 +196,9 @@ class Program:
             assert budget is not None
             nbytes = self._nbytes(budget)
         if engine == "native" and arena is None:
-            arena = self._unmapped_arena(nbytes)
+            arena = unmapped_arena(self.payload, nbytes)
         plan = find_plan_to_load(self.path, self.payload, replace(given, budget=nbytes, arena=arena))
         return load_module(self, plan, run, split=split)
-
-    def _unmapped_arena(self, budget: int) -> str:
-        """Returns the preferred kind of arena that reads fill and that `budget` bytes suffice for."""
-        kinds = [kind for kind in self.arenas() if kind != "mapped"]
-        return next((kind for kind in kinds if self.floor("cpu", kind) <= budget), kinds[-1])
 
     def _nbytes(self, budget: int | str) -> int:
         if budget == 0 and not isinstance(budget, bool) and not self.weight_bytes:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
-from penstock.runtime.files.artifact_files import DIGEST, PAYLOAD, read_payload, write_payload
+from penstock.runtime.files.artifact_files import read_payload, replace_payload
 from penstock.runtime.files.stamp import Progress, compare_header, stamp_file
 from penstock.runtime.program import Program
 from penstock.runtime.program import open as open_program
-from penstock.runtime.system.atomic import write_artifact
 from penstock.schedule.facts.errors import SourceError
 from penstock.schedule.facts.model import WeightFile
 
@@ -43,13 +40,7 @@ def relink(
     stamped = tuple(_stamped(file, places[file.path]) if file in in_place else file for file in payload.files)
     relinked = Program(folder, replace(payload, files=stamped))
     relinked.verify(progress)
-
-    def build(temporary: Path) -> None:
-        others = shutil.ignore_patterns(PAYLOAD, DIGEST)
-        shutil.copytree(folder, temporary, ignore=others, copy_function=_link, dirs_exist_ok=True)
-        write_payload(relinked.payload, temporary)
-
-    write_artifact(folder, force=True, build=build)
+    replace_payload(folder, relinked.payload)
     return open_program(folder)
 
 
@@ -76,11 +67,3 @@ def _stamped(file: WeightFile, place: Path) -> WeightFile:
     found = stamp_file(place, recorded_path=str(place))
     compare_header(place, file, found)
     return found
-
-
-def _link(source: str, target: str) -> None:
-    """Give a file a second name, or copy it if the file system has no links."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import shutil
 from pathlib import Path
 
+from penstock.runtime.system.atomic import write_artifact
 from penstock.schedule.facts.errors import PayloadError, SourceError
 from penstock.schedule.payload.codec import Payload, verify_payload
 
@@ -36,6 +39,25 @@ def write_payload(payload: Payload, folder: Path) -> None:
     data = payload.to_bytes()
     (folder / PAYLOAD).write_bytes(data)
     (folder / DIGEST).write_bytes(digest_line(data))
+
+
+def replace_payload(folder: Path, payload: Payload) -> None:
+    """Write an artifact anew with another payload, in one step; all its other files stay as they are."""
+
+    def build(temporary: Path) -> None:
+        others = shutil.ignore_patterns(PAYLOAD, DIGEST)
+        shutil.copytree(folder, temporary, ignore=others, copy_function=_link, dirs_exist_ok=True)
+        write_payload(payload, temporary)
+
+    write_artifact(folder, force=True, build=build)
+
+
+def _link(source: str, target: str) -> None:
+    """Give a file a second name, or copy it if the file system has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def digest_line(data: bytes) -> bytes:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from penstock.cli.terminal import console, options
 from penstock.cli.terminal.inputs import load_exported, pairs, weight_files
 from penstock.schedule.facts.sizes import format_size
+
+if TYPE_CHECKING:
+    from penstock.runtime.program import Program
 
 EXAMPLES = (
     "penstock compile model.pt2 model.penstock --weights model.safetensors --no-pack",
@@ -58,6 +61,9 @@ def compile(
             callback=options.check_size("--resident-below", share=False),
         ),
     ] = None,
+    ladder: Annotated[
+        bool, typer.Option("--ladder", help="Plan for some budgets now, for programs without Python.")
+    ] = False,
     force: options.Force = False,
     json: options.Json = False,
 ) -> None:
@@ -77,19 +83,24 @@ def compile(
             resident_below=resident_below,
             force=force,
             progress=progress,
+            ladder=ladder,
         )
+    rungs = tuple(plan.budget for plan in compiled.payload.plans)
     facts = {"path": str(output), "weight_bytes": compiled.weight_bytes, "floor_bytes": compiled.floor_bytes}
     if json:
-        console.print_json(facts)
+        console.print_json({**facts, "ladder": rungs} if ladder else facts)
     else:
-        console.print_facts(
-            f"Wrote {output}",
-            [
-                ("weights", format_size(compiled.weight_bytes)),
-                ("floor", f"{format_size(compiled.floor_bytes)} ({compiled.floor_bytes} bytes)"),
-                ("next", f"penstock run {output} --budget 50%"),
-            ],
-        )
+        _print(output, compiled, rungs)
+
+
+def _print(output: Path, compiled: Program, rungs: tuple[int, ...]) -> None:
+    facts = [
+        ("weights", format_size(compiled.weight_bytes)),
+        ("floor", f"{format_size(compiled.floor_bytes)} ({compiled.floor_bytes} bytes)"),
+        ("plans for", ", ".join(map(format_size, rungs))),
+        ("next", f"penstock run {output} --budget 50%"),
+    ]
+    console.print_facts(f"Wrote {output}", [one for one in facts if one[1]])
 
 
 def _program(model: str, tokens: int, files: Any) -> tuple[Any, Any, dict[str, Any]]:
