@@ -91,6 +91,16 @@ ps_status ps_wait(ps_engine *engine) {
 
 void ps_stats(const ps_engine *engine, ps_statistics *statistics) { *statistics = engine->engine.statistics(); }
 
+int32_t ps_memory(const ps_engine *engine, void **starts, void **stops, int32_t size) {
+    const auto memory = engine->engine.arena().memory();
+    const auto count = static_cast<int32_t>(memory.size());
+    for (int32_t k = 0; k < count && k < size; ++k) {
+        starts[k] = memory[k]->at(0);
+        stops[k] = memory[k]->at(memory[k]->nbytes());
+    }
+    return count;
+}
+
 const char *ps_error(const ps_engine *engine) { return engine->error.c_str(); }
 
 void ps_stop(ps_engine *engine) {
@@ -99,4 +109,23 @@ void ps_stop(ps_engine *engine) {
 
 void ps_close(ps_engine *engine) {
     if (engine && getpid() == engine->owner) delete engine;
+}
+
+ps_status ps_fill(ps_engine *engine, int64_t start, int64_t stop, int64_t *brought) {
+    return guarded(engine->error, [&] { return *brought = engine->engine.arena().fill({start, stop}), true; });
+}
+
+ps_status ps_fill_ready(ps_engine *engine, int64_t start, int64_t stop, int64_t *brought) {
+    return guarded(engine->error, [&] {
+        *brought = engine->engine.arena().fill_ready({start, stop}).value_or(-1);
+        return true;
+    });
+}
+
+ps_status ps_drop(ps_engine *engine, int64_t start, int64_t stop) {
+    return guarded(engine->error, [&] { return engine->engine.arena().drop({start, stop}), true; });
+}
+
+ps_status ps_check(ps_engine *engine) {
+    return guarded(engine->error, [&] { return engine->engine.arena().check(), true; });
 }

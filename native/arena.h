@@ -2,15 +2,17 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 
 #include "files.h"
+#include "memory.h"
 
 namespace penstock {
 
 class Arena {
   public:
     Arena(const Plan &plan, const Source &source, bool poison, int64_t nbytes);
-    virtual ~Arena();
+    virtual ~Arena() = default;
     Arena(const Arena &) = delete;
 
     char *address(int storage) const;
@@ -19,32 +21,91 @@ class Arena {
     // once. Raises PS_SOURCE where the bytes cannot be had; the range is then dropped.
     int64_t fill(Range range);
 
+    // Does what `fill` does if that needs no waiting; otherwise nothing.
+    virtual std::optional<int64_t> fill_ready(Range) { return std::nullopt; }
+
     // Drops a range, of which nothing may be read until it is filled again.
     void drop(Range range);
 
+    // Raises PS_SOURCE when bytes that are held can no longer be read, or may not be the file's. Called every few
+    // milliseconds, and when a pass begins and ends. Nobody else can change private memory.
+    virtual void check() const {}
+
     void sizes(int64_t *now, int64_t *peak) const { held_.sizes(now, peak); }
 
+    // The address space that pages of weights are in.
+    virtual std::vector<const Reservation *> memory() const { return {&memory_}; }
+
   protected:
-    // Has memory where a range is about to be read to, and gives it back.
-    virtual void provide(Range) {}
+    // Brings the bytes of a range, and returns how many; gives back the memory that a range takes.
+    virtual int64_t bring(Range range) { return read(range); }
     virtual void discard(Range range) = 0;
 
-    void map(int64_t start, int64_t nbytes);
+    int64_t read(Range range) const;
+
+    template <typename Bring>
+    int64_t hold(Range range, Bring bring) {
+        held_.add(range);  // before it arrives: memory is taken from the first byte on
+        try {
+            return bring(range);
+        } catch (...) {
+            drop(range);
+            throw;
+        }
+    }
 
     const Plan &plan_;
     const Source &source_;
     const bool poison_;
-    int64_t nbytes_;
-    char *memory_ = nullptr;
+    Reservation memory_;
     HeldRanges held_;
     FileRanges files_;
-
-  private:
-    void *reserved_ = nullptr;
-    size_t reserved_nbytes_ = 0;
 };
 
-// Raises PS_PLAN for a plan whose kind of arena this engine does not have, PS_STREAM where there is no memory.
-std::unique_ptr<Arena> open_arena(const Plan &plan, const Source &source, bool poison);
+// Bytes of a segment, and the whole pages that hold them.
+struct Pages {
+    size_t segment;
+    Range range;
+    char *address;
+    int64_t nbytes;
+};
+
+// An arena in which every storage lies at its layout offset, and pages come and go.
+class PagedArena : public Arena {
+  public:
+    PagedArena(const Plan &plan, const Source &source, bool poison);
+
+  protected:
+    void discard(Range range) override;
+
+    // The pages of a segment, from the arena's start on.
+    Range segment_pages(size_t segment) const;
+
+    // The last segment that begins at or before a layout offset; -1 before the first.
+    int segment_of(int64_t offset) const;
+
+    // Chooses the size of pages, once memory is mapped: of a huge page only all can be dropped, so that a smaller
+    // granule would take its neighbours along.
+    void choose_pages();
+
+    template <typename Use>
+    void pages(Range range, Use use) const {
+        for (size_t s = std::max(0, segment_of(range.start)); s < plan_.segments.size(); ++s) {
+            const Range &segment = plan_.segments[s];
+            const Range cut{std::max(range.start, segment.start), std::min(range.stop, segment.stop)};
+            if (segment.start >= range.stop) return;
+            if (cut.start >= cut.stop) continue;
+            refuse_inside_page(cut, segment);
+            const int64_t start = round_down(cut.start, PAGE);
+            use(Pages{s, cut, memory_.at(start), round_up(cut.stop, PAGE) - start});
+        }
+    }
+
+  private:
+    static void refuse_inside_page(Range range, const Range &segment);
+};
+
+// Raises PS_PLAN for a plan that does not belong to the files, PS_STREAM where there is no memory.
+std::unique_ptr<Arena> open_arena(const Plan &plan, const Source &source, const ps_options &options);
 
 }  // namespace penstock

@@ -29,6 +29,7 @@ class Engine {
 
     const Plan &plan() const { return plan_; }
     char *address(int storage) const { return arena_->address(storage); }
+    Arena &arena() const { return *arena_; }
     ps_statistics statistics() const;
 
   private:
@@ -68,6 +69,7 @@ class Engine {
     void wake_reader();
     bool startable() const;
     void drop_ended();
+    void fill_ready();
     bool wait_for(std::function<bool()> done);
 
     const ps_options options_;

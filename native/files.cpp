@@ -42,6 +42,12 @@ class Scratch {
     void *address_;
 };
 
+// Tells whether a descriptor is of the file with this status: the path may have been renamed over meanwhile.
+bool is_same_file(int fd, const struct stat &status) {
+    struct stat found;
+    return fstat(fd, &found) == 0 && found.st_dev == status.st_dev && found.st_ino == status.st_ino;
+}
+
 // The alignment of direct reads, 0 where there are none: some file systems take the flag and refuse the reads.
 int64_t find_block(int fd) {
     Scratch memory(2 * 4096);
@@ -60,32 +66,54 @@ Descriptor::~Descriptor() {
 
 Source::Source(const std::vector<WeightFile> &files, const std::string &folder, const ps_options &options)
     : callback_(options.read), context_(options.context) {
-    if (!callback_)
-        for (const WeightFile &file : files) open(file, folder, !options.buffered);
+    for (size_t k = 0; k < files.size() && !callback_; ++k)
+        open(files[k], folder, options.opened ? options.opened + k : nullptr, !options.buffered);
 }
 
-void Source::open(const WeightFile &file, const std::string &folder, bool direct) {
+void Source::open(const WeightFile &file, const std::string &folder, const ps_file *opened, bool direct) {
     const bool in_place = !file.path.empty() && file.path[0] == '/';
     const std::string inside = "/" + file.path + "/";
     if (file.path.empty() || inside.find("/../") != std::string::npos)
-        throw Failure(PS_SOURCE, "the payload names the weight file '" + file.path + "', which is not inside " + folder +
-                                     ": do not trust this artifact, compile again");
+        throw Failure(PS_SOURCE, "the payload names the weight file '" + file.path + "', which is not inside " +
+                                     folder + ": do not trust this artifact, compile again");
     const std::string path = in_place ? file.path : folder + "/" + file.path;
-    Descriptor fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+    Descriptor fd(opened ? fcntl(opened->fd, F_DUPFD_CLOEXEC, 0) : ::open(path.c_str(), O_RDONLY | O_CLOEXEC));
     if (fd < 0)
         throw Failure(PS_SOURCE, path + " cannot be opened (" + std::strerror(errno) + "): put the file back");
-    Open opened{path, file.nbytes, std::move(fd), Descriptor()};
+    Open one{path, file.nbytes, std::move(fd), Descriptor()};
     struct stat status;
-    if (fstat(opened.fd, &status) != 0 || status.st_size != file.nbytes ||
-        (in_place && (modified_ns(status) != file.mtime_ns || static_cast<int64_t>(status.st_ino) != file.inode)))
-        throw Failure(PS_SOURCE, path + " is not the file that was compiled: its size, time or inode differ; put the "
-                                        "original back, or compile again");
-    opened.mtime_ns = modified_ns(status);
+    if (fstat(one.fd, &status) != 0)
+        throw Failure(PS_SOURCE, path + " cannot be asked for its size (" + std::strerror(errno) + ")");
+    one.mtime_ns = opened ? opened->mtime_ns : modified_ns(status);
+    if (opened)
+        check_unchanged(one);
+    else if (status.st_size != file.nbytes ||
+             (in_place &&
+              (modified_ns(status) != file.mtime_ns || static_cast<int64_t>(status.st_ino) != file.inode)))
+        throw Failure(PS_SOURCE, path + " is not the file that was compiled: its size, time or inode differ; put "
+                                        "the original back, or compile again");
     if (direct) {
-        opened.direct_fd = Descriptor(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT));
-        opened.block = opened.direct_fd < 0 ? 0 : find_block(opened.direct_fd);
+        one.direct_fd = Descriptor(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT));
+        one.block = one.direct_fd >= 0 && is_same_file(one.direct_fd, status) ? find_block(one.direct_fd) : 0;
     }
-    files_.push_back(std::move(opened));
+    files_.push_back(std::move(one));
+}
+
+bool Source::direct() const {
+    return std::all_of(files_.begin(), files_.end(), [](const Open &one) { return one.block > 0; });
+}
+
+bool Source::tells_cached() const {
+    return std::all_of(files_.begin(), files_.end(), [](const Open &one) {
+        struct stat status;
+        return geteuid() == 0 || (fstat(one.fd, &status) == 0 && geteuid() == status.st_uid);
+    });
+}
+
+int64_t Source::nbytes() const {
+    int64_t sum = 0;
+    for (const Open &one : files_) sum += one.nbytes;
+    return sum;
 }
 
 void Source::check_unchanged() const {
@@ -180,13 +208,15 @@ FileRanges::FileRanges(const Plan &plan, int64_t gap) {
     for (const FileRange &one : all) {
         FileRange *const last = ranges_.empty() ? nullptr : &ranges_.back();
         const int64_t step = last ? one.range.start - last->range.start : 0;
-        if (last && one.range.start < last->range.stop)
-            throw Failure(PS_PAYLOAD, "two storages lie at layout offset " + std::to_string(one.range.start));
         if (last && one.file == last->file && one.file_offset - last->file_offset == step &&
-            one.place - last->place == step && one.range.start - last->range.stop <= gap)
-            last->range.stop = one.range.stop;
-        else
-            ranges_.push_back(one);
+            one.place - last->place == step && one.range.start - last->range.stop <= gap) {
+            last->range.stop = std::max(last->range.stop, one.range.stop);
+            continue;
+        }
+        if (last && one.range.start < last->range.stop)
+            throw Failure(PS_PLAN, "two storages lie at layout offset " + std::to_string(one.range.start) +
+                                       ": plan it again");
+        ranges_.push_back(one);
     }
 }
 

@@ -34,7 +34,19 @@ class Source {
     // Fills memory with bytes of a file. Raises PS_SOURCE where they cannot be had, or may be another file's.
     void read(int file, int64_t offset, char *address, int64_t nbytes) const;
 
+    // Raises PS_SOURCE where a file has been truncated or written to since it was opened (one fstat each).
     void check_unchanged() const;
+    void check_unchanged(int file) const { check_unchanged(files_[file]); }
+
+    // Whether there are files to map, whether all can be read past the page cache, and whether mincore(2) tells the
+    // truth about all: for a file that the process neither owns nor may write Linux says that all of it is cached.
+    bool maps() const { return !callback_; }
+    bool direct() const;
+    bool tells_cached() const;
+
+    int fd(int file) const { return files_[file].fd; }
+    const std::string &path(int file) const { return files_[file].path; }
+    int64_t nbytes() const;  // of all files
 
   private:
     struct Open {
@@ -45,7 +57,7 @@ class Source {
         int64_t block = 0;     // to which direct reads are aligned, 0 where there are none
     };
 
-    void open(const WeightFile &file, const std::string &folder, bool direct);
+    void open(const WeightFile &file, const std::string &folder, const ps_file *opened, bool direct);
     void check_unchanged(const Open &file) const;
     void read_plainly(const Open &file, int fd, int64_t offset, char *address, int64_t nbytes) const;
     bool read_and_move(const Open &file, int64_t offset, char *address, int64_t nbytes) const;

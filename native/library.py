@@ -19,6 +19,12 @@ _ERRORS: dict[int, type[PenstockError]] = {1: PayloadError, 2: PlanError, 3: Sou
 _ERROR_BYTES = 4096
 
 
+class File(ctypes.Structure):
+    """`ps_file`: the descriptor of an open weight file, and its modification time in nanoseconds."""
+
+    _fields_ = (("fd", c_int32), ("mtime_ns", c_int64))
+
+
 class Options(ctypes.Structure):
     """`ps_options`, in the header's words."""
 
@@ -30,6 +36,8 @@ class Options(ctypes.Structure):
         ("patience_ms", c_int32),
         ("read", c_void_p),
         ("context", c_void_p),
+        ("opened", POINTER(File)),
+        ("available", c_int64),
     )
 
 
@@ -82,13 +90,16 @@ def refuse(status: int, text: bytes) -> NoReturn:
 
 
 def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
-    engine, step = c_void_p, c_int32
+    engine, step, places = c_void_p, c_int32, POINTER(c_void_p)
     signatures: dict[str, tuple[object, ...]] = {
         "ps_open": (c_char_p, c_char_p, c_char_p, POINTER(Options), POINTER(c_void_p), c_char_p, c_size_t),
         "ps_probed": (engine, c_int32, POINTER(c_int32), c_int32),
         **dict.fromkeys(("ps_begin", "ps_end"), (engine, c_int32)),
         **dict.fromkeys(("ps_acquire", "ps_release"), (engine, c_int32, step)),
-        **dict.fromkeys(("ps_abort", "ps_wait"), (engine,)),
+        **dict.fromkeys(("ps_abort", "ps_wait", "ps_check"), (engine,)),
+        **dict.fromkeys(("ps_fill", "ps_fill_ready"), (engine, c_int64, c_int64, POINTER(c_int64))),
+        "ps_drop": (engine, c_int64, c_int64),
+        "ps_memory": (engine, places, places, c_int32),
     }
     for name, arguments in signatures.items():
         function = getattr(found, name)

@@ -34,14 +34,22 @@ typedef struct ps_engine ps_engine;
  * It is called by several threads at once. */
 typedef int (*ps_read)(void *context, int32_t file, int64_t offset, void *address, int64_t nbytes);
 
+/* A file that the caller has opened and found to be the one that was compiled, last modified at `mtime_ns` then. */
+typedef struct ps_file {
+    int32_t fd;
+    int64_t mtime_ns;
+} ps_file;
+
 typedef struct ps_options {
-    int32_t readers;     /* threads that read, 1 or more */
-    int32_t buffered;    /* not 0: read through the page cache */
-    int32_t drop_early;  /* not 0: drop bytes when their step ends, not when their room is needed */
-    int32_t poison;      /* not 0: fill what is dropped with 0xFF, which is NaN in every floating-point format */
-    int32_t patience_ms; /* how long a call waits before it returns PS_WAITING; 0 waits for ever */
-    ps_read read;        /* NULL: the engine opens the payload's files and reads them itself */
-    void *context;       /* what `read` is given */
+    int32_t readers;       /* threads that read, 1 or more */
+    int32_t buffered;      /* not 0: read through the page cache */
+    int32_t drop_early;    /* not 0: drop bytes when their step ends, not when their room is needed */
+    int32_t poison;        /* not 0: fill what is dropped with 0xFF, which is NaN in every floating-point format */
+    int32_t patience_ms;   /* how long a call waits before it returns PS_WAITING; 0 waits for ever */
+    ps_read read;          /* NULL: the engine opens the payload's files, reads them itself, and may map them */
+    void *context;         /* what `read` is given */
+    const ps_file *opened; /* the payload's files, in its order; NULL: the engine opens them */
+    int64_t available;     /* bytes that data and page cache may take; 0: what the system says, asked when needed */
 } ps_options;
 
 typedef struct ps_statistics {
@@ -71,6 +79,10 @@ PS_API ps_status ps_wait(ps_engine *engine);
 
 PS_API void ps_stats(const ps_engine *engine, ps_statistics *statistics);
 
+/* The address ranges, `starts[k]` to `stops[k]`, of which the engine's weights take pages; returns their number, of
+ * which at most `size` are written. */
+PS_API int32_t ps_memory(const ps_engine *engine, void **starts, void **stops, int32_t size);
+
 /* The sentence of the last error, until the next call. */
 PS_API const char *ps_error(const ps_engine *engine);
 
@@ -80,6 +92,14 @@ PS_API void ps_stop(ps_engine *engine);
 /* Stops the readers, and gives everything back. In a forked child, where there are no readers and where locks may be
  * held for ever, it does nothing: the child's copy ends with the child. */
 PS_API void ps_close(ps_engine *engine);
+
+/* What passes do to the arena, one range of the layout at a time, for tests of arenas: only between passes, of a plan
+ * in which nothing streams. `brought` becomes the number of bytes that came; -1 where ps_fill_ready would have to
+ * wait. ps_check fails where bytes that are held may not be the files' any more. */
+PS_API ps_status ps_fill(ps_engine *engine, int64_t start, int64_t stop, int64_t *brought);
+PS_API ps_status ps_fill_ready(ps_engine *engine, int64_t start, int64_t stop, int64_t *brought);
+PS_API ps_status ps_drop(ps_engine *engine, int64_t start, int64_t stop);
+PS_API ps_status ps_check(ps_engine *engine);
 
 #ifdef __cplusplus
 }

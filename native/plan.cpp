@@ -129,6 +129,18 @@ std::vector<int> probed_steps(const Json &steps, const std::set<int> &acting, co
 
 }  // namespace
 
+// Refuses a range of which a byte lies in no segment: nothing may be brought there.
+static void check_inside(const Plan &plan, const Ranges &ranges) {
+    for (const Range &one : ranges) {
+        const auto found = std::find_if(plan.segments.begin(), plan.segments.end(), [&](const Range &segment) {
+            return segment.start <= one.start && one.stop <= segment.stop;
+        });
+        if (found == plan.segments.end())
+            refuse("bytes " + std::to_string(one.start) + " to " + std::to_string(one.stop) +
+                   " of the layout are in no segment");
+    }
+}
+
 static void read_arena(Plan &plan, const Json &json) {
     const Json &arena = json.at("arena");
     plan.contiguous = arena.at("kind") == "contiguous";
@@ -141,6 +153,7 @@ static void read_arena(Plan &plan, const Json &json) {
     const size_t count = plan.storages.size();
     if (plan.granule < 1 || plan.layout.size() != count || plan.arena_bytes < 0) refuse("the arena has no such shape");
     std::sort(plan.segments.begin(), plan.segments.end());
+    check_inside(plan, plan.resident);
     plan.places = plan.contiguous ? json.at("addresses").get<std::vector<int64_t>>() : plan.layout;
     for (const Json &outside : json.at("outside")) {
         const int64_t storage = outside;
@@ -180,12 +193,15 @@ static Method read_method(const Plan &plan, const Json &schedule, const Json &st
     }
     std::vector<Piece> pieces;
     method.boundary = read_ranges(boundary);
+    check_inside(plan, method.boundary);
     method.crosses_calls = schedule.contains("boundary") && !schedule.at("boundary").is_null();
     for (const Json &transfer : schedule.at("transfers")) {
         const int step = step_in(transfer, "step", 0, n), after = step_in(transfer, "after", step - n, step);
         acting.insert({step, (after + n) % n});
         method.crosses_calls = method.crosses_calls || after < 0;
-        for (const Range &part : plan.cut({read_range(transfer)})) pieces.push_back({part, step, after});
+        const Ranges whole{read_range(transfer)};
+        check_inside(plan, whole);
+        for (const Range &part : plan.cut(whole)) pieces.push_back({part, step, after});
     }
     method.steady = queue_of(std::move(pieces), n);
     method.drops.resize(n);
@@ -193,6 +209,7 @@ static Method read_method(const Plan &plan, const Json &schedule, const Json &st
         const int step = step_in(drop, "step", 0, n);
         acting.insert(step);
         method.drops[step].push_back(read_range(drop));
+        check_inside(plan, method.drops[step]);
     }
     method.probed = probed_steps(steps, acting, leaving);
     return method;

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.native.library import Options
+from penstock.native.library import File, Options
 from penstock.passes.lowering import compiled, eager
 from penstock.passes.weights.values import tensor_in
 from penstock.runtime.arena.base import WeightArena
@@ -143,8 +143,7 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
         if plan.arena_bytes:
             at_once = options.debug or options.poison
             if options.engine == "native":
-                buffered = source.mode == "buffered"
-                how = Options(options.readers, buffered, drop_early=at_once, poison=options.poison)
+                how = _native_options(source, options, drop_early=at_once)
                 memory = streamer = NativeStreamer(folder, payload.to_bytes(), plan, how)
                 opened.callback(streamer.free)
             else:
@@ -168,6 +167,18 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
         resources=Resources(streamer, closers, lambda: held.in_reader),
         usage=partial(_arena_usage, plan, memory, held.nbytes, options.readers),
         wait=held.wait,
+    )
+
+
+def _native_options(source: Source, options: LoadOptions, *, drop_early: bool) -> Options:
+    """What the native engine is told: it reads the files that are open here, as they are read here."""
+    files = [File(file.fd, file.mtime_ns) for file in source.files]
+    return Options(
+        readers=options.readers,
+        buffered=source.mode == "buffered",
+        drop_early=drop_early,
+        poison=options.poison,
+        opened=(File * len(files))(*files),
     )
 
 

@@ -19,7 +19,6 @@ from penstock.runtime.choice import (
     find_ladder,
     find_plan,
     find_plan_to_load,
-    unmapped_arena,
 )
 from penstock.runtime.device.cuda import CudaDevice
 from penstock.runtime.device.opening import device_kind
@@ -164,9 +163,9 @@ class Program:
         the bytes that it leaves for weights are logged (`split_memory`). `host_memory` is a cap on the
         weights that the host of a device holds, by default 80 % of the available memory; other weights are
         read from the files in every pass. `page_lock=False` uses ordinary memory if the system refuses to
-        lock memory. `engine` is what executes the plan on a CPU: "native" is the library in C++, which has no
-        mapped arena yet and takes the next best, "python" the streamer in Python, and "auto" is "python" for
-        now. Close the module, or use it as a context manager.
+        lock memory. `engine` is what executes the plan on a CPU: "native" is the library in C++, "python" the
+        streamer in Python, which run the same plans, and "auto" is "python" for now. Close the module, or use
+        it as a context manager.
         """
         run = LoadOptions(device, page_lock, readers, engine, debug, poison)
         run.check()
@@ -195,8 +194,6 @@ class Program:
         else:
             assert budget is not None
             nbytes = self._nbytes(budget)
-        if engine == "native" and arena is None:
-            arena = unmapped_arena(self.payload, nbytes)
         plan = find_plan_to_load(self.path, self.payload, replace(given, budget=nbytes, arena=arena))
         return load_module(self, plan, run, split=split)
 

@@ -28,8 +28,8 @@ from penstock.runtime.arena.opening import open_arena
 from penstock.runtime.files.source import Source
 from penstock.runtime.stream.native import NativeStreamer
 from penstock.runtime.stream.streamer import ArenaStreamer
-from penstock.schedule.facts.errors import PayloadError, PlanError, SourceError, StreamError
-from penstock.schedule.facts.model import Drop, Hardware, Part, Step, Storage, Trace, WeightFile
+from penstock.schedule.facts.errors import PayloadError, SourceError, StreamError
+from penstock.schedule.facts.model import Drop, Hardware, Part, Range, Step, Storage, Trace, WeightFile
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.plan import Plan
 from penstock.schedule.planner import floor, make_plan
@@ -343,7 +343,7 @@ def test_what_is_freed_is_refused_and_its_counters_stay(case):
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        (lambda p: replace(p, arena=replace(p.arena, backing="mapped")), PlanError, "no mapped arena"),
+        (lambda p: replace(p, resident=(Range(1 << 40, 2 << 40),)), PayloadError, "are in no segment"),
         (lambda p: replace(p, schedules=()), PayloadError, "has no schedule"),
         (
             lambda p: replace(p, arena=replace(p.arena, layout=p.arena.layout[1:])),
@@ -386,18 +386,19 @@ def test_a_payload_that_cannot_be_is_refused(spoil, words):
         NativeStreamer(Path("nowhere"), spoil(case.payload), case.plan, Options(readers=1))
 
 
-@pytest.mark.parametrize("arena", ["contiguous", "paged"])
+@pytest.mark.parametrize("arena", ["mapped", "pooled", "contiguous", "paged"])
 def test_a_module_computes_the_same_with_either_engine(arena, tmp_path):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(8)]).eval()
-    x = torch.randn(3, 512)
+    model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(8)]).eval()
+    x = torch.randn(3, 1024)
     program = penstock.compile(torch.export.export(model, (x,)), tmp_path / "m.penstock")
     counted = []
     for engine in ENGINES:
-        with program.load(budget="30%", arena=arena, engine=engine) as module, torch.no_grad():
+        with program.load(budget="50%", arena=arena, engine=engine) as module, torch.no_grad():
             for _ in range(3):
                 assert torch.equal(module(x), model(x))
             assert module.stats.misses == 0
+            assert (module.stats.mapped_bytes > 0) == (arena == "mapped")
             assert 0 < module.stats.peak_bytes <= module.stats.budget
             counted.append(module.stats.bytes_moved)
     assert min(counted) > program.weight_bytes

@@ -1,4 +1,4 @@
-"""Two weight files, storages in them, and plans for each kind of arena; imports no torch."""
+"""Two weight files, storages in them, and plans for each kind of arena."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from penstock.runtime.arena.base import WeightArena
-from penstock.runtime.arena.opening import open_arena
 from penstock.runtime.files.source import Source
 from penstock.runtime.system.memory import HUGE_PAGE, PAGE
 from penstock.schedule.facts.model import Arena, Extent, Hardware, Part, Range, Storage, WeightFile
 from penstock.schedule.plan import Plan
+from tests.runtime.arena.native_arena import ENGINES, open_with
 
 MIB = 1 << 20
 LARGE = 5 * HUGE_PAGE + 3 * PAGE
 """Bytes of the first weight file: five huge granules and a few pages of a sixth."""
 SMALL = 40_000
 KINDS = ("mapped", "anonymous", "contiguous")
+over_engines = pytest.mark.parametrize("weights", ENGINES, indirect=True)
+"""A test of what `weights` opens, over arenas of both engines."""
 
 
 @cache
@@ -33,7 +37,8 @@ class Weights:
     file: 3. The layout has the small file behind the large one.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, engine: str = "python") -> None:
+        self.engine = engine
         self.paths = (folder / "large", folder / "small")
         self.content = (_random(LARGE), _random(SMALL))
         for path, content in zip(self.paths, self.content, strict=True):
@@ -69,7 +74,10 @@ class Weights:
         return Plan(0, arena, max(room, default=0), (), places, (), (), "overlap", (), (), hardware)
 
     def open(self, kind: str, **options: bool) -> WeightArena:
-        return open_arena(self.plan(kind), self.storages, self.source, **options)
+        return self.open_plan(self.plan(kind), **options)
+
+    def open_plan(self, plan: Plan, **options: bool) -> WeightArena:
+        return open_with(self.engine, plan, self.storages, self.source, **options)
 
     def bytes_of(self, storage: int) -> bytes:
         extent = self.storages[storage].extents[0]

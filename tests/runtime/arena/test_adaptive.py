@@ -9,42 +9,58 @@ import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.runtime.arena import adaptive as arena_adaptive
 from penstock.runtime.arena import base
-from penstock.runtime.arena.adaptive import PATIENCE, AdaptiveArena
+from penstock.runtime.arena.adaptive import PATIENCE
 from penstock.runtime.arena.mapped import MappedArena
 from penstock.runtime.arena.opening import open_arena
-from penstock.runtime.system.memory import HUGE_PAGE
+from penstock.runtime.system.memory import HUGE_PAGE, PAGE
+from penstock.runtime.system.page_cache import is_cached
 from penstock.schedule.facts.errors import SourceError, StreamError
+from penstock.schedule.plan import Plan
 from tests.runtime.arena.arena_weights import LARGE, SMALL, Weights, content
+from tests.runtime.arena.native_arena import ENGINES, address_of
 
 GRANULES = 3
 SMALL_BASE = 6 * HUGE_PAGE
 
+python_only = pytest.mark.parametrize("weights", ["python"], indirect=True)
+"""A test that replaces functions of Python."""
 
-def plan_for(weights: Weights):
+
+def plan_for(weights: Weights) -> Plan:
     return replace(weights.plan("mapped"), arena_bytes=GRANULES * HUGE_PAGE)
 
 
-@pytest.fixture
-def arena(weights: Weights) -> Iterator[AdaptiveArena]:
-    yield from opened(weights)
+@pytest.fixture(params=ENGINES)
+def weights(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Weights]:
+    made = Weights(tmp_path, request.param)
+    yield made
+    made.source.close()
 
 
 @pytest.fixture
-def crowded(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> Iterator[AdaptiveArena]:
+def arena(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    yield from opened(weights, monkeypatch)
+
+
+@pytest.fixture
+def crowded(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """An arena on a machine whose memory cannot cache the files."""
-    monkeypatch.setattr(arena_adaptive, "available_bytes", lambda: LARGE)
-    yield from opened(weights)
+    yield from opened(weights, monkeypatch, LARGE)
 
 
-def opened(weights: Weights, **options: bool) -> Iterator[AdaptiveArena]:
+def opened(weights: Weights, monkeypatch: pytest.MonkeyPatch, room: int = 1 << 40) -> Iterator[Any]:
+    """An arena on a machine with so much memory."""
+    monkeypatch.setattr(arena_adaptive, "available_bytes", lambda: room)
     cool(weights)
-    arena = open_arena(plan_for(weights), weights.storages, weights.source, **options)
-    assert isinstance(arena, AdaptiveArena)
+    options = {"room": room} if weights.engine == "native" else {}
+    arena = weights.open_plan(plan_for(weights), **options)
     yield arena
     arena.close()
 
@@ -61,11 +77,26 @@ def warm(weights: Weights) -> None:
         path.read_bytes()
 
 
-def bytes_at(arena: AdaptiveArena, start: int, nbytes: int) -> bytes:
-    return ctypes.string_at(arena._memory.address + start, nbytes)
+def bytes_at(arena: Any, start: int, nbytes: int) -> bytes:
+    return ctypes.string_at(address_of(arena) + start, nbytes)
 
 
-def is_right(arena: AdaptiveArena, weights: Weights, granule: int) -> bool:
+def cached(weights: Weights, granule: int) -> bool:
+    """Whether the page cache holds a granule of the large file, by its first page."""
+    return is_cached(weights.source.fd(0), granule * HUGE_PAGE, PAGE)
+
+
+def is_private(arena: Any, granule: int) -> bool:
+    """Whether no file is mapped where a granule lies."""
+    address = address_of(arena) + granule * HUGE_PAGE
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        low, high = (int(end, 16) for end in line.split()[0].split("-"))
+        if low <= address < high:
+            return line.split()[4] == "0"
+    raise AssertionError("nothing is mapped there")
+
+
+def is_right(arena: Any, weights: Weights, granule: int) -> bool:
     """Whether a granule holds every byte that belongs to a storage."""
     start, stop = granule * HUGE_PAGE, (granule + 1) * HUGE_PAGE
     for place, storage in zip(weights.layout[:3], weights.storages[:3], strict=True):
@@ -81,7 +112,7 @@ def test_a_cold_granule_is_brought_into_the_cache_once_and_then_read_past_it(are
         cool(weights)
         assert arena.fill(3 * HUGE_PAGE, 4 * HUGE_PAGE) == HUGE_PAGE
         assert is_right(arena, weights, 3)
-        caches.append(arena._is_cached(3 * HUGE_PAGE))
+        caches.append(cached(weights, 3))
         arena.drop(3 * HUGE_PAGE, 4 * HUGE_PAGE)
     assert [turn for turn, cached in enumerate(caches) if cached] == [0, PATIENCE + 1]
 
@@ -90,7 +121,7 @@ def test_a_cache_without_room_for_the_files_is_left_alone(crowded, weights):
     for granule in (2, 3, 4):  # whole blocks, of which none is read through the cache
         crowded.fill(granule * HUGE_PAGE, (granule + 1) * HUGE_PAGE)
         assert is_right(crowded, weights, granule)
-        assert not crowded._is_cached(granule * HUGE_PAGE)
+        assert not cached(weights, granule)
     assert crowded.held_bytes == crowded.mapped_bytes() == GRANULES * HUGE_PAGE
 
 
@@ -121,7 +152,6 @@ def test_spare_memory_makes_room_for_mappings(crowded, weights):
     warm(weights)
     crowded.fill(0, 2 * HUGE_PAGE)
     assert crowded.mapped_bytes() == GRANULES * HUGE_PAGE
-    assert len(crowded._spares._free) == 1
 
 
 def test_granules_that_a_segment_cuts_are_mapped(crowded, weights):
@@ -129,9 +159,11 @@ def test_granules_that_a_segment_cuts_are_mapped(crowded, weights):
     crowded.fill(5 * HUGE_PAGE, LARGE)
     crowded.fill(SMALL_BASE, SMALL_BASE + SMALL)
     assert content(crowded, weights, 3) == weights.bytes_of(3)
-    assert not crowded._private
+    assert not is_private(crowded, 5)
+    assert not is_private(crowded, 6)
 
 
+@python_only
 def test_a_failed_read_gives_its_memory_back(crowded, weights, monkeypatch):
     def fail(*args: object) -> None:
         raise SourceError("disk error")
@@ -147,6 +179,7 @@ def test_a_failed_read_gives_its_memory_back(crowded, weights, monkeypatch):
     assert crowded.mapped_bytes() == GRANULES * HUGE_PAGE
 
 
+@python_only
 def test_a_move_that_the_system_refuses_is_an_error_and_loses_nothing(crowded, weights, monkeypatch):
     def refuse(*args: object) -> None:
         raise OSError(12, "Cannot allocate memory")
@@ -165,16 +198,16 @@ def test_a_move_that_the_system_refuses_is_an_error_and_loses_nothing(crowded, w
     assert crowded.held_bytes == crowded.mapped_bytes() == GRANULES * HUGE_PAGE
 
 
+@python_only
 @pytest.mark.parametrize("room", [LARGE, 1 << 40])
 def test_where_nobody_tells_what_is_cached_only_room_counts(weights, monkeypatch, room):
     monkeypatch.setattr(arena_adaptive, "may_ask_mincore", lambda fd: False)
-    monkeypatch.setattr(arena_adaptive, "available_bytes", lambda: room)
-    for arena in opened(weights):
+    for arena in opened(weights, monkeypatch, room):
         assert arena.fill_ready(0, HUGE_PAGE) is None
         for _ in range(3):
             arena.fill(0, HUGE_PAGE)
             assert is_right(arena, weights, 0)
-            assert bool(arena._private) == (room == LARGE)
+            assert is_private(arena, 0) == (room == LARGE)
             arena.drop(0, HUGE_PAGE)
 
 
@@ -200,6 +233,7 @@ def test_threads_while_the_cache_comes_and_goes(arena, weights):
     assert arena.held_bytes == 0
 
 
+@python_only
 def test_reading_a_dropped_private_granule_faults_when_debugging(weights, monkeypatch):
     monkeypatch.setattr(arena_adaptive, "available_bytes", lambda: LARGE)
     cool(weights)
@@ -218,11 +252,11 @@ def test_reading_a_dropped_private_granule_faults_when_debugging(weights, monkey
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGSEGV
 
 
+@python_only
 def test_a_system_that_cannot_move_pages_maps_everything(weights, monkeypatch):
     from penstock.runtime.arena import opening as module
 
     monkeypatch.setattr(module, "supports_move", lambda: False)
     arena = open_arena(plan_for(weights), weights.storages, weights.source)
     assert type(arena) is MappedArena
-    arena.close()
     arena.close()

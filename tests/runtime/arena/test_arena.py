@@ -24,15 +24,21 @@ from tests.runtime.arena.arena_weights import (
     SMALL,
     Weights,
     content,
+    over_engines,
     whole,
 )
 from tests.runtime.system.page_tables import mapped_pages
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize(
+    ("weights", "debug"),
+    [("python", False), ("python", True), ("native", False), ("native", True)],
+    indirect=["weights"],
+)
 def test_every_storage_reads_back_after_a_fill_in_pieces(weights: Weights, kind: str, debug: bool) -> None:
-    arena = weights.open(kind, debug=debug, poison=debug)
+    also = {"debug": debug} if weights.engine == "python" else {}
+    arena = weights.open(kind, poison=debug, **also)
     for segment in weights.segments:
         for start in range(segment.start, segment.stop, HUGE_PAGE):
             arena.fill(start, min(start + HUGE_PAGE, segment.stop))
@@ -45,6 +51,7 @@ def test_every_storage_reads_back_after_a_fill_in_pieces(weights: Weights, kind:
     arena.close()
 
 
+@over_engines
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fill_across_segments_brings_both(weights: Weights, kind: str) -> None:
     arena = weights.open(kind)
@@ -54,6 +61,7 @@ def test_a_fill_across_segments_brings_both(weights: Weights, kind: str) -> None
     arena.close()
 
 
+@over_engines
 @pytest.mark.parametrize("kind", KINDS)
 def test_threads_fill_disjoint_ranges(weights: Weights, kind: str) -> None:
     arena = weights.open(kind)
@@ -74,6 +82,7 @@ def test_threads_fill_disjoint_ranges(weights: Weights, kind: str) -> None:
     arena.close()
 
 
+@over_engines
 @pytest.mark.parametrize("kind", ["mapped", "anonymous"])
 def test_exactly_the_filled_huge_granules_are_mapped(weights: Weights, kind: str) -> None:
     arena = weights.open(kind)
@@ -100,9 +109,10 @@ def test_exactly_the_filled_huge_granules_are_mapped(weights: Weights, kind: str
     arena.close()
 
 
+@over_engines
 def test_small_granules_are_mapped_and_dropped_exactly(weights: Weights) -> None:
     granule = 64 * 1024
-    arena = open_arena(weights.plan("mapped", granule=granule), weights.storages, weights.source)
+    arena = weights.open_plan(weights.plan("mapped", granule=granule))
     address = arena.view(whole(0, 1)).data_ptr() - 128
     arena.fill(0, LARGE)
     for start in range(0, LARGE, 2 * granule):
@@ -113,6 +123,7 @@ def test_small_granules_are_mapped_and_dropped_exactly(weights: Weights) -> None
     arena.close()
 
 
+@over_engines
 def test_a_contiguous_arena_has_its_memory_from_the_start(weights: Weights) -> None:
     arena = weights.open("contiguous")
     plan = weights.plan("contiguous")
@@ -122,6 +133,7 @@ def test_a_contiguous_arena_has_its_memory_from_the_start(weights: Weights) -> N
     assert arena.mapped_bytes() == 0
 
 
+@over_engines
 def test_accounting_counts_what_is_held_and_the_most_ever(weights: Weights) -> None:
     arena = weights.open("mapped")
     arena.fill(0, 2 * HUGE_PAGE)
@@ -154,11 +166,12 @@ def test_nothing_stays_mapped_after_close(weights: Weights, kind: str, debug: bo
             use()
 
 
+@over_engines
 def test_poison_covers_what_no_storage_holds_and_nothing_else(weights: Weights) -> None:
     # Storage 1 shares its bytes with the first of storage 0, so the two are never held at once.
     addresses = (0, 0, 3 * MIB, 10 * MIB)
     plan = weights.plan("contiguous", addresses=addresses)
-    arena = open_arena(plan, weights.storages, weights.source, poison=True)
+    arena = weights.open_plan(plan, poison=True)
     assert set(content(arena, weights, 2)) == {0xFF}
     first, second = ((a, a + s.nbytes) for a, s in zip(weights.layout[:2], weights.storages[:2], strict=True))
     arena.fill(*first)
@@ -188,6 +201,7 @@ def test_a_mapped_plan_runs_where_populate_is_missing(
     without.close()
 
 
+@over_engines
 @pytest.mark.parametrize("kind", ["mapped", "anonymous"])
 def test_addresses_agree_with_file_offsets_for_direct_reads(weights: Weights, kind: str) -> None:
     arena = weights.open(kind)
@@ -206,10 +220,11 @@ def test_storages_outside_a_contiguous_arena_are_left_alone(weights: Weights) ->
     arena.close()
 
 
+@over_engines
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_arena_of_nothing_opens_and_closes(weights: Weights, kind: str) -> None:
     weights.storages, weights.layout, weights.segments = (), (), ()
-    arena = open_arena(weights.plan(kind), (), weights.source)
+    arena = weights.open(kind)
     arena.drop(0, PAGE)
     assert (arena.held_bytes, arena.fill(0, 0)) == (0, 0)
     arena.close()

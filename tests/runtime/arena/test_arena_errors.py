@@ -14,11 +14,13 @@ from penstock.runtime.arena.opening import open_arena
 from penstock.runtime.system.memory import HUGE_PAGE, PAGE
 from penstock.schedule.facts.errors import PlanError, SourceError, StreamError
 from penstock.schedule.facts.model import Range
-from tests.runtime.arena.arena_weights import KINDS, LARGE, SMALL, Weights, content
+from tests.runtime.arena.arena_weights import KINDS, LARGE, SMALL, Weights, content, over_engines
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize(
+    ("weights", "checked"), [("python", True), ("python", False), ("native", True)], indirect=["weights"]
+)
 def test_a_file_that_shrinks_raises_and_holds_nothing(
     weights: Weights, kind: str, checked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -39,6 +41,7 @@ def test_a_file_that_shrinks_raises_and_holds_nothing(
     arena.close()
 
 
+@over_engines
 def test_a_file_that_loses_part_of_a_page_is_noticed(weights: Weights) -> None:
     # The kernel maps the last page all the same, with zeros for the bytes that are gone.
     arena = weights.open("mapped")
@@ -49,6 +52,7 @@ def test_a_file_that_loses_part_of_a_page_is_noticed(weights: Weights) -> None:
     arena.close()
 
 
+@over_engines
 def test_a_file_that_shrank_is_named_as_shrunk_when_it_is_populated(weights: Weights) -> None:
     arena = weights.open("mapped")
     os.truncate(weights.paths[0], PAGE)
@@ -91,10 +95,15 @@ def test_plans_that_do_not_fit_the_files_are_refused(weights: Weights) -> None:
     weights.layout = (192, *weights.layout[1:])
     with pytest.raises(PlanError, match=r"storage 0 cannot be mapped at layout offset 192: .*got base 64"):
         weights.open("mapped")
+    weights.engine = "native"
+    with pytest.raises(PlanError, match="two storages lie at layout offset"):
+        weights.open("mapped")
+    weights.engine = "python"
     with pytest.raises(PlanError, match="two storages lie at layout offset"):
         weights.open("anonymous")
 
 
+@over_engines
 def test_a_segment_that_begins_before_its_file_is_refused(weights: Weights) -> None:
     small = weights.segments[1]
     weights.layout = (*weights.layout[:-1], weights.layout[-1] + PAGE)
@@ -105,6 +114,7 @@ def test_a_segment_that_begins_before_its_file_is_refused(weights: Weights) -> N
         weights.open("mapped")
 
 
+@over_engines
 def test_ranges_inside_a_page_are_refused(weights: Weights) -> None:
     arena = weights.open("mapped")
     with pytest.raises(PlanError, match="begins or ends inside a page"):

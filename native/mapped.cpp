@@ -1,0 +1,234 @@
+#include "mapped.h"
+
+#include <sys/mman.h>
+
+#include <cstring>
+
+#include "failure.h"
+
+namespace penstock {
+
+namespace {
+
+[[noreturn]] void unmappable(const std::string &what) { throw Failure(PS_PLAN, what + "; plan it again"); }
+
+}  // namespace
+
+MappedArena::MappedArena(const Plan &plan, const Source &source) : PagedArena(plan, source, false) {
+    find_files();
+    map_segments(memory_);
+    choose_pages();
+}
+
+void MappedArena::find_files() {
+    behind_.resize(plan_.segments.size());
+    for (size_t s = 0; s < plan_.storages.size(); ++s) {
+        if (plan_.places[s] < 0) continue;
+        for (const Extent &extent : plan_.storages[s].extents) {
+            const int64_t start = plan_.places[s] + extent.storage_offset, base = start - extent.file_offset;
+            const int segment = segment_of(start);
+            const bool inside = segment >= 0 && start + extent.nbytes <= plan_.segments[segment].stop;
+            Behind *const found = inside ? &behind_[segment] : nullptr;
+            if (found && found->file < 0) *found = {extent.file, base};
+            if (!found || found->file != extent.file || found->base != base || base % PAGE)
+                unmappable("storage " + std::to_string(s) + " cannot be mapped at layout offset " +
+                           std::to_string(start) + ": expected its file " + std::to_string(extent.file) +
+                           " in one piece, at a multiple of " + std::to_string(PAGE) + " bytes, got base " +
+                           std::to_string(base));
+        }
+    }
+    for (size_t s = 0; s < behind_.size(); ++s)
+        if (behind_[s].file >= 0 && segment_pages(s).start < behind_[s].base)
+            unmappable("segment " + std::to_string(s) + " cannot be mapped: it begins at layout offset " +
+                       std::to_string(segment_pages(s).start) + ", before its file " +
+                       std::to_string(behind_[s].file) + ", whose first byte is at " +
+                       std::to_string(behind_[s].base));
+}
+
+void MappedArena::map_file(Reservation &memory, size_t segment, Range range) const {
+    const Behind &behind = behind_[segment];
+    memory.map_file(range.start, range.nbytes(), source_.fd(behind.file), range.start - behind.base);
+}
+
+void MappedArena::map_segments(Reservation &memory) const {
+    for (size_t s = 0; s < behind_.size(); ++s)
+        if (behind_[s].file >= 0) map_file(memory, s, segment_pages(s));
+}
+
+int64_t MappedArena::bring(Range range) {
+    int64_t brought = 0;
+    pages(range, [&](const Pages &some) {
+        const Behind &behind = behind_[some.segment];
+        if (behind.file < 0) return;
+        if (const int error = populate(some.address, some.nbytes)) {
+            source_.check_unchanged(behind.file);  // that the file has shrunk explains more than the error does
+            throw Failure(PS_SOURCE, "bytes " + std::to_string(some.range.start - behind.base) + " to " +
+                                         std::to_string(some.range.stop - behind.base) + " of " +
+                                         source_.path(behind.file) + " could not be read into a mapping (" +
+                                         std::strerror(error) + "); check the disk, then try again");
+        }
+        brought += some.range.nbytes();
+    });
+    return brought;
+}
+
+AdaptiveArena::AdaptiveArena(const Plan &plan, const Source &source, int64_t available)
+    : MappedArena(plan, source),
+      granules_(memory_.nbytes() / plan.granule + 1),
+      spares_(plan.granule, plan.arena_bytes / plan.granule),
+      cache_holds_all_(source.nbytes() <= available) {
+    if (source.tells_cached()) {
+        cache_ = std::make_unique<Reservation>(memory_.nbytes());
+        map_segments(*cache_);
+    }
+}
+
+std::optional<int64_t> AdaptiveArena::fill_ready(Range range) {
+    const int64_t first = round_down(range.start, plan_.granule), last = round_down(range.stop - 1, plan_.granule);
+    {
+        std::lock_guard<std::mutex> guard(lock_);
+        for (int64_t granule = first; granule <= last; granule += plan_.granule)
+            if (at(granule).filled) return std::nullopt;
+    }
+    if (!cached(first) || (last != first && !cached(last))) return std::nullopt;  // asking costs a third of mapping
+    return hold(range, [this](Range whole) { return bring_mapped(whole); });
+}
+
+// The range as runs of granules that are brought alike.
+int64_t AdaptiveArena::bring(Range range) {
+    int64_t brought = 0;
+    Range run{range.start, range.start};
+    bool past = false;
+    const auto finish = [&] {
+        if (run.start < run.stop) brought += past ? bring_private(run) : bring_mapped(run);
+    };
+    for (int64_t start = range.start; start < range.stop;) {
+        const int64_t stop = std::min(round_down(start, plan_.granule) + plan_.granule, range.stop);
+        const bool also = goes_past_cache({start, stop});
+        if (also != past) {
+            finish();
+            run = {start, start}, past = also;
+        }
+        run.stop = start = stop;
+    }
+    finish();
+    return brought;
+}
+
+// The memory of private granules is kept for the next fill.
+void AdaptiveArena::discard(Range range) {
+    int64_t start = range.start;
+    for (int64_t granule = round_down(start, plan_.granule); granule < range.stop; granule += plan_.granule) {
+        {
+            std::lock_guard<std::mutex> guard(lock_);
+            if (!at(granule).filled) continue;
+            at(granule).filled = false;
+            spares_.give(memory_.at(granule));
+        }
+        if (start < granule) MappedArena::discard({start, granule});
+        start = granule + plan_.granule;
+    }
+    if (start < range.stop) MappedArena::discard({start, range.stop});
+}
+
+int64_t AdaptiveArena::bring_mapped(Range range) {
+    {
+        std::lock_guard<std::mutex> guard(lock_);
+        make_room();
+        for (int64_t granule = round_down(range.start, plan_.granule); granule < range.stop;
+             granule += plan_.granule) {
+            if (!at(granule).moved) continue;
+            spares_.vacate(memory_.at(granule));
+            map_file(memory_, segment_of(granule), {granule, granule + plan_.granule});
+            hint(memory_.at(granule), plan_.granule, MADV_HUGEPAGE);
+            at(granule).moved = false;
+        }
+    }
+    return MappedArena::bring(range);
+}
+
+int64_t AdaptiveArena::bring_private(Range range) {
+    {
+        std::lock_guard<std::mutex> guard(lock_);
+        make_room();
+        for (int64_t granule = range.start; granule < range.stop; granule += plan_.granule) {
+            if (at(granule).filled) continue;
+            if (!spares_.take(memory_.at(granule))) {
+                memory_.map_anonymous(granule, plan_.granule);
+                hint(memory_.at(granule), plan_.granule, MADV_HUGEPAGE);
+            }
+            at(granule).filled = at(granule).moved = true;
+        }
+    }
+    return read(range);
+}
+
+// Gives spare memory back until spare, held and filling granules together are within the arena.
+void AdaptiveArena::make_room() {
+    int64_t held, peak;
+    held_.sizes(&held, &peak);
+    spares_.keep(std::max<int64_t>(0, plan_.arena_bytes - held) / plan_.granule);
+}
+
+bool AdaptiveArena::goes_past_cache(Range cut) {
+    std::lock_guard<std::mutex> guard(lock_);
+    Granule &granule = at(cut.start);
+    if (granule.filled) return true;
+    const int segment = segment_of(cut.start);
+    const bool whole = segment >= 0 && cut.nbytes() == plan_.granule && cut.stop <= plan_.segments[segment].stop;
+    if (!whole || cached(cut.start)) return false;
+    if (!asks_cache()) return !cache_holds_all_;
+    if (granule.past || !cache_holds_all_) {
+        granule.past = std::max(0, granule.past - 1);
+        return true;
+    }
+    granule.past = granule.next;
+    granule.next *= 2;
+    return false;
+}
+
+bool AdaptiveArena::cached(int64_t granule) const {
+    if (!asks_cache()) return false;
+    const int segment = std::max(0, segment_of(granule));
+    return is_cached(cache_->at(round_down(std::max(granule, plan_.segments[segment].start), PAGE)));
+}
+
+AdaptiveArena::Spares::Spares(int64_t granule, int64_t slots)
+    : FreeGranules(granule, slots), memory_(round_up(granule * std::max<int64_t>(1, slots), HUGE_PAGE)) {
+    memory_.map_anonymous(0, memory_.nbytes());
+    hint(memory_.at(0), memory_.nbytes(), MADV_HUGEPAGE);
+    for (int64_t slot = 0; slot < slots; ++slot) slots_.push_back(memory_.at(slot * granule));
+}
+
+bool AdaptiveArena::Spares::take(char *address) {
+    char *const found = FreeGranules::take(address);
+    empty(found);
+    return found != nullptr;
+}
+
+void AdaptiveArena::Spares::vacate(char *address) {
+    const auto found = std::find(free_.begin(), free_.end(), address);
+    if (found == free_.end()) return;
+    if (slots_.empty()) throw Failure(PS_PLAN, "the plan fills more than its arena holds: plan it again");
+    char *const slot = slots_.back();
+    move(address, slot);
+    slots_.pop_back();
+    free_.erase(found);
+    free_.insert(free_.begin(), slot);
+}
+
+void AdaptiveArena::Spares::keep(int64_t most) {
+    while (static_cast<int64_t>(free_.size()) > most) {
+        char *const last = free_.back();
+        drop_pages(last, granule_);
+        free_.pop_back();
+        empty(last);
+    }
+}
+
+// Frees the slot that a granule has left, where it was in one.
+void AdaptiveArena::Spares::empty(char *address) {
+    if (memory_.at(0) <= address && address < memory_.at(memory_.nbytes())) slots_.push_back(address);
+}
+
+}  // namespace penstock

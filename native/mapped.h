@@ -1,0 +1,87 @@
+// Arenas that map the weight files themselves.
+#pragma once
+
+#include "arena.h"
+
+namespace penstock {
+
+// The weight files, one after another, of which only what has been filled is in the page tables: nothing is copied.
+class MappedArena : public PagedArena {
+  public:
+    MappedArena(const Plan &plan, const Source &source);
+
+    // Truncating a file takes its pages from every mapping: the next read would be a SIGBUS. What is written into it
+    // appears in every mapping.
+    void check() const override { source_.check_unchanged(); }
+
+  protected:
+    int64_t bring(Range range) override;
+
+    // Maps layout bytes of a segment, whole pages, at the same offset of `memory`.
+    void map_file(Reservation &memory, size_t segment, Range range) const;
+    void map_segments(Reservation &memory) const;
+
+  private:
+    struct Behind {
+        int file = -1;
+        int64_t base = 0;  // where its first byte would lie in the layout
+    };
+
+    void find_files();
+
+    std::vector<Behind> behind_;  // by segment
+};
+
+// The same, but granules that the page cache does not hold are read past it into private memory. One that was lost
+// from the cache is read past it some times before it is cached again; a cache without room for all files is left
+// alone. Mapped granules, private ones and spare private ones together never exceed the plan's arena. Granules that an
+// end of their segment cuts are always mapped.
+class AdaptiveArena final : public MappedArena {
+  public:
+    AdaptiveArena(const Plan &plan, const Source &source, int64_t available);
+
+    std::optional<int64_t> fill_ready(Range range) override;
+    std::vector<const Reservation *> memory() const override { return {&memory_, &spares_.memory()}; }
+
+  private:
+    // Spare granules of private memory, where they were used last or in slots of their own.
+    class Spares : public FreeGranules {
+      public:
+        Spares(int64_t granule, int64_t slots);
+        bool take(char *address);
+        void vacate(char *address);  // moves the spare granule there, if there is one, to a slot of its own
+        void keep(int64_t most);     // gives memory back until so many are left
+        const Reservation &memory() const { return memory_; }
+
+      private:
+        void empty(char *address);
+
+        Reservation memory_;
+        std::vector<char *> slots_;
+    };
+
+    struct Granule {
+        bool filled = false;  // in private memory
+        bool moved = false;   // not mapped to the file at the moment
+        int past = 0;         // reads past the cache that are left before it is cached again,
+        int next = 32;        // and how many there are the next time
+    };
+
+    int64_t bring(Range range) override;
+    void discard(Range range) override;
+    int64_t bring_mapped(Range range);
+    int64_t bring_private(Range range);
+    void make_room();
+    bool goes_past_cache(Range cut);
+    bool asks_cache() const { return cache_ != nullptr; }
+    bool cached(int64_t granule) const;
+    Granule &at(int64_t offset) { return granules_[offset / plan_.granule]; }
+
+    std::mutex lock_;
+    std::vector<Granule> granules_;
+    Spares spares_;
+    std::unique_ptr<Reservation> cache_;  // mapped only to ask about: there is no answer for private memory
+    bool cache_holds_all_;
+};
+
+}  // namespace penstock
