@@ -66,7 +66,24 @@ def test_the_log_says_which_arena_a_model_streams_in_and_what_would_align_its_fi
         model(torch.tensor([[3, 4, 5]]))
     said = [one for one in caplog.messages if ", arena " in one]
     assert len(said) == 1
-    assert re.search(r"streams within \S+ \w+, arena \w+: .*`penstock convert`", said[0])
+    within = r"streams within \S+ \w+ of 60 MB \(57\.22 MiB\), compiled and planned in \S+ m?s, arena \w+: "
+    assert re.search(f"{within}.*`penstock convert`", said[0])
+
+
+def test_the_log_says_how_long_it_took_until_the_model_was_ready_and_what_was_copied(
+    folder, tmp_path, caplog
+):
+    logs, time = [], r"[\d.]+ m?s"
+    stored = format_size(sum(one.nbytes for one in load_file(folder / "model.safetensors").values()))
+    for _ in range(2):
+        with caplog.at_level("INFO"), load(folder, "60MB", cache=tmp_path / "cache"):
+            logs.append("\n".join(caplog.messages))
+            caplog.clear()
+    for log, exported in zip(logs, (True, False), strict=True):
+        assert bool(re.search(rf"^exported LlamaForCausalLM \(one token\) in {time}$", log, re.M)) == exported
+        assert ("LlamaForCausalLM (prompt) is in the cache, as exported before" in log) == (not exported)
+        places = rf"{stored} of weights are read where they are, \d+ B from copies in the cache"
+        assert re.search(rf"^LlamaForCausalLM is ready after {time}: {places}$", log, re.M)
 
 
 def test_of_several_variants_the_one_that_its_library_reads_is_read(folder):

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
+from time import monotonic
 from types import TracebackType
 from typing import Any
 
@@ -48,6 +49,7 @@ from penstock.integrations.libraries import (
     without_hooks,
 )
 from penstock.integrations.own_files import keep_weights
+from penstock.integrations.progress import seconds_since
 from penstock.integrations.streamed import Component, Where
 from penstock.passes.building.fake_export import Built
 from penstock.runtime.cache import Cache
@@ -202,6 +204,13 @@ class Applied:
             self._plan()
         except BudgetError as error:
             raise BudgetError(f"{error}{_OWN_SIZES}", floor_bytes=error.floor_bytes) from error
+
+    def log_ready(self, begun: float) -> None:
+        """Log how long it took since `begun`, and where the weights are that are read from now on."""
+        places = [sum(one.read_bytes(cached=c) for one in self.components.values()) for c in (False, True)]
+        own, cached = map(format_size, places)
+        taken = "%s is ready after %s: %s of weights are read where they are, %s from copies in the cache"
+        _log.info(taken, type(self.target).__name__, seconds_since(begun), own, cached)
 
     def _rehearse(self, example: Example) -> None:
         with self.cap.lock, ExitStack() as hooks:
@@ -366,7 +375,7 @@ def apply(
     Raises PassError for what cannot be exported and BudgetError for a cap below what a call needs; the model
     is then as it was. Later calls may raise them too.
     """
-    nbytes = parse_size(memory, name="memory")
+    begun, nbytes = monotonic(), parse_size(memory, name="memory")
     parts = components_of(model)
     for name, module in parts.items():
         refuse_wrapped(module, name)
@@ -385,6 +394,7 @@ def apply(
             applied.add(name, module, functools.partial(_given, blank), kept)
         _log.info("%s of parameters given back", format_size(applied.freed_bytes))
         applied.prepare_tiny_call() if example is None else applied.prepare(example)
+        applied.log_ready(begun)
         on_error.pop_all()
     return applied
 
@@ -416,6 +426,7 @@ def load(
 
     Raises SourceError for a folder that holds no model, PassError and BudgetError as `apply`.
     """
+    begun = monotonic()
     folder = local_folder(source if isinstance(source, str) else Path(source))
     refuse_variant(folder, variant)
     asked = asked_dtype(dtype)
@@ -436,4 +447,5 @@ def load(
         add_generation_config(applied.target, folder)
     applied.target.penstock_applied = applied
     applied.prepare_tiny_call() if example is None else applied.prepare(example)
+    applied.log_ready(begun)
     return closing(applied.target)

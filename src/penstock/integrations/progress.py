@@ -1,4 +1,4 @@
-"""A bar on the terminal while a kind of call is exported, which takes seconds for each."""
+"""What is shown while a kind of call is exported, which takes seconds for each, and how long that took."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from time import monotonic
+
+from penstock.schedule.facts.sizes import format_time
+
+
+def seconds_since(begun: float) -> str:
+    """How long it is, for the log, since a time of `time.monotonic`."""
+    return format_time((monotonic() - begun) * 1e9)
 
 
 @contextmanager

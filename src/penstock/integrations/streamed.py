@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from penstock.integrations.cap import STEP, Cap
 from penstock.integrations.collector import with_collector
 from penstock.integrations.kept import KeptWeights, names_of
 from penstock.integrations.libraries import EXPORTING
-from penstock.integrations.progress import shown
+from penstock.integrations.progress import seconds_since, shown
 from penstock.passes.building.fake_export import Built
 from penstock.passes.joining import join_methods
 from penstock.passes.lowering.eager import LoweredProgram
@@ -122,6 +123,18 @@ class Component:
         """The counters of the loaded module, or None where none is loaded."""
         return self._module.stats if self._module else None
 
+    def read_bytes(self, *, cached: bool) -> int:
+        """Bytes of weights that the program reads from files in the cache, or else from files in place.
+
+        It is 0 where nothing is compiled yet.
+        """
+        if self._program is None:
+            return 0
+        payload, folder = self._program.payload, self._where.cache.folder.absolute()
+        paths = [Path(file.path) for file in payload.files]  # a packed file's is relative
+        kept = [not path.is_absolute() or path.is_relative_to(folder) for path in paths]
+        return sum(e.nbytes for one in payload.storages for e in one.extents if kept[e.file] == cached)
+
     def call(self, entry: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the module with any arguments that it takes."""
         with self._cap.lock:
@@ -169,7 +182,10 @@ class Component:
         self._cap.turn(self)
         self.unload()
         with self._cap.working():
-            method = self._calls.find(call) or self._exported(call)
+            found = self._calls.find(call)
+            method = found or self._exported(call)
+        if found:
+            _log.info("%s (%s) is in the cache, as exported before", self.name, call.title)
         self._methods.append(method)
         self.prepared.append(f"{call.entry} of {call.text}")
         self._program = self._plan = None
@@ -177,11 +193,14 @@ class Component:
 
     def _exported(self, call: Call) -> ExportedCall:
         _log.info("exporting %s.%s for %s", self.name, call.entry, call.text)
+        begun = monotonic()
         try:
             with EXPORTING, with_collector(), shown(f"preparing {self.name}: {call.title}"):
-                return self._calls.keep(export_call(self._blank(), call, self._stages))
+                made = self._calls.keep(export_call(self._blank(), call, self._stages))
         except PassError as error:
             raise PassError(f"{self.name}.{call.entry} of {call.text}: {error}") from error
+        _log.info("exported %s (%s) in %s", self.name, call.title, seconds_since(begun))
+        return made
 
     def unload(self) -> None:
         """Free the arena's memory; the next call loads again."""
@@ -240,7 +259,7 @@ class Component:
         """
         if self._plan is not None and beside <= self._beside and self._planned <= self._cap.room + STEP:
             return self._plan
-        program = self._compiled()
+        begun, program = monotonic(), self._compiled()
         self.refuse_lost()
         self.unload()
         room = self._cap.room
@@ -252,10 +271,11 @@ class Component:
             with self._cap.working():
                 plan = self._plan_within(program, budget)
         _log.info(
-            "%s streams within %s of %s, arena %s: %s",
+            "%s streams within %s of %s, compiled and planned in %s, arena %s: %s",
             self.name,
             format_size(plan.budget),
             format_budget(self._cap.nbytes),
+            seconds_since(begun),
             plan.arena.backing if plan.arena.kind == "paged" else plan.arena.kind,
             plan.hardware.note,
         )
