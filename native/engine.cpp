@@ -51,7 +51,7 @@ void Engine::Position::turn() {
 Engine::Engine(const char *payload, const char *plan, const char *folder, const ps_options &options)
     : options_(options),
       plan_(read_plan(payload, plan)),
-      source_(plan_.files, folder, options),
+      source_(plan_, folder, options),
       arena_(open_arena(plan_, source_, options)) {
     if (options.readers < 1) throw Failure(PS_STREAM, "expected one reader or more: somebody has to read weights");
     restart(plan_.methods.front());

@@ -11,12 +11,15 @@
 #include <memory>
 
 #include "failure.h"
+#include "limits.h"
+#include "memory.h"
 
 namespace penstock {
 
 namespace {
 
-constexpr int64_t LARGEST_READ = 1 << 30;
+constexpr int64_t LARGEST_READ = 1 << 30, WINDOW = 2 << 20;
+constexpr double WARM_FRACTION = 0.95;  // from which share of what a pass reads on the page cache has kept it
 
 int64_t modified_ns(const struct stat &status) {
     return status.st_mtim.tv_sec * 1000000000LL + status.st_mtim.tv_nsec;
@@ -48,6 +51,40 @@ bool is_same_file(int fd, const struct stat &status) {
     return fstat(fd, &found) == 0 && found.st_dev == status.st_dev && found.st_ino == status.st_ino;
 }
 
+bool tells_cached(int fd) {
+    struct stat status;
+    return geteuid() == 0 || (fstat(fd, &status) == 0 && geteuid() == status.st_uid);
+}
+
+// The share of a window's pages that are in the page cache, by mincore(2); where that does not tell the truth, whether
+// its first page can be read without waiting.
+double cached_share_of_window(int fd, int64_t offset, int64_t nbytes) {
+    if (!tells_cached(fd)) {
+        char page[4096];
+        iovec part{page, sizeof page};
+        return preadv2(fd, &part, 1, offset, RWF_NOWAIT) > 0;
+    }
+    void *const window = mmap(nullptr, nbytes, PROT_READ, MAP_SHARED, fd, offset);
+    if (window == MAP_FAILED) return 0;
+    unsigned char pages[WINDOW / 4096];
+    const int64_t count = round_up(nbytes, PAGE) / PAGE;
+    const bool told = mincore(window, nbytes, pages) == 0;
+    munmap(window, nbytes);
+    const auto found = std::count_if(pages, pages + count, [](unsigned char one) { return one & 1; });
+    return told ? static_cast<double>(found) / static_cast<double>(count) : 0;
+}
+
+// The share of a file that the page cache holds, by some windows of it.
+double cached_share(int fd, int64_t nbytes, int64_t windows) {
+    const int64_t count = std::min(windows, (nbytes + WINDOW - 1) / WINDOW), last = std::max<int64_t>(0, nbytes - WINDOW);
+    double sum = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        const int64_t offset = round_down(last * i / std::max<int64_t>(1, count - 1), PAGE);
+        sum += cached_share_of_window(fd, offset, std::min(WINDOW, nbytes - offset));
+    }
+    return count ? sum / static_cast<double>(count) : 0;
+}
+
 // The alignment of direct reads, 0 where there are none: some file systems take the flag and refuse the reads.
 int64_t find_block(int fd) {
     Scratch memory(2 * 4096);
@@ -64,11 +101,17 @@ Descriptor::~Descriptor() {
     if (fd_ >= 0) ::close(fd_);
 }
 
-Source::Source(const std::vector<WeightFile> &files, const std::string &folder, const ps_options &options)
+Source::Source(const Plan &plan, const std::string &folder, const ps_options &options)
     : callback_(options.read), context_(options.context) {
-    for (size_t k = 0; k < files.size() && !callback_; ++k)
-        open(files[k], folder, options.opened ? options.opened + k : nullptr, !options.buffered);
+    for (size_t k = 0; k < plan.files.size() && !callback_; ++k)
+        open(plan.files[k], folder, options.opened ? options.opened + k : nullptr, !options.buffered);
+    // What stays outside the arena is not read here.
+    const int64_t first = nbytes() - plan.outside_bytes;
+    if (!callback_ && !options.buffered && plan.repeated_bytes && !plan.mapped)
+        keeping_ = std::make_unique<Keeping>(*this, plan.repeated_bytes, first, options.available);
 }
+
+Source::~Source() = default;
 
 void Source::open(const WeightFile &file, const std::string &folder, const ps_file *opened, bool direct) {
     const bool in_place = !file.path.empty() && file.path[0] == '/';
@@ -104,16 +147,34 @@ bool Source::direct() const {
 }
 
 bool Source::tells_cached() const {
-    return std::all_of(files_.begin(), files_.end(), [](const Open &one) {
-        struct stat status;
-        return geteuid() == 0 || (fstat(one.fd, &status) == 0 && geteuid() == status.st_uid);
-    });
+    return std::all_of(files_.begin(), files_.end(),
+                       [](const Open &one) { return penstock::tells_cached(one.fd); });
 }
 
 int64_t Source::nbytes() const {
     int64_t sum = 0;
     for (const Open &one : files_) sum += one.nbytes;
     return sum;
+}
+
+double Source::cached_fraction() const {
+    const int64_t total = nbytes(), windows = std::max<int64_t>(4, 128 / std::max<size_t>(1, files_.size()));
+    double cached = 0;
+    for (const Open &one : files_) cached += cached_share(one.fd, one.nbytes, windows) * static_cast<double>(one.nbytes);
+    return total ? cached / static_cast<double>(total) : 0;
+}
+
+void Keeping::count(int64_t nbytes) {
+    {
+        std::lock_guard<std::mutex> guard(lock_);
+        left_ -= nbytes;
+        if (left_ > 0 || !tries_) return;
+        left_ = nbytes_;
+    }
+    const double kept = source_.cached_fraction() * static_cast<double>(source_.nbytes());
+    const int64_t room = available_ ? available_ : available_bytes();
+    if (through_ && kept < WARM_FRACTION * static_cast<double>(nbytes_)) --tries_;
+    through_ = static_cast<double>(nbytes_) - kept <= static_cast<double>(room) && tries_ > 0;
 }
 
 void Source::check_unchanged() const {
@@ -137,7 +198,9 @@ void Source::read(int file, int64_t offset, char *address, int64_t nbytes) const
         return;
     }
     const Open &opened = files_[file];
-    if (!opened.block) {
+    const bool through = keeping_ && keeping_->goes_through_cache();
+    if (through) posix_fadvise(opened.fd, offset, nbytes, POSIX_FADV_WILLNEED);
+    if (through || !opened.block) {
         read_plainly(opened, opened.fd, offset, address, nbytes);
     } else if ((offset - reinterpret_cast<intptr_t>(address)) % opened.block == 0) {
         const int64_t head = std::min((opened.block - offset % opened.block) % opened.block, nbytes);
@@ -150,6 +213,7 @@ void Source::read(int file, int64_t offset, char *address, int64_t nbytes) const
     }
     // Only after the read does this say that all its bytes are those of the file that was opened.
     check_unchanged(opened);
+    if (keeping_) keeping_->count(nbytes);
 }
 
 // Reads all blocks that hold the bytes at once and directly; false where some did not come. The first block and the

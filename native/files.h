@@ -1,6 +1,9 @@
 // The weight files, and which of their bytes belong where in memory.
 #pragma once
 
+#include <atomic>
+#include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -26,10 +29,13 @@ class Descriptor {
     int fd_;
 };
 
+class Keeping;
+
 // Where reads come from: the engine's own descriptors, or a function of the caller's. From any number of threads.
 class Source {
   public:
-    Source(const std::vector<WeightFile> &files, const std::string &folder, const ps_options &options);
+    Source(const Plan &plan, const std::string &folder, const ps_options &options);
+    ~Source();
 
     // Fills memory with bytes of a file. Raises PS_SOURCE where they cannot be had, or may be another file's.
     void read(int file, int64_t offset, char *address, int64_t nbytes) const;
@@ -48,6 +54,9 @@ class Source {
     const std::string &path(int file) const { return files_[file].path; }
     int64_t nbytes() const;  // of all files
 
+    // The share of all files that the page cache holds, from 0 to 1, estimated without reading; 0 where nobody tells.
+    double cached_fraction() const;
+
   private:
     struct Open {
         std::string path;
@@ -65,6 +74,30 @@ class Source {
     std::vector<Open> files_;
     ps_read callback_;
     void *context_;
+    std::unique_ptr<Keeping> keeping_;
+};
+
+// Decides after each pass whether reads go through the page cache. At first they go past it, which is the faster way
+// to read bytes once. Later they go through it if available memory has room for the bytes that every pass reads: a
+// pass then takes a copy, and no read of the disk. If the cache did not keep them, reads go past it again.
+class Keeping {
+  public:
+    // `nbytes` are read in every pass, `first` in the first one. `available` is that of ps_options.
+    Keeping(const Source &source, int64_t nbytes, int64_t first, int64_t available)
+        : source_(source), nbytes_(nbytes), available_(available), left_(first) {}
+
+    bool goes_through_cache() const { return through_; }
+
+    // Counts bytes that were read; if they complete a pass, decides how the next one reads.
+    void count(int64_t nbytes);
+
+  private:
+    const Source &source_;
+    const int64_t nbytes_, available_;
+    std::mutex lock_;
+    int64_t left_;
+    std::atomic<int> tries_{2};
+    std::atomic<bool> through_{false};
 };
 
 // Layout bytes, which lie at `file_offset` of a file and at byte `place` of the arena.

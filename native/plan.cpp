@@ -159,6 +159,7 @@ static void read_arena(Plan &plan, const Json &json) {
         const int64_t storage = outside;
         if (storage < 0 || storage >= static_cast<int64_t>(count)) refuse("there is no storage outside the arena");
         plan.layout[storage] = -1;
+        plan.outside_bytes += plan.storages[storage].nbytes;
         if (!plan.contiguous) plan.places[storage] = -1;
     }
     if (plan.places.size() != count) refuse("there is not one address for each storage");
@@ -201,6 +202,7 @@ static Method read_method(const Plan &plan, const Json &schedule, const Json &st
         method.crosses_calls = method.crosses_calls || after < 0;
         const Ranges whole{read_range(transfer)};
         check_inside(plan, whole);
+        method.moved_bytes += whole[0].nbytes();
         for (const Range &part : plan.cut(whole)) pieces.push_back({part, step, after});
     }
     method.steady = queue_of(std::move(pieces), n);
@@ -234,6 +236,10 @@ Plan read_plan(const std::string &payload_text, const std::string &plan_text) {
             const Json &boundary = own ? schedule.at("boundary") : json.at("boundary");
             plan.methods.push_back(read_method(plan, schedule, trace->at("steps"), boundary));
         }
+        int64_t moved = 0, all = 0;
+        for (const Method &one : plan.methods) moved += one.moved_bytes;
+        for (const Storage &one : plan.storages) all += one.nbytes;
+        plan.repeated_bytes = std::min(moved, all);
         if (plan.methods.empty()) refuse("the plan has no schedule");
         return plan;
     } catch (const Json::exception &error) {

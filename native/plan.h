@@ -46,6 +46,7 @@ struct Method {
     Queue steady;
     Ranges boundary;
     bool crosses_calls;
+    int64_t moved_bytes;
 
     int steps() const { return static_cast<int>(needs.size()); }
 };
@@ -55,6 +56,8 @@ struct Plan {
     std::vector<Storage> storages;
     bool contiguous, mapped, barrier;
     int64_t granule, arena_bytes;
+    int64_t outside_bytes;   // of what stays outside the arena
+    int64_t repeated_bytes;  // that every pass reads again, at most
     std::vector<int64_t> layout;  // by storage, -1 where it is not in the arena
     std::vector<int64_t> places;  // where a storage lies in the arena's memory, -1 likewise
     Ranges segments, resident;

@@ -1,0 +1,236 @@
+"""Plans over weight files of random bytes, and what they need to run on either engine.
+
+Reads come through a function of the test's own, which is late at random and fails where it is told to. Bytes
+that are dropped are overwritten with 0xFF. So a byte that is read too early or too late, or that comes from
+elsewhere, is wrong. A mapped plan has files, which are the engines' own to read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+from penstock.native.library import Options
+from penstock.runtime.arena.base import WeightArena
+from penstock.runtime.arena.opening import open_arena
+from penstock.runtime.files.source import Source
+from penstock.runtime.stream.native import NativeStreamer
+from penstock.runtime.stream.streamer import ArenaStreamer
+from penstock.schedule.facts.errors import SourceError
+from penstock.schedule.facts.model import Hardware, Part, Step, Storage, Trace, WeightFile
+from penstock.schedule.facts.problem import Problem
+from penstock.schedule.plan import Plan
+from penstock.schedule.planner import floor, make_plan
+from penstock.schedule.space.layout import mapped_arena, packed_arena
+from tests.runtime.arena.native_arena import files_of, options_of, payload_of
+from tests.schedule.traces import hardwares, in_files, storages_and_traces
+
+PAGE, HUGE_PAGE = 4096, 2 << 20
+READ = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64
+)
+
+KINDS = {"contiguous": 64, "paged": PAGE, "pooled": HUGE_PAGE, "mapped": PAGE, "adaptive": HUGE_PAGE}
+"""The granule of each kind of arena."""
+
+UNITS = {kind: 5 * PAGE for kind in KINDS} | {"pooled": HUGE_PAGE, "adaptive": HUGE_PAGE}
+"""The bytes of each weight."""
+
+
+class PythonStreamer(ArenaStreamer):
+    """Python's streamer with an arena of its own, behind the interface of the native one."""
+
+    def __init__(self, plan: Plan, storages: Sequence[Storage], arena: WeightArena, **options: Any) -> None:
+        self.arena = arena
+        super().__init__(plan, storages, arena, **options)
+
+    @property
+    def held_bytes(self) -> int:
+        return self.arena.held_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.arena.peak_bytes
+
+    def view(self, part: Part) -> Any:
+        return self.arena.view(part)
+
+    def free(self) -> None:
+        self.arena.close()
+
+
+Streamers = PythonStreamer | NativeStreamer
+
+
+class ReadSource:
+    """The part of a `Source` that an arena of private memory uses, with a function in place of files."""
+
+    mode = "direct"
+    files = ()
+
+    def __init__(self, read: Callable[[int, int, int, int, int], int]) -> None:
+        self._read = read
+
+    def read_into(self, file: int, offset: int, address: int, nbytes: int) -> None:
+        if self._read(0, file, offset, address, nbytes):
+            raise SourceError("reading weights failed (Input/output error)")
+
+
+@dataclass
+class Case:
+    """A plan over files of random bytes, and what was read of them."""
+
+    storages: tuple[Storage, ...]
+    traces: tuple[Trace, ...]
+    files: tuple[WeightFile, ...]
+    plan: Plan
+    seed: int = 0
+    folder: Path | None = None
+    content: list[bytes] = field(default_factory=list)
+    failing: set[int] = field(default_factory=set)
+    read_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        dice = random.Random(self.seed)
+        self.content = [dice.randbytes(file.nbytes) for file in self.files]
+        self._late = random.Random(self.seed)
+        self._lock = threading.Lock()
+        self.read = self._read
+
+    def _read(self, _: int, file: int, offset: int, address: int, nbytes: int) -> int:
+        with self._lock:
+            late, self.read_bytes = self._late.random(), self.read_bytes + nbytes
+            fails = any(offset <= at < offset + nbytes for at in self.failing)
+            self.failing -= set(range(offset, offset + nbytes)) if fails else set()
+        if late < 0.2:
+            time.sleep(late / 200)
+        if fails:
+            return errno.EIO
+        ctypes.memmove(address, self.content[file][offset : offset + nbytes], nbytes)
+        return 0
+
+    @property
+    def payload(self) -> bytes:
+        return payload_of(self.files, self.storages)
+
+    def bytes_of(self, storage: int) -> bytes:
+        return b"".join(
+            self.content[one.file][one.file_offset :][: one.nbytes] for one in self.storages[storage].extents
+        )
+
+    @contextmanager
+    def streamer(
+        self, engine: str, readers: int = 2, *, drop_early: bool = True, room: int = 0
+    ) -> Iterator[Any]:
+        """The engine at work; with files where there is a folder for them. It is freed in the end."""
+        source: Any = self._source() if self.folder else ReadSource(self.read)
+        if engine == "python":
+            arena = open_arena(self.plan, self.storages, source, poison=True)
+            opened: Streamers = PythonStreamer(
+                self.plan, self.storages, arena, readers=readers, drop_at_once=drop_early
+            )
+        else:
+            opened = self._native(source, Options(readers=readers, drop_early=drop_early, available=room))
+        try:
+            yield opened
+        finally:
+            opened.close()
+            opened.free()
+            if self.folder:
+                source.close()
+
+    def _native(self, source: Any, options: Options) -> NativeStreamer:
+        options.poison = True
+        payload = self.payload
+        if self.folder:
+            options.opened = options_of(source).opened
+            payload = payload_of(files_of(source), self.storages)
+        else:
+            # Kept, so that it lives as long as the engine may call it.
+            self.callback = READ(self.read)
+            options.read = ctypes.cast(self.callback, ctypes.c_void_p)
+        return NativeStreamer(Path("nowhere"), payload, self.plan, options)
+
+    def _source(self) -> Source:
+        assert self.folder is not None
+        for file, content in zip(self.files, self.content, strict=True):
+            path = self.folder / file.path
+            if not path.exists():
+                path.write_bytes(content)
+        moved = sum(t.stop - t.start for schedule in self.plan.schedules for t in schedule.transfers)
+        repeated = min(moved, sum(one.nbytes for one in self.storages))
+        if self.plan.arena.backing == "mapped":
+            repeated = 0
+        return Source(self.files, self.folder, check=False, repeated=repeated)
+
+
+@st.composite
+def cases(draw: Any, kind: str) -> Case:
+    storages, traces = draw(storages_and_traces(methods=2))
+    scale = 1 if kind == "contiguous" else 61  # so that storages share pages, and fill several
+    storages = tuple(replace(one, nbytes=one.nbytes * scale) for one in storages)
+    storages, files = in_files(storages, gap=draw(st.sampled_from([0, 64])))
+    arena = packed_arena(
+        storages,
+        traces,
+        kind="contiguous" if kind == "contiguous" else "paged",
+        granule=KINDS[kind],
+        alignment=64,
+    )
+    if kind == "mapped":
+        mapped = mapped_arena(storages, files, granule=PAGE, traces=traces)
+        assert mapped is not None
+        arena = mapped
+    wrap = draw(st.sampled_from(["overlap", "barrier"]))
+    problem = Problem(storages, traces, arena, hardware=draw(hardwares()), wrap=wrap)
+    lowest = floor(problem).upper_bytes
+    total = sum(one.nbytes for one in storages)
+    budget = lowest + int(draw(st.floats(0, 1)) * max(0, total - lowest))
+    return Case(
+        storages, traces, files, make_plan(problem, max(budget, 1), effort=0.1), draw(st.integers(0, 99))
+    )
+
+
+def one_case(kind: str = "contiguous", *, wrap: str = "overlap", folder: Path | None = None) -> Case:
+    """Six storages, each read by one step of two methods, of which about half stream."""
+    nbytes = UNITS[kind]
+    storages, files = in_files(tuple(Storage(nbytes, "streamable") for _ in range(6)))
+    steps = tuple(Step(f"s{k}", (k,), 100, 300) for k in range(6))
+    traces = tuple(Trace(f"m{graph}", graph, "", steps, 0, 0, "modelled") for graph in range(2))
+    shape = "contiguous" if kind == "contiguous" else "paged"
+    alignment = HUGE_PAGE if kind == "pooled" else 64
+    arena = packed_arena(storages, traces, kind=shape, granule=KINDS[kind], alignment=alignment)
+    if kind in ("mapped", "adaptive"):
+        mapped = mapped_arena(storages, files, granule=KINDS[kind], traces=traces)
+        assert mapped is not None
+        arena = mapped
+    problem = Problem(storages, traces, arena, hardware=Hardware("test", 1e12, 1e11, 1e10, 10), wrap=wrap)
+    room = max(3 * nbytes, floor(problem).upper_bytes)
+    return Case(storages, traces, files, make_plan(problem, room), folder=folder)
+
+
+def run_pass(streamer: Any, case: Case, trace: Trace, order: Sequence[int] | None = None) -> None:
+    """A pass whose steps read all bytes of their weights."""
+    streamer.begin(trace.graph)
+    probed = streamer.probed(trace.graph)
+    for k in range(len(trace.steps)) if order is None else order:
+        if k in probed:
+            streamer.acquire(trace.graph, k)
+        for s in trace.steps[k].reads:
+            if s not in case.plan.outside and case.storages[s].nbytes:
+                part = Part("", "uint8", (case.storages[s].nbytes,), (1,), s, 0)
+                found = bytes(streamer.view(part).numpy().data)
+                assert found == case.bytes_of(s), f"step {k} read other bytes of storage {s}"
+        if k in probed:
+            streamer.release(trace.graph, k)
+    streamer.end(trace.graph)
