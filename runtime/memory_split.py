@@ -86,8 +86,8 @@ def parse_host_memory(host_memory: int | str | None, weight_bytes: int) -> int |
     nbytes = parse_size(host_memory, total=weight_bytes or 100, name="host_memory")
     if nbytes < LEAST_HOST_BYTES:
         raise BudgetError(
-            f"host_memory is {nbytes} bytes: weights pass through it when they are loaded, so give at "
-            f"least {LEAST_HOST_BYTES}",
+            f"host memory of {format_budget(nbytes)} is too little: weights pass through it when they are "
+            f"loaded, so give at least {LEAST_HOST_BYTES} bytes",
             floor_bytes=LEAST_HOST_BYTES,
         )
     return nbytes

@@ -54,6 +54,8 @@ def open(path: str | PathLike[str]) -> Program:
     Raises PayloadError, PlanError or SourceError that says what is wrong. The lowered program is
     code: open artifacts from people you trust. `Program.verify` checks every byte of the weights.
     """
+    if not isinstance(path, str | PathLike):
+        raise SourceError(f"expected the folder of an artifact, got {type(path).__name__}")
     folder = Path(path)
     payload = read_payload(folder)
     with Source(payload.files, folder, mode="buffered"):

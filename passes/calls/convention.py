@@ -130,7 +130,8 @@ def _positional(expected: pytree.TreeSpec, got: pytree.TreeSpec, names: Sequence
     for name in names[len(given) :]:
         yield f"{name} is given by keyword, and is positional" if name in by_keyword else f"{name} is missing"
     if len(given) > len(names):
-        yield f"{len(given)} positional arguments are given, and it takes {len(names)}"
+        many = f"{len(given)} positional arguments are" if len(given) > 1 else "a positional argument is"
+        yield f"{many} given, and it takes {len(names) or 'none'}"
     for name, one, other in zip(names, expected.children()[0].children(), given, strict=False):
         yield from _differences(name, one, other)
 

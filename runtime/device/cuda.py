@@ -37,7 +37,7 @@ class CudaDevice(DiskedDevice):
             )
             name = "cuda" if index is None else f"cuda:{index}"
             raise StreamError(
-                f"there is no device {name!r} here ({why}): load(device='sim:h200') runs plans without one"
+                f"there is no device {name!r} here ({why}): the device sim:h200 runs plans without one"
             )
         count = torch.cuda.device_count()
         index = torch.cuda.current_device() if index is None else index

@@ -21,9 +21,15 @@ def read_payload(folder: Path) -> Payload:
     try:
         data = (folder / PAYLOAD).read_bytes()
     except OSError as error:
+        reason = f"{PAYLOAD} cannot be read ({error.strerror})"
+        if not os.path.exists(folder):
+            reason = "there is no such folder"
+        elif not os.path.isdir(folder):
+            reason = "it is a file"
+        elif isinstance(error, FileNotFoundError):
+            reason = f"it has no {PAYLOAD}"
         raise SourceError(
-            f"{folder} is not an artifact: {PAYLOAD} cannot be read ({error.strerror}); "
-            "give the folder that penstock compile wrote"
+            f"{folder} is not an artifact: {reason}; give the folder that penstock compile wrote"
         ) from error
     payload = Payload.from_bytes(data, source=str(folder / PAYLOAD))
     _check_digest(folder / DIGEST, data)
@@ -69,7 +75,9 @@ def _check_digest(path: Path, data: bytes) -> None:
     try:
         expected = path.read_bytes()
     except OSError as error:
-        raise SourceError(f"{path} cannot be read ({error.strerror}): the artifact is incomplete") from error
+        raise SourceError(
+            f"{path} cannot be read ({error.strerror}): the artifact is incomplete, so compile it again"
+        ) from error
     if expected != digest_line(data):
         raise PayloadError(
             f"{path.with_suffix('')} is not what was written: its sha256 differs from that in {path.name}; "

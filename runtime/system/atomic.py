@@ -112,6 +112,8 @@ def _reporting(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if not target.parent.is_dir():
+            raise SourceError(f"{target} could not be written: there is no folder {target.parent}") from error
         raise SourceError(
             f"{target} could not be written ({error}); what was there before is unchanged: "
             "check the space left and the permissions, then try again"

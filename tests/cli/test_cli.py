@@ -142,6 +142,8 @@ def test_version_and_help(penstock: Command) -> None:
         ("penstock plan model.penstock --hardware h", {"h100", "h200"}),
         ("penstock run model.penstock --device sim:rtx4", {"sim:rtx4090"}),
         ("penstock simulate model.penstock --arena p", {"pooled", "paged"}),
+        ("penstock run model.penstock --engine n", {"native"}),
+        ("penstock convert model.pt --dtype b", {"bfloat16"}),
     ],
 )
 def test_a_shell_completes_commands_options_and_names(
@@ -208,7 +210,8 @@ def test_budgets_and_patterns(
         (["--size", "n=many"], "not a whole number"),
         (["--size", "n=-1"], "not a whole number"),
         (["--input", "nowhere.safetensors"], "nowhere.safetensors"),
-        (["--output", "nowhere/out.safetensors"], "nowhere"),
+        (["--output", "nowhere/out.safetensors"], "there is no folder nowhere to write out.safetensors to"),
+        (["--output", "/"], "/ is a folder: choose a file for this output"),
     ],
 )
 def test_runs(penstock: Command, plain: Path, files: Files, options: list[str], words: str) -> None:
@@ -233,7 +236,7 @@ def test_inputs_of_other_names_or_shapes(penstock: Command, plain: Path, tmp_pat
     given = tmp_path / "in.safetensors"
     arguments = ["run", plain, "--budget", "100%", "--input", given]
     save_file({"y": torch.randn(2, 64)}, given)
-    assert "missing ['input'], unknown ['y']" in refused(penstock(*arguments))
+    assert "must hold the tensors input: it lacks input, and also has y" in refused(penstock(*arguments))
     save_file({"input": torch.randn(2, 63)}, given)
     assert "expected 64, a static size, got 63" in refused(penstock(*arguments))
     given.write_bytes(b"not a file of tensors")
@@ -243,8 +246,14 @@ def test_inputs_of_other_names_or_shapes(penstock: Command, plain: Path, tmp_pat
 @pytest.mark.parametrize("command", ["plan", "inspect", "verify", "run"])
 def test_what_is_no_artifact(penstock: Command, files: Files, tmp_path: Path, command: str) -> None:
     budget = ["--budget", "100%"] if command in ("plan", "run") else []
-    for path in (tmp_path / "nowhere", tmp_path, files.exported, tmp_path / ("x" * 300)):
-        assert "is not an artifact" in refused(penstock(command, path, *budget))
+    none = "there is no such folder"
+    for path, reason in (
+        (tmp_path / "nowhere", none),
+        (tmp_path, "it has no payload.json"),
+        (files.exported, "it is a file"),
+        (tmp_path / ("x" * 300), none),
+    ):
+        assert f"is not an artifact: {reason}; give" in refused(penstock(command, path, *budget))
     harmed = Path(shutil.copytree(files.artifact, tmp_path / "harmed.penstock"))
     (harmed / "payload.json").write_text('{"format": "penstock", "version": 99}')
     assert "version" in refused(penstock(command, harmed, *budget))

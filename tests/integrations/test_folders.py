@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import T5ForConditionalGeneration
 
+import penstock
 from penstock.integrations import load
 from penstock.integrations.folders import Stored, open_model
 from penstock.schedule.facts.errors import SourceError, StreamError
@@ -196,3 +197,38 @@ def test_what_the_library_leaves_in_float32_is_so_here(tmp_path):
     given = {"input_ids": ids, "decoder_input_ids": ids}
     assert torch.equal(model(**given).logits, models.twin(kept)(**given).logits)
     model.penstock_applied.close()
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (None, "expected a model's folder or its name, got None: what is in memory is for penstock.integr"),
+        ("", "expected a model's folder or its name, got ''"),
+        (nn.Linear(2, 2), "got a Linear: what is in memory is for penstock.integrations.apply"),
+    ],
+)
+def test_what_is_no_name_of_a_folder_is_refused(source, words):
+    with pytest.raises(SourceError, match=re.escape(words)):
+        load(source, "16MB")
+
+
+def test_an_artifact_is_not_a_model(tmp_path):
+    (tmp_path / "payload.json").write_text("{}")
+    with pytest.raises(SourceError, match=r"is an artifact of penstock: open it with penstock\.open"):
+        load(tmp_path, "16MB")
+    with pytest.raises(SourceError, match="expected the folder of an artifact, got NoneType"):
+        penstock.open(None)
+
+
+def test_a_call_without_a_tensor_is_refused_and_components_say_what_they_do(folder, tmp_path):
+    with load(folder, "60MB", example=models.nothing, cache=tmp_path / "cache") as model:
+        (component,) = model.penstock_applied.components.values()
+        assert repr(component) == "Component(LlamaForCausalLM, 0 kinds of calls exported, no plan yet)"
+        words = (
+            r"LlamaForCausalLM\.forward was called without a tensor, for input_ids 'hello': give it tensors"
+        )
+        with pytest.raises(StreamError, match=words):
+            model("hello")
+        model(torch.tensor([[3, 4, 5]]))
+        words = f"Component(LlamaForCausalLM, 1 kind of call exported, {component._plan.residency})"
+        assert repr(component) == words

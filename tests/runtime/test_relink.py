@@ -55,7 +55,9 @@ def test_a_file_that_was_copied_over_itself_is_accepted(
     with pytest.raises(SourceError, match=rf"accepted by `penstock relink {artifact} 0\.safetensors`"):
         library.open(artifact)
     done = penstock("relink", artifact)
-    assert (done.status, "of weights are those that were compiled" in done.out) == (0, True)
+    assert (done.status, "is relinked to 2 files, and each byte of its " in done.out) == (0, True)
+    paths = "".join(f"\n  {file.with_name(name)}" for name in ("0.safetensors", "1.safetensors"))
+    assert done.out.endswith(f" of weights is as it was compiled:{paths}\n")
     assert runs(library.open(artifact), model)
 
 

@@ -33,9 +33,7 @@ def convert(
             help="Bytes of a shard at most: 5GB.", callback=options.check_size("--shard-size", share=False)
         ),
     ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="For floating-point tensors: bfloat16, float16, float32.")
-    ] = None,
+    dtype: options.DtypeName = None,
     only: Annotated[
         list[str] | None,
         typer.Option(help="Names to take, such as 'model.layers.0.*'. May be given again."),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.terminal import console, options
-from penstock.cli.terminal.inputs import refuse_existing
+from penstock.cli.terminal.inputs import check_outputs
 from penstock.schedule.facts.model import UNEVEN
 from penstock.schedule.facts.sizes import format_budget, format_size, format_time
 
@@ -52,7 +52,7 @@ def plan(
     from penstock.models.advice import advise
     from penstock.runtime.program import open as open_program
 
-    refuse_existing(output, report, timeline, force=force)
+    check_outputs(output, report, timeline, force=force)
     with console.spinner("planning") as say:
         program = open_program(artifact)
         decide = partial(program.plan, keep=keep or (), arena=arena, host_memory=host_memory)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli.terminal import console, options
-from penstock.cli.terminal.inputs import refuse_existing
+from penstock.cli.terminal.inputs import check_outputs
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.sizes import format_budget, format_size, format_time
 
@@ -43,13 +43,13 @@ def preflight(
     host_memory: options.HostMemory = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a call: 1 is a decoding step.")] = 1,
     context: Annotated[int, typer.Option(min=0, help="Tokens of a key-value cache to leave room for.")] = 0,
-    dtype: Annotated[str | None, typer.Option(help="Instead of the configuration's: bfloat16, ...")] = None,
+    dtype: options.DtypeName = None,
     report: Annotated[Path | None, typer.Option(help="Write the plan as a page of HTML here.")] = None,
     force: options.Force = False,
     json: options.Json = False,
 ) -> None:
     """Say whether and how a model will run on hardware that is not here, without building it."""
-    refuse_existing(report, force=force)
+    check_outputs(report, force=force)
     with console.spinner("importing") as say, console.quiet():
         from penstock.models.preflight import find, read_model
 

@@ -32,11 +32,12 @@ def relink(
 
     with console.byte_progress() as progress:
         program = relink_artifact(artifact, files or (), progress=progress)
-    paths = [file.path for file in program.payload.files]
+    paths = [file.path for file in program.payload.files if Path(file.path).is_absolute()]
     if json:
         console.print_json({"path": str(artifact), "files": paths, "verified_bytes": program.weight_bytes})
     else:
-        verified = format_size(program.weight_bytes)
-        console.print_text(
-            f"{artifact}: {verified} of weights are those that were compiled, in {', '.join(paths)}"
-        )
+        number = "1 file" if len(paths) == 1 else f"{len(paths)} files"
+        verified = f"each byte of its {format_size(program.weight_bytes)} of weights is as it was compiled"
+        console.print_text(f"{artifact} is relinked to {number}, and {verified}:")
+        for path in paths:
+            console.print_text(f"  {path}")

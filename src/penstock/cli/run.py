@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli.terminal import console, options
-from penstock.cli.terminal.inputs import integer, pairs, refuse_existing
+from penstock.cli.terminal.inputs import check_outputs, integer, pairs
 from penstock.schedule.facts.sizes import format_budget, format_size, format_time
 
 if TYPE_CHECKING:
@@ -38,15 +38,13 @@ def run(
     arena: options.ArenaName = None,
     device: options.DeviceName = "cpu",
     host_memory: options.HostMemory = None,
-    engine: Annotated[
-        str, typer.Option(help="What executes the plan on a CPU: auto, native or python.")
-    ] = "auto",
+    engine: options.EngineName = "auto",
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of generated inputs.")] = 0,
     force: options.Force = False,
     json: options.Json = False,
 ) -> None:
     """Run an artifact within a byte budget and show what moved."""
-    refuse_existing(output, force=force)
+    check_outputs(output, force=force)
     sizes = {name: integer(value, name) for name, value in pairs(size or [], "--size", "NAME=N")}
     with console.spinner(f"loading {artifact}") as say:
         from penstock.models.trial import Trial, run_trial

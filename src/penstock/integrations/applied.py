@@ -427,7 +427,7 @@ def load(
     Raises SourceError for a folder that holds no model, PassError and BudgetError as `apply`.
     """
     begun = monotonic()
-    folder = local_folder(source if isinstance(source, str) else Path(source))
+    folder = local_folder(source)
     refuse_variant(folder, variant)
     asked = asked_dtype(dtype)
     nbytes, where = parse_size(memory, name="memory"), Where(Cache.at(cache), device, lowering)

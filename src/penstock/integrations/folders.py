@@ -9,6 +9,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from penstock.passes.weights.values import storage_identity
 from penstock.runtime.cache import Cache
 from penstock.runtime.checkpoint.opening import Checkpoint, open_checkpoint
 from penstock.runtime.checkpoint.stored_tensor import StoredTensor
+from penstock.runtime.files.artifact_files import PAYLOAD
 from penstock.runtime.files.safetensors_file import TORCH_NAMES, index_files
 from penstock.schedule.facts.errors import SourceError
 
@@ -121,11 +123,17 @@ def _refuse_other(folder: Path, fqn: str, value: torch.Tensor, stored: StoredTen
         raise SourceError(f"{where} {there} in its files and {here} by its {_CONFIG}: {_AGAIN}")
 
 
-def local_folder(source: str | Path, revision: str | None = None) -> Path:
+def local_folder(source: object, revision: str | None = None) -> Path:
     """The folder, or the one that the local cache of the hub has for a model's name, and its revision.
 
     Nothing is downloaded. Raises SourceError where there is none.
     """
+    if not isinstance(source, str | PathLike) or not str(source):
+        got = repr(source) if source in (None, "") else f"a {type(source).__name__}"
+        raise SourceError(
+            f"expected a model's folder or its name, got {got}: what is in memory is for "
+            "penstock.integrations.apply"
+        )
     if Path(source).is_dir():
         return Path(source)
     with suppress(Exception):
@@ -147,6 +155,8 @@ def is_pipeline(folder: Path) -> bool:
     if (folder / _CONFIG).is_file():
         return False
     _refuse_adapter(folder)
+    if (folder / PAYLOAD).is_file():
+        raise SourceError(f"{folder} is an artifact of penstock: open it with penstock.open")
     tokenizer = any(folder.glob("tokenizer*.json"))
     raise SourceError(
         f"{folder} holds {'a tokenizer and no model' if tokenizer else 'no model'}: give the folder that has "

@@ -113,6 +113,11 @@ class Component:
         self._module: StreamedModule | None = None
         self._beside = self._planned = self._rehearsed = 0
 
+    def __repr__(self) -> str:
+        calls = "1 kind of call" if len(self.prepared) == 1 else f"{len(self.prepared)} kinds of calls"
+        state = self._plan.residency if self._plan else "no plan yet"
+        return f"Component({self.name}, {calls} exported, {state})"
+
     @property
     def weights(self) -> list[Path]:
         """The files that hold the values."""
@@ -198,6 +203,11 @@ class Component:
             with EXPORTING, with_collector(), shown(f"preparing {self.name}: {call.title}"):
                 made = self._calls.keep(export_call(self._blank(), call, self._stages))
         except PassError as error:
+            if not call.tensors:
+                raise StreamError(
+                    f"{self.name}.{call.entry} was called without a tensor, for {call.text}: give it "
+                    "tensors, such as a tokenizer or a processor makes of text and pictures"
+                ) from error
             raise PassError(f"{self.name}.{call.entry} of {call.text}: {error}") from error
         _log.info("exported %s (%s) in %s", self.name, call.title, seconds_since(begun))
         return made

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.runtime.checkpoint.binding import listed
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
 from penstock.runtime.stream.interface import Stats
@@ -141,8 +142,8 @@ def _from_file(path: Path, method: Method) -> list[Any]:
     unknown = sorted(set(found) - {leaf.name for leaf in tensors})
     if missing or unknown:
         raise StreamError(
-            f"{path} must hold the tensors {', '.join(leaf.name for leaf in tensors)}: "
-            f"missing {missing or 'none'}, unknown {unknown or 'none'}"
+            f"{path} must hold the tensors {listed([leaf.name for leaf in tensors])}: "
+            + f"it lacks {listed(missing, 3) or 'none'}, and also has {listed(unknown, 3) or 'none'}"
         )
     return [
         _given(leaf, found[leaf.name]) if leaf.value is None else _constant(leaf) for leaf in method.inputs
@@ -168,7 +169,8 @@ def _generated(method: Method, sizes: Mapping[str, int], seed: int) -> list[Any]
     unknown = sorted(set(sizes) - set(known))
     if unknown:
         raise StreamError(
-            f"there is no dynamic size {', '.join(unknown)}: choose from {', '.join(known) or 'none'}"
+            f"there is no dynamic size {', '.join(unknown)}: "
+            + (f"choose from {', '.join(known)}" if known else "the program was exported with fixed sizes")
         )
     chosen = known | dict(sizes)
     for symbol in method.symbols:

@@ -15,11 +15,19 @@ def fail(sentence: str) -> NoReturn:
     sys.exit(2)
 
 
-def refuse_existing(*paths: Path | None, force: bool) -> None:
-    """Fail if an output exists and may not be replaced; called before work that takes time."""
+def check_outputs(*paths: Path | None, force: bool) -> None:
+    """Fail if a file cannot be written where an output should be; called before work that takes time."""
     for path in paths:
-        if path is not None and path.exists() and not force:
+        if path is None:
+            continue
+        if path.is_dir():
+            fail(f"{path} is a folder: choose a file for this output")
+        if path.exists() and not force:
             fail(f"{path} exists: choose another output, or overwrite it with --force")
+        if not path.absolute().parent.is_dir():
+            fail(
+                f"there is no folder {path.parent} to write {path.name} to: make it, or choose another output"
+            )
 
 
 def load_exported(path: Path) -> Any:

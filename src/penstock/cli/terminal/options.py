@@ -8,12 +8,14 @@ from typing import Annotated
 
 import typer
 
-from penstock.schedule.facts.errors import PlanError
+from penstock.schedule.facts.errors import PlanError, StreamError
 from penstock.schedule.facts.hardware import PRESETS, find_hardware
 from penstock.schedule.facts.sizes import parse_size
 
 _Given = str | list[str] | None
 _ARENAS = ("mapped", "pooled", "contiguous", "paged")
+_ENGINES = ("auto", "native", "python")
+_DTYPES = ("bfloat16", "float16", "float32")
 _ANY_TOTAL = 1 << 60
 """The bytes of which a percentage is taken when only the form of a size is checked."""
 
@@ -51,6 +53,15 @@ def check_arena(given: str | None) -> str | None:
     return given
 
 
+def check_engine(given: str) -> str:
+    """Raise StreamError for a name that no engine has."""
+    if given not in _ENGINES:
+        raise StreamError(
+            f"there is no engine {given!r}: choose {', '.join(_ENGINES[:-1])} or {_ENGINES[-1]}"
+        )
+    return given
+
+
 def check_device(given: str) -> str:
     """Raise StreamError for a name that no device has, and PlanError for a preset that does not exist."""
     if given != "cpu":
@@ -70,7 +81,7 @@ Artifact = Annotated[Path, typer.Argument(help="An artifact folder, NAME.penstoc
 Budget = Annotated[
     str,
     typer.Option(
-        help="Bytes for weights: 32MiB, 8GB, 50%, or bytes.",
+        help="Memory for weights: 32MiB, 8GB, 50% of them, or bytes.",
         callback=check_size("--budget"),
         show_default=False,
     ),
@@ -78,7 +89,8 @@ Budget = Annotated[
 Force = Annotated[bool, typer.Option("--force", help="Replace outputs that exist.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")]
 Keep = Annotated[
-    list[str] | None, typer.Option(help="Pattern of weights that stay in memory; may be given again.")
+    list[str] | None,
+    typer.Option(help="Weights that stay in memory, such as 'lm_head.*'. May be given again."),
 ]
 ArenaName = Annotated[
     str | None,
@@ -86,6 +98,14 @@ ArenaName = Annotated[
         help="mapped, pooled, contiguous or paged instead of the fastest.",
         callback=check_arena,
         autocompletion=offer(*_ARENAS),
+    ),
+]
+EngineName = Annotated[
+    str,
+    typer.Option(
+        help="What executes the plan on a CPU: auto, native or python.",
+        callback=check_engine,
+        autocompletion=offer(*_ENGINES),
     ),
 ]
 HardwareName = Annotated[
@@ -107,7 +127,7 @@ PresetNames = Annotated[
 HostMemory = Annotated[
     str | None,
     typer.Option(
-        help="What that hardware's host may hold of the weights; the rest from its disk.",
+        help="With a GPU: what its host may hold of the weights, such as 32GiB; the rest comes from disk.",
         callback=check_size("--host-memory"),
     ),
 ]
@@ -117,5 +137,12 @@ DeviceName = Annotated[
         help="cpu, cuda, cuda:1, sim, or sim:NAME with any preset, such as sim:rtx4090.",
         callback=check_device,
         autocompletion=offer("cpu", "cuda", "sim", *(f"sim:{name}" for name in PRESETS)),
+    ),
+]
+DtypeName = Annotated[
+    str | None,
+    typer.Option(
+        help="For floating-point tensors, instead of what they have: bfloat16, float16, float32.",
+        autocompletion=offer(*_DTYPES),
     ),
 ]
