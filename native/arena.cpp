@@ -6,7 +6,6 @@
 #include <unordered_set>
 
 #include "failure.h"
-#include "limits.h"
 #include "mapped.h"
 
 namespace penstock {
@@ -19,13 +18,13 @@ int64_t layout_nbytes(const Plan &plan) { return plan.segments.empty() ? 0 : pla
 // 1.1 GB/s where they ran at 2.7 otherwise.
 class ContiguousArena final : public Arena {
   public:
-    ContiguousArena(const Plan &plan, const Source &source, bool poison)
-        : Arena(plan, source, poison, plan.arena_bytes) {
+    ContiguousArena(const Plan &plan, const Source &source, const ps_options &options)
+        : Arena(plan, source, options, plan.arena_bytes) {
         memory_.map_anonymous(0, memory_.nbytes());
         FreshMemory fresh;
         for (int64_t start = 0; start < memory_.nbytes(); start += HUGE_PAGE)
             fresh.take(memory_.at(start), std::min(HUGE_PAGE, memory_.nbytes() - start));
-        if (poison) std::memset(memory_.at(0), 0xFF, plan.arena_bytes);
+        if (poison_) std::memset(memory_.at(0), 0xFF, plan.arena_bytes);
     }
 
   private:
@@ -42,7 +41,7 @@ class ContiguousArena final : public Arena {
 // Address space of the layout's size, in which only filled granules take memory.
 class AnonymousArena final : public PagedArena {
   public:
-    AnonymousArena(const Plan &plan, const Source &source, bool poison) : PagedArena(plan, source, poison) {
+    AnonymousArena(const Plan &plan, const Source &source, const ps_options &options) : PagedArena(plan, source, options) {
         // Segment by segment, so that no huge page crosses the end of one.
         for (size_t s = 0; s < plan.segments.size(); ++s) {
             const Range range = segment_pages(s);
@@ -63,8 +62,8 @@ class AnonymousArena final : public PagedArena {
 // nothing is allocated, zeroed or copied.
 class PooledArena final : public Arena {
   public:
-    PooledArena(const Plan &plan, const Source &source, bool poison)
-        : Arena(plan, source, poison, layout_nbytes(plan) + plan.arena_bytes),
+    PooledArena(const Plan &plan, const Source &source, const ps_options &options)
+        : Arena(plan, source, options, layout_nbytes(plan) + plan.arena_bytes),
           pool_(memory_.at(layout_nbytes(plan))),
           free_(plan.granule, plan.arena_bytes / plan.granule) {
         if (plan.arena_bytes % plan.granule)
@@ -122,10 +121,11 @@ class PooledArena final : public Arena {
 
 }  // namespace
 
-Arena::Arena(const Plan &plan, const Source &source, bool poison, int64_t nbytes)
+Arena::Arena(const Plan &plan, const Source &source, const ps_options &options, int64_t nbytes)
     : plan_(plan),
       source_(source),
-      poison_(poison),
+      options_(options),
+      poison_(options.poison),
       memory_(nbytes),
       // Between two neighbours of a contiguous arena a third may lie: nothing is read along.
       files_(plan, plan.contiguous ? 0 : PAGE) {}
@@ -140,6 +140,7 @@ int64_t Arena::fill(Range range) {
 }
 
 void Arena::drop(Range range) {
+    tell(PS_DROP, range);
     discard(range);
     held_.remove(range);
 }
@@ -153,8 +154,8 @@ int64_t Arena::read(Range range) const {
     return brought;
 }
 
-PagedArena::PagedArena(const Plan &plan, const Source &source, bool poison)
-    : Arena(plan, source, poison, layout_nbytes(plan)) {
+PagedArena::PagedArena(const Plan &plan, const Source &source, const ps_options &options)
+    : Arena(plan, source, options, layout_nbytes(plan)) {
     if (plan.granule % PAGE)
         throw Failure(PS_PLAN, "a granule of " + std::to_string(plan.granule) + " bytes is no whole pages of " +
                                    std::to_string(PAGE) + ": plan it again");
@@ -186,16 +187,15 @@ void PagedArena::refuse_inside_page(Range range, const Range &segment) {
 }
 
 std::unique_ptr<Arena> open_arena(const Plan &plan, const Source &source, const ps_options &options) {
-    const bool poison = options.poison;
-    if (plan.contiguous) return std::make_unique<ContiguousArena>(plan, source, poison);
+    if (plan.contiguous) return std::make_unique<ContiguousArena>(plan, source, options);
     if (plan.mapped && source.maps() && supports_populate()) {
         if (source.direct() && plan.granule % HUGE_PAGE == 0 && supports_move())
-            return std::make_unique<AdaptiveArena>(plan, source, options.available ? options.available : available_bytes());
-        return std::make_unique<MappedArena>(plan, source);
+            return std::make_unique<AdaptiveArena>(plan, source, options);
+        return std::make_unique<MappedArena>(plan, source, options);
     }
     if (!plan.mapped && PooledArena::serves(plan) && supports_move())
-        return std::make_unique<PooledArena>(plan, source, poison);
-    return std::make_unique<AnonymousArena>(plan, source, poison);
+        return std::make_unique<PooledArena>(plan, source, options);
+    return std::make_unique<AnonymousArena>(plan, source, options);
 }
 
 }  // namespace penstock

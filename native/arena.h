@@ -11,7 +11,7 @@ namespace penstock {
 
 class Arena {
   public:
-    Arena(const Plan &plan, const Source &source, bool poison, int64_t nbytes);
+    Arena(const Plan &plan, const Source &source, const ps_options &options, int64_t nbytes);
     virtual ~Arena() = default;
     Arena(const Arena &) = delete;
 
@@ -46,16 +46,24 @@ class Arena {
     template <typename Bring>
     int64_t hold(Range range, Bring bring) {
         held_.add(range);  // before it arrives: memory is taken from the first byte on
+        tell(PS_FILL, range);
         try {
-            return bring(range);
+            const int64_t brought = bring(range);
+            tell(PS_FILLED, range);
+            return brought;
         } catch (...) {
             drop(range);
             throw;
         }
     }
 
+    void tell(ps_event event, Range range) const {
+        if (options_.log) options_.log(options_.context, event, range.start, range.stop);
+    }
+
     const Plan &plan_;
     const Source &source_;
+    const ps_options &options_;
     const bool poison_;
     Reservation memory_;
     HeldRanges held_;
@@ -73,7 +81,7 @@ struct Pages {
 // An arena in which every storage lies at its layout offset, and pages come and go.
 class PagedArena : public Arena {
   public:
-    PagedArena(const Plan &plan, const Source &source, bool poison);
+    PagedArena(const Plan &plan, const Source &source, const ps_options &options);
 
   protected:
     void discard(Range range) override;

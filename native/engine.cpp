@@ -52,7 +52,7 @@ Engine::Engine(const char *payload, const char *plan, const char *folder, const 
     : options_(options),
       plan_(read_plan(payload, plan)),
       source_(plan_, folder, options),
-      arena_(open_arena(plan_, source_, options)) {
+      arena_(open_arena(plan_, source_, options_)) {
     if (options.readers < 1) throw Failure(PS_STREAM, "expected one reader or more: somebody has to read weights");
     restart(plan_.methods.front());
     try {

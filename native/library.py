@@ -38,6 +38,7 @@ class Options(ctypes.Structure):
         ("context", c_void_p),
         ("opened", POINTER(File)),
         ("available", c_int64),
+        ("log", c_void_p),
     )
 
 

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "failure.h"
+#include "limits.h"
 
 namespace penstock {
 
@@ -14,7 +15,8 @@ namespace {
 
 }  // namespace
 
-MappedArena::MappedArena(const Plan &plan, const Source &source) : PagedArena(plan, source, false) {
+MappedArena::MappedArena(const Plan &plan, const Source &source, const ps_options &options)
+    : PagedArena(plan, source, options) {
     find_files();
     map_segments(memory_);
     choose_pages();
@@ -72,11 +74,11 @@ int64_t MappedArena::bring(Range range) {
     return brought;
 }
 
-AdaptiveArena::AdaptiveArena(const Plan &plan, const Source &source, int64_t available)
-    : MappedArena(plan, source),
+AdaptiveArena::AdaptiveArena(const Plan &plan, const Source &source, const ps_options &options)
+    : MappedArena(plan, source, options),
       granules_(memory_.nbytes() / plan.granule + 1),
       spares_(plan.granule, plan.arena_bytes / plan.granule),
-      cache_holds_all_(source.nbytes() <= available) {
+      cache_holds_all_(source.nbytes() <= (options.available ? options.available : available_bytes())) {
     if (source.tells_cached()) {
         cache_ = std::make_unique<Reservation>(memory_.nbytes());
         map_segments(*cache_);

@@ -8,7 +8,7 @@ namespace penstock {
 // The weight files, one after another, of which only what has been filled is in the page tables: nothing is copied.
 class MappedArena : public PagedArena {
   public:
-    MappedArena(const Plan &plan, const Source &source);
+    MappedArena(const Plan &plan, const Source &source, const ps_options &options);
 
     // Truncating a file takes its pages from every mapping: the next read would be a SIGBUS. What is written into it
     // appears in every mapping.
@@ -38,7 +38,7 @@ class MappedArena : public PagedArena {
 // end of their segment cuts are always mapped.
 class AdaptiveArena final : public MappedArena {
   public:
-    AdaptiveArena(const Plan &plan, const Source &source, int64_t available);
+    AdaptiveArena(const Plan &plan, const Source &source, const ps_options &options);
 
     std::optional<int64_t> fill_ready(Range range) override;
     std::vector<const Reservation *> memory() const override { return {&memory_, &spares_.memory()}; }

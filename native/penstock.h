@@ -34,6 +34,15 @@ typedef struct ps_engine ps_engine;
  * It is called by several threads at once. */
 typedef int (*ps_read)(void *context, int32_t file, int64_t offset, void *address, int64_t nbytes);
 
+typedef enum ps_event {
+    PS_FILL = 0,   /* the bytes of a range are about to come */
+    PS_FILLED = 1, /* they are there */
+    PS_DROP = 2    /* a range is about to leave, as far as it is there */
+} ps_event;
+
+/* Told what is done with bytes `start` to `stop` of the layout, by several threads at once. */
+typedef void (*ps_log)(void *context, int32_t event, int64_t start, int64_t stop);
+
 /* A file that the caller has opened and found to be the one that was compiled, last modified at `mtime_ns` then. */
 typedef struct ps_file {
     int32_t fd;
@@ -47,9 +56,10 @@ typedef struct ps_options {
     int32_t poison;        /* not 0: fill what is dropped with 0xFF, which is NaN in every floating-point format */
     int32_t patience_ms;   /* how long a call waits before it returns PS_WAITING; 0 waits for ever */
     ps_read read;          /* NULL: the engine opens the payload's files, reads them itself, and may map them */
-    void *context;         /* what `read` is given */
+    void *context;         /* what `read` and `log` are given */
     const ps_file *opened; /* the payload's files, in its order; NULL: the engine opens them */
     int64_t available;     /* bytes that data and page cache may take; 0: what the system says, asked when needed */
+    ps_log log;            /* NULL: nobody is told */
 } ps_options;
 
 typedef struct ps_statistics {

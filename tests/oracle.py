@@ -313,3 +313,106 @@ class Machine:
             must(self.holds.get(unit) == data, "a drop takes bytes that are not there")
             del self.holds[unit]
             self.memory.discard(unit)
+
+
+# What an engine really did.
+
+Event = tuple[str, int, int]
+"""("fill" | "filled" | "drop", start, stop) of the layout, ("read" | "ended" | "begin", graph, step)."""
+
+
+def check_log(
+    storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: Plan, log: list[Event], *, readers: int
+) -> None:
+    """Raise UnsafeError where an engine that ran `plan` without a miss did what the plan does not allow."""
+    Replay(storages, traces, plan, log, readers).replay()
+
+
+class Replay(Machine):
+    """The memory of a machine that does what a log says."""
+
+    def __init__(
+        self,
+        storages: tuple[Storage, ...],
+        traces: tuple[Trace, ...],
+        plan: Plan,
+        log: list[Event],
+        readers: int,
+    ) -> None:
+        self.log, self.traces = log, {t.graph: t for t in traces}
+        # One of several threads that fill may tell later of an earlier copy.
+        self.strict = readers == 1 and plan.arena.backing != "mapped"
+        graphs = [graph for what, graph, _ in log if what == "begin"]
+        # An engine expects passes of the first schedule; where another comes it may start over, unlogged.
+        self.only = set(graphs) == {plan.schedules[0].graph}
+        schedule = next(s for s in plan.schedules if s.graph == graphs[0])
+        super().__init__(storages, self.traces[graphs[0]], plan, schedule, eager)
+        self.queue = [
+            (p, t) for p in range(len(graphs) + 1) for t in schedule.transfers if p > 0 or t.after >= 0
+        ]
+        own = schedule.boundary
+        cold = [*plan.resident, *(plan.boundary if own is None else own)]
+        self.cold = set().union(*(self.parts(r.start, r.stop) for r in cold))
+        self.left: dict[int, set[Unit]] = {}  # by place in the queue: what has not started of a copy
+
+    def all_spans(self) -> list[tuple[int, int]]:
+        moved = [(a, b) for what, a, b in self.log if what in ("fill", "filled", "drop")]
+        cuts = [cut for start, stop in moved for cut in self.cuts(start, stop)]
+        return super().all_spans() + [(a + self.shift(a), b + self.shift(a)) for a, b in cuts]
+
+    def cuts(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """A range cut where storages begin, which lie anywhere in a contiguous arena."""
+        begins = [] if self.paged else placed(self.storages, self.plan)
+        return list(pairwise([start, *sorted({at for at in begins if start < at < stop}), stop]))
+
+    def parts(self, start: int, stop: int) -> set[Unit]:
+        return set().union(*(self.units(a, b) for a, b in self.cuts(start, stop)))
+
+    def replay(self) -> None:
+        passes = -1
+        for what, a, b in self.log:
+            if what == "begin":
+                passes += 1
+                self.trace, self.steps = self.traces[a], len(self.traces[a].steps)
+                self.ended = passes * self.steps
+            elif what == "read":
+                held = all(self.holds.get(unit) == data for unit, data in self.units_read(b))
+                must(held, f"step {b} of pass {passes} reads other data than its own")
+            elif what == "ended":
+                self.ended = passes * self.steps + b + 1
+            else:
+                {"fill": self.fill, "filled": self.filled, "drop": self.leave}[what](self.parts(a, b))
+
+    def fill(self, units: set[Unit]) -> None:
+        places = {u for u, _ in units}
+        must(not (self.paged and places & self.memory), "a fill brings bytes that are there")
+        written = {u for _, others in self.flying.values() for u, _ in others}
+        must(not places & written, "two fills write the same bytes at once")
+        if self.only and not units <= self.cold:
+            self.start_of(units)
+        self.cold -= units
+        self.fly(0, units)
+
+    def start_of(self, units: set[Unit]) -> None:
+        """Find the copies that a fill is a part of, which must be the next ones, and may start."""
+        for place, (number, transfer) in enumerate(self.queue):
+            left = self.left.setdefault(place, self.parts(transfer.start, transfer.stop))
+            if units & left:
+                late = self.ended > number * self.steps + transfer.after
+                must(late, "a copy starts before the step it waits for")
+                self.left[place], units = left - units, units - left
+            if not units:
+                return
+            must(not self.left[place] or not self.strict, "a copy overtakes another")
+        raise UnsafeError("a fill of no copy of the plan")
+
+    def filled(self, units: set[Unit]) -> None:
+        number = next((n for n, (_, others) in self.flying.items() if others == units), None)
+        must(number is not None, "bytes came that were not asked for")
+        self.holds.update(self.flying.pop(number or 0)[1])
+
+    def leave(self, units: set[Unit]) -> None:
+        for unit, data in units:
+            if self.holds.get(unit) == data:
+                del self.holds[unit]
+                self.memory.discard(unit)

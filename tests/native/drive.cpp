@@ -1,15 +1,22 @@
 // Drives an engine through passes for the sanitizers: random methods and orders, late reads, failures, aborts.
 //
-//     drive PAYLOAD PLAN STEPS SEED
+//     drive PAYLOAD PLAN STEPS SEED [FOLDER]
+//
+// With a FOLDER the engine reads and maps the files there, which leave the page cache now and then; without one it
+// reads through a function that is late and fails.
 //
 // PAYLOAD and PLAN are files of JSON. STEPS has a line "graph step storage offset..." for every read of a step, as
 // storage number, its size, and the number of the file and the offset at which its bytes begin. Byte k of file f has
 // the value (31 f + 7 k + k / 251) mod 256. Exit status 1 and a line on stderr where a read finds other bytes.
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <map>
@@ -27,7 +34,7 @@ std::atomic<unsigned> reads{0};
 
 unsigned char byte_of(int file, int64_t k) { return static_cast<unsigned char>(31 * file + 7 * k + k / 251); }
 
-int read(void *, int32_t file, int64_t offset, void *address, int64_t nbytes) {
+int read_late(void *, int32_t file, int64_t offset, void *address, int64_t nbytes) {
     const unsigned number = reads.fetch_add(1) * 2654435761u;
     if (number % 5 == 0) std::this_thread::sleep_for(std::chrono::microseconds(number % 700));
     if (failing && number % 7 == 0) return 5;
@@ -51,9 +58,20 @@ void expect(bool right, const std::string &what) {
     std::exit(1);
 }
 
+// Takes the files of a folder out of the page cache, as far as they are not mapped.
+void cool(const char *folder) {
+    for (const auto &one : std::filesystem::directory_iterator(folder)) {
+        const int fd = open(one.path().c_str(), O_RDONLY);
+        fsync(fd);
+        posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
+        close(fd);
+    }
+}
+
 }  // namespace
 
-int main(int, char **arguments) {
+int main(int count_of_arguments, char **arguments) {
+    const char *const folder = count_of_arguments > 5 ? arguments[5] : nullptr;
     const std::string payload = text_of(arguments[1]), plan = text_of(arguments[2]);
     std::map<int, std::map<int, std::vector<Read>>> methods;
     std::ifstream lines(arguments[3]);
@@ -65,16 +83,18 @@ int main(int, char **arguments) {
     std::mt19937 dice(static_cast<unsigned>(std::atoi(arguments[4])));
     ps_options options{};
     options.readers = 3, options.poison = 1, options.drop_early = static_cast<int32_t>(dice() % 2);
-    options.patience_ms = static_cast<int32_t>(dice() % 2), options.read = read;
+    options.patience_ms = static_cast<int32_t>(dice() % 2), options.read = folder ? nullptr : read_late;
+    options.available = folder && dice() % 2 ? 1 : 0;  // no room for the files in the page cache
     ps_engine *engine;
     char error[1000];
-    expect(ps_open(payload.c_str(), plan.c_str(), "", &options, &engine, error, sizeof error) == PS_OK, error);
+    expect(ps_open(payload.c_str(), plan.c_str(), folder ? folder : "", &options, &engine, error, sizeof error) == PS_OK, error);
     const auto waited = [&](ps_status status) {
         while (status == PS_WAITING) status = ps_wait(engine);
         return status;
     };
     for (int pass = 0; pass < 60; ++pass) {
         failing = pass % 10 == 7;
+        if (folder && dice() % 3 == 0) cool(folder);
         auto method = methods.begin();
         std::advance(method, dice() % methods.size());
         const int graph = method->first;

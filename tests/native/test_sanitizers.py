@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.hunt import scaled
-from tests.native.test_native_engine import Case, one_case
+from tests.runtime.stream.cases import KINDS, Case, one_case
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.sanitize
@@ -47,6 +47,9 @@ def write(case: Case, folder: Path) -> list[str]:
         for s in step.reads
         for extent in case.storages[s].extents
     ]
+    for number, file in enumerate(case.files):
+        bytes_of = [(31 * number + 7 * k + k // 251) % 256 for k in range(file.nbytes)]
+        (folder / file.path).write_bytes(bytes(bytes_of))
     (folder / "payload").write_bytes(case.payload)
     (folder / "plan").write_text(case.plan.to_json())
     (folder / "reads").write_text("\n".join(reads))
@@ -54,11 +57,12 @@ def write(case: Case, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("wrap", ["overlap", "barrier"])
-@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_no_sanitizer_finds_anything(driver: Path, kind: str, wrap: str, tmp_path: Path) -> None:
     arguments = write(one_case(kind, wrap=wrap), tmp_path)
     options = {"TSAN_OPTIONS": "halt_on_error=1", "ASAN_OPTIONS": "detect_leaks=1"}
     for seed in range(scaled(10)):
-        command = [str(driver), *arguments, str(seed)]
+        maps = [str(tmp_path)] if kind in ("mapped", "adaptive") else []
+        command = [str(driver), *arguments, str(seed), *maps]
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | options)
         assert done.returncode == 0, done.stderr

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from penstock.schedule.facts.problem import Problem
 from penstock.schedule.plan import Plan
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.space.layout import mapped_arena, packed_arena
+from tests import oracle
+from tests.oracle import Event
 from tests.runtime.arena.native_arena import files_of, options_of, payload_of
 from tests.schedule.traces import hardwares, in_files, storages_and_traces
 
@@ -39,6 +42,10 @@ PAGE, HUGE_PAGE = 4096, 2 << 20
 READ = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64
 )
+
+LOG = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_int64)
+
+EVENTS = ("fill", "filled", "drop")
 
 KINDS = {"contiguous": 64, "paged": PAGE, "pooled": HUGE_PAGE, "mapped": PAGE, "adaptive": HUGE_PAGE}
 """The granule of each kind of arena."""
@@ -72,6 +79,37 @@ class PythonStreamer(ArenaStreamer):
 Streamers = PythonStreamer | NativeStreamer
 
 
+class LoggedArena:
+    """An arena that tells what is done to it, as `ps_log` does."""
+
+    def __init__(self, arena: WeightArena, log: Callable[[str, int, int], None]) -> None:
+        self._arena, self._log = arena, log
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._arena, name)
+
+    def fill(self, start: int, stop: int) -> int:
+        self._log("fill", start, stop)
+        try:
+            brought = self._arena.fill(start, stop)
+        except SourceError:
+            self._log("drop", start, stop)
+            raise
+        self._log("filled", start, stop)
+        return brought
+
+    def fill_ready(self, start: int, stop: int) -> int | None:
+        brought = self._arena.fill_ready(start, stop)
+        if brought is not None:
+            self._log("fill", start, stop)
+            self._log("filled", start, stop)
+        return brought
+
+    def drop(self, start: int, stop: int) -> None:
+        self._log("drop", start, stop)
+        self._arena.drop(start, stop)
+
+
 class ReadSource:
     """The part of a `Source` that an arena of private memory uses, with a function in place of files."""
 
@@ -99,6 +137,7 @@ class Case:
     content: list[bytes] = field(default_factory=list)
     failing: set[int] = field(default_factory=set)
     read_bytes: int = 0
+    log: list[Event] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         dice = random.Random(self.seed)
@@ -119,6 +158,13 @@ class Case:
         ctypes.memmove(address, self.content[file][offset : offset + nbytes], nbytes)
         return 0
 
+    def _tell(self, what: str, start: int, stop: int) -> None:
+        self.log.append((what, start, stop))
+
+    def check_log(self, readers: int) -> None:
+        """Have the oracle look at what an engine did."""
+        oracle.check_log(self.storages, self.traces, self.plan, self.log, readers=readers)
+
     @property
     def payload(self) -> bytes:
         return payload_of(self.files, self.storages)
@@ -135,7 +181,8 @@ class Case:
         """The engine at work; with files where there is a folder for them. It is freed in the end."""
         source: Any = self._source() if self.folder else ReadSource(self.read)
         if engine == "python":
-            arena = open_arena(self.plan, self.storages, source, poison=True)
+            arena: Any = open_arena(self.plan, self.storages, source, poison=True)
+            arena = LoggedArena(arena, self._tell)
             opened: Streamers = PythonStreamer(
                 self.plan, self.storages, arena, readers=readers, drop_at_once=drop_early
             )
@@ -151,6 +198,8 @@ class Case:
 
     def _native(self, source: Any, options: Options) -> NativeStreamer:
         options.poison = True
+        self.events = LOG(lambda _, event, start, stop: self._tell(EVENTS[event], start, stop))
+        options.log = ctypes.cast(self.events, ctypes.c_void_p)
         payload = self.payload
         if self.folder:
             options.opened = options_of(source).opened
@@ -203,6 +252,13 @@ def cases(draw: Any, kind: str) -> Case:
 
 def one_case(kind: str = "contiguous", *, wrap: str = "overlap", folder: Path | None = None) -> Case:
     """Six storages, each read by one step of two methods, of which about half stream."""
+    return Case(*_six_storages(kind, wrap), folder=folder)
+
+
+@cache
+def _six_storages(
+    kind: str, wrap: str
+) -> tuple[tuple[Storage, ...], tuple[Trace, ...], tuple[WeightFile, ...], Plan]:
     nbytes = UNITS[kind]
     storages, files = in_files(tuple(Storage(nbytes, "streamable") for _ in range(6)))
     steps = tuple(Step(f"s{k}", (k,), 100, 300) for k in range(6))
@@ -215,22 +271,25 @@ def one_case(kind: str = "contiguous", *, wrap: str = "overlap", folder: Path | 
         assert mapped is not None
         arena = mapped
     problem = Problem(storages, traces, arena, hardware=Hardware("test", 1e12, 1e11, 1e10, 10), wrap=wrap)
-    room = max(3 * nbytes, floor(problem).upper_bytes)
-    return Case(storages, traces, files, make_plan(problem, room), folder=folder)
+    return storages, traces, files, make_plan(problem, max(3 * nbytes, floor(problem).upper_bytes))
 
 
 def run_pass(streamer: Any, case: Case, trace: Trace, order: Sequence[int] | None = None) -> None:
     """A pass whose steps read all bytes of their weights."""
-    streamer.begin(trace.graph)
-    probed = streamer.probed(trace.graph)
+    graph = trace.graph
+    case.log.append(("begin", graph, 0))
+    streamer.begin(graph)
+    probed = streamer.probed(graph)
     for k in range(len(trace.steps)) if order is None else order:
         if k in probed:
-            streamer.acquire(trace.graph, k)
+            streamer.acquire(graph, k)
+        case.log.append(("read", graph, k))
         for s in trace.steps[k].reads:
             if s not in case.plan.outside and case.storages[s].nbytes:
                 part = Part("", "uint8", (case.storages[s].nbytes,), (1,), s, 0)
                 found = bytes(streamer.view(part).numpy().data)
                 assert found == case.bytes_of(s), f"step {k} read other bytes of storage {s}"
+        case.log.append(("ended", graph, k))
         if k in probed:
-            streamer.release(trace.graph, k)
-    streamer.end(trace.graph)
+            streamer.release(graph, k)
+    streamer.end(graph)
