@@ -49,7 +49,7 @@ Queue queue_of(std::vector<Piece> pieces, int steps) {
 }
 
 Storage read_storage(const Json &json, const std::vector<WeightFile> &files) {
-    Storage storage{json.at("nbytes"), {}};
+    Storage storage{json.at("nbytes"), json.value("phase", int64_t{0}), {}};
     if (storage.nbytes < 0) refuse("a storage has a negative size");
     for (const Json &one : json.at("extents")) {
         const Extent extent{one.at("file"), one.at("file_offset"), one.at("storage_offset"), one.at("nbytes")};
@@ -166,8 +166,8 @@ static void read_arena(Plan &plan, const Json &json) {
     const int64_t end = plan.contiguous ? plan.arena_bytes : plan.segments.empty() ? 0 : plan.segments.back().stop;
     for (size_t s = 0; s < count; ++s) {
         const int64_t place = plan.places[s], nbytes = plan.storages[s].nbytes;
-        if (place >= 0 && (place % 64 || nbytes > end || place > end - nbytes))
-            refuse("storage " + std::to_string(s) + " has no room in the arena");
+        if (place >= 0 && (place % 64 != plan.storages[s].phase || nbytes > end || place > end - nbytes))
+            refuse("storage " + std::to_string(s) + " has no room in the arena, or another phase there");
         if (place < 0) plan.layout[s] = -1;
     }
 }

@@ -22,6 +22,7 @@ struct Extent {
 
 struct Storage {
     int64_t nbytes;
+    int64_t phase;  // the address of its first byte modulo 64, by which kernels choose their code
     std::vector<Extent> extents;
 };
 

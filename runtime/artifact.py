@@ -33,11 +33,12 @@ from penstock.runtime.program import Program
 from penstock.runtime.program import open as open_program
 from penstock.runtime.system.atomic import write_artifact
 from penstock.schedule.facts.errors import PassError, SourceError
-from penstock.schedule.facts.model import Extent, Method, Part, Storage, Weight, WeightFile
+from penstock.schedule.facts.model import ALIGNMENT, Extent, Method, Part, Storage, Weight, WeightFile
 from penstock.schedule.facts.parts import storages_together
 from penstock.schedule.facts.sizes import parse_size
 from penstock.schedule.payload.checks import part_nbytes
 from penstock.schedule.payload.codec import Payload, ProgramFile
+from penstock.schedule.space.layout import place_in_file
 
 if TYPE_CHECKING:
     import torch
@@ -101,7 +102,7 @@ def compile(
         compiled = _compile(annotated, found, options, resident_below)
         annotated = replace(annotated, payload=compiled.payload)
     folder = Path(path)
-    writer = _Writer(annotated, found, folder, in_place=not pack, progress=progress)
+    writer = _Writer(annotated, found, folder, progress, in_place=not pack, mapped=lowering == "eager")
     hashed = {} if earlier is None else _hashed(earlier.payload.storages, earlier.payload.files)
 
     def build(temporary: Path) -> None:
@@ -187,7 +188,9 @@ def _hashed(storages: Sequence[Storage], files: Sequence[WeightFile]) -> dict[Pl
 class _Writer:
     """Decides for each storage where its bytes come from, and writes those that must be written.
 
-    `target` is the artifact's folder, to be named in the log: it is written under another name.
+    `target` is the artifact's folder, to be named in the log: it is written under another name. With
+    `mapped`, storages in place get the phases at which a mapping of their files has them; compiled code
+    assumes that weights are aligned, as AOTInductor's own are.
     """
 
     def __init__(
@@ -195,14 +198,15 @@ class _Writer:
         annotated: Annotated,
         found: Found | None,
         target: Path,
+        progress: Progress | None,
         *,
         in_place: bool,
-        progress: Progress | None,
+        mapped: bool,
     ) -> None:
         self._target = target
         self._payload, self._values = annotated.payload, annotated.values
         self._found = found or Found((), {}, {})
-        self._in_place = in_place
+        self._in_place, self._mapped = in_place, mapped
         self._progress = progress
         self._storages = self._found.placed(self._payload.storages)
 
@@ -216,7 +220,8 @@ class _Writer:
         if self._in_place:
             files = [stamp_file(p, recorded_path=str(p)) for p in self._found.files]
             for s in in_place:
-                storages[s] = replace(storages[s], sha256=hashed.get(_place(storages[s], files)))
+                digest, phase = hashed.get(_place(storages[s], files)), self._phase(storages[s])
+                storages[s] = replace(storages[s], sha256=digest, phase=phase)
             self._hash_in_place(storages, [s for s in in_place if not storages[s].sha256], files, folder)
         if packed:
             total = sum(storages[s].nbytes for s in packed)
@@ -230,6 +235,11 @@ class _Writer:
                 storages[s] = replace(storages[s], extents=(extent,), sha256=place.sha256)
             files.append(stamp_file(folder / WEIGHTS, recorded_path=WEIGHTS))
         return replace(self._payload, files=tuple(files), storages=tuple(storages))
+
+    def _phase(self, storage: Storage) -> int:
+        """The phase of a storage in place. What libraries put together of several tensors lies aligned."""
+        place = place_in_file(storage) if self._mapped and len(storage.extents) == 1 else None
+        return place[1] % ALIGNMENT if place else 0
 
     def _hash_in_place(
         self, storages: list[Storage], chosen: Sequence[int], files: Sequence[WeightFile], folder: Path

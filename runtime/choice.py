@@ -207,9 +207,11 @@ def _demand(payload: Payload, arena: Arena, keep: frozenset[int]) -> Demand:
 
 def _allowed(payload: Payload, device: str, arena: str | None) -> dict[str, Arena]:
     """The arenas that a device allows, the preferred one first, or `arena` alone."""
-    arenas = cpu_arenas(payload)
-    if device_kind(device) != "cpu":
-        arenas = {"contiguous": arenas["contiguous"]}  # a device's arena is one allocation, not a mapped file
+    if device_kind(device) == "cpu":
+        arenas = cpu_arenas(payload)
+    else:  # a device's arena is one allocation, not a mapped file; libraries align what they copy there
+        aligned = tuple(replace(storage, phase=0) for storage in payload.storages)
+        arenas = {"contiguous": cpu_arenas(replace(payload, storages=aligned))["contiguous"]}
     if arena is None:
         return arenas
     if arena not in arenas:
@@ -284,8 +286,8 @@ def _why_not_mapped(
     if not supports_populate():
         return "this system cannot populate file mappings"
     return (
-        "the files align their tensors to less than 64 bytes, so what streams is copied, also from the page "
-        "cache: `penstock convert` writes files whose tensors are used where they are"
+        "a weight lies in several pieces of its files, or at another alignment than it is computed on, so "
+        "what streams is copied, also from the page cache"
     )
 
 

@@ -81,7 +81,8 @@ def check_facts(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: 
             if s not in plan.outside and storage.nbytes and plan.arena.layout[s] >= 0:
                 at = plan.addresses[s]
                 must(0 <= at <= plan.arena_bytes - storage.nbytes, "a storage lies outside the arena")
-                must(at % plan.arena.granule == 0, "a storage is misaligned")
+                apart = at - plan.arena.layout[s]
+                must(apart % plan.arena.granule == 0, "a storage is misaligned")
     for schedule in plan.schedules:
         check_order(schedule, len(reads[schedule.graph]))
 

@@ -26,15 +26,12 @@ from penstock.runtime.system.memory import (
     round_up,
 )
 from penstock.schedule.facts.errors import PlanError, StreamError
-from penstock.schedule.facts.model import Part, Storage
+from penstock.schedule.facts.model import ALIGNMENT, Part, Storage
 from penstock.schedule.payload.checks import part_nbytes
 from penstock.schedule.plan import Plan
 
 if TYPE_CHECKING:
     import torch
-
-ALIGNMENT = 64
-"""Bytes to which storages are aligned: kernels round differently at addresses off 16."""
 
 POISON = 0xFF
 """A number whose bytes all have this value is NaN in every floating-point format."""
@@ -114,10 +111,11 @@ class WeightArena(ABC):
         # Where each storage begins, in bytes from the start of the reservation, or -1.
         self._places = _places(plan)
         for index, (storage, place) in enumerate(zip(storages, self._places, strict=True)):
-            if place >= 0 and (place % ALIGNMENT or place + storage.nbytes > nbytes):
+            if place >= 0 and (place % ALIGNMENT != storage.phase or place + storage.nbytes > nbytes):
+                # At another address modulo ALIGNMENT kernels give other last bits.
                 raise PlanError(
-                    f"storage {index} lies at byte {place} of an arena of {nbytes} bytes: expected a "
-                    f"multiple of {ALIGNMENT} with room for {storage.nbytes} bytes; plan it again"
+                    f"storage {index} lies at byte {place} of an arena of {nbytes} bytes: expected "
+                    f"{storage.phase} modulo {ALIGNMENT}, with room for {storage.nbytes} bytes; plan it again"
                 )
         self._held = HeldRanges()
         self._memory = Reservation(nbytes)

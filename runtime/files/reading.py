@@ -17,7 +17,7 @@ _PIECE = 16 << 20
 
 
 class HeldStorages:
-    """Storages held whole in ordinary memory (aligned to 64 bytes), which are read in the background.
+    """Storages held whole in ordinary memory (at their phases), which are read in the background.
 
     `buffers[s]` is the memory of storage s; its bytes are there once `wait` has returned. The source must
     stay open until `close`.
@@ -26,7 +26,7 @@ class HeldStorages:
     def __init__(
         self, storages: Sequence[Storage], chosen: Sequence[int], source: Source, readers: int
     ) -> None:
-        self.buffers = {s: torch.empty(storages[s].nbytes, dtype=torch.uint8) for s in chosen}
+        self.buffers = {s: _memory_for(storages[s]) for s in chosen}
         self._source, self._owner = source, os.getpid()
         extents = ((e, self.buffers[s].data_ptr()) for s in chosen for e in storages[s].extents)
         self._left = deque(_pieces(extents))
@@ -79,6 +79,14 @@ class HeldStorages:
                 with self._changed:
                     self._running -= 1
                     self._changed.notify_all()
+
+
+def _memory_for(storage: Storage) -> torch.Tensor:
+    """Flat bytes that begin at the storage's phase, as those of the tensor's own storage do."""
+    whole = torch.empty(storage.phase + storage.nbytes, dtype=torch.uint8)  # torch aligns it to 64 bytes
+    if not storage.phase or not storage.nbytes:
+        return whole[storage.phase :]
+    return torch.frombuffer(whole.numpy(), dtype=torch.uint8, offset=storage.phase)
 
 
 def _pieces(work: Iterable[tuple[Extent, int]]) -> Iterable[tuple[int, int, int, int]]:

@@ -22,6 +22,9 @@ Wrap = Literal["overlap", "barrier"]
 Timing = Literal["modelled", "measured"]
 Direction = Literal["in"]
 
+ALIGNMENT = 64
+"""Bytes. Kernels choose their code, and so the last bits of results, by addresses modulo this at most."""
+
 STRICT: dict[str, object] = {"extra": "forbid", "strict": True}
 """How pydantic reads the classes of a payload from a file; it has no effect elsewhere."""
 
@@ -66,6 +69,10 @@ class Storage:
     A storage may be streamed only if its `kind` is `streamable`. `extents` is empty as long as the bytes
     lie in no file; otherwise it is sorted by `storage_offset` and covers all bytes that a part reads.
     `sha256` is the hash of the bytes, None if it is not known.
+
+    `phase` is the address, modulo ALIGNMENT, at which a CPU computes on the storage. A file of a library
+    that is used in place gives each tensor the phase at which the library maps it, and so the library's last
+    bits.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -73,6 +80,7 @@ class Storage:
     kind: Kind
     extents: tuple[Extent, ...] = ()
     sha256: str | None = None
+    phase: int = 0
 
 
 @dataclass(frozen=True)
@@ -300,7 +308,8 @@ class Arena:
     mapped file, or a single one for anonymous memory. A span is a run of granules, cut to its segment.
 
     In a `paged` arena, the address of a storage is its layout offset, and a range of the layout takes
-    memory only while it is on the device. In a `contiguous` arena, the plan chooses addresses.
+    memory only while it is on the device. In a `contiguous` arena, the plan chooses addresses, each congruent
+    to the layout offset modulo the granule.
     """
 
     __pydantic_config__: ClassVar = STRICT

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from penstock.schedule.facts.errors import PayloadError
 from penstock.schedule.facts.model import (
+    ALIGNMENT,
     Decisions,
     Method,
     Part,
@@ -139,6 +140,7 @@ def _storages(payload: Payload) -> Iterator[str]:
         path = f"$.storages[{i}]"
         yield from size_faults(storage.nbytes, f"{path}.nbytes")
         yield from _sha256(storage.sha256, f"{path}.sha256")
+        yield from range_faults(storage.phase, 0, ALIGNMENT - 1, f"{path}.phase")
         yield from _extents(storage, payload.files, path)
 
 

@@ -23,7 +23,7 @@ from penstock.schedule.verify.proof import verify_plan
 if TYPE_CHECKING:
     import networkx
 
-VERSIONS = (4,)
+VERSIONS = (5,)
 Lowering = Literal["none", "eager", "inductor"]
 
 

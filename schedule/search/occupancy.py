@@ -40,7 +40,7 @@ class Occupancy:
     def __init__(self, demand: Demand, blocks: Sequence[Block], placement: Addressing) -> None:
         self._demand, self._blocks, self._placement = demand, blocks, placement
         self._begins = frozenset(block.range.start for block in blocks)
-        pieces, cells = _cells(blocks, demand.arena.granule, placement)
+        pieces, cells = _cells(blocks, placement)
         resident: list[Range] = []
         self._moves = [_Moves() for _ in demand.traces]
         for cell, users in enumerate(cells):
@@ -103,37 +103,26 @@ class Occupancy:
             return ()
         addresses = [-1] * len(arena.layout)
         for block, address in zip(self._blocks, self._placement.addresses, strict=True):
-            addresses[block.storage] = address
+            addresses[block.storage] = address + block.shift
         return tuple(addresses)
 
 
-def _cells(
-    blocks: Sequence[Block], granule: int, placement: Addressing
-) -> tuple[list[dict[int, Range]], list[list[int]]]:
+def _cells(blocks: Sequence[Block], placement: Addressing) -> tuple[list[dict[int, Range]], list[list[int]]]:
     """Cut the arena wherever a block begins or ends.
 
     Returns, for each block, its layout range in every cell that it fills, by the number of the cell; and, for
-    each cell, the blocks that fill it. The arena is not cut inside a block whose layout offset is no multiple
-    of the granule.
+    each cell, the blocks that fill it.
     """
     places = [Range(at, at + block.size) for at, block in zip(placement.addresses, blocks, strict=True)]
-    whole = [r for r, block in zip(places, blocks, strict=True) if block.range.start % granule]
-    cuts = sorted(
-        {
-            edge
-            for r in places
-            for edge in (r.start, r.stop)
-            if not any(one.start < edge < one.stop for one in whole)
-        }
-    )
+    cuts = sorted({edge for place in places for edge in (place.start, place.stop)})
     pieces: list[dict[int, Range]] = []
     cells: list[list[int]] = [[] for _ in cuts]
     for b, (block, at) in enumerate(zip(blocks, places, strict=True)):
         mine = {}
         for cell in range(bisect_left(cuts, at.start), bisect_left(cuts, at.stop)):
-            shift = block.range.start - at.start
-            stop = min(cuts[cell + 1] + shift, block.range.stop)
-            mine[cell] = Range(cuts[cell] + shift, stop)
+            back = block.range.start - block.shift - at.start
+            start = max(cuts[cell] + back, block.range.start)
+            mine[cell] = Range(start, min(cuts[cell + 1] + back, block.range.stop))
             cells[cell].append(b)
         pieces.append(mine)
     return pieces, cells

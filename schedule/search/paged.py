@@ -120,7 +120,7 @@ def _search_runs(task: Task) -> Draft | None:
     for number, run in enumerate(task.pieces.runs):
         whole = Range(run.range.start // arena.granule * arena.granule, run.range.stop)
         size = -(-whole.nbytes // arena.granule) * arena.granule
-        blocks.append(Block(number, whole, size, run.reads, run.kept))
+        blocks.append(Block(number, whole, 0, size, run.reads, run.kept))
     found = search_blocks(task, blocks)
     return _clipped(found, arena) if found else None
 

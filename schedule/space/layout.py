@@ -8,15 +8,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from penstock.schedule.facts.model import Arena, ArenaKind, Extent, Range, Storage, Trace, WeightFile
+from penstock.schedule.facts.model import (
+    ALIGNMENT,
+    Arena,
+    ArenaKind,
+    Extent,
+    Range,
+    Storage,
+    Trace,
+    WeightFile,
+)
 from penstock.schedule.facts.problem import first_uses
-
-MAPPED_ALIGNMENT = 64
-"""The alignment, in bytes, of a storage that is used at the address to which its file is mapped.
-
-Kernels choose their code by the alignment of an address. At a smaller alignment, the last bits of a result
-can differ from those that the same weight gives in memory of its own.
-"""
 
 
 def packed_arena(
@@ -29,13 +31,13 @@ def packed_arena(
 ) -> Arena:
     """An arena of anonymous memory whose layout holds the storages in first-use order.
 
-    Each storage begins at a multiple of `alignment` bytes. One segment covers them all; there is no segment
-    when nothing is streamed.
+    Each storage begins its phase behind a multiple of `alignment` bytes, itself a multiple of ALIGNMENT if
+    any storage has a phase. One segment covers them all; there is no segment when nothing is streamed.
     """
     layout = [-1] * len(storages)
     end = 0
     for index in first_uses(storages, traces):
-        layout[index] = _align(end, alignment)
+        layout[index] = _align(end, alignment) + storages[index].phase
         end = layout[index] + storages[index].nbytes
     segments = (Range(0, end),) if end else ()
     return Arena(kind, "anonymous", granule, tuple(layout), segments)
@@ -53,9 +55,9 @@ def mapped_arena(
 
     The layout consists of the files one after the other, each beginning at a multiple of the granule. It
     holds every streamable storage with bytes or, if `traces` are given, those that the traces read. Each of
-    them has to be one run of bytes in one file that begins at a multiple of MAPPED_ALIGNMENT. There is one
-    segment for each file, which reaches, in whole pages, from the first to the last byte of the storages in
-    it.
+    them has to be one run of bytes in one file, at an offset of the storage's phase modulo ALIGNMENT. There
+    is one segment for each file, which reaches, in whole pages, from the first to the last byte of the
+    storages in it.
     """
     wanted = range(len(storages)) if not traces else first_uses(storages, traces)
     chosen = [s for s in wanted if storages[s].kind == "streamable" and storages[s].nbytes > 0]
@@ -63,10 +65,12 @@ def mapped_arena(
     layout = [-1] * len(storages)
     bounds: dict[int, Range] = {}
     for index in sorted(chosen):
-        place = _place_in_file(storages[index], files)
-        if place is None:
+        place = place_in_file(storages[index])
+        if place is None or place[1] % ALIGNMENT != storages[index].phase:
             return None
         file, offset = place
+        if not 0 <= offset <= files[file].nbytes - storages[index].nbytes:
+            return None
         layout[index] = bases[file] + offset
         stop = layout[index] + storages[index].nbytes
         seen = bounds.get(file, Range(layout[index], stop))
@@ -77,23 +81,20 @@ def mapped_arena(
     return Arena("paged", "mapped", granule, tuple(layout), segments)
 
 
+def place_in_file(storage: Storage) -> tuple[int, int] | None:
+    """The file of a storage and the offset of its first byte; None if its extents are not one run."""
+    extents = storage.extents
+    if not extents or not _is_one_run(extents):
+        return None
+    return extents[0].file, extents[0].file_offset - extents[0].storage_offset
+
+
 def _file_bases(files: Sequence[WeightFile], alignment: int) -> Iterator[int]:
     """Yield the layout offset at which each file begins."""
     end = 0
     for file in files:
         yield end
         end = _align(end + file.nbytes, alignment)
-
-
-def _place_in_file(storage: Storage, files: Sequence[WeightFile]) -> tuple[int, int] | None:
-    """The file of a storage and the offset of its first byte; None if its extents are no aligned run."""
-    extents = storage.extents
-    if not extents or not _is_one_run(extents):
-        return None
-    file = extents[0].file
-    offset = extents[0].file_offset - extents[0].storage_offset
-    inside = offset >= 0 and offset + storage.nbytes <= files[file].nbytes
-    return (file, offset) if inside and offset % MAPPED_ALIGNMENT == 0 else None
 
 
 def _is_one_run(extents: Sequence[Extent]) -> bool:

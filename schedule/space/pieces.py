@@ -13,10 +13,15 @@ from penstock.schedule.space.spans import Group, Reads, Run, read_runs, reads_of
 
 @dataclass(frozen=True)
 class Block:
-    """A storage as the searches place it: `size` is the bytes of its layout range, rounded up to granules."""
+    """A storage as the searches place it, at a multiple of the granule.
+
+    It begins `shift` bytes behind that, as in its granule of the layout. `size` is `shift` and its bytes,
+    rounded up to granules.
+    """
 
     storage: int
     range: Range
+    shift: int
     size: int
     reads: Reads
     kept: bool
@@ -60,8 +65,8 @@ def blocks_of(demand: Demand) -> tuple[Block, ...]:
     """A block for every storage that is read."""
     arena, blocks = demand.arena, []
     for s, reads in reads_of(demand).items():
-        nbytes = demand.storages[s].nbytes
-        size = -(-nbytes // arena.granule) * arena.granule
+        nbytes, shift = demand.storages[s].nbytes, arena.layout[s] % arena.granule
+        size = -(-(shift + nbytes) // arena.granule) * arena.granule
         place = Range(arena.layout[s], arena.layout[s] + nbytes)
-        blocks.append(Block(s, place, size, reads, s in demand.keep))
+        blocks.append(Block(s, place, shift, size, reads, s in demand.keep))
     return tuple(blocks)

@@ -141,11 +141,16 @@ class Memory:
             raise PlanError(
                 f"storages {s} and {self._slots[following][1]} overlap in the layout at byte {start + nbytes}"
             )
-        address = self._plan.addresses[s]
-        if address < 0 or address % self._plan.arena.granule or address + nbytes > self._plan.arena_bytes:
+        address, granule = self._plan.addresses[s], self._plan.arena.granule
+        if address < 0 or address + nbytes > self._plan.arena_bytes:
             raise PlanError(
                 f"storage {s}, {nbytes} bytes at address {address}, is not inside the arena of "
-                f"{self._plan.arena_bytes} bytes, or not at a multiple of its granule"
+                f"{self._plan.arena_bytes} bytes"
+            )
+        if (address - start) % granule:
+            raise PlanError(
+                f"storage {s} at address {address} is not where the layout has it in a granule of {granule} "
+                f"bytes: at {start % granule}"
             )
 
     def _takes_room(self, s: int) -> bool:

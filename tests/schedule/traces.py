@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -48,12 +48,13 @@ def hardwares() -> st.SearchStrategy[Hardware]:
 
 
 def storage_lists(max_size: int = 12) -> st.SearchStrategy[list[Storage]]:
-    """Sizes from nothing to some granules, seldom one that may not be streamed."""
+    """Sizes from nothing to some granules, some of them off 64 bytes, seldom one that may not be streamed."""
     sizes = st.one_of(
         st.integers(0, 3), st.integers(1, 4 * GRANULE), st.sampled_from([GRANULE, 8 * GRANULE, 40 * GRANULE])
     )
     kinds = st.sampled_from(["streamable"] * 7 + ["mutable", "returned", "inlined"])
-    return st.lists(st.builds(Storage, sizes, kinds), min_size=1, max_size=max_size)
+    phases = st.sampled_from([0, 0, 0, 8, 24, 40, 9])
+    return st.lists(st.builds(Storage, sizes, kinds, phase=phases), min_size=1, max_size=max_size)
 
 
 @st.composite
@@ -78,15 +79,15 @@ def storages_and_traces(draw: Any, methods: int = 1) -> tuple[tuple[Storage, ...
 def in_files(
     storages: tuple[Storage, ...], gap: int = 0
 ) -> tuple[tuple[Storage, ...], tuple[WeightFile, ...]]:
-    """The storages laid out in two files, every one from a multiple of 64 bytes on."""
+    """The storages laid out in two files, every one from its phase on."""
     ends = [128, 64]
     placed = []
     for index, storage in enumerate(storages):
         file = index % 2 if len(storages) > 4 else 0
-        start = -(-ends[file] // 64) * 64
+        start = -(-ends[file] // 64) * 64 + storage.phase
         ends[file] = start + storage.nbytes + gap
         extents = (Extent(file, start, 0, storage.nbytes),) if storage.nbytes else ()
-        placed.append(Storage(storage.nbytes, storage.kind, extents))
+        placed.append(replace(storage, extents=extents))
     files = tuple(WeightFile(f"weights-{i}", end, 0, 0, "", "") for i, end in enumerate(ends))
     return tuple(placed), files
 

@@ -148,6 +148,18 @@ def same_layout(first: Path, second: Path) -> bool:
     return read_header(first).raw == read_header(second).raw
 
 
+def with_phases(program: Program, phases: Mapping[str, int]) -> Program:
+    """A program with other phases for some weights, by FQN."""
+    if not phases:
+        return program
+    storages = list(program.payload.storages)
+    for weight in program.payload.tensors:
+        if weight.fqn in phases:
+            s = weight.parts[0].storage
+            storages[s] = replace(storages[s], phase=phases[weight.fqn])
+    return Program(program.path, replace(program.payload, storages=tuple(storages)))
+
+
 def with_other_file(program: Program, old: Path, new: Path) -> Program | None:
     """A program that reads `new` where `program` reads `old`, a file of the same layout; plans stay valid.
 

@@ -20,12 +20,14 @@ class KeptWeights:
     """Files that hold weights of a module, under their FQNs or under the names in `names`.
 
     `digests` has the sha256 of the bytes of each weight that was in memory, by FQN; the parts of a quantised
-    one are called `FQN.PART`. `hold` keeps what is in the cache from being removed.
+    one are called `FQN.PART`. `phases` has the addresses, modulo ALIGNMENT, at which the module had weights
+    that its files have at others. `hold` keeps what is in the cache from being removed.
     """
 
     files: tuple[Path, ...]
     names: Mapping[str, Names] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
+    phases: Mapping[str, int] = field(default_factory=dict)
     hold: Hold | None = None
 
 

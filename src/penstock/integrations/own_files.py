@@ -26,6 +26,7 @@ from penstock.runtime.checkpoint.opening import Checkpoint, open_checkpoint
 from penstock.runtime.checkpoint.stored_tensor import StoredTensor
 from penstock.runtime.files.safetensors_file import TORCH_NAMES
 from penstock.runtime.files.stamp import CHUNK_BYTES
+from penstock.schedule.facts.model import ALIGNMENT
 
 _log = logging.getLogger(__name__)
 
@@ -45,13 +46,15 @@ def keep_weights(
     was converted, quantised or changed since, and what was added, is written to the cache.
     """
     checkpoint, matches = _best_match(module, tensors)
-    own = {fqn: tensors[fqn] for fqn in _same_bytes(checkpoint, matches, tensors)}
+    phases = dict(_same_bytes(checkpoint, matches, tensors))
+    own = {fqn: tensors[fqn] for fqn in phases}
     if not own:
         return [store(tensors, cache, made_for)]
     rest = {fqn: value for fqn, value in tensors.items() if fqn not in own}
     # Nothing else is what these files hold under its name: weights that have changed, buffers, constants.
+    aliases = _aliases(module)
     others: dict[str, Names] = {name: f"penstock: {name}" for name in checkpoint.tensors}
-    names = others | {alias: matches[fqn] for fqn in own for alias in _aliases(module)[fqn]}
+    names = others | {alias: matches[fqn] for fqn in own for alias in aliases[fqn]}
     _log.info(
         "%d of %d tensors of %s stay where they are, in %s",
         len(own),
@@ -60,7 +63,10 @@ def keep_weights(
         checkpoint.files[0].parent,
     )
     kept = KeptWeights(
-        checkpoint.files, {fqn: name for fqn, name in names.items() if name != (fqn,)}, digests_of(own)
+        checkpoint.files,
+        {fqn: name for fqn, name in names.items() if name != (fqn,)},
+        digests_of(own),
+        {alias: phase for fqn, phase in phases.items() if phase is not None for alias in aliases[fqn]},
     )
     if not rest:
         return [kept]
@@ -128,16 +134,21 @@ def _fits(value: torch.Tensor, stored: Sequence[StoredTensor]) -> bool:
 
 def _same_bytes(
     checkpoint: Checkpoint, matches: Matches, tensors: Mapping[str, torch.Tensor]
-) -> Iterator[str]:
-    """The weights whose bytes are those of their tensors in the files, one after another."""
+) -> Iterator[tuple[str, int | None]]:
+    """The weights whose bytes are those of their tensors in the files, and the phases of those moved since.
+
+    A library computes on tensors where their file is mapped. A copy of the model has them elsewhere.
+    """
     with ExitStack() as stack:
         opened = {f: stack.enter_context(safe_open(f, framework="pt")) for f in checkpoint.files}
         where = {name: reader for reader in opened.values() for name in reader.keys()}  # noqa: SIM118
         for fqn, names in matches.items():
             stored = [bytes_of(where[name].get_tensor(name)) for name in tensor_names(fqn, {fqn: names})]
+            phase = tensors[fqn].data_ptr() % ALIGNMENT
+            mapped = len(stored) > 1 or stored[0].data_ptr() % ALIGNMENT == phase
             parts = torch.split(bytes_of(tensors[fqn]), [one.numel() for one in stored])
             if all(_equal(*both) for both in zip(parts, stored, strict=True)):
-                yield fqn
+                yield fqn, None if mapped or tensors[fqn].device.type != "cpu" else phase
 
 
 def _equal(held: torch.Tensor, stored: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import penstock
-from penstock.integrations.cached import artifact_key, same_layout, with_other_file
+from penstock.integrations.cached import artifact_key, same_layout, with_other_file, with_phases
 from penstock.integrations.calls.exported import ExportedCall, export_call
 from penstock.integrations.calls.kept_calls import KeptCalls
 from penstock.integrations.calls.kinds import Call, named, refuse_grad
@@ -343,6 +343,9 @@ class Component:
         path = cache.programs / f"{name}.penstock"
         self._artifact = cache.keep(path, self._made_for, lambda: self._write(path))
         program = penstock.open(path)  # what it would read from its files is set below
+        if eager:  # code that Inductor compiled computes on aligned weights
+            phases = {f"model.{fqn}": phase for one in self.kept for fqn, phase in one.phases.items()}
+            program = with_phases(program, phases)
         program.activation_bytes = max(method.activations.peak() for method in self._methods)
         if eager:
             with_grad = frozenset(f"model.{fqn}" for fqn in self._with_grad)

@@ -90,7 +90,7 @@ def test_a_read_of_a_dropped_granule_faults_when_debugging(tmp_path: Path, kind:
 
 def test_plans_that_do_not_fit_the_files_are_refused(weights: Weights) -> None:
     weights.layout = (160, *weights.layout[1:])
-    with pytest.raises(PlanError, match=r"storage 0 lies at byte 160 .* multiple of 64"):
+    with pytest.raises(PlanError, match=r"storage 0 lies at byte 160 .* expected 0 modulo 64"):
         weights.open("anonymous")
     weights.layout = (192, *weights.layout[1:])
     with pytest.raises(PlanError, match=r"storage 0 cannot be mapped at layout offset 192: .*got base 64"):

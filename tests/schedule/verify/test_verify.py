@@ -263,7 +263,10 @@ def test_addresses_of_a_contiguous_arena() -> None:
         replace(CONTIGUOUS, addresses=(0, 8, 12, -1)),
         "storage 2, 6 bytes at address 12, is not inside the arena",
     )
-    refuse(replace(CONTIGUOUS, addresses=(0, 8, 2, -1)), "not at a multiple of its granule")
+    refuse(
+        replace(CONTIGUOUS, addresses=(0, 8, 2, -1)),
+        "not where the layout has it in a granule of 4 bytes: at 0",
+    )
     refuse(replace(CONTIGUOUS, addresses=(0, 0, 8, -1)), "overlaps another boundary range")
     refuse(replace(CONTIGUOUS, addresses=()), "expected 4 layout offsets and 4 addresses")
     refuse(transfers(CONTIGUOUS, 0, stop=12), "is not inside one storage's slot, which is 0:8")
