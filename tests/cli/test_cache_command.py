@@ -49,6 +49,8 @@ def test_a_list_has_a_line_for_all_that_a_model_has_of_a_kind(penstock: Command,
     assert all(word in old for word in ("1 set of weights", "1.98 KiB", "40 d ago"))
     (new,) = (line for line in lines if "model b" in line)
     assert all(word in new for word in ("2 sets of weights", "in use"))
+    kinds = [next(k for k, line in enumerate(lines) if word in line) for word in ("2 sets", "3 plans")]
+    assert kinds == sorted(kinds)
     (plans,) = (line for line in lines if "plan" in line and "penstock" not in line)
     assert all(word in plans for word in ("3 plans", "all models", "6 B", "now"))
     facts = json.loads(penstock("cache", "list", "--json").out)

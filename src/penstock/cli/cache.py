@@ -63,7 +63,7 @@ _FOR = {"call": "all models", "plan": "all models", "rates": "this machine", "le
 
 @cache.command()
 def list(*, cache: Folder = None, json: Json = False) -> None:
-    """List what is in the cache: what it is made for, its size and its last use; the oldest first."""
+    """List what is in the cache: what it is made for, its size and its last use."""
     folder = cache or user_cache()
     entries = list_entries(folder)
     total = sum(one.nbytes for one in entries)
@@ -155,9 +155,9 @@ def _facts(one: Entry) -> dict[str, Any]:
 
 
 def _rows(entries: Sequence[Entry]) -> Iterator[tuple[str, str, str, str]]:
-    """Yield a row for all entries of a kind that are made for the same model, in the order of the entries."""
+    """Yield a row for all entries of a kind that are made for the same model: kinds as in _WORDS."""
     groups: dict[tuple[str, str], Group] = {}
-    for one in entries:
+    for one in sorted(entries, key=lambda one: [*_WORDS].index(one.kind)):
         groups.setdefault((one.kind, one.made_for or _FOR.get(one.kind, "unknown")), []).append(one)
     for (kind, made_for), some in groups.items():
         what = _WORDS[kind].format(number=len(some), s="" if len(some) == 1 else "s")
