@@ -13,6 +13,7 @@
 #include "failure.h"
 #include "limits.h"
 #include "memory.h"
+#include "stamp.h"
 
 namespace penstock {
 
@@ -139,6 +140,7 @@ void Source::open(const WeightFile &file, const std::string &folder, const ps_fi
         one.direct_fd = Descriptor(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT));
         one.block = one.direct_fd >= 0 && is_same_file(one.direct_fd, status) ? find_block(one.direct_fd) : 0;
     }
+    if (!opened) check_stamp(one.fd, one.block ? static_cast<int>(one.direct_fd) : -1, file, path);
     files_.push_back(std::move(one));
 }
 

@@ -57,7 +57,7 @@ typedef struct ps_options {
     int32_t patience_ms;   /* how long a call waits before it returns PS_WAITING; 0 waits for ever */
     ps_read read;          /* NULL: the engine opens the payload's files, reads them itself, and may map them */
     void *context;         /* what `read` and `log` are given */
-    const ps_file *opened; /* the payload's files, in its order; NULL: the engine opens them */
+    const ps_file *opened; /* the payload's files, in its order; NULL: the engine opens them and checks stamps */
     int64_t available;     /* bytes that data and page cache may take; 0: what the system says, asked when needed */
     ps_log log;            /* NULL: nobody is told */
 } ps_options;

@@ -222,7 +222,8 @@ Plan read_plan(const std::string &payload_text, const std::string &plan_text) {
     try {
         Plan plan{};
         for (const Json &one : payload.at("files"))
-            plan.files.push_back({one.at("path"), one.at("nbytes"), one.at("mtime_ns"), one.at("inode")});
+            plan.files.push_back({one.at("path"), one.at("nbytes"), one.at("mtime_ns"), one.at("inode"),
+                                  one.at("header_sha256"), one.at("sampled_sha256")});
         for (const Json &one : payload.at("storages")) plan.storages.push_back(read_storage(one, plan.files));
         plan.barrier = json.at("wrap") == "barrier";
         read_arena(plan, json);

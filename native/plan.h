@@ -13,6 +13,7 @@ constexpr int64_t PIECE = 2 << 20;  // bytes that one reader takes at a time
 struct WeightFile {
     std::string path;
     int64_t nbytes, mtime_ns, inode;
+    std::string header_sha256, sampled_sha256;
 };
 
 struct Extent {

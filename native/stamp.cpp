@@ -1,0 +1,141 @@
+#include "stamp.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "failure.h"
+
+namespace penstock {
+
+namespace {
+
+constexpr int64_t SAMPLE = 4096, LARGE_TENSOR = 1 << 20, HEADER_LIMIT = 100'000'000, PREFIX = 8;
+constexpr int64_t SPREAD_SAMPLES = 64, TENSOR_SAMPLES = 256;
+
+// FIPS 180-4.
+constexpr std::array<uint32_t, 64> ROUNDS{
+    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
+    0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
+    0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
+    0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
+    0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
+    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
+    0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
+    0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
+
+uint32_t turned(uint32_t word, int bits) { return word >> bits | word << (32 - bits); }
+
+void mix(std::array<uint32_t, 8> &state, const unsigned char *block) {
+    std::array<uint32_t, 64> words{};
+    for (int k = 0; k < 16; ++k)
+        words[k] = static_cast<uint32_t>(block[4 * k]) << 24 | block[4 * k + 1] << 16 | block[4 * k + 2] << 8 |
+                   block[4 * k + 3];
+    for (int k = 16; k < 64; ++k) {
+        const uint32_t a = words[k - 15], b = words[k - 2];
+        words[k] = words[k - 16] + words[k - 7] + (turned(a, 7) ^ turned(a, 18) ^ a >> 3) +
+                   (turned(b, 17) ^ turned(b, 19) ^ b >> 10);
+    }
+    auto [a, b, c, d, e, f, g, h] = state;
+    for (int k = 0; k < 64; ++k) {
+        const uint32_t one =
+            h + (turned(e, 6) ^ turned(e, 11) ^ turned(e, 25)) + ((e & f) ^ (~e & g)) + ROUNDS[k] + words[k];
+        const uint32_t two = (turned(a, 2) ^ turned(a, 13) ^ turned(a, 22)) + ((a & b) ^ (a & c) ^ (b & c));
+        h = g, g = f, f = e, e = d + one, d = c, c = b, b = a, a = one + two;
+    }
+    const std::array<uint32_t, 8> added{a, b, c, d, e, f, g, h};
+    for (int k = 0; k < 8; ++k) state[k] += added[k];
+}
+
+[[noreturn]] void other(const std::string &path, const char *what) {
+    throw Failure(PS_SOURCE, path + " is not the file that was compiled: its " + what +
+                                 " differs; put the original back, or compile again");
+}
+
+std::string read_exactly(int fd, int64_t offset, int64_t nbytes, const std::string &path) {
+    std::string bytes(nbytes, 0);
+    for (int64_t done = 0; done < nbytes;) {
+        const ssize_t got = pread(fd, &bytes[done], nbytes - done, offset + done);
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0)
+            throw Failure(PS_SOURCE, "reading " + path + " failed (" + std::strerror(errno) +
+                                         "); check the disk, then try again");
+        if (got == 0) other(path, "size in bytes");
+        done += got;
+    }
+    return bytes;
+}
+
+// The header's length and JSON, as they are in the file.
+std::string read_header(int fd, const WeightFile &file, const std::string &path) {
+    if (file.nbytes < PREFIX) other(path, "header");
+    const std::string prefix = read_exactly(fd, 0, PREFIX, path);
+    uint64_t length = 0;
+    for (int k = PREFIX - 1; k >= 0; --k) length = length << 8 | static_cast<unsigned char>(prefix[k]);
+    if (length > static_cast<uint64_t>(std::min(HEADER_LIMIT, file.nbytes - PREFIX))) other(path, "header");
+    return prefix + read_exactly(fd, PREFIX, static_cast<int64_t>(length), path);
+}
+
+// Where the sampled blocks begin: 64 spread evenly, and those in which up to 256 large tensors begin.
+std::set<int64_t> sample_offsets(const std::string &header, int64_t nbytes, const std::string &path) {
+    std::vector<std::pair<int64_t, int64_t>> tensors;
+    try {
+        const auto fields = nlohmann::json::parse(header.begin() + PREFIX, header.end());
+        for (const auto &[name, entry] : fields.items()) {
+            if (name == "__metadata__") continue;
+            const auto &ends = entry.at("data_offsets");
+            tensors.emplace_back(ends.at(0), ends.at(1));
+        }
+    } catch (const nlohmann::json::exception &) {
+        other(path, "header");
+    }
+    std::sort(tensors.begin(), tensors.end());
+    std::vector<int64_t> large;
+    for (const auto &[start, stop] : tensors)
+        if (stop - start >= LARGE_TENSOR) large.push_back(static_cast<int64_t>(header.size()) + start);
+    std::set<int64_t> offsets;
+    const int64_t last = std::max<int64_t>(nbytes - 1, 0), count = static_cast<int64_t>(large.size());
+    const int64_t chosen = std::min(count, TENSOR_SAMPLES);
+    for (int64_t i = 0; i < SPREAD_SAMPLES; ++i) offsets.insert(last * i / (SPREAD_SAMPLES - 1) / SAMPLE * SAMPLE);
+    for (int64_t i = 0; i < chosen; ++i) offsets.insert(large[count * i / chosen] / SAMPLE * SAMPLE);
+    return offsets;
+}
+
+}  // namespace
+
+std::string sha256(const std::string &bytes) {
+    std::array<uint32_t, 8> state{0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
+                                  0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+    const auto *const data = reinterpret_cast<const unsigned char *>(bytes.data());
+    const size_t whole = bytes.size() / 64 * 64, rest = bytes.size() - whole;
+    for (size_t at = 0; at < whole; at += 64) mix(state, data + at);
+    std::array<unsigned char, 128> tail{};
+    std::memcpy(tail.data(), data + whole, rest);
+    tail[rest] = 0x80;
+    const size_t nbytes = rest < 56 ? 64 : 128;
+    for (int k = 0; k < 8; ++k) tail[nbytes - 1 - k] = static_cast<unsigned char>(bytes.size() * 8 >> 8 * k);
+    for (size_t at = 0; at < nbytes; at += 64) mix(state, tail.data() + at);
+    std::string text;
+    for (const uint32_t word : state)
+        for (int shift = 28; shift >= 0; shift -= 4) text += "0123456789abcdef"[word >> shift & 15];
+    return text;
+}
+
+void check_stamp(int fd, int direct_fd, const WeightFile &file, const std::string &path) {
+    const std::string header = read_header(fd, file, path);
+    if (sha256(header) != file.header_sha256) other(path, "sha256 of its header");
+    std::string samples;
+    alignas(SAMPLE) char block[SAMPLE];
+    for (const int64_t offset : sample_offsets(header, file.nbytes, path)) {
+        const int64_t nbytes = std::min(SAMPLE, file.nbytes - offset);
+        const bool whole = direct_fd >= 0 && pread(direct_fd, block, SAMPLE, offset) >= nbytes;
+        samples += whole ? std::string(block, nbytes) : read_exactly(fd, offset, nbytes, path);
+    }
+    if (sha256(samples) != file.sampled_sha256) other(path, "sha256 of its sampled blocks");
+}
+
+}  // namespace penstock
