@@ -89,7 +89,7 @@ def measure_populate(
 
     The parameters are those of `measure_read`. Raises SourceError if there is nothing to map.
     """
-    places = [place for place in _spread(source, nbytes, cold=cold) if place[2] >= PAGE]
+    places = _spread(source, nbytes, cold=cold)
     starts: dict[int, int] = {}
     total = 0
     for number, file in enumerate(source.files):
@@ -102,8 +102,8 @@ def measure_populate(
         def populate(place: Place) -> None:
             number, offset, size = place
             address = memory.address + starts[number] + offset
-            advise(address, size - size % PAGE, MADV_POPULATE_READ)
-            advise(address, size - size % PAGE, mmap.MADV_DONTNEED)
+            advise(address, round_up(size, PAGE), MADV_POPULATE_READ)
+            advise(address, round_up(size, PAGE), mmap.MADV_DONTNEED)
 
         return _trials(places, populate, seconds, threads)
 
