@@ -6,11 +6,14 @@
 #include <unordered_set>
 
 #include "failure.h"
+#include "limits.h"
 #include "mapped.h"
 
 namespace penstock {
 
 namespace {
+
+constexpr int64_t OWN_BYTES = 8 << 20;  // that an engine takes beside its arena, page tables included
 
 int64_t layout_nbytes(const Plan &plan) { return plan.segments.empty() ? 0 : plan.segments.back().stop; }
 
@@ -186,13 +189,28 @@ void PagedArena::refuse_inside_page(Range range, const Range &segment) {
                                    " bytes: make the plan's granule a multiple of the page size");
 }
 
+// Whether the arena's memory can be had in full; the system kills a process that takes more than its group has.
+static bool has_room(const Plan &plan, int64_t available) { return plan.arena_bytes <= available - OWN_BYTES; }
+
+static void refuse_without_room(const Plan &plan) {
+    const int64_t available = available_bytes();
+    if (!has_room(plan, available))
+        throw Failure(PS_STREAM, "weights take " + std::to_string(plan.arena_bytes) + " bytes of memory, and " +
+                                     std::to_string(OWN_BYTES) + " the engine itself, where the system or a control "
+                                     "group leaves " + std::to_string(available) +
+                                     ": lower the budget, or raise the group's limit");
+}
+
 std::unique_ptr<Arena> open_arena(const Plan &plan, const Source &source, const ps_options &options) {
-    if (plan.contiguous) return std::make_unique<ContiguousArena>(plan, source, options);
-    if (plan.mapped && source.maps() && supports_populate()) {
-        if (source.direct() && plan.granule % HUGE_PAGE == 0 && supports_move())
+    if (plan.mapped && !plan.contiguous && source.maps() && supports_populate()) {
+        // What is mapped can always be taken back; private granules cannot.
+        const bool adapts = source.direct() && plan.granule % HUGE_PAGE == 0 && supports_move();
+        if (adapts && has_room(plan, available_bytes()))
             return std::make_unique<AdaptiveArena>(plan, source, options);
         return std::make_unique<MappedArena>(plan, source, options);
     }
+    refuse_without_room(plan);
+    if (plan.contiguous) return std::make_unique<ContiguousArena>(plan, source, options);
     if (!plan.mapped && PooledArena::serves(plan) && supports_move())
         return std::make_unique<PooledArena>(plan, source, options);
     return std::make_unique<AnonymousArena>(plan, source, options);

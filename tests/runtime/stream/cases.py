@@ -176,7 +176,7 @@ class Case:
 
     @contextmanager
     def streamer(
-        self, engine: str, readers: int = 2, *, drop_early: bool = True, room: int = 0
+        self, engine: str, readers: int = 2, *, drop_early: bool = True, room: int = 0, log: bool = True
     ) -> Iterator[Any]:
         """The engine at work; with files where there is a folder for them. It is freed in the end."""
         source: Any = self._source() if self.folder else ReadSource(self.read)
@@ -187,7 +187,11 @@ class Case:
                 self.plan, self.storages, arena, readers=readers, drop_at_once=drop_early
             )
         else:
-            opened = self._native(source, Options(readers=readers, drop_early=drop_early, available=room))
+            options = Options(readers=readers, drop_early=drop_early, available=room)
+            if log:
+                self.events = LOG(lambda _, event, start, stop: self._tell(EVENTS[event], start, stop))
+                options.log = ctypes.cast(self.events, ctypes.c_void_p)
+            opened = self._native(source, options)
         try:
             yield opened
         finally:
@@ -198,8 +202,6 @@ class Case:
 
     def _native(self, source: Any, options: Options) -> NativeStreamer:
         options.poison = True
-        self.events = LOG(lambda _, event, start, stop: self._tell(EVENTS[event], start, stop))
-        options.log = ctypes.cast(self.events, ctypes.c_void_p)
         payload = self.payload
         if self.folder:
             options.opened = options_of(source).opened
