@@ -14,6 +14,7 @@ import torch
 import penstock
 from penstock.runtime.files import direct_file
 from penstock.runtime.files.artifact_files import digest_line
+from tests.runtime.arena.native_arena import ENGINES
 from tests.runtime.conftest import Compiled
 
 
@@ -252,8 +253,9 @@ def test_a_call_after_close_is_refused(stack):
         module(stack.tokens)
 
 
-def test_a_forked_child_may_only_close(stack):
-    with stack.open().load("50%", arena="mapped") as module:
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_forked_child_may_only_close(stack, engine):
+    with stack.open().load("50%", arena="mapped", engine=engine) as module:
         module(stack.tokens)
         child = os.fork()
         if child == 0:

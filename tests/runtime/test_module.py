@@ -259,17 +259,27 @@ def planned(stack: Compiled) -> tuple[Program, Plan]:
     return program, program.plan("50%", arena="contiguous")
 
 
+PHASES = ["begin", "acquire", "release", "end"]
+
+
 @pytest.mark.parametrize("when", [0, 5])
-@pytest.mark.parametrize("where", ["begin", "acquire", "release", "end", "_wait", "_drain", "_restart"])
+@pytest.mark.parametrize(
+    ("engine", "where"),
+    [
+        *(("python", where) for where in (*PHASES, "_wait", "_drain", "_restart")),
+        *(("native", where) for where in (*PHASES, "_done")),
+    ],
+)
 def test_an_interrupt_in_any_phase_leaves_a_module_that_works(
-    stack: Compiled,
-    planned: tuple[Program, Plan],
+    request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
+    engine: str,
     where: str,
     when: int,
 ) -> None:
-    program, plan = planned
-    with program.load(plan=plan, poison=True) as module:
+    stack: Compiled = request.getfixturevalue("stack")
+    program, plan = request.getfixturevalue("planned")
+    with program.load(plan=plan, poison=True, engine=engine) as module:
         streamer = module._weights.resources.streamer
         assert streamer is not None
         real, calls = getattr(streamer, where), []
