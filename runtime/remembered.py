@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,6 +22,9 @@ from penstock.schedule.verify.proof import verify_plan
 
 MOST = 64
 """The number of plans that are kept; the least recently used ones are removed first."""
+
+NEARNESS = 1.01
+"""How much further from the bound, as a factor, decisions may be under other figures without a new search."""
 
 
 def remember(path: Path, data: bytes) -> None:
@@ -43,50 +47,43 @@ def remembered_plan(
     """The plan for `budget` bytes and a request: one made before, or one that `make` makes now.
 
     `problem` is what is planned, with the machine's present figures. Two requests, and two problems, are
-    equal if their reprs are. Where only the figures differ, the decisions of the latest plan are kept if they
-    are still good (`with_figures`). A plan is made anew for another artifact or version of penstock, and a
-    plan from the cache is verified again. A program that is only in memory has no artifact, and its plans are
-    not kept.
+    equal if their reprs are. Where only the figures differ, the decisions made before are kept if they are as
+    near to the bound as they were when they were searched, to within `NEARNESS`. A plan is made anew for
+    another artifact or version of penstock, and a plan from the cache is verified again. A program that is
+    only in memory has no artifact, and its plans are not kept.
     """
     digest = artifact_digest(folder)
     if digest is None:
         return make()
-    kind = _hash((digest, request, problem.arena, problem.hardware.name, __version__))
-    figures = _hash((problem.hardware, [trace.compute_ns for trace in problem.traces]))
-    path = user_cache() / PLANS / f"{kind}-{figures}.json"
-    plan = _read(path, payload, budget)
-    if plan is not None:
+    asked = repr((digest, request, problem.arena, problem.hardware.name, __version__))
+    path = user_cache() / PLANS / f"{hashlib.sha256(asked.encode()).hexdigest()[:32]}.json"
+    known, nearness = _read(path, payload, budget)
+    if known is not None and (known.hardware, known.traces) == (problem.hardware, problem.traces):
         with suppress(OSError):
             os.utime(path)
-        return plan
-    others = sorted(path.parent.glob(f"{kind}-*.json"), key=_used)
-    known = _read(others[-1], payload, budget) if others else None
-    plan = (with_figures(known, problem) if known else None) or make()
-    remember(path, plan.to_json().encode())
+        return known
+    plan = with_figures(known, problem, NEARNESS * nearness) if known else None
+    if plan is None:
+        plan = make()
+        nearness = plan.predicted_ns / plan.lower_bound_ns if plan.lower_bound_ns else 0.0
+    remember(path, f'{{"nearness": {nearness!r}, "plan": {plan.to_json()}}}'.encode())
     with suppress(OSError):
         _forget_oldest(path.parent)
     return plan
 
 
-def _hash(facts: object) -> str:
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
+def _read(path: Path, payload: Payload, budget: int) -> tuple[Plan | None, float]:
+    """Returns the plan in a file, verified, and how near to its bound it was when it was searched.
 
-
-def _used(path: Path) -> float:
-    """Returns when a plan was last used, in seconds; 0 for one that is gone."""
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
-
-
-def _read(path: Path, payload: Payload, budget: int) -> Plan | None:
-    """Returns the plan in a file, verified; None if there is none that is safe and for this budget."""
-    with suppress(OSError, PenstockError, RecursionError):
-        plan = plan_from_json(path.read_bytes(), source=str(path))
+    There is no plan where none is safe and for this budget.
+    """
+    with suppress(OSError, PenstockError, RecursionError, ValueError, KeyError, TypeError):
+        stored = json.loads(path.read_bytes())
+        plan = plan_from_json(json.dumps(stored["plan"]).encode(), source=str(path))
         verify_plan(payload.storages, payload.traces, plan)
-        return plan if plan.budget == budget else None
-    return None
+        if plan.budget == budget:
+            return plan, float(stored["nearness"])
+    return None, 0.0
 
 
 def artifact_digest(folder: Path) -> str | None:
@@ -98,6 +95,6 @@ def artifact_digest(folder: Path) -> str | None:
 
 
 def _forget_oldest(folder: Path) -> None:
-    plans = sorted(folder.glob("*.json"), key=_used)
+    plans = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
     for path in plans[:-MOST]:
         path.unlink(missing_ok=True)

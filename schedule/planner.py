@@ -36,9 +36,6 @@ _SMALL = 32
 In larger problems a larger budget seldom gives a slower plan, and each rung takes long to plan.
 """
 
-_NEARNESS = 1.01
-"""How much further from the bound, as a factor, decisions may be under new figures before a search begins."""
-
 
 @dataclass(frozen=True)
 class Floor:
@@ -124,16 +121,15 @@ def make_plan(
     return plan if problem.host is None else with_host(plan, problem.host)
 
 
-def with_figures(plan: Plan, problem: Problem) -> Plan | None:
+def with_figures(plan: Plan, problem: Problem, nearness: float) -> Plan | None:
     """The decisions of a plan, timed by the figures of the problem; None if they may no longer be good ones.
 
     `problem` differs from the one that the plan was made for in the times of its traces and the rates of its
-    hardware alone. The decisions are kept where they are as near to the new bound as they were to the old
-    one, to within `_NEARNESS`. Much of a search is spared so: a bound is found in a tenth of the time.
+    hardware alone. The decisions are good if they take at most `nearness` times the new bound. Much of a
+    search is spared so: a bound is found in a tenth of the time.
     """
-    before = plan.lower_bound_ns
     streams = tuple((schedule.transfers, schedule.drops) for schedule in plan.schedules)
-    if not before or problem.host is not None or not any(transfers for transfers, _ in streams):
+    if problem.host is not None or not any(transfers for transfers, _ in streams):
         return None
     boundaries = tuple(plan.boundary_of(schedule) for schedule in plan.schedules)
     own = boundaries if any(schedule.boundary is not None for schedule in plan.schedules) else ()
@@ -145,8 +141,7 @@ def with_figures(plan: Plan, problem: Problem) -> Plan | None:
     )
     timed = replace(plan, schedules=schedules, traces=problem.traces, hardware=problem.hardware)
     now = timed.lower_bound_ns
-    near = now and timed.predicted_ns / now <= _NEARNESS * plan.predicted_ns / before
-    return timed if near else None
+    return timed if now and timed.predicted_ns <= nearness * now else None
 
 
 def _relaxed(problem: Problem, pieces: Pieces, cap: int) -> tuple[Relaxation | None, ...]:
