@@ -56,6 +56,7 @@ docs/diffusers
 docs/large-models
 docs/quantised
 docs/lowering
+docs/without-python
 docs/passes
 docs/devices
 docs/hardware

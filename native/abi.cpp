@@ -35,6 +35,12 @@ ps_status guarded(std::string &error, Run run) {
     return PS_STREAM;
 }
 
+void copy_sentence(const std::string &text, char *error, size_t size) {
+    if (!size) return;
+    std::strncpy(error, text.c_str(), size - 1);
+    error[size - 1] = 0;
+}
+
 }  // namespace
 
 ps_status ps_open(const char *payload, const char *plan, const char *folder, const ps_options *options,
@@ -45,10 +51,19 @@ ps_status ps_open(const char *payload, const char *plan, const char *folder, con
         *engine = new ps_engine(payload, plan, folder, *options);
         return true;
     });
-    if (status != PS_OK && size) {
-        std::strncpy(error, text.c_str(), size - 1);
-        error[size - 1] = 0;
-    }
+    if (status != PS_OK) copy_sentence(text, error, size);
+    return status;
+}
+
+ps_status ps_probe(ps_engine *engine, int32_t graph, int32_t call) {
+    return guarded(engine->error, [&] { return engine->engine.probe(graph, call); });
+}
+
+ps_status ps_fetch(const ps_engine *engine, int32_t storage, void *address, char *error, size_t size) {
+    std::string text;
+    const ps_status status =
+        guarded(text, [&] { return engine->engine.fetch(storage, static_cast<char *>(address)), true; });
+    if (status != PS_OK) copy_sentence(text, error, size);
     return status;
 }
 

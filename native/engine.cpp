@@ -124,6 +124,13 @@ bool Engine::acquire(int graph, int step) {
     return wait_for([left, step] { return !(*left)[step]; });
 }
 
+bool Engine::probe(int graph, int call) {
+    const Method &now = method(graph);
+    const auto ended = now.closes.find(call), begun = now.opens.find(call);
+    if (ended != now.closes.end()) release(graph, ended->second);
+    return begun == now.opens.end() || acquire(graph, begun->second);
+}
+
 void Engine::release(int graph, int step) {
     if (demand_) return;
     if (expected_.empty() || expected_.back() != step)
@@ -158,6 +165,13 @@ bool Engine::end(int graph) {
 void Engine::abort() {
     waited_ = nullptr, arrived_then_ = nullptr;
     if (!is_closed()) start_over(*position_.method);
+}
+
+void Engine::fetch(int storage, char *address) const {
+    if (storage < 0 || storage >= static_cast<int>(plan_.storages.size()))
+        throw Failure(PS_STREAM, "there is no storage " + std::to_string(storage));
+    for (const Extent &one : plan_.storages[storage].extents)
+        source_.read(one.file, one.file_offset, address + one.storage_offset, one.nbytes);
 }
 
 // Between passes.

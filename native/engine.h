@@ -23,9 +23,14 @@ class Engine {
     bool end(int graph);
     bool wait();
 
+    bool probe(int graph, int call);
+
     void release(int graph, int step);
     void abort();
     void stop();
+
+    // Reads a storage that is not in the arena. From any number of threads.
+    void fetch(int storage, char *address) const;
 
     const Plan &plan() const { return plan_; }
     char *address(int storage) const { return arena_->address(storage); }

@@ -84,6 +84,18 @@ PS_API ps_status ps_release(ps_engine *engine, int32_t graph, int32_t step);
 PS_API ps_status ps_end(ps_engine *engine, int32_t graph);
 PS_API ps_status ps_abort(ps_engine *engine);
 
+/* A probe call of compiled code, in place of ps_acquire and ps_release: 2 p is the acquire of probe p, 2 p + 1 its
+ * release. It ends and begins the steps that the payload's probe order says (`probes`); a method without one has step k
+ * between acquire and release of probe k. A pass begins with PS_PASS_BEGINS and ends with PS_PASS_ENDS, inside
+ * ps_begin and ps_end. */
+#define PS_PASS_BEGINS (-1)
+#define PS_PASS_ENDS (-2)
+PS_API ps_status ps_probe(ps_engine *engine, int32_t graph, int32_t call);
+
+/* Reads the bytes of a storage to `address`, of those that the plan keeps outside of the arena. Any thread may call it,
+ * several at once. On an error `error`, of `size` bytes, has the sentence. */
+PS_API ps_status ps_fetch(const ps_engine *engine, int32_t storage, void *address, char *error, size_t size);
+
 /* Goes on waiting after PS_WAITING. */
 PS_API ps_status ps_wait(ps_engine *engine);
 

@@ -217,6 +217,23 @@ static Method read_method(const Plan &plan, const Json &schedule, const Json &st
     return method;
 }
 
+// Which probe calls enclose the steps at which the plan acts.
+static void read_probes(Method &method, const Json &payload) {
+    const Json none = Json::array(), orders = payload.value("probes", none);
+    const auto order = std::find_if(orders.begin(), orders.end(),
+                                    [&](const Json &one) { return one.at("graph") == method.graph; });
+    for (const int step : method.probed) {
+        int opens = 2 * step, closes = 2 * step + 1;
+        if (order != orders.end()) {
+            if (order->at("opens").size() != method.needs.size() || order->at("closes").size() != method.needs.size())
+                refuse("there is not one probe call for each step");
+            opens = order->at("opens")[step], closes = order->at("closes")[step];
+        }
+        method.opens[opens < 0 ? PS_PASS_BEGINS : opens] = step;
+        method.closes[closes < 0 ? PS_PASS_ENDS : closes] = step;
+    }
+}
+
 Plan read_plan(const std::string &payload_text, const std::string &plan_text) {
     const Json payload = parse(payload_text, "payload"), json = parse(plan_text, "plan");
     try {
@@ -236,6 +253,7 @@ Plan read_plan(const std::string &payload_text, const std::string &plan_text) {
             const bool own = schedule.contains("boundary") && !schedule.at("boundary").is_null();
             const Json &boundary = own ? schedule.at("boundary") : json.at("boundary");
             plan.methods.push_back(read_method(plan, schedule, trace->at("steps"), boundary));
+            read_probes(plan.methods.back(), payload);
         }
         int64_t moved = 0, all = 0;
         for (const Method &one : plan.methods) moved += one.moved_bytes;

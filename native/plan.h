@@ -1,6 +1,7 @@
 // What a payload and one of its plans say, as tables that a pass looks things up in.
 #pragma once
 
+#include <map>
 #include <string>
 #include <vector>
 
@@ -45,6 +46,7 @@ struct Method {
     std::vector<Ranges> needs;  // by step: what it reads beside the resident ranges
     std::vector<int> probed;    // steps at which the plan acts, ascending
     std::vector<Ranges> drops;  // by step
+    std::map<int, int> opens, closes;  // the probed step that a probe call begins, and the one that it ends
     Queue steady;
     Ranges boundary;
     bool crosses_calls;

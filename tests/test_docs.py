@@ -154,7 +154,8 @@ def test_the_table_of_rooms_is_whole() -> None:
     rooms = {
         path.parent
         for name in ("passes", "schedule", "runtime", "native", "src")
-        for path in ROOT.glob(f"{name}/**/*.py")
+        for kind in ("py", "cpp")
+        for path in ROOT.glob(f"{name}/**/*.{kind}")
     }
     links = {f"src/penstock/{name}" for name in ("passes", "schedule", "runtime", "native")}
     assert listed == {str(room.relative_to(ROOT)) for room in rooms} - links

@@ -95,7 +95,8 @@ KINDS = ("py", "html", "css", "js", "txt")
 def list_sources() -> set[str]:
     """What an installed package must hold, by its path in site-packages."""
     linked = (ROOT / link for link in LINKS)
-    files = (path for folder in linked for kind in KINDS for path in folder.rglob(f"*.{kind}"))
+    named = (path for folder in linked for kind in KINDS for path in folder.rglob(f"*.{kind}"))
+    files = (path for path in named if path.name != "CMakeLists.txt")
     found = {f"penstock/{path.relative_to(ROOT)}" for path in files} | {"penstock/native/penstock.h"}
     own = ROOT / "src/penstock"
     links = tuple(own / link for link in LINKS)

@@ -81,6 +81,18 @@ def signature_of(exported: ExportedProgram) -> CallSignature:
     )
 
 
+def output_names(signature: CallSignature) -> tuple[str, ...]:
+    """The name of each result that is no constant, from its path in the structure of the results."""
+    tree = pytree.tree_unflatten(list(range(signature.results)), signature.out_spec)
+    paths = [path for path, _ in pytree.tree_leaves_with_path(tree)]
+    return tuple(path_name(path) for k, path in enumerate(paths) if k not in signature.constants)
+
+
+def path_name(path: pytree.KeyPath) -> str:
+    """The name of a leaf in a file of outputs: its path without outer signs, `output` if it has none."""
+    return pytree.keystr(path).strip(".[]'") or "output"
+
+
 def encode_signature(signature: CallSignature) -> dict[str, Any]:
     """The signature in plain JSON values.
 

@@ -17,7 +17,13 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from penstock.passes.activations import Activations
-from penstock.passes.calls.signature import CallSignature, decode_signature, encode_signature, signature_of
+from penstock.passes.calls.signature import (
+    CallSignature,
+    decode_signature,
+    encode_signature,
+    output_names,
+    signature_of,
+)
 from penstock.passes.calls.stored_graph import (
     Bodies,
     check_operators,
@@ -85,6 +91,7 @@ def encode_method(exported: ExportedProgram, activations: Activations) -> bytes 
             "graph": encode_graph(exported.graph_module),
             "weights": [list(pair) for pair in code.weights],
             "signature": encode_signature(code.signature),
+            "outputs": list(output_names(code.signature)),
             "activations": encode_value([activations.sizes, activations.moments]),
         }
     except (PassError, NotImplementedError):

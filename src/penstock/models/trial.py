@@ -224,12 +224,10 @@ def _named_outputs(outputs: Any) -> dict[str, torch.Tensor]:
     import torch
     from torch.utils import _pytree as pytree
 
+    from penstock.passes.calls.signature import path_name
+
     leaves = pytree.tree_leaves_with_path(outputs)
-    return {
-        pytree.keystr(path).strip(".[]'") or "output": leaf
-        for path, leaf in leaves
-        if isinstance(leaf, torch.Tensor)
-    }
+    return {path_name(path): leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 
 def _described(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
