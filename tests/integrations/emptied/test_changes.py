@@ -76,6 +76,18 @@ def test_whatever_changes_in_a_module_is_refused_by_name(tmp_path):
         applied.close()
 
 
+def test_a_part_in_training_mode_is_refused_until_it_is_not(tmp_path):
+    model = tiny()
+    expected = model(X)
+    with apply(model, "1MB", example=models.nothing, cache=tmp_path):
+        model.linear.train()
+        with pytest.raises(
+            StreamError, match=r"any more: its part linear is in training mode: call eval\(\)"
+        ):
+            model(X)
+        assert torch.equal(model.eval()(X), expected)
+
+
 def test_a_module_is_walked_again_only_where_an_object_is_another(tmp_path, monkeypatch):
     walks = []
     facts = watch._facts

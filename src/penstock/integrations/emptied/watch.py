@@ -16,8 +16,16 @@ from penstock.schedule.facts.errors import StreamError
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
-_OWN = frozenset(vars(nn.Module())) | {"forward", "extra_repr", "__deepcopy__", "__reduce_ex__", "_apply"}
-"""Attributes that every module has, or that penstock sets."""
+_TRAINING = "training"
+
+_OWN = (frozenset(vars(nn.Module())) - {_TRAINING}) | {
+    "forward",
+    "extra_repr",
+    "__deepcopy__",
+    "__reduce_ex__",
+    "_apply",
+}
+"""Attributes that every module has, or that penstock sets. Whether a part is in training mode is watched."""
 
 BESIDE = frozenset(
     {
@@ -45,6 +53,8 @@ MEMORY = frozenset({"rope_deltas", "_cached_decode_position_ids", "_prefill_len"
 to `forward` as positions. A forward that reads one is refused when it is exported (calls/isolation.py)."""
 
 _LEFT_OUT = _OWN | BESIDE | MEMORY
+
+_EVAL = "call eval() of the model"
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -77,7 +87,7 @@ class Watch:
         parts = list(self._module.named_modules())
         walk = _facts(parts)
         if self._module.training:
-            changed, then = "it is in training mode", "call eval()"
+            changed, then = "it is in training mode", _EVAL
         elif names := different(self._parts, now := _parts(parts)):
             changed = f"{self._part(names[0], now)} (an adapter?)"
         elif _adapters(parts) != self._adapters:
@@ -87,6 +97,9 @@ class Watch:
             changed = f"its configuration changed ({', '.join(names)})"
         elif names := different(self._facts, walk.found):
             changed = f"{', '.join(names[:3])} changed"
+            part, _, attribute = names[0].rpartition(".")
+            if attribute == _TRAINING and self._module.get_submodule(part).training:
+                changed, then = f"its part {part} is in training mode", _EVAL
         if changed:
             raise StreamError(
                 f"the {type(self._module).__name__} is not what was exported any more: {changed}: {then}"
