@@ -26,7 +26,7 @@ class HeldStorages:
     def __init__(
         self, storages: Sequence[Storage], chosen: Sequence[int], source: Source, readers: int
     ) -> None:
-        self.buffers = {s: _memory_for(storages[s]) for s in chosen}
+        self.buffers = {s: bytes_at(storages[s].phase, storages[s].nbytes) for s in chosen}
         self._source, self._owner = source, os.getpid()
         extents = ((e, self.buffers[s].data_ptr()) for s in chosen for e in storages[s].extents)
         self._left = deque(_pieces(extents))
@@ -81,12 +81,12 @@ class HeldStorages:
                     self._changed.notify_all()
 
 
-def _memory_for(storage: Storage) -> torch.Tensor:
-    """Flat bytes that begin at the storage's phase, as those of the tensor's own storage do."""
-    whole = torch.empty(storage.phase + storage.nbytes, dtype=torch.uint8)  # torch aligns it to 64 bytes
-    if not storage.phase or not storage.nbytes:
-        return whole[storage.phase :]
-    return torch.frombuffer(whole.numpy(), dtype=torch.uint8, offset=storage.phase)
+def bytes_at(phase: int, nbytes: int) -> torch.Tensor:
+    """Flat bytes of new memory whose address is `phase` modulo 64, as is that of the tensor's own storage."""
+    whole = torch.empty(phase + nbytes, dtype=torch.uint8, device="cpu")  # torch aligns it to 64 bytes
+    if not phase or not nbytes:
+        return whole[phase:]
+    return torch.frombuffer(whole.numpy(), dtype=torch.uint8, offset=phase)
 
 
 def _pieces(work: Iterable[tuple[Extent, int]]) -> Iterable[tuple[int, int, int, int]]:

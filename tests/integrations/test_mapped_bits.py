@@ -53,6 +53,7 @@ def test_a_model_has_the_bits_of_the_one_that_its_library_maps(folder, tmp_path)
         model = library_model(folder)
         with apply(model, memory, example=models.nothing, cache=tmp_path):
             assert torch.equal(answer(model), expected)
+        assert torch.equal(answer(model), expected)  # restored
 
 
 def test_a_copy_of_a_model_keeps_its_own_bits(folder, tmp_path):

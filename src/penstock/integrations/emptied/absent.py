@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from penstock.runtime.files.reading import bytes_at
 from penstock.schedule.facts.errors import StreamError
+from penstock.schedule.facts.model import ALIGNMENT
 
 _FACTS = frozenset(
     {
@@ -119,20 +121,31 @@ def _refuse_values(args: Any, kwargs: Any) -> NoReturn:
 
 @dataclass(frozen=True)
 class Emptied:
-    """An absent tensor, its former device and storage, the bytes of that, and what gives it values again."""
+    """An absent tensor, its former device and storage, and what gives it values again.
+
+    Of the storage these are a number, its bytes, and its address modulo ALIGNMENT, which is 0 off the CPU.
+    """
 
     value: torch.Tensor
     device: torch.device
     storage: int
     nbytes: int
+    phase: int
     inference: bool
     give: Callable[[torch.Tensor], None]
 
     @classmethod
     def made_of(cls, value: torch.Tensor, name: str, sentence: str, empty: torch.UntypedStorage) -> Emptied:
         storage, device, inference = value.untyped_storage(), value.device, value.is_inference()
+        phase = storage.data_ptr() % ALIGNMENT if device.type == "cpu" else 0
         give = make_absent(value, name, sentence, empty)
-        return cls(value, device, storage._cdata, storage.nbytes(), inference, give)
+        return cls(value, device, storage._cdata, storage.nbytes(), phase, inference, give)
+
+    def memory(self) -> torch.UntypedStorage:
+        """New memory of the size of its former storage, in which kernels compute the same last bits."""
+        if self.device.type == "cpu":
+            return bytes_at(self.phase, self.nbytes).untyped_storage()
+        return torch.empty(self.nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
 
     def filled(self, memory: torch.UntypedStorage, stored: Sequence[torch.Tensor]) -> torch.Tensor:
         """A tensor like it at its place in the storage `memory`, with the values of one tensor or of several.

@@ -115,8 +115,7 @@ class Hollow:
                     folder = kept[0].files[0].parent
                     raise SourceError(f"{folder} has no {lost[0]} any more: the model stays as it is")
                 if one.storage not in memory:
-                    raw = torch.empty(one.nbytes, dtype=torch.uint8, device=one.device)
-                    memory[one.storage] = raw.untyped_storage()
+                    memory[one.storage] = one.memory()
                 stored = [where[each][1].get_tensor(each) for each in names]
                 values[name] = one.filled(memory[one.storage], stored)
                 if digest_of(values[name]) != digests[name]:
