@@ -132,16 +132,28 @@ class Cache:
     def calls(self) -> Path:
         return self.folder / CALLS
 
-    def keep(self, path: Path, made_for: str, write: Callable[[], object], nbytes: int = 0) -> Hold:
+    def keep(
+        self,
+        path: Path,
+        made_for: str,
+        write: Callable[[], object],
+        nbytes: int = 0,
+        *,
+        whole: Callable[[], bool] = lambda: True,
+    ) -> Hold:
         """Hold the entry at `path`, which `write` makes if it does not exist.
 
-        If `nbytes`, the size of the entry, is given, room is made before it is written, and otherwise
+        `whole` is asked about an entry that exists: if it is not what was written, it is removed and written
+        again. If `nbytes`, the size of the entry, is given, room is made before it is written, and otherwise
         afterwards. If another process writes the entry first, that one is used, as it is equal. Raises
-        SourceError if the entry cannot be written.
+        SourceError if the entry cannot be written, or if it is damaged while a process uses it.
         """
         for _ in range(_ATTEMPTS):
             if (held := _hold(path, made_for)) is not None:
-                return held
+                if whole():
+                    return held
+                held.close()
+                self._discard(path)
             self._write(path, write, nbytes)
             if (held := _hold(path, made_for)) is not None:
                 self.make_room(0)
@@ -162,6 +174,17 @@ class Cache:
         except SourceError as error:  # another process may have written the entry, and a third removed it
             if getattr(error.__cause__, "errno", None) not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
+
+    def _discard(self, path: Path) -> None:
+        """Remove a damaged entry and the programs that read it, so that it can be written again."""
+        place = path.resolve()
+        together = [one for one in list_entries(self.folder) if place in one.reads]
+        if not _remove([*together, _entry(path, "weights")], dry_run=False):
+            raise SourceError(
+                f"{path} is damaged, and a model still runs on it: restore or delete that model, or end its "
+                "process, and try again, which writes the entry again"
+            )
+        _log.warning("%s was damaged, and is written again", path)
 
     def make_room(self, nbytes: int) -> None:
         """Remove the least recently used entries until `nbytes` more are within the limit.

@@ -80,3 +80,17 @@ def test_the_limit_is_kept_when_weights_are_written(tmp_path, monkeypatch):
         assert not old.exists()
         assert sum(one.nbytes for one in list_entries(tmp_path)) <= total + 10_000
         assert [one.kind for one in list_entries(tmp_path)] == ["weights", "call", "program"]
+
+
+def test_a_damaged_program_is_compiled_again(tmp_path, said):
+    model = nn.Sequential(linear(1))
+    expected = model(X)
+    apply(model, "1MB", example=X, cache=tmp_path).restore()
+    (folder,) = Cache(tmp_path).programs.iterdir()
+    for name in ("payload.json", "payload.json.sha256"):
+        file = folder / name
+        file.write_bytes(file.read_bytes()[:40])
+        said()
+        with apply(model, "1MB", example=X, cache=tmp_path):
+            assert f"{folder} was damaged, and is written again" in said()
+            assert torch.equal(model(X), expected)

@@ -19,7 +19,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from penstock.integrations import load
+from penstock.integrations import converted, load
 from penstock.integrations.converted import keep_converted
 from penstock.integrations.folders import open_model
 from penstock.runtime.cache import Cache, list_entries, prune
@@ -86,18 +86,16 @@ def test_logits_are_those_of_the_library_in_the_dtype_that_it_would_take(folder,
     model = opened(folder, tmp_path, **given)
     assert model.dtype == reference.dtype == model.config.dtype
     assert torch.equal(model(IDS).logits, models.frozen(reference)(IDS).logits)
-    _, converted = weights(tmp_path)
-    assert len(converted) == (0 if dtype == torch.float32 else 11)
+    _, stored = weights(tmp_path)
+    assert len(stored) == (0 if dtype == torch.float32 else 11)
     model.penstock_applied.close()
 
 
 def test_what_is_converted_is_announced_listed_and_written_once(folder, tmp_path, said):
     opened(folder, tmp_path)(IDS)
-    ((file,), converted) = weights(tmp_path)
+    ((file,), stored) = weights(tmp_path)
     nbytes = sum(one.nbytes for one in load_file(file).values())
-    told = (
-        f"writing {sum(one.nbytes for one in converted.values()):,} bytes of weights of LlamaForCausalLM of "
-    )
+    told = f"writing {sum(one.nbytes for one in stored.values()):,} bytes of weights of LlamaForCausalLM of "
     assert told + f"{folder}, converted to bfloat16, to {file.parent}" in said()
     (entry,) = (one for one in list_entries(tmp_path / "cache") if one.kind == "weights")
     assert entry.made_for == f"LlamaForCausalLM of {folder}"
@@ -158,12 +156,40 @@ def test_control_c_in_the_middle_leaves_nothing(folder, tmp_path, monkeypatch):
     opened(folder, tmp_path)(IDS)
 
 
-def test_a_damaged_file_in_the_cache_is_refused(folder, tmp_path):
+def test_a_damaged_file_in_the_cache_is_converted_again(folder, tmp_path, said):
+    expected = opened(folder, tmp_path)(IDS).logits
+    gc.collect()  # nobody has the model any more
+    (file,) = weights(tmp_path)[0]
+    whole = file.read_bytes()
+    for damaged in (whole[:-6000] + bytes(3000) + whole[-3000:], whole[:9000]):
+        file.write_bytes(damaged)
+        model = opened(folder, tmp_path)
+        assert f"{file.parent} was damaged, and is written again" in said()
+        assert file.read_bytes() == whole
+        assert torch.equal(model(IDS).logits, expected)
+        file.write_bytes(damaged)
+        with pytest.raises(SourceError, match="is damaged, and a model still runs on it: restore or delete"):
+            opened(folder, tmp_path)
+        del model
+        gc.collect()
+
+
+def test_what_was_converted_is_hashed_only_where_the_system_says_that_it_has_changed(
+    folder, tmp_path, said, monkeypatch
+):
     opened(folder, tmp_path)
     (file,) = weights(tmp_path)[0]
-    os.truncate(file, 9000)
-    with pytest.raises(SourceError, match="is damaged: delete its folder, and it is written again"):
-        opened(folder, tmp_path)
+    before = file.read_bytes()
+    file.write_bytes(before)  # the same bytes at another time
+    said()
+    opened(folder, tmp_path)
+    assert "all of its bytes are compared" in said()
+    monkeypatch.setattr(converted, "file_chunks", None)  # cannot be called
+    opened(folder, tmp_path)
+    told = said()
+    assert "compared" not in told
+    assert "writing" not in told
+    assert file.read_bytes() == before
 
 
 def test_room_is_made_for_what_is_converted(folder, tmp_path, monkeypatch):
@@ -187,8 +213,8 @@ def test_what_the_library_keeps_in_float32_stays_where_it_is(tmp_path, dtype):
     assert torch.equal(model(**given).logits, reference(**given).logits)
     wo = reference.encoder.block[0].layer[1].DenseReluDense.wo.weight.dtype
     assert wo == (torch.float32 if dtype == torch.float16 else dtype)
-    _, converted = weights(tmp_path)
-    assert any(".wo." in name for name in converted) == (dtype == torch.bfloat16)
+    _, stored = weights(tmp_path)
+    assert any(".wo." in name for name in stored) == (dtype == torch.bfloat16)
 
 
 def test_what_is_in_half_precision_in_the_files_is_put_into_float32_where_the_library_does(tmp_path):

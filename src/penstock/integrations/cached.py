@@ -6,7 +6,6 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,12 +19,13 @@ from penstock.integrations.emptied.hollow import plain_parts
 from penstock.integrations.kept import KeptWeights, bytes_of, digests_of
 from penstock.passes.graph.nodes import dtype_name
 from penstock.runtime.cache import Cache, Hold
-from penstock.runtime.files.pack import PackEntry, tensor_chunks, write_packed
+from penstock.runtime.files.pack import PackedTensor, PackEntry, tensor_chunks, write_packed
 from penstock.runtime.files.safetensors_file import read_header
 from penstock.runtime.files.stamp import hash_storage, stamp_file
 from penstock.runtime.program import Program
 from penstock.runtime.system.atomic import write_artifact
-from penstock.schedule.facts.errors import PassError, SourceError
+from penstock.schedule.facts.errors import PassError
+from penstock.schedule.payload.codec import VERSIONS
 
 _log = logging.getLogger(__name__)
 
@@ -67,15 +67,16 @@ def store(tensors: Mapping[str, torch.Tensor], cache: Cache, made_for: str) -> K
     """Write tensors to a file of the cache, unless it is there, and keep it there.
 
     Its folder is named by the sha256 of names, dtypes, shapes and bytes. How many bytes are written is logged
-    before. Raises SourceError where they cannot be written, and where what is there is not what was written.
+    before. What is there and is not what was written is written again. Raises SourceError where they cannot
+    be written.
     """
     digests = digests_of(tensors)
     facts = [f"{n} {one.dtype} {tuple(one.shape)} {digests[n]}\n" for n, one in tensors.items()]
     folder = cache.weights / hashlib.sha256("".join(facts).encode()).hexdigest()[:32]
     entries = [_entry(name, value) for name, value in tensors.items()]
-    held, was_there = keep_packed(folder, entries, cache, made_for)
-    if was_there and tensors:
-        refuse_damaged(folder / WEIGHTS, partial(_holds, folder / WEIGHTS, tensors))
+    held = keep_packed(
+        folder, entries, cache, made_for, whole=lambda: not tensors or _holds(folder / WEIGHTS, tensors)
+    )
     return KeptWeights((folder / WEIGHTS,), digests=digests, hold=held)
 
 
@@ -85,38 +86,33 @@ def keep_packed(
     cache: Cache,
     made_for: str,
     *,
+    whole: Callable[[], bool],
     how: str = "",
-    check: Callable[[], None] = lambda: None,
-) -> tuple[Hold, bool]:
-    """Keep a folder with a file of these entries in the cache, and return whether it was there already.
+    finish: Callable[[Path, Sequence[PackedTensor]], None] = lambda folder, placed: None,
+) -> Hold:
+    """Keep a folder with a file of these entries in the cache.
 
-    How many bytes are written, and `how`, is logged before. What is written counts once `check` returns.
-    Raises SourceError where it cannot be written.
+    How many bytes are written, and `how`, is logged before. What is written counts once `finish` returns,
+    which is given the unfinished folder and the places of the entries. A folder that is there already, but of
+    which `whole` returns False or fails, is removed and written again. Raises SourceError where it cannot be
+    written, or where a process uses the damaged one.
     """
     nbytes = sum(entry.nbytes for entry in entries)
-    written = False
 
     def build(made: Path) -> None:
-        write_packed(made / WEIGHTS, entries)
-        check()
+        finish(made, write_packed(made / WEIGHTS, entries))
 
     def write() -> None:
-        nonlocal written
         _log.info("writing %s bytes of weights of %s%s to %s", f"{nbytes:,}", made_for, how, folder)
         write_artifact(folder, force=False, build=build)
-        written = True
 
-    return cache.keep(folder, made_for, write, nbytes), not written
+    def is_whole() -> bool:
+        try:
+            return whole()
+        except Exception:  # a damaged file may raise anything
+            return False
 
-
-def refuse_damaged(file: Path, holds: Callable[[], bool]) -> None:
-    """Raise SourceError where a file of the cache is not what `holds` looks for, or cannot be read."""
-    try:
-        whole = holds()
-    except Exception:
-        whole = False
-    if not whole:
-        raise SourceError(f"{file} is damaged: delete its folder, and it is written again")
+    return cache.keep(folder, made_for, write, nbytes, whole=is_whole)
 
 
 def _holds(file: Path, tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -139,7 +135,7 @@ def artifact_key(contents: Sequence[str], weights: Sequence[Path], settings: str
     """A name for programs of these contents over weight files as they are now, under these versions."""
     states = [path.stat() for path in weights]
     stamps = [(state.st_size, state.st_mtime_ns, state.st_ino) for state in states]
-    versions = f"{settings} {torch.__version__} {__version__}"
+    versions = f"{settings} {torch.__version__} {__version__} payload {VERSIONS[-1]}"
     return hashlib.sha256(f"{versions} {weights} {stamps} {contents}".encode()).hexdigest()[:32]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -30,7 +31,14 @@ from penstock.runtime.cache import Cache, Hold
 from penstock.runtime.device.opening import device_kind, hardware_of
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
-from penstock.schedule.facts.errors import BudgetError, PassError, SourceError, StreamError
+from penstock.schedule.facts.errors import (
+    BudgetError,
+    PassError,
+    PayloadError,
+    PlanError,
+    SourceError,
+    StreamError,
+)
 from penstock.schedule.facts.sizes import format_budget, format_size
 from penstock.schedule.plan import Plan
 
@@ -341,8 +349,15 @@ class Component:
         contents = [method.content() for method in self._methods]
         name = artifact_key(contents, self.weights, f"{self._where.lowering} {names_of(self.kept)}")
         path = cache.programs / f"{name}.penstock"
-        self._artifact = cache.keep(path, self._made_for, lambda: self._write(path))
-        program = penstock.open(path)  # what it would read from its files is set below
+        opened: list[Program] = []
+
+        def whole() -> bool:
+            with suppress(PayloadError, PlanError):
+                opened.append(penstock.open(path))
+            return bool(opened)
+
+        self._artifact = cache.keep(path, self._made_for, lambda: self._write(path), whole=whole)
+        program = opened[0] if opened else penstock.open(path)  # what it would read from files is set below
         if eager:  # code that Inductor compiled computes on aligned weights
             phases = {f"model.{fqn}": phase for one in self.kept for fqn, phase in one.phases.items()}
             program = with_phases(program, phases)
