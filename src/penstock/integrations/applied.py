@@ -45,6 +45,7 @@ from penstock.integrations.libraries import (
     components_of,
     entries_of,
     owner_of,
+    refuse_global_hooks,
     refuse_wrapped,
     without_hooks,
 )
@@ -427,6 +428,7 @@ def load(
     Raises SourceError for a folder that holds no model, PassError and BudgetError as `apply`.
     """
     begun = monotonic()
+    refuse_global_hooks()
     folder = local_folder(source)
     refuse_variant(folder, variant)
     asked = asked_dtype(dtype)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from penstock.integrations.calls.assumptions import AskedMask, Assumptions
+from penstock.integrations.emptied.watch import REMOVE_GLOBAL_HOOK, global_hook, name_of
 from penstock.passes.building.refusals import refuse_scripted
 from penstock.schedule.facts.errors import PassError
 
@@ -118,8 +119,12 @@ def without_hooks(module: nn.Module) -> Iterator[None]:
 
 
 def refuse_wrapped(module: nn.Module, name: str) -> None:
-    """Raise PassError for a module that is on several devices, or that another tool streams or compiles."""
+    """Raise PassError for a module that is on several devices, or that another tool streams or compiles.
+
+    Hooks on all modules, which would not be called for parts, are refused too.
+    """
     refuse_scripted(module, name)
+    refuse_global_hooks()
     attention = getattr(getattr(module, "config", None), "_attn_implementation", None)
     if attention == "flex_attention":
         raise PassError(
@@ -138,6 +143,14 @@ def refuse_wrapped(module: nn.Module, name: str) -> None:
     devices = sorted({str(p.device) for p in module.parameters()})
     if len(devices) > 1:
         raise PassError(f"{name} lies on several devices, {', '.join(devices)}: move it to one")
+
+
+def refuse_global_hooks() -> None:
+    """Raise PassError where a hook on all modules is registered. See `global_hook`."""
+    if hook := global_hook():
+        raise PassError(
+            f"{hook} is a hook on all modules, which a program would not run for parts: {REMOVE_GLOBAL_HOOK}"
+        )
 
 
 def _refuse_hooks_of_diffusers(module: nn.Module, name: str) -> None:
@@ -168,7 +181,7 @@ def _refuse_hooks(module: nn.Module, name: str) -> None:
                     )
                 if _library_of(hook) not in _LIBRARIES_WITH_HOOKS:
                     raise PassError(
-                        f"{path} in {name} has the hook {_name_of(hook)}, which a program would not run: "
+                        f"{path} in {name} has the hook {name_of(hook)}, which a program would not run: "
                         "remove it (remove() of what registered it), and hook the whole model, or ask for "
                         "output_hidden_states; what computes something belongs into a module"
                     )
@@ -177,11 +190,6 @@ def _refuse_hooks(module: nn.Module, name: str) -> None:
 def _library_of(hook: Any) -> str:
     made = getattr(hook, "func", hook)  # of a functools.partial
     return str(getattr(made, "__module__", None) or type(made).__module__).partition(".")[0]
-
-
-def _name_of(hook: Any) -> str:
-    made = getattr(hook, "func", hook)
-    return getattr(made, "__qualname__", type(made).__qualname__)
 
 
 def components_of(model: Any) -> dict[str, nn.Module]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.integrations import apply
+from penstock.integrations import apply, load
 from penstock.integrations.emptied import watch
 from penstock.schedule.facts.errors import PassError, StreamError
 from tests.integrations import models
@@ -172,6 +172,24 @@ def test_a_hook_of_the_module_itself_runs_as_ever(tmp_path):
     with apply(model, "1MB", example=models.nothing, cache=tmp_path):
         model.register_forward_hook(lambda module, given, output: output + 1)
         assert torch.equal(model(X), expected + 1)
+
+
+@pytest.mark.parametrize("kind", ["forward_pre", "forward", "full_backward_pre", "full_backward"])
+def test_a_hook_on_all_modules_is_refused_until_it_is_removed(kind, tmp_path):
+    def record(*_):
+        return None
+
+    register = getattr(nn.modules.module, f"register_module_{kind}_hook")
+    model = tiny()
+    expected = model(X)
+    with register(record), pytest.raises(PassError, match=r"record is a hook on all modules, .*: remove it"):
+        apply(model, "1MB", example=models.nothing, cache=tmp_path)
+    with register(record), pytest.raises(PassError, match=r"record is a hook on all modules, .*: remove it"):
+        load(tmp_path, "1MB")
+    with apply(model, "1MB", example=models.nothing, cache=tmp_path):
+        with register(record), pytest.raises(StreamError, match=r"record is a hook on all .*: remove it"):
+            model(X)
+        assert torch.equal(model(X), expected)
 
 
 def test_a_configuration_within_the_configuration_is_watched(tmp_path):

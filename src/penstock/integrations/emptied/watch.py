@@ -58,6 +58,15 @@ _EVAL = "call eval() of the model"
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
+_GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
+    nn.modules.module._global_forward_hooks,
+    nn.modules.module._global_forward_pre_hooks,
+    nn.modules.module._global_backward_hooks,
+    nn.modules.module._global_backward_pre_hooks,
+)
+
+REMOVE_GLOBAL_HOOK = "remove it (remove() of what registered it), and hook the whole model"
+
 _DEPTH = 6
 """How deep attributes are followed: into a processor, or a configuration within a configuration."""
 
@@ -81,6 +90,11 @@ class Watch:
 
     def check(self) -> None:
         """Raise StreamError, naming what changed, where the program no longer does what the module says."""
+        if hook := global_hook():
+            raise StreamError(
+                f"{hook} is a hook on all modules, and the {type(self._module).__name__} streams, so that it "
+                f"would not be called for parts: {REMOVE_GLOBAL_HOOK}"
+            )
         if not self._module.training and self._glance.is_same():
             return
         changed, then = "", f"take that back, or {self._again}"
@@ -112,6 +126,20 @@ class Watch:
             return f"its part {name} was taken out"
         since = "another module than at export" if name in self._parts else "new"
         return f"its part {name} is {since}"
+
+
+def global_hook() -> str:
+    """The name of a hook on all modules, such as `register_module_forward_hook` registers; empty without."""
+    for hooks in _GLOBAL_HOOKS:
+        for hook in hooks.values():
+            return name_of(hook)
+    return ""
+
+
+def name_of(hook: Any) -> str:
+    """The name of a hook for people: of its function, or of its class."""
+    made = getattr(hook, "func", hook)  # of a functools.partial
+    return str(getattr(made, "__qualname__", type(made).__qualname__))
 
 
 def attributes(module: nn.Module) -> dict[str, object]:
