@@ -9,16 +9,18 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import tomllib
 import venv
 import zipfile
+from email import message_from_bytes
 from functools import partial
+from importlib.metadata import distribution
 from itertools import chain
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import penstock
 
@@ -138,11 +140,27 @@ def test_the_sdist_has_files_where_the_checkout_has_links(built: Path) -> None:
         assert "src/penstock/schedule/facts/model.py" in names
 
 
+def needed(requirements: list[Requirement]) -> set[str]:
+    """The distributions that `pip install` of some would install here, by what each declares."""
+    seen: set[tuple[str, frozenset[str]]] = set()
+    left = [(one.name, frozenset(one.extras)) for one in requirements]
+    while left:
+        name, extras = left.pop()
+        if (name, extras) in seen:
+            continue
+        seen.add((name, extras))
+        for one in map(Requirement, distribution(name).requires or ()):
+            if one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in {"", *extras}):
+                left.append((one.name, frozenset(one.extras)))
+    return {name for name, _ in seen}
+
+
 @pytest.fixture(scope="module")
 def fresh(built: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What a shell has after `pip install` of the wheel into a new environment, and a home where nothing is.
+    """What a shell has after the page's `pip install`, with the wheel built here, and an empty home.
 
-    The libraries are those of this environment, which a new one would take minutes to fetch.
+    The libraries, and no others than the wheel's metadata names, are links to those of this environment,
+    since to fetch them takes minutes.
     """
     home = tmp_path_factory.mktemp("home")
     venv.create(home / "env", symlinks=True)
@@ -151,7 +169,20 @@ def fresh(built: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, st
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index"]
     subprocess.run([*pip, str(wheel)], check=True)
     (site,) = home.glob("env/lib/python*/site-packages")
-    (site / "libraries.pth").write_text(sysconfig.get_paths()["purelib"])
+    (asked,) = re.findall(
+        r"^\$ pip install '(.*)'$", (ROOT / "docs/first-ten-minutes.md").read_text(), re.MULTILINE
+    )
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        declared = message_from_bytes(archive.read(metadata)).get_all("Requires-Dist") or []
+    extras = {"", *Requirement(asked).extras}
+    direct = [Requirement(one) for one in declared]
+    wanted = [r for r in direct if r.marker is None or any(r.marker.evaluate({"extra": e}) for e in extras)]
+    for name in needed(wanted):
+        files = distribution(name).files or []
+        for top in {Path(file.parts[0]) for file in files} - {Path(".."), Path("__pycache__")}:
+            if not (site / top).exists():
+                (site / top).symlink_to(Path(str(distribution(name).locate_file(top))))
     path = f"{home / 'env/bin'}:{os.environ['PATH']}"
     return {"PATH": path, "HOME": str(home), "COLUMNS": "80", "LANG": "C.UTF-8"}
 
