@@ -15,7 +15,7 @@ from os import PathLike
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -39,7 +39,7 @@ from penstock.integrations.folders import (
     refuse_variant,
 )
 from penstock.integrations.kept import KeptWeights
-from penstock.integrations.keys.module import module_key
+from penstock.integrations.keys.module import ModuleKey
 from penstock.integrations.libraries import (
     add_generation_config,
     components_of,
@@ -58,6 +58,8 @@ from penstock.schedule.facts.errors import BudgetError, PassError, PenstockError
 from penstock.schedule.facts.sizes import format_budget, format_size, parse_size
 
 _log = logging.getLogger(__name__)
+
+_Said = TypeVar("_Said")
 
 _RESTORE = "restore it first (restore() of what apply returned)"
 _RESTORE_AND_APPLY = "restore it, and apply penstock to it as it is to be"
@@ -147,18 +149,14 @@ class Applied:
             self._hollow[name] = Hollow(module, self._instead, self._where.target)
         component.check = Watch(module, self._again).check
 
-    def _key(self, module: nn.Module, entries: Sequence[str]) -> str | None:
-        """The key of what is exported of a module; None where nothing can be kept, which is logged."""
+    def _key(self, module: nn.Module, entries: Sequence[str]) -> Callable[[], str | None]:
+        """Says the key of what is exported of a module; None where nothing can be kept, which is logged."""
         if self._where.lowering != "eager":
-            return None  # an artifact of compiled code is made of programs, and not of their facts
-        try:
-            with self.cap.working():
-                return module_key(module, entries, self._where.target)
-        except Exception as error:  # a module may hold anything; without a key it is exported anew, no worse
-            what = f"{type(error).__name__}: " if not isinstance(error, PassError) else ""
-            kind = type(module).__name__
-            _log.info("what is exported of the %s is not kept for other processes: %s%s", kind, what, error)
-            return None
+            return lambda: None  # an artifact of compiled code is made of programs, and not of their facts
+        kind = type(module).__name__
+        with self.cap.working():
+            made = _unless_unknown(kind, lambda: ModuleKey(module, entries, self._where.target))
+        return lambda: None if made is None else _unless_unknown(kind, made.now)
 
     def evaluate(self, module: nn.Module) -> None:
         """Put a module in eval mode until it is restored."""
@@ -346,6 +344,16 @@ def _enter(target: Any) -> Any:
 
 def _exit(target: Any, *_: object) -> None:
     target.penstock_applied.close()
+
+
+def _unless_unknown(kind: str, said: Callable[[], _Said]) -> _Said | None:
+    """What is said of a module of a class; None, which is logged, where it holds something unknown."""
+    try:
+        return said()
+    except Exception as error:  # a module may hold anything; without a key it is exported anew, no worse
+        what = f"{type(error).__name__}: " if not isinstance(error, PassError) else ""
+        _log.info("what is exported of the %s is not kept for other processes: %s%s", kind, what, error)
+        return None
 
 
 def _given(blank: Built) -> Built:

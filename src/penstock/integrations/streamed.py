@@ -195,8 +195,9 @@ class Component:
         self._cap.turn(self)
         self.unload()
         with self._cap.working():
-            found = self._calls.find(call)
-            method = found or self._exported(call)
+            key = self._calls.key()
+            found = self._calls.find(call, key)
+            method = found or self._exported(call, key)
         if found:
             _log.info("%s (%s) is in the cache, as exported before", self.name, call.title)
         self._methods.append(method)
@@ -204,12 +205,12 @@ class Component:
         self._program = self._plan = None
         return method
 
-    def _exported(self, call: Call) -> ExportedCall:
+    def _exported(self, call: Call, key: str | None) -> ExportedCall:
         _log.info("exporting %s.%s for %s", self.name, call.entry, call.text)
         begun = monotonic()
         try:
             with EXPORTING, with_collector(), shown(f"preparing {self.name}: {call.title}"):
-                made = self._calls.keep(export_call(self._blank(), call, self._stages))
+                made = self._calls.keep(export_call(self._blank(), call, self._stages), key)
         except PassError as error:
             if not call.tensors:
                 raise StreamError(

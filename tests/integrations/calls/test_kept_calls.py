@@ -134,6 +134,29 @@ def test_a_changed_model_is_exported_again(tmp_path, exports):
     assert [ids_of(change) for change in (lambda _: None, scale, eager, halve)] == [4] * 4
 
 
+FACTOR = 1.0
+
+
+class Scaled(nn.Module):
+    """Names a global, which may be set at any time."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x) * FACTOR
+
+
+def test_what_was_set_between_apply_and_the_export_is_in_the_key(tmp_path, exports, monkeypatch):
+    x, model = torch.ones(2, 4), models.frozen(Scaled())
+    for factor, count in ((5.0, 1), (1.0, 2), (5.0, 2)):
+        with apply(models.twin(model), "1MB", cache=tmp_path) as applied, monkeypatch.context() as patch:
+            patch.setattr(sys.modules[__name__], "FACTOR", factor)
+            assert torch.equal(applied.target(x), model(x))
+        assert len(exports) == count
+
+
 @pytest.mark.parametrize("damage", ["cut", "foreign", "other json", "nothing"])
 def test_a_damaged_file_is_written_again(damage, tmp_path, exports, said):
     def use():

@@ -15,7 +15,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from penstock.integrations.keys.module import module_key
+from penstock.integrations.keys.module import ModuleKey
 from penstock.schedule.facts.errors import PassError
 from tests.integrations import models
 
@@ -26,7 +26,7 @@ HERE = torch.device("cpu")
 
 
 def key(module: nn.Module) -> str:
-    return module_key(module, ["forward"], HERE)
+    return ModuleKey(module, ["forward"], HERE).now()
 
 
 def replaced(path, value):

@@ -56,18 +56,23 @@ _CALL, _METHOD, _PAYLOAD, _VALUES = "call.json", "method.json", "payload.json", 
 
 @dataclass(frozen=True)
 class KeptCalls:
-    """The calls of one module in a cache. Without a key nothing is found and nothing is kept."""
+    """The calls of one module in a cache.
+
+    `key` says the module's key now, or None: then nothing is found and nothing is kept. It is asked for each
+    kind of call right before the export, which may come long after `apply`: what a function names may have
+    changed since then.
+    """
 
     cache: Cache
-    key: str | None
+    key: Callable[[], str | None]
     name: str
 
-    def find(self, call: Call) -> ExportedCall | None:
-        """A program that serves a call, if there is one."""
-        if self.key is None:
+    def find(self, call: Call, key: str | None) -> ExportedCall | None:
+        """A program that serves a call, if there is one under a key."""
+        if key is None:
             return None
         for number in count():
-            path = self._path(call.kind, number)
+            path = _path(self.cache, key, call.kind, number)
             try:
                 found = decode_call(path.read_bytes())
             except FileNotFoundError:
@@ -83,9 +88,12 @@ class KeptCalls:
                 return found
         return None
 
-    def keep(self, method: ExportedCall) -> ExportedCall:
-        """Write a program into the cache, and return what comes back of it; itself where that cannot be."""
-        if self.key is None:
+    def keep(self, method: ExportedCall, key: str | None) -> ExportedCall:
+        """Write a program into the cache under the key that the module had when its export began.
+
+        Returns what comes back of it; itself where that cannot be.
+        """
+        if key is None:
             return method
         try:
             data = encode_call(method)
@@ -95,20 +103,22 @@ class KeptCalls:
             return method
         try:
             self.cache.make_room(len(data))
-            self._write(method.kind, data)
+            self._write(key, method.kind, data)
         except (OSError, PenstockError) as error:
             _log.info("%s: a call is not kept for another process: %s", self.name, error)
         return same
 
-    def _write(self, kind: str, data: bytes) -> None:
+    def _write(self, key: str, kind: str, data: bytes) -> None:
         self.cache.calls.mkdir(parents=True, exist_ok=True)
-        path = next(path for path in (self._path(kind, n) for n in count()) if not path.exists())
+        paths = (_path(self.cache, key, kind, number) for number in count())
+        path = next(path for path in paths if not path.exists())
         with replace_file(path, force=True) as fd:
             os.write(fd, data)
 
-    def _path(self, kind: str, number: int) -> Path:
-        facts = f"{self.key} {kind} {number}"
-        return self.cache.calls / f"{hashlib.sha256(facts.encode()).hexdigest()[:32]}.zip"
+
+def _path(cache: Cache, key: str, kind: str, number: int) -> Path:
+    facts = f"{key} {kind} {number}"
+    return cache.calls / f"{hashlib.sha256(facts.encode()).hexdigest()[:32]}.zip"
 
 
 def encode_call(method: ExportedCall) -> bytes:

@@ -68,11 +68,11 @@ _IMPORTS = __import__("dis").opmap["IMPORT_NAME"]
 class Code(Words):
     """Follows functions and classes, those of the packages `own` and of no package at all.
 
-    `called` are the names of methods that are called on whatever has them.
+    `called` are the names of methods that are called on whatever has them. `parts` are those of `Words`.
     """
 
-    def __init__(self, own: frozenset[str], called: Iterable[str]) -> None:
-        super().__init__()
+    def __init__(self, own: frozenset[str], called: Iterable[str], parts: Iterable[object] = ()) -> None:
+        super().__init__(parts)
         self._own = own | {""}
         self._packages: set[str] = set(own)
         self._files: set[str] = set()

@@ -8,6 +8,7 @@ import types
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,43 +17,70 @@ import penstock.passes
 from penstock._version import __version__
 from penstock.integrations.emptied.watch import BESIDE, MEMORY
 from penstock.integrations.keys.code import Code, package_of
-from penstock.integrations.keys.values import Found
+from penstock.integrations.keys.values import Found, Words
 
 _TORCH = frozenset(vars(nn.Module()))
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
-def module_key(module: nn.Module, entries: Iterable[str], device: torch.device) -> str:
-    """A hash of all that an export of a module for a device depends on, besides the call.
+class ModuleKey:
+    """The key of a module for a device, which says all that an export of it depends on besides the call.
 
-    That is the code that the methods `entries` can reach, the versions of the libraries that it comes from,
-    of torch, Python and penstock, torch's settings, and of each submodule its class, attributes and hooks,
-    its parameters but their values, and its buffers, with the values of those that no checkpoint has. The
-    hooks of the module itself are left out: they are called as ever.
+    What the module holds is said once, before its parameters lose their memory: of each submodule its class,
+    attributes and hooks, its parameters but their values, and its buffers, with the values of those that no
+    checkpoint has. The hooks of the module itself are left out: they are called as ever. What lies outside
+    of the module may change at any time, so it is said whenever the key is asked for (`now`): the code that
+    the methods `entries` can reach with all that it names, the versions of the libraries that it comes from,
+    of torch, Python and penstock, and torch's settings.
 
     Raises PassError, which names the attribute, where something is held of which that cannot be said.
     """
-    kinds = {kind for one in module.modules() for kind in type(one).__mro__}
-    own = frozenset(package_of(kind) or "" for kind in kinds) - {"torch"}
-    words = Code(own, {"forward", *(entry.rpartition(".")[2] for entry in entries)})
-    words.say("penstock", __version__, _own_code(), torch.__version__, platform.python_version(), str(device))
-    words.value(_settings(), Found("a setting of torch"))
-    _say_replaced(words)
-    for path, one in module.named_modules(remove_duplicate=False):
-        words.say("module", path)
-        words.value(type(one), Found(path))
-        _say_tensors(words, one, f"{path}." if path else "")
-        held = {n: v for n, v in vars(one).items() if n not in _TORCH | BESIDE | MEMORY}
-        held |= {name: list(vars(one)[name].values()) for name in _HOOKS if path}
-        for name, value in held.items():
-            words.say("attribute", name)
-            words.value(value, Found(f"{path}.{name}" if path else name))
-    words.follow()
-    return words.hexdigest()
+
+    def __init__(self, module: nn.Module, entries: Iterable[str], device: torch.device) -> None:
+        kinds = {kind for one in module.modules() for kind in type(one).__mro__}
+        self._packages = frozenset(package_of(kind) or "" for kind in kinds) - {"torch"}
+        self._called = {"forward", *(entry.rpartition(".")[2] for entry in entries)}
+        self._parts = [*module.modules(), *module.parameters(), *module.buffers()]
+        words = Held(self._parts)
+        words.say(str(device))
+        for path, one in module.named_modules(remove_duplicate=False):
+            words.say("module", path)
+            words.value(type(one), Found(path))
+            _say_tensors(words, one, f"{path}." if path else "")
+            held = {n: v for n, v in vars(one).items() if n not in _TORCH | BESIDE | MEMORY}
+            held |= {name: list(vars(one)[name].values()) for name in _HOOKS if path}
+            for name, value in held.items():
+                words.say("attribute", name)
+                words.value(value, Found(f"{path}.{name}" if path else name))
+        self._held, self._code = words.hexdigest(), words.code
+
+    def now(self) -> str:
+        """The key, as a hash. Raises PassError as above, for what code holds."""
+        words = Code(self._packages, self._called, self._parts)
+        words.say("penstock", __version__, _own_code(), torch.__version__, platform.python_version())
+        words.say(self._held)
+        words.value(_settings(), Found("a setting of torch"))
+        _say_replaced(words)
+        for one in self._code:
+            words.say(words.found(one))
+        words.follow()
+        return words.hexdigest()
 
 
-def _say_tensors(words: Code, module: nn.Module, prefix: str) -> None:
+class Held(Words):
+    """Says what a module holds, and collects the functions and classes among it in `code`."""
+
+    def __init__(self, parts: Iterable[object]) -> None:
+        super().__init__(parts)
+        self.code: list[Any] = []
+
+    def found(self, code: Any) -> object:
+        self.code.append(code)
+        return super().found(code)
+
+
+def _say_tensors(words: Words, module: nn.Module, prefix: str) -> None:
     for name, value in module._parameters.items():
         words.say("parameter", name)
         if value is not None:

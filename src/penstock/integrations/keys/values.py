@@ -12,7 +12,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -80,11 +80,15 @@ class Found:
 
 
 class Words:
-    """A hash of what was said. A subclass follows the functions and classes that are `found` among it."""
+    """A hash of what was said. A subclass follows the functions and classes that are `found` among it.
 
-    def __init__(self) -> None:
+    `parts` are objects that are said elsewhere; of these only the place among them is.
+    """
+
+    def __init__(self, parts: Iterable[object] = ()) -> None:
         self._digest = hashlib.sha256()
-        self._seen: dict[int, tuple[int, object]] = {}  # the objects are held, so that no other gets their id
+        held = {id(one): one for one in parts}  # they are held, so that no other object gets their id
+        self._seen: dict[int, tuple[int, object]] = {n: (k, held[n]) for k, n in enumerate(held)}
 
     def say(self, *words: object) -> None:
         """Add plain values."""
