@@ -236,9 +236,22 @@ def test_what_a_module_remembers_of_a_call_is_refused_by_name(tmp_path):
         with apply(model, "1MB", example=models.nothing, cache=tmp_path):
             for _ in range(2):
                 with pytest.raises(
-                    PassError, match=rf"{kind.__name__} remembers something of a call \({name}"
+                    PassError,
+                    match=rf"{kind.__name__} remembers something of a call \({name}.*as an argument",
                 ):
                     model(X)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_stream(kind, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(models.frozen(kind(8, 8, bidirectional=True)))
+    with torch.no_grad():  # torch's own LSTM gives other last bits in grad mode
+        expected, _ = model(X)
+        with apply(model, "1MB", example=models.nothing, cache=tmp_path):
+            for _ in range(2):
+                assert torch.equal(model(X)[0], expected)
+        assert torch.equal(model(X)[0], expected)
 
 
 def test_a_buffer_that_is_written_in_place_goes_on(tmp_path):

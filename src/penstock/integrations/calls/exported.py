@@ -226,7 +226,8 @@ def _export(known: Sequence[bool], model: Built, call: Call, stage: Stage) -> tu
     if remembered:
         raise RememberedError(
             f"the {type(model.module).__name__} remembers something of a call ({', '.join(remembered[:3])}), "
-            "which a program cannot: it cannot be streamed as it is"
+            "which a program cannot: give it to the model as an argument and return it, or apply penstock to "
+            "the parts of the model that remember nothing"
         )
     return exported, result
 

@@ -23,6 +23,11 @@ _AGAIN = ("long_inv_freq", "_output_capturing_hooks_installed")
 """Ends of the names of attributes that transformers keeps, and would compute again to the same values."""
 
 
+_FLAT = ("_flat_weights", "_flat_weight_refs")
+"""Lists of its own parameters that torch's LSTM, GRU and RNN make again in a call where these were replaced,
+as they are in an export."""
+
+
 class RememberedError(PassError):
     """A module keeps something of a call for another one, however it is exported."""
 
@@ -43,13 +48,22 @@ def watch_memory(module: nn.Module) -> Iterator[list[str]]:
             vars(child)[name] = _Unreadable(name)
         yield names
         names += [name for child, name in memory if not isinstance(vars(child)[name], _Unreadable)]
-        names += [name for name in different(before, attributes(module)) if not name.endswith(_AGAIN)]
+        flat = tuple(_lists_of_weights(module))
+        changed = [name for name in different(before, attributes(module)) if not name.endswith(_AGAIN)]
+        names += [name for name in changed if not name.startswith(flat)]
         now = dict(module.named_buffers())
         names += [name for name in {**buffers, **now} if buffers.get(name) is not now.get(name)]
         names += [] if random.getstate() == drawn else ["random numbers of Python's"]
     finally:
         for child, held in kept:
             _give_back(child, held)
+
+
+def _lists_of_weights(module: nn.Module) -> Iterator[str]:
+    """Beginnings of the names of what torch's LSTM, GRU and RNN keep of their own parameters."""
+    for path, child in module.named_modules():
+        if isinstance(child, nn.RNNBase):
+            yield from (f"{path}.{name}.".removeprefix(".") for name in _FLAT)
 
 
 class _Unreadable:
