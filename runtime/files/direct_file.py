@@ -14,6 +14,7 @@ import mmap
 import os
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from penstock.runtime.files.safetensors_file import open_descriptor
@@ -26,6 +27,9 @@ from penstock.schedule.facts.model import WeightFile
 _LARGEST_READ = 1 << 30
 _BLOCK_SIZES = (512, 4096)
 _BUFFER_WRITE = 0x200  # PyBUF_WRITE
+
+
+AGAIN = "open the artifact again, or load the model again"
 
 
 @dataclass(frozen=True)
@@ -77,12 +81,13 @@ class DirectFile:
         if found.st_size < self.nbytes:
             raise SourceError(
                 f"{self.path} has been truncated while in use: expected {self.nbytes} bytes, "
-                f"got {found.st_size}; restore the file and open the artifact again"
+                f"got {found.st_size}; restore the file and {AGAIN}"
             )
         if (found.st_size, found.st_mtime_ns) != (self.nbytes, self.mtime_ns):
             raise SourceError(
-                f"{self.path} has been changed while in use: expected {self.nbytes} bytes last modified at "
-                f"{self.mtime_ns} ns, got {found.st_size} at {found.st_mtime_ns} ns; open the artifact again"
+                f"{self.path} has been changed while in use: expected {self.nbytes} bytes of "
+                f"{_time(self.mtime_ns)}, got {found.st_size} of {_time(found.st_mtime_ns)}; leave the file "
+                f"alone, and {AGAIN}"
             )
 
     def close(self) -> None:
@@ -170,6 +175,12 @@ def open_direct_file(file: WeightFile, folder: Path, *, direct: bool, check: boo
         raise
     note = "" if block or not direct else f"the file system of {path} lacks O_DIRECT: buffered reads"
     return DirectFile(path, file.nbytes, status.st_mtime_ns, fd, direct_fd, block, note)
+
+
+def _time(ns: int) -> str:
+    """A time of a file for people, in local time: `2026-11-23 08:00:00.000000001`."""
+    seconds, rest = divmod(ns, 10**9)
+    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}.{rest:09d}"
 
 
 def memory_view(address: int, nbytes: int) -> memoryview:

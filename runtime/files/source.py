@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from penstock.runtime.files.direct_file import DirectFile, open_direct_file
+from penstock.runtime.files.direct_file import AGAIN, DirectFile, open_direct_file
 from penstock.runtime.system.limits import available_bytes
 from penstock.runtime.system.page_cache import cached_fraction
 from penstock.schedule.facts.errors import SourceError
@@ -34,7 +34,7 @@ _WINDOWS, _FEWEST_WINDOWS = 128, 4  # windows in which the page cache is asked, 
 
 _OPENERS = 8  # threads that open files: stamps are compared by many small reads
 
-_CLOSED = "the weight files have been closed; open the artifact again to read from it"
+_CLOSED = f"the weight files have been closed; to read from them, {AGAIN}"
 
 
 class Source:

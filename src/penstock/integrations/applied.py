@@ -208,8 +208,12 @@ class Applied:
         """Log how long it took since `begun`, and where the weights are that are read from now on."""
         places = [sum(one.read_bytes(cached=c) for one in self.components.values()) for c in (False, True)]
         own, cached = map(format_size, places)
-        taken = "%s is ready after %s: %s of weights are read where they are, %s from copies in the cache"
-        _log.info(taken, type(self.target).__name__, seconds_since(begun), own, cached)
+        read = f"{own} of weights are read where they are, {cached} from copies in the cache"
+        late = [name for name, calls in self.prepared.items() if not calls]
+        if late:
+            left = f"no call of {', '.join(late)} is prepared"
+            read = left if len(late) == len(self.components) else f"{read}, and {left}"
+        _log.info("%s is ready after %s: %s", type(self.target).__name__, seconds_since(begun), read)
 
     def _rehearse(self, example: Example) -> None:
         with self.cap.lock, ExitStack() as hooks:

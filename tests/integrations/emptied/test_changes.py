@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 import torch
@@ -164,6 +165,34 @@ def test_a_part_that_is_replaced_taken_out_or_added_is_named_by_its_path(tmp_pat
         ):
             model(X)
         applied.restore()
+
+
+class Published(Tiny):
+    """With the methods that models of libraries have."""
+
+    def save_pretrained(self, folder):
+        raise AssertionError("called")
+
+    push_to_hub = save_pretrained
+
+
+def test_saving_and_pushing_are_refused_before_they_begin(tmp_path):
+    model = tiny(Published)
+    with apply(model, "1MB", example=models.nothing, cache=tmp_path):
+        with pytest.raises(StreamError, match="the Published cannot be saved"):
+            model.save_pretrained("x")
+        with pytest.raises(StreamError, match="the Published cannot be pushed to the hub"):
+            model.push_to_hub("x")
+    with pytest.raises(AssertionError, match="called"):
+        model.push_to_hub("x")
+
+
+def test_a_model_of_which_nothing_is_prepared_says_so(tmp_path, said):
+    model = tiny()
+    with apply(model, "1MB", example=models.nothing, cache=tmp_path):
+        assert re.search(r"Tiny is ready after .* m?s: no call of Tiny is prepared$", said(), re.M)
+    with apply(model, "1MB", example=X, cache=tmp_path):
+        assert "is prepared" not in said()
 
 
 def test_a_hook_of_the_module_itself_runs_as_ever(tmp_path):

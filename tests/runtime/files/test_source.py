@@ -5,6 +5,7 @@ import errno
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,10 @@ def test_written_in_place_while_open(own_file: tuple[Path, WeightFile], mode: st
             opened.write(b"others")
         # Clocks of file systems are coarse: the write may come within the tick in which it was made.
         os.utime(folder / file.path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
-        message = f"changed while in use: expected {file.nbytes} bytes .*; open the artifact again"
+        seconds, rest = divmod(before.st_mtime_ns, 10**9)
+        written = f"{datetime.fromtimestamp(seconds)}.{rest:09d}"
+        again = "open the artifact again, or load the model again"
+        message = f"changed while in use: expected {file.nbytes} bytes of {written}, got .* and {again}"
         with pytest.raises(SourceError, match=message):
             source.read_into(0, 0, memory.base, 100)
         with pytest.raises(SourceError, match=message):
@@ -73,7 +77,7 @@ def test_written_in_place_while_open(own_file: tuple[Path, WeightFile], mode: st
         with (folder / file.path).open("ab") as opened:
             opened.write(b"more")
         os.utime(folder / file.path, ns=(before.st_atime_ns, before.st_mtime_ns))
-        with pytest.raises(SourceError, match=f"changed while in use: .* got {file.nbytes + 4} at"):
+        with pytest.raises(SourceError, match=f"changed while in use: .* got {file.nbytes + 4} of"):
             source.read_into(0, 0, memory.base, 100)
 
 

@@ -168,6 +168,10 @@ def _absent_copy(parameter: nn.Parameter, name: str, sentence: str, device: torc
     return other
 
 
+_SAVING = {"save_pretrained": "saved", "push_to_hub": "pushed to the hub"}
+"""Methods that would change the configuration, or ask the network, before they fail."""
+
+
 def _refuse_uses(module: nn.Module, path: str, sentence: str, undo: ExitStack) -> None:
     """Let uses of a module that need its parameters raise StreamError, until `undo` is closed."""
     kind = type(module).__name__
@@ -187,8 +191,9 @@ def _refuse_uses(module: nn.Module, path: str, sentence: str, undo: ExitStack) -
     undo.callback(_replace(module, "__deepcopy__", refuse("copied")))
     undo.callback(_replace(module, "__reduce_ex__", refuse("pickled")))
     undo.callback(_replace(module, "_apply", _unless_done(module, refuse("moved or converted"))))
-    if hasattr(module, "save_pretrained"):  # would change the configuration before it fails
-        undo.callback(_replace(module, "save_pretrained", refuse("saved")))
+    for method, done in _SAVING.items():
+        if hasattr(module, method):
+            undo.callback(_replace(module, method, refuse(done)))
 
 
 def _unless_done(module: nn.Module, refused: Callable[[], NoReturn]) -> Callable[..., nn.Module]:
