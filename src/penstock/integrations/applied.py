@@ -8,7 +8,7 @@ import logging
 import signal
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from os import PathLike
@@ -127,7 +127,7 @@ class Applied:
         entries = entries_of(module)
         component = Component(
             name,
-            blank,
+            functools.partial(_with_grad, blank, with_grad),
             weights,
             self._where,
             self.cap,
@@ -358,6 +358,14 @@ def _unless_unknown(kind: str, said: Callable[[], _Said]) -> _Said | None:
         what = f"{type(error).__name__}: " if not isinstance(error, PassError) else ""
         _log.info("what is exported of the %s is not kept for other processes: %s%s", kind, what, error)
         return None
+
+
+def _with_grad(blank: Callable[[], Built], names: Collection[str]) -> Built:
+    """A blank copy whose parameters of these names require grad, as a model may ask."""
+    made = blank()
+    for fqn, value in made.module.named_parameters(remove_duplicate=False):
+        value.requires_grad_(fqn in names)
+    return made
 
 
 def _given(blank: Built) -> Built:

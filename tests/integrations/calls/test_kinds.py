@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import threading
 
+import pytest
 import torch
 from torch import nn
 
 from penstock.integrations import apply
+from penstock.schedule.facts.errors import PassError
 from tests.integrations import models
 
 X = torch.linspace(-1, 1, 24).reshape(3, 8)
@@ -118,3 +120,60 @@ def test_threads_that_call_in_two_kinds_at_once(tmp_path):
     for thread in threads:
         thread.join()
     assert found == [True] * 4
+
+
+class AsksGrad(nn.Module):
+    """Asks for the grad mode, also inside of contexts, and whether its weight requires grad."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        factor = 2 if torch.is_grad_enabled() else 3
+        with torch.no_grad():
+            factor += 10 if torch.is_grad_enabled() else 0
+        with torch.enable_grad():
+            factor += 20 if torch.is_grad_enabled() else 0
+        return (
+            self.linear(x)
+            * (factor + torch.is_grad_enabled())
+            * (5 if self.linear.weight.requires_grad else 1)
+        )
+
+
+def test_a_model_that_asks_for_grad_mode_or_for_requires_grad(tmp_path):
+    for model in (AsksGrad(), models.frozen(AsksGrad())):
+        with torch.no_grad():
+            wanted = model(X)
+        with apply(model, "1MB", cache=tmp_path) as applied:
+            with torch.no_grad():
+                assert torch.equal(model(X), wanted)
+            got, again = model(X), model(X)
+            assert len(applied.components["AsksGrad"].prepared) == 2
+        assert torch.equal(got, model(X))
+        assert torch.equal(got, again)
+
+
+def test_a_model_that_asks_for_nothing_is_exported_once_for_both_grad_modes(tmp_path):
+    model = models.frozen(Lifts())
+    with apply(model, "1MB", cache=tmp_path) as applied:
+        model(X)
+        with torch.no_grad():
+            model(X)
+        assert len(applied.components["Lifts"].prepared) == 1
+
+
+def test_the_fast_path_of_attention_is_refused_and_the_slow_one_runs(tmp_path, monkeypatch):
+    layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+    model = nn.TransformerEncoder(layer, 1).eval()
+    mask = torch.tensor([[False, False, True]])
+    wanted = model(X[None], src_key_padding_mask=mask)
+    with apply(model, "1MB", cache=tmp_path):
+        assert torch.equal(model(X[None], src_key_padding_mask=mask), wanted)
+        with torch.no_grad():
+            for given in ({}, {"src_key_padding_mask": mask}):
+                with pytest.raises(PassError, match=r"takes torch's fast path.*set_fastpath_enabled"):
+                    model(X[None], **given)
+            monkeypatch.setattr(torch.backends.mha, "_is_fastpath_enabled", False)
+            assert torch.equal(model(X[None], src_key_padding_mask=mask), wanted)

@@ -17,6 +17,7 @@ from penstock.integrations.calls.arguments import Builder, Collector, State, Tre
 from penstock.integrations.calls.assumptions import Assumptions, truth_of
 from penstock.integrations.calls.isolation import RememberedError, empty_caches, watch_memory
 from penstock.integrations.calls.kinds import Call, method_of
+from penstock.integrations.calls.modes import FastPathError, modes_of_call
 from penstock.integrations.calls.stages import Stage, stages_of, within
 from penstock.integrations.calls.values import Values, has_values, known_in_trace, with_values
 from penstock.integrations.libraries import as_when_called
@@ -44,13 +45,15 @@ Size = int | Dimension
 class Result:
     """What a call returned and left in the states that it was given, and what it assumed of its tensors.
 
-    `values` are those of tensors which have no others in any call that the program serves.
+    `values` are those of tensors which have no others in any call that the program serves, and `grad` is the
+    grad mode of these calls where the model asked for it; None where it did not.
     """
 
     output: Tree
     states: tuple[State, ...]
     assumed: tuple[bool, ...]
     values: Values = ()
+    grad: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ class ExportedCall:
 
     def accepts(self, call: Call) -> bool:
         """Whether the program computes what the model would for this call."""
-        if self.kind != call.kind:
+        if self.kind != call.kind or self.result.grad not in (None, call.grad):
             return False
         try:
             self.checks.check(list(call.tensors))
@@ -171,7 +174,7 @@ def _export_in_stages(
     for number in range(min(needed.get(call.kind, 0), len(stages) - 1), len(stages)):
         try:
             exported, result = _export(known, model, call, stages[number])
-        except RememberedError:
+        except (RememberedError, FastPathError):
             raise
         except PassError as error:
             if number + 1 == len(stages):
@@ -211,7 +214,13 @@ def _content(exported: ExportedProgram) -> str:
 
 def _name(call: Call, result: Result) -> str:
     """An identifier that no other program for calls of the module has."""
-    facts = call.kind, [tuple(tensor.shape) for tensor in call.tensors], result.assumed, result.values
+    facts = (
+        call.kind,
+        [tuple(tensor.shape) for tensor in call.tensors],
+        result.assumed,
+        result.values,
+        result.grad,
+    )
     return f"call_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}"
 
 
@@ -255,12 +264,17 @@ class _Flat(nn.Module):
         builder = Builder(with_values(tensors, self._values))
         arguments = builder.give(self._call.tree)
         decisions = Assumptions(self._known, self._call.full_masks)
-        with as_when_called(decisions), watch_memory(self.model) as remembered:
+        with (
+            as_when_called(decisions),
+            watch_memory(self.model) as remembered,
+            modes_of_call(self._call.grad) as mode,
+        ):
             output = method_of(self.model, self._call.entry)(**arguments)
         collector = Collector(tensors, builder.states)
         tree = collector.take(output)
         states = tuple(collector.state(one) for one in builder.states)
-        self._record(Result(tree, states, tuple(decisions.answers), self._values), remembered)
+        grad = self._call.grad if mode.asked else None
+        self._record(Result(tree, states, tuple(decisions.answers), self._values, grad), remembered)
         return [*collector.tensors, *decisions.tensors]
 
 

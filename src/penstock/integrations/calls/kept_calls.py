@@ -138,6 +138,7 @@ def encode_call(method: ExportedCall) -> bytes:
         "states": [_encode_leaf(state) for state in method.result.states],
         "assumed": method.assumed,
         "values": method.result.values,
+        "grad": method.result.grad,
         "outputs": [encode_value((one.dtype, one.device, one.shape, one.stride)) for one in method.outputs],
         "truth": None if method.truth is None else encode_graph(method.truth),
         "computed": sorted(annotated.computed),
@@ -165,6 +166,7 @@ def decode_call(data: bytes) -> ExportedCall:
         tuple(_decode_leaf(state) for state in call["states"]),
         tuple(bool(answer) for answer in call["assumed"]),
         tuple((index, value) for index, value in call["values"]),
+        call["grad"],
     )
     return ExportedCall(
         call["name"],

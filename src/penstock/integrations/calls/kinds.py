@@ -28,6 +28,8 @@ class Call:
     tensors: tuple[torch.Tensor, ...]
     states: tuple[object, ...]
     full_masks: bool
+    grad: bool
+    """Whether grad mode is on, which counts where the model asks for it."""
     text: str
     """The arguments that were given, in words."""
     title: str
@@ -42,8 +44,9 @@ class Call:
         full = all(bool(mask.all()) for mask in masks)
         texts = [f"{name} {_text(value)}" for name, value in arguments.items() if value is not None]
         text = ", ".join(texts if full else [*texts, "padded"])
+        grad = torch.is_grad_enabled()
         title = _title(arguments, full) or f"{entry} of {text}"
-        return cls(entry, tree, tuple(collector.tensors), tuple(collector.states), full, text, title)
+        return cls(entry, tree, tuple(collector.tensors), tuple(collector.states), full, grad, text, title)
 
     @cached_property
     def kind(self) -> str:
@@ -85,7 +88,7 @@ def _settings() -> tuple[object, ...]:
     """Global settings of torch that become part of a program where a module asks for them."""
     kinds = ("cpu", "cuda")
     autocast = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in kinds]
-    return torch.get_default_dtype(), *autocast
+    return torch.get_default_dtype(), torch.backends.mha.get_fastpath_enabled(), *autocast
 
 
 def _refuse_autocast(tensors: Sequence[torch.Tensor]) -> None:

@@ -84,6 +84,7 @@ def _say_tensors(words: Words, module: nn.Module, prefix: str) -> None:
     for name, value in module._parameters.items():
         words.say("parameter", name)
         if value is not None:
+            words.say(value.requires_grad)
             words.tensor(value, prefix + name, values=False)
     for name, buffer in module._buffers.items():
         computed = name in module._non_persistent_buffers_set
