@@ -194,6 +194,41 @@ def test_a_flag_that_is_set_at_run_time_changes_the_key(written):
     assert key(model) != before
 
 
+SETTINGS = """
+import types
+options = types.SimpleNamespace(scale={scale})
+"""
+
+
+def test_a_line_of_a_file_of_constants_changes_the_key(written):
+    text = MODULE.replace("{late}.value()", "{late}.options.scale")
+    before = key(written(text, late=SETTINGS.format(scale=1)))
+    keys = {key(written(text, late=SETTINGS.format(scale=2)))}
+    keys |= {key(written(text, late=SETTINGS.format(scale=1) + "other = 3"))}
+    assert len({before, *keys}) == 3
+    model = written(text, late=SETTINGS.format(scale=1))
+    assert key(model) == before
+    late = next(module for name, module in sys.modules.items() if name.startswith("late_"))
+    late.options.scale = 2
+    assert key(model) != before
+
+
+class Named(nn.Module):
+    """Reads attributes of its class by their names."""
+
+    scale, shift = 1.0, 2.0
+
+    def forward(self, x):
+        return [getattr(self, name) for name in ("shift", "other")] + [getattr(self, "scale")]  # noqa: B009
+
+
+@pytest.mark.parametrize("name", ["scale", "shift"])
+def test_an_attribute_of_a_class_that_is_read_by_name_counts(name, monkeypatch):
+    before = key(Named())
+    monkeypatch.setattr(Named, name, 3.0)
+    assert key(Named()) != before
+
+
 class Holder:
     """An object of a class in Python, with a cycle."""
 

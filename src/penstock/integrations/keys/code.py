@@ -1,10 +1,11 @@
 """Says what code does in a hash: what it is made of, and all that it can come to by the names that it uses.
 
-A function names globals of its module, and attributes. Globals are looked up where it would find them. An
-attribute may be a method of any class that was come across, so all methods of that name are followed. So
-functions that were replaced at run time, flags of modules and registries count as they are now, whatever
-the files say; the files count too, for what no code names. torch, Python's own library, and all others that
-no class of the module comes from are known by their versions, but for what replaces a function of theirs.
+A function names globals of its module, and attributes, some of them in strings (`getattr`). Globals are
+looked up where it would find them. An attribute may be a method of any class that was come across, so all
+methods of that name are followed. So functions that were replaced at run time, flags of modules and
+registries count as they are now, whatever the files say; the files count too, for what no code names.
+torch, Python's own library, and all others that no class of the module comes from are known by their
+versions, but for what replaces a function of theirs.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ class Code(Words):
         where = f"{function.__module__}.{function.__qualname__}"
         sure = _package(code.co_filename) == ""
         self._held(function, where, sure=sure)
-        names = list(dict.fromkeys(name for one in _nested(code) for name in one.co_names))
+        names = list(dict.fromkeys(name for one in _nested(code) for name in _names(one)))
         for name in names:
             held = function.__globals__.get(name, vars(builtins).get(name, self))
             if held is not self:
@@ -166,14 +167,16 @@ class Code(Words):
             return
         modules = [held]
         for module in modules:
-            inside = vars(module)
+            inside, file = vars(module), getattr(module, "__file__", None) or ""
+            users = bool(file) and _package(file) == ""
+            self._add_file(file if users else "")
             for other in names:
                 one = inside.get(other, self)
                 if isinstance(one, types.ModuleType):
                     modules += [] if one in modules else [one]
                 elif one is not self and (callable(one) or not _is_pythons(module)):
                     self.say("of", module.__name__, other)
-                    self.value(one, Found(f"{module.__name__}.{other}, which {where} uses", False))
+                    self.value(one, Found(f"{module.__name__}.{other}, which {where} uses", users))
 
     def _environment(self, code: types.CodeType) -> None:
         """Say the values of the environment's variables that a function names."""
@@ -192,6 +195,14 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
     for held in code.co_consts:
         if isinstance(held, types.CodeType):
             yield from _nested(held)
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """The names that a code object uses, and those that it may give to `getattr`."""
+    yield from code.co_names
+    for held in code.co_consts:
+        inside = held if isinstance(held, tuple | frozenset) else (held,)
+        yield from sorted(one for one in inside if isinstance(one, str) and one.isidentifier())
 
 
 def _digest(code: types.CodeType) -> str:

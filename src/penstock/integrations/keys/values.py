@@ -56,6 +56,9 @@ _CACHED = type(functools.lru_cache(len))
 _MADE_IN_PYTHON = 1 << 9
 """The flag of classes that are defined in Python, whose objects have no state but their attributes."""
 
+_BASES = (object, types.SimpleNamespace)
+"""Classes in C whose objects have no state but their attributes either."""
+
 _DEPTH = 5
 """How deep a value is followed where it need not be known for sure."""
 
@@ -252,7 +255,7 @@ def _alone(value: object, place: Found) -> str:
 def _say_object(words: Words, value: Any, place: Found) -> bool:
     """An object of a class that is defined in Python is its attributes."""
     kind = type(value)
-    if not all(one is object or one.__flags__ & _MADE_IN_PYTHON for one in kind.__mro__):
+    if not all(one in _BASES or one.__flags__ & _MADE_IN_PYTHON for one in kind.__mro__):
         return False
     words.say("object", words.found(kind))
     _say_attributes(words, value, place)
