@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from penstock.integrations.emptied.absent import AbsentTensor
+from penstock.integrations.emptied.definitions import Definitions
 from penstock.passes.weights.subclasses import flattened, has_parts, plain_tensors
 from penstock.schedule.facts.errors import StreamError
 
@@ -85,17 +86,15 @@ class Watch:
         self._parts = _parts(parts)
         self._settings = _settings(module)
         self._adapters = _adapters(parts)
+        self._definitions = Definitions(one for _, one in parts)
         walk = _facts(parts)
         self._facts, self._glance = walk.found, _Glance(module, parts, walk)
 
     def check(self) -> None:
         """Raise StreamError, naming what changed, where the program no longer does what the module says."""
-        if hook := global_hook():
-            raise StreamError(
-                f"{hook} is a hook on all modules, and the {type(self._module).__name__} streams, so that it "
-                f"would not be called for parts: {REMOVE_GLOBAL_HOOK}"
-            )
-        if not self._module.training and self._glance.is_same():
+        self._refuse_global_hook()
+        replaced = self._definitions.changed()
+        if not replaced and not self._module.training and self._glance.is_same():
             return
         changed, then = "", f"take that back, or {self._again}"
         parts = list(self._module.named_modules())
@@ -114,11 +113,20 @@ class Watch:
             part, _, attribute = names[0].rpartition(".")
             if attribute == _TRAINING and self._module.get_submodule(part).training:
                 changed, then = f"its part {part} is in training mode", _EVAL
+        elif replaced:
+            changed = f"{', '.join(replaced[:3])} changed"
         if changed:
             raise StreamError(
                 f"the {type(self._module).__name__} is not what was exported any more: {changed}: {then}"
             )
         self._glance = _Glance(self._module, parts, walk)
+
+    def _refuse_global_hook(self) -> None:
+        if hook := global_hook():
+            raise StreamError(
+                f"{hook} is a hook on all modules, and the {type(self._module).__name__} streams, so that it "
+                f"would not be called for parts: {REMOVE_GLOBAL_HOOK}"
+            )
 
     def _part(self, name: str, now: Mapping[str, object]) -> str:
         """What happened to a submodule, in words."""
