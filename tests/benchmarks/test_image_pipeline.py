@@ -31,7 +31,7 @@ def test_few_layers_are_planned_within_every_cap(tmp_path: Path) -> None:
     found = json.loads(figures.read_text())
     assert "not a measurement" in found["kind"]
     roomy, tight, none = found["images"]
-    assert none["failure"].startswith("CLIP-L text encoder: of 95.37 MiB device memory")
+    assert none["failure"].startswith("CLIP-L text encoder: of 100 MB (95.37 MiB) device memory")
     assert [one["calls"] for one in tight["components"]] == [1, 1, 3, 1]
     for image in (roomy, tight):
         assert image["peak_bytes"] <= image["cap_bytes"]
