@@ -1,4 +1,4 @@
-"""What the tests of integrations share: the memory of a process of thousands of tests counts against no cap."""
+"""What tests of integrations share: the memory of a process of so many tests counts against no cap."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.integrations import cap
 
 @pytest.fixture(scope="session", autouse=True)
 def uncounted() -> Iterator[None]:
-    """What other tests leave in the process is not told from what an export leaves: `test_caps.py` sets both."""
+    """What other tests leave in the process counts like an export: `test_caps.py` sets what it counts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cap, "anonymous_bytes", lambda: 0)
         yield
