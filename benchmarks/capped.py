@@ -83,8 +83,10 @@ def make_pipeline(folder: Path) -> Any:
 
 
 def _saved(model: Any, folder: Path) -> Any:
+    """The model as its library loads it: mapped files, whose addresses decide last bits."""
     model.save_pretrained(folder)
-    return model.eval() if hasattr(model, "eval") else model
+    loaded = type(model).from_pretrained(folder)
+    return loaded.eval() if hasattr(loaded, "eval") else loaded
 
 
 MAKERS: dict[str, Callable[[Path], Any]] = {"llama": make_llama, "t5": make_t5, "pipeline": make_pipeline}

@@ -288,7 +288,7 @@ def test_names_are_shown_and_never_obeyed(browser: Chrome, tmp_path: Path) -> No
     hostile = ["</script><script>document.title = 'hit'</script>", "<img src=x onerror=alert(1)>", *"cdefgh"]
     page = Page(browser, save(tmp_path, equal_plan(), names=hostile))
     assert page.rows() == hostile
-    assert browser.title == "plan within 16.00 KiB - penstock"
+    assert browser.title == "plan within 50% (16.00 KiB) - penstock"
     assert page.complaints() == []
 
 
