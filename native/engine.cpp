@@ -81,6 +81,7 @@ ps_statistics Engine::statistics() const {
     ps_statistics result{};
     std::lock_guard<std::mutex> guard(lock_);
     result.bytes_moved = bytes_moved_;
+    result.bytes_read = bytes_read_;
     result.misses = misses_;
     result.stall_ns = stall_ns_;
     arena_->sizes(&result.held_bytes, &result.peak_bytes);
@@ -256,6 +257,7 @@ void Engine::read() {
         std::lock_guard<std::mutex> guard(lock_);
         --in_flight_;
         bytes_moved_ += moved;
+        bytes_read_ += moved;
         if (!error)
             for (const Piece &piece : taken.pieces) --(*taken.left)[piece.step];
         else if (!error_)

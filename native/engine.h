@@ -95,7 +95,7 @@ class Engine {
     std::optional<Sentence> error_;
     int in_flight_ = 0;
     bool running_ = false, paused_ = false, closed_ = false, resident_loaded_ = false;
-    int64_t checked_ns_ = 0, bytes_moved_ = 0, misses_ = 0, stall_ns_ = 0;
+    int64_t checked_ns_ = 0, bytes_moved_ = 0, bytes_read_ = 0, misses_ = 0, stall_ns_ = 0;
 };
 
 }  // namespace penstock

@@ -46,7 +46,8 @@ class Statistics(ctypes.Structure):
     """`ps_statistics`, in bytes, counts and nanoseconds."""
 
     _fields_ = tuple(
-        (name, c_int64) for name in ("bytes_moved", "misses", "stall_ns", "held_bytes", "peak_bytes")
+        (name, c_int64)
+        for name in ("bytes_moved", "bytes_read", "misses", "stall_ns", "held_bytes", "peak_bytes")
     )
 
 

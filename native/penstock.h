@@ -62,8 +62,9 @@ typedef struct ps_options {
     ps_log log;            /* NULL: nobody is told */
 } ps_options;
 
+/* Bytes, counts and nanoseconds so far. Readers brought `bytes_read` of `bytes_moved`; the rest needed no waiting. */
 typedef struct ps_statistics {
-    int64_t bytes_moved, misses, stall_ns, held_bytes, peak_bytes;
+    int64_t bytes_moved, bytes_read, misses, stall_ns, held_bytes, peak_bytes;
 } ps_statistics;
 
 /* Opens an engine for a plan. `payload` and `plan` are JSON as docs/payload.md specifies them, `folder` is the

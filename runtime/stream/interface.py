@@ -8,9 +8,14 @@ from typing import Protocol
 
 @dataclass
 class Counters:
-    """The counters of a streamer so far, in bytes, nanoseconds and events."""
+    """The counters of a streamer so far, in bytes, nanoseconds and events.
+
+    `bytes_read` are those of `bytes_moved` that readers brought; the others were mapped on the caller's
+    thread.
+    """
 
     bytes_moved: int = 0
+    bytes_read: int = 0
     misses: int = 0
     stall_ns: int = 0
 

@@ -42,7 +42,7 @@ class NativeStreamer:
     def counters(self) -> Counters:
         """What was done so far."""
         now = self._statistics()
-        return Counters(now.bytes_moved, now.misses, now.stall_ns)
+        return Counters(now.bytes_moved, now.bytes_read, now.misses, now.stall_ns)
 
     @property
     def held_bytes(self) -> int:

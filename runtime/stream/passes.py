@@ -7,13 +7,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
 from penstock.passes.probes import Probes, streaming
 from penstock.runtime.stream.interface import Counters, MemoryUse, Stats, Streamer
+from penstock.runtime.system.threads import ParkedTeam
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.sizes import format_size
 from penstock.schedule.plan import Plan
@@ -57,7 +58,8 @@ class LoadedWeights:
     """The weights of a plan as tensors by FQN, and their streamer. They are closed when they are collected.
 
     The streamer waits for the weights that stream; `wait` returns when all others are in memory.
-    `out_of_memory` says which part of a device's memory was too small.
+    `out_of_memory` says which part of a device's memory was too small. `team` sleeps while readers bring much
+    of what a pass takes; what is mapped from the page cache needs none of them.
     """
 
     plan: Plan
@@ -65,6 +67,7 @@ class LoadedWeights:
     resources: Resources
     usage: Callable[[], MemoryUse]
     wait: Callable[[], None] = lambda: None
+    team: ParkedTeam | None = None
     out_of_memory: Callable[[], str] = lambda: "activations outgrew what was left beside weights"
 
     def __post_init__(self) -> None:
@@ -90,6 +93,7 @@ class LoadedWeights:
         with streaming(probes):
             if streamer is None:
                 return run()
+            before = replace(streamer.counters)
             try:
                 streamer.begin(graph)
                 output = run()
@@ -97,7 +101,17 @@ class LoadedWeights:
             except BaseException:
                 streamer.abort()
                 raise
+            self._calm(before, streamer.counters)
             return output
+
+    def _calm(self, before: Counters, now: Counters) -> None:
+        """Have the team sleep in the next pass if readers brought a quarter of what came in this one."""
+        if self.team is None:
+            return
+        if 4 * (now.bytes_read - before.bytes_read) > now.bytes_moved - before.bytes_moved:
+            self.team.park()
+        else:
+            self.team.wake()
 
     def stats(self, passes: int) -> Stats:
         """Returns what was streamed in `passes` passes, and the memory that it takes."""

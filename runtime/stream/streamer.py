@@ -163,6 +163,7 @@ class ArenaStreamer(StreamEngine):
             with self._work:
                 self._in_flight -= 1
                 self.counters.bytes_moved += moved
+                self.counters.bytes_read += moved
                 if error is None:
                     for piece in pieces:
                         left[piece.step] -= 1

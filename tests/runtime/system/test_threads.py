@@ -57,6 +57,22 @@ def test_a_team_ends_with_its_threads() -> None:
     assert ended(before)
 
 
+def test_a_team_wakes_and_is_parked_again() -> None:
+    torch.ones(1 << 20).add_(1)
+    before = threads()
+    team = ParkedTeam()
+    for _ in range(2):
+        team.wake()
+        team.wake()
+        assert ended(before)
+        team.park()
+        team.park()
+        assert len(threads() - before) <= torch.get_num_threads()
+        assert bool(threads() - before) == (torch.get_num_threads() > 1)
+    team.close()
+    assert ended(before)
+
+
 def test_one_thread_needs_no_team(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     before = threads()
