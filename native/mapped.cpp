@@ -1,7 +1,10 @@
 #include "mapped.h"
 
+#include <fcntl.h>
 #include <sys/mman.h>
 
+#include <algorithm>
+#include <chrono>
 #include <cstring>
 
 #include "failure.h"
@@ -10,6 +13,15 @@
 namespace penstock {
 
 namespace {
+
+// Bytes a second: 2 MiB are mapped in 2 us if the page cache holds them as one folio, and in 110 us if it holds single
+// pages, as of a file that was written. After so many granules that were read again in vain the others are left.
+constexpr double SMALL = 40e9;
+constexpr int MOST_IN_VAIN = 8;
+
+double wall_seconds() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 [[noreturn]] void unmappable(const std::string &what) { throw Failure(PS_PLAN, what + "; plan it again"); }
 
@@ -57,6 +69,11 @@ void MappedArena::map_segments(Reservation &memory) const {
         if (behind_[s].file >= 0) map_file(memory, s, segment_pages(s));
 }
 
+void MappedArena::forget(size_t segment, Range range) const {
+    const Behind &behind = behind_[segment];
+    posix_fadvise(source_.fd(behind.file), range.start - behind.base, range.nbytes(), POSIX_FADV_DONTNEED);
+}
+
 int64_t MappedArena::bring(Range range) {
     int64_t brought = 0;
     pages(range, [&](const Pages &some) {
@@ -93,7 +110,8 @@ std::optional<int64_t> AdaptiveArena::fill_ready(Range range) {
             if (at(granule).filled) return std::nullopt;
     }
     if (!cached(first) || (last != first && !cached(last))) return std::nullopt;  // asking costs a third of mapping
-    return hold(range, [this](Range whole) { return bring_mapped(whole); });
+    if (worth_reading(range)) return std::nullopt;
+    return hold(range, [this](Range whole) { return bring_cached(whole); });
 }
 
 // The range as runs of granules that are brought alike.
@@ -133,20 +151,74 @@ void AdaptiveArena::discard(Range range) {
     if (start < range.stop) MappedArena::discard({start, range.stop});
 }
 
+// Maps what the cache holds, on the thread of the call.
+int64_t AdaptiveArena::bring_cached(Range range) {
+    place_mapped(range);
+    const double began = thread_seconds();
+    const int64_t brought = MappedArena::bring(range);
+    note(range, brought, thread_seconds() - began);
+    return brought;
+}
+
 int64_t AdaptiveArena::bring_mapped(Range range) {
-    {
+    place_mapped(range);
+    const bool again = worth_reading(range) && empty_cache(range);
+    const double began = wall_seconds();
+    const int64_t brought = MappedArena::bring(range);
+    std::lock_guard<std::mutex> guard(lock_);
+    if (again) small_seconds_ -= wall_seconds() - began;
+    return brought;
+}
+
+// Has the granules of a range mapped to their file.
+void AdaptiveArena::place_mapped(Range range) {
+    std::lock_guard<std::mutex> guard(lock_);
+    make_room();
+    each(range, [this](int64_t start, Granule &granule) {
+        if (!granule.moved) return;
+        spares_.vacate(memory_.at(start));
+        map_file(memory_, segment_of(start), {start, start + plan_.granule});
+        hint(memory_.at(start), plan_.granule, MADV_HUGEPAGE);
+        granule.moved = false;
+    });
+}
+
+// Whether some granule should be read again: not for more seconds than mapping single pages has taken so far, as with
+// renting and buying, so that both together never take twice what the better of the two would have.
+bool AdaptiveArena::worth_reading(Range range) {
+    std::lock_guard<std::mutex> guard(lock_);
+    bool worth = false;
+    if (cache_holds_all_ && small_seconds_ > 0 && in_vain_ < MOST_IN_VAIN)
+        each(range, [&](int64_t, Granule &granule) { worth |= granule.folios == Folios::SMALL; });
+    return worth;
+}
+
+// Takes small folios out of the page cache; false where all stay, as what others have mapped does.
+bool AdaptiveArena::empty_cache(Range range) {
+    bool gone = false;
+    each(range, [&](int64_t start, Granule &granule) {
+        if (granule.folios != Folios::SMALL) return;
+        forget(segment_of(start), {start, start + plan_.granule});
+        const bool stays = cached(start);
+        gone |= !stays;
         std::lock_guard<std::mutex> guard(lock_);
-        make_room();
-        for (int64_t granule = round_down(range.start, plan_.granule); granule < range.stop;
-             granule += plan_.granule) {
-            if (!at(granule).moved) continue;
-            spares_.vacate(memory_.at(granule));
-            map_file(memory_, segment_of(granule), {granule, granule + plan_.granule});
-            hint(memory_.at(granule), plan_.granule, MADV_HUGEPAGE);
-            at(granule).moved = false;
-        }
-    }
-    return MappedArena::bring(range);
+        granule.folios = stays ? Folios::LEFT : Folios::READ_AGAIN;
+    });
+    return gone;
+}
+
+// Notes how long it took to map a range from the page cache.
+void AdaptiveArena::note(Range range, int64_t brought, double seconds) {
+    std::lock_guard<std::mutex> guard(lock_);
+    const bool small = static_cast<double>(brought) < SMALL * seconds;
+    bool again = true;
+    each(range, [&](int64_t start, Granule &granule) {
+        again &= granule.folios == Folios::READ_AGAIN;
+        if (small && granule.folios == Folios::UNKNOWN && is_whole({start, start + plan_.granule}))
+            granule.folios = Folios::SMALL;
+    });
+    if (small) small_seconds_ += seconds;
+    if (again) in_vain_ = small ? in_vain_ + 1 : 0;
 }
 
 int64_t AdaptiveArena::bring_private(Range range) {
@@ -176,9 +248,7 @@ bool AdaptiveArena::goes_past_cache(Range cut) {
     std::lock_guard<std::mutex> guard(lock_);
     Granule &granule = at(cut.start);
     if (granule.filled) return true;
-    const int segment = segment_of(cut.start);
-    const bool whole = segment >= 0 && cut.nbytes() == plan_.granule && cut.stop <= plan_.segments[segment].stop;
-    if (!whole || cached(cut.start)) return false;
+    if (!is_whole(cut) || cached(cut.start)) return false;
     if (!asks_cache()) return !cache_holds_all_;
     if (granule.past || !cache_holds_all_) {
         granule.past = std::max(0, granule.past - 1);
@@ -187,6 +257,12 @@ bool AdaptiveArena::goes_past_cache(Range cut) {
     granule.past = granule.next;
     granule.next *= 2;
     return false;
+}
+
+// Whether a range within one granule is all of it, and no end of a segment cuts it.
+bool AdaptiveArena::is_whole(Range cut) const {
+    const int segment = segment_of(cut.start);
+    return segment >= 0 && cut.nbytes() == plan_.granule && cut.stop <= plan_.segments[segment].stop;
 }
 
 bool AdaptiveArena::cached(int64_t granule) const {

@@ -17,6 +17,9 @@ class MappedArena : public PagedArena {
   protected:
     int64_t bring(Range range) override;
 
+    // Takes bytes of a segment, unmapped ones in whole pages, out of the page cache, where nothing else maps them.
+    void forget(size_t segment, Range range) const;
+
     // Maps layout bytes of a segment, whole pages, at the same offset of `memory`.
     void map_file(Reservation &memory, size_t segment, Range range) const;
     void map_segments(Reservation &memory) const;
@@ -34,8 +37,8 @@ class MappedArena : public PagedArena {
 
 // The same, but granules that the page cache does not hold are read past it into private memory. One that was lost
 // from the cache is read past it some times before it is cached again; a cache without room for all files is left
-// alone. Mapped granules, private ones and spare private ones together never exceed the plan's arena. Granules that an
-// end of their segment cuts are always mapped.
+// alone. One that the cache holds page by page is brought into it again in one piece. Mapped granules, private ones and
+// spare private ones together never exceed the plan's arena. Granules that an end of their segment cuts are always mapped.
 class AdaptiveArena final : public MappedArena {
   public:
     AdaptiveArena(const Plan &plan, const Source &source, const ps_options &options);
@@ -60,7 +63,11 @@ class AdaptiveArena final : public MappedArena {
         std::vector<char *> slots_;
     };
 
+    // How the page cache holds a granule: SMALL ones, page by page, are worth reading again.
+    enum class Folios : char { UNKNOWN, SMALL, READ_AGAIN, LEFT };
+
     struct Granule {
+        Folios folios = Folios::UNKNOWN;
         bool filled = false;  // in private memory
         bool moved = false;   // not mapped to the file at the moment
         int past = 0;         // reads past the cache that are left before it is cached again,
@@ -69,19 +76,33 @@ class AdaptiveArena final : public MappedArena {
 
     int64_t bring(Range range) override;
     void discard(Range range) override;
+    int64_t bring_cached(Range range);
     int64_t bring_mapped(Range range);
+    void place_mapped(Range range);
+    bool worth_reading(Range range);
+    bool empty_cache(Range range);
+    void note(Range range, int64_t brought, double seconds);
+    bool is_whole(Range cut) const;
     int64_t bring_private(Range range);
     void make_room();
     bool goes_past_cache(Range cut);
     bool asks_cache() const { return cache_ != nullptr; }
     bool cached(int64_t granule) const;
+
+    template <typename Use>
+    void each(Range range, Use use) {
+        for (int64_t granule = round_down(range.start, plan_.granule); granule < range.stop; granule += plan_.granule)
+            use(granule, at(granule));
+    }
     Granule &at(int64_t offset) { return granules_[offset / plan_.granule]; }
 
     std::mutex lock_;
     std::vector<Granule> granules_;
     Spares spares_;
     std::unique_ptr<Reservation> cache_;  // mapped only to ask about: there is no answer for private memory
-    bool cache_holds_all_;
+    const bool cache_holds_all_;
+    double small_seconds_ = 0;  // that mapping single pages took, without those that reading them again took
+    int in_vain_ = 0;
 };
 
 }  // namespace penstock

@@ -18,13 +18,13 @@ constexpr int POPULATE_READ = 22, POPULATE_WRITE = 23;
 constexpr int MOVE = 1 | 2 | 4;  // MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP
 constexpr int ANONYMOUS = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
 
+}  // namespace
+
 double thread_seconds() {
     timespec now;
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
     return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9;
 }
-
-}  // namespace
 
 void refused(int64_t nbytes, const char *what) {
     throw Failure(PS_STREAM, "the system refused " + std::to_string(nbytes) + " bytes of " + what + " for weights (" +

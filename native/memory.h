@@ -54,6 +54,9 @@ bool is_cached(char *address);
 bool supports_populate();
 bool supports_move();
 
+// Of the processor, that this thread has taken.
+double thread_seconds();
+
 [[noreturn]] void refused(int64_t nbytes, const char *what);
 
 // Takes memory that has never been touched, piece by piece, from any thread. Huge pages mostly come faster than small

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import os
 import threading
+import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
@@ -32,6 +34,12 @@ from penstock.schedule.plan import Plan
 PATIENCE = 32
 """How often a granule that the cache has lost is read past it before it is cached again; then doubled."""
 
+_SMALL = 40e9
+"""Bytes a second: what the cache holds in large folios is mapped faster, and single pages more slowly."""
+
+_IN_VAIN = 8
+"""After so many granules that were read again and are mapped no faster, the others are left as they are."""
+
 
 class AdaptiveArena(MappedArena):
     """Maps the granules that the page cache holds, and reads the others directly into private memory.
@@ -41,6 +49,9 @@ class AdaptiveArena(MappedArena):
     past it, `PATIENCE` times before it gets another chance: a cache that cannot keep the weights
     only slows reading down (1.5 against 3.2 GB/s where each page of it had to be taken from the host
     of a virtual machine).
+
+    A granule that the cache holds page by page, as writing a file leaves it there, is brought into it again
+    in one piece (see `SmallFolios`).
 
     Mapped granules, private ones and spare private ones together never exceed the plan's arena.
     Granules cut by an end of their segment are always mapped.
@@ -59,6 +70,7 @@ class AdaptiveArena(MappedArena):
         self._cache: Reservation | None = None
         room = available_bytes()
         self._cache_holds_all = room is None or sum(f.nbytes for f in source.files) <= room
+        self._small = SmallFolios(in_vain=0 if self._cache_holds_all else _IN_VAIN)
         super().__init__(plan, storages, source, debug=debug)
 
     def _map(self) -> None:
@@ -73,9 +85,9 @@ class AdaptiveArena(MappedArena):
     def fill_ready(self, start: int, stop: int) -> int | None:
         granules = range(round_down(start, self._granule), stop, self._granule)
         ends = dict.fromkeys((granules[0], granules[-1]))  # asking takes a third of the time of mapping
-        if self._private.isdisjoint(granules) and all(self._is_cached(granule) for granule in ends):
-            return self._fill(start, stop, self._bring_mapped)
-        return None
+        if not self._private.isdisjoint(granules) or not all(self._is_cached(granule) for granule in ends):
+            return None
+        return None if self._small.worth_reading(granules) else self._fill(start, stop, self._bring_cached)
 
     def mapped_bytes(self) -> int:
         return 0 if self._closed else super().mapped_bytes() + self._spares.resident_bytes()
@@ -106,17 +118,41 @@ class AdaptiveArena(MappedArena):
         for low, high in _without(start, stop, private, self._granule):
             super()._discard(low, high)
 
+    def _bring_cached(self, start: int, stop: int) -> int:
+        """Map what the cache holds, on the thread of the call, and note how long that takes."""
+        granules = self._place_mapped(start, stop)
+        began = time.thread_time()
+        brought = super()._bring(start, stop)
+        whole = [granule for granule in granules if self._is_whole(granule, granule + self._granule)]
+        self._small.mapped(granules, whole, brought, time.thread_time() - began)
+        return brought
+
     def _bring_mapped(self, start: int, stop: int) -> int:
+        small = self._small.worth_reading(self._place_mapped(start, stop))
+        gone = [granule for granule in small if self._leaves_cache(granule)]
+        began = time.perf_counter()
+        brought = super()._bring(start, stop)
+        self._small.read(small, gone, time.perf_counter() - began)
+        return brought
+
+    def _place_mapped(self, start: int, stop: int) -> range:
+        """Have the granules of a range mapped to their file, and return them."""
+        granules = range(round_down(start, self._granule), stop, self._granule)
         with self._lock:
             self._make_room()
-            granules = range(round_down(start, self._granule), stop, self._granule)
             for granule in [g for g in granules if g in self._moved]:
                 self._spares.vacate(self._memory.address + granule)
                 segment = bisect_right(self._starts, granule) - 1
                 self._map_file(self._memory, segment, granule, self._granule)
                 hint(self._memory.address + granule, self._granule, MADV_HUGEPAGE)
                 self._moved.remove(granule)
-        return super()._bring(start, stop)
+        return granules
+
+    def _leaves_cache(self, granule: int) -> bool:
+        """Take a granule out of the page cache; false where it stays, as what others have mapped does."""
+        file, base = self._files[bisect_right(self._starts, granule) - 1]
+        os.posix_fadvise(self._source.fd(file), granule - base, self._granule, os.POSIX_FADV_DONTNEED)
+        return not self._is_cached(granule)
 
     def _read(self, start: int, stop: int) -> int:
         address = self._memory.address
@@ -148,9 +184,7 @@ class AdaptiveArena(MappedArena):
     def _goes_past_cache(self, start: int, stop: int) -> bool:
         if start in self._private:
             return True
-        segment = self._segments[max(0, bisect_right(self._starts, start) - 1)]
-        cut = start < segment.start or stop > segment.stop
-        if stop - start < self._granule or cut or self._is_cached(start):
+        if not self._is_whole(start, stop) or self._is_cached(start):
             return False
         if self._cache is None:
             return not self._cache_holds_all
@@ -160,6 +194,11 @@ class AdaptiveArena(MappedArena):
             return True
         self._turns[start] = following, 2 * following
         return False
+
+    def _is_whole(self, start: int, stop: int) -> bool:
+        """Tells whether a range within one granule is all of it, and no end of a segment cuts it."""
+        segment = self._segments[max(0, bisect_right(self._starts, start) - 1)]
+        return stop - start == self._granule and segment.start <= start and stop <= segment.stop
 
     def _is_cached(self, granule: int) -> bool:
         """Tells whether the page cache holds a granule, by its first page; False if nobody knows."""
@@ -178,6 +217,50 @@ def _without(start: int, stop: int, granules: Sequence[int], granule: int) -> It
         start = one + granule
     if start < stop:
         yield start, stop
+
+
+class SmallFolios:
+    """Decides which granules the page cache should hold anew, each in one piece.
+
+    Mapping a granule of 2 MiB takes 2 us if the cache holds it as one folio, and 110 us if it holds single
+    pages, as of a file that was written; dropping it takes half as much. Reading it again mends that for
+    every later pass of every process. As with renting and buying, no more time goes into reading than slow
+    mapping has taken so far: together they never take twice what the better of the two would have.
+    """
+
+    def __init__(self, in_vain: int = 0) -> None:
+        self._lock = threading.Lock()
+        self._slow: set[int] = set()
+        self._settled: set[int] = set()  # tried, with success or not
+        self._again: set[int] = set()  # of these, what was read again
+        self._seconds = 0.0  # that slow mapping took, without those that reading again took
+        self._in_vain = in_vain
+
+    def worth_reading(self, granules: Sequence[int]) -> list[int]:
+        """Returns those granules that should be read again now."""
+        with self._lock:
+            if self._seconds <= 0 or self._in_vain >= _IN_VAIN:
+                return []
+            return [granule for granule in granules if granule in self._slow]
+
+    def mapped(self, granules: Sequence[int], whole: Sequence[int], nbytes: int, seconds: float) -> None:
+        """Note that cached granules were mapped at once, whole ones and such as an end of a segment cuts."""
+        with self._lock:
+            again = self._again.issuperset(granules)
+            if nbytes > _SMALL * seconds:
+                self._in_vain = 0 if again else self._in_vain
+                return
+            self._seconds += seconds
+            self._in_vain += again
+            self._slow.update(granule for granule in whole if granule not in self._settled)
+
+    def read(self, small: Sequence[int], gone: Sequence[int], seconds: float) -> None:
+        """Note that of granules that were worth it some had left the cache, and were read again."""
+        with self._lock:
+            self._slow.difference_update(small)
+            self._settled.update(small)
+            self._again.update(gone)
+            self._seconds -= seconds if gone else 0
 
 
 class _Spares(FreeGranules):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
+import mmap
 import os
 import random
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -260,3 +263,96 @@ def test_a_system_that_cannot_move_pages_maps_everything(weights, monkeypatch):
     arena = open_arena(plan_for(weights), weights.storages, weights.source)
     assert type(arena) is MappedArena
     arena.close()
+
+
+def read_by_pages(weights: Weights) -> None:
+    """Have the page cache hold the large file page by page, as many small reads leave it."""
+    cool(weights)
+    fd = weights.source.fd(0)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+    for at in range(0, LARGE, PAGE):
+        os.pread(fd, PAGE, at)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL)
+
+
+def disk_bytes() -> int:
+    """What the disk has delivered to this process."""
+    facts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(facts["read_bytes"])
+
+
+def take(monkeypatch: pytest.MonkeyPatch, *, mapping: float, reading: float) -> None:
+    """Have mapping a range, and reading one again, take so many seconds."""
+
+    def clock(step: float) -> Callable[[], float]:
+        times = itertools.count()
+        return lambda: next(times) * step
+
+    monkeypatch.setattr(
+        arena_adaptive, "time", SimpleNamespace(thread_time=clock(mapping), perf_counter=clock(reading))
+    )
+
+
+def passes_over(arena: Any, weights: Weights, granules: range, count: int) -> list[int]:
+    """Fills and drops granules `count` times; returns those that were left to a reader, in order."""
+    left = []
+    for _ in range(count):
+        for granule in granules:
+            ends = granule * HUGE_PAGE, (granule + 1) * HUGE_PAGE
+            if arena.fill_ready(*ends) is None:
+                left.append(granule)
+                assert arena.fill(*ends) == HUGE_PAGE
+            assert is_right(arena, weights, granule)
+            assert cached(weights, granule)
+            arena.drop(*ends)
+    return left
+
+
+def test_what_is_cached_page_by_page_is_read_again_once(arena, weights, monkeypatch):
+    monkeypatch.setattr(arena_adaptive, "_SMALL", 1e18)  # a time that no mapping is below, in Python
+    read_by_pages(weights)
+    before = disk_bytes()
+    left = passes_over(arena, weights, range(2, 5), 400)
+    assert len(set(left)) == len(left)
+    assert disk_bytes() - before == len(left) * HUGE_PAGE
+    assert left or weights.engine == "native"  # which goes by the true time
+
+
+@python_only
+def test_reading_again_takes_no_longer_than_slow_mapping_has(arena, weights, monkeypatch):
+    monkeypatch.setattr(arena_adaptive, "_SMALL", 1e18)
+    take(monkeypatch, mapping=1, reading=5)
+    read_by_pages(weights)
+    # After three mappings granule 2 is read, and after three more, which pay for the rest of that, granule 3.
+    assert passes_over(arena, weights, range(2, 5), 2) == [2]
+    assert passes_over(arena, weights, range(2, 5), 1) == [3]
+
+
+@python_only
+def test_what_others_map_is_left_as_it_is(arena, weights, monkeypatch):
+    monkeypatch.setattr(arena_adaptive, "_SMALL", 1e18)
+    read_by_pages(weights)
+    with weights.paths[0].open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as other:
+        assert other[3 * HUGE_PAGE] == weights.content[0][3 * HUGE_PAGE]  # its page is mapped now
+        before = disk_bytes()
+        assert passes_over(arena, weights, range(3, 4), 5) == [3]
+        assert disk_bytes() - before < HUGE_PAGE
+
+
+@python_only
+def test_reading_again_ends_where_it_does_not_help(arena, weights, monkeypatch):
+    monkeypatch.setattr(arena_adaptive, "_SMALL", 1e18)
+    monkeypatch.setattr(arena_adaptive, "_IN_VAIN", 2)
+    take(monkeypatch, mapping=1, reading=0)
+    read_by_pages(weights)
+    assert passes_over(arena, weights, range(2, 4), 1) == []
+    assert passes_over(arena, weights, range(2, 4), 1) == [2, 3]
+    assert passes_over(arena, weights, range(2, 4), 1) == []  # mapped as slowly as before, twice
+    assert passes_over(arena, weights, range(2, 5), 20) == []
+
+
+@python_only
+def test_nothing_is_read_again_where_the_cache_has_no_room(crowded, weights, monkeypatch):
+    monkeypatch.setattr(arena_adaptive, "_SMALL", 1e18)
+    read_by_pages(weights)
+    assert passes_over(crowded, weights, range(2, 5), 20) == []
