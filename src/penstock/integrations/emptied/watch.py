@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import is_
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -272,9 +273,11 @@ class _Glance:
     def __init__(self, module: nn.Module, parts: Sequence[tuple[str, nn.Module]], walk: _Walk) -> None:
         self._module, self._config = module, getattr(module, "config", None)
         owners = {id(one): one for one in (*walk.owners, self._config) if hasattr(one, "__dict__")}
-        self._owners = [(one, one.__dict__) for one in owners.values()]
-        read = {id(one): one for one in (*(held for _, held in self._owners), *walk.inside)}
-        self._inside = [(one, len(one), tuple(one), _values(one)) for one in read.values()]
+        self._owners, self._owned = [*owners.values()], [one.__dict__ for one in owners.values()]
+        read = [*{id(one): one for one in (*self._owned, *walk.inside)}.values()]
+        self._dicts = [one for one in read if isinstance(one, dict)]
+        self._sequences = [one for one in read if not isinstance(one, dict)]
+        self._sizes, self._held = self._counted(), [*self._holding()]
         self._tensors = [one for one in walk.found.values() if isinstance(one, _Same) and one.is_tensor]
         held: list[Any] = [
             one for _, part in parts for one in (*part._parameters.values(), *part._buffers.values())
@@ -291,24 +294,28 @@ class _Glance:
             getattr(self._module, "config", None) is self._config
             and _are(map(type, self._typed), self._types)
             and all(kind.forward is forward for kind, forward in self._forwards)
-            and all(one.__dict__ is held for one, held in self._owners)
-            and all(
-                len(one) == many and _are(one, keys) and _are(_values(one), values)
-                for one, many, keys, values in self._inside
-            )
+            and _are(map(_ATTRIBUTES, self._owners), self._owned)
+            and self._counted() == self._sizes
+            and _are(self._holding(), self._held)
             and all(one.is_same() for one in self._tensors)
             and all(_are((part for _, part in flattened(one)), parts) for one, parts in self._quantised)
             and (not self._adapted or _adapters(self._adapted) == self._adapters)
         )
 
+    def _counted(self) -> list[int]:
+        return [*map(len, self._dicts), *map(len, self._sequences)]
+
+    def _holding(self) -> Iterator[object]:
+        """All keys, values and elements in one row. No function of Python is called for any of them."""
+        keys, values = chain.from_iterable(self._dicts), chain.from_iterable(map(dict.values, self._dicts))
+        return chain(keys, values, chain.from_iterable(self._sequences))
+
+
+_ATTRIBUTES = attrgetter("__dict__")
+
 
 def _are(now: Iterable[object], before: Iterable[object]) -> bool:
     return all(map(is_, now, before))
-
-
-def _values(container: Any) -> Sequence[object]:
-    """The values of a dictionary; for a list nothing, as its elements are what iterating it gives."""
-    return tuple(container.values()) if isinstance(container, dict) else ()
 
 
 def _parts(parts: Sequence[tuple[str, nn.Module]]) -> dict[str, object]:
