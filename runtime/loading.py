@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.native.library import File, Options
+from penstock.native.library import File, Options, library
 from penstock.passes.lowering import compiled, eager
 from penstock.passes.weights.values import tensor_in
 from penstock.runtime.arena.base import WeightArena
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 ENGINES = ("auto", "native", "python")
-"""What executes a plan on a CPU: the choice of penstock, the library in C++, or Python's streamer."""
+"""What executes a plan on a CPU: the library in C++ if it was built, that library, Python's streamer."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,12 @@ class LoadOptions:
     engine: str = "auto"
     debug: bool = False
     poison: bool = False
+
+    @property
+    def native(self) -> bool:
+        """Tells whether the library in C++ executes the plan: by default where it is, unless debugging."""
+        chosen = self.engine == "auto" and not self.debug and library() is not None
+        return chosen or self.engine == "native"
 
     def check(self) -> None:
         """Raise StreamError for an engine that does not exist, not on this device, or not with `debug`."""
@@ -142,7 +148,7 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
         team: ParkedTeam | None = None
         if plan.arena_bytes:
             at_once = options.debug or options.poison
-            if options.engine == "native":
+            if options.native:
                 how = _native_options(source, options, drop_early=at_once)
                 memory = streamer = NativeStreamer(folder, payload.to_bytes(), plan, how)
                 opened.callback(streamer.free)
@@ -167,6 +173,7 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
         resources=Resources(streamer, closers, lambda: held.in_reader),
         usage=partial(_arena_usage, plan, memory, held.nbytes, options.readers),
         wait=held.wait,
+        team=team,
     )
 
 

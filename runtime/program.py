@@ -166,8 +166,8 @@ class Program:
         weights that the host of a device holds, by default 80 % of the available memory; other weights are
         read from the files in every pass. `page_lock=False` uses ordinary memory if the system refuses to
         lock memory. `engine` is what executes the plan on a CPU: "native" is the library in C++, "python" the
-        streamer in Python, which run the same plans, and "auto" is "python" for now. Close the module, or use
-        it as a context manager.
+        streamer in Python, which run the same plans; "auto" is "native" where the library was built, and
+        "python" with `debug`. Close the module, or use it as a context manager.
         """
         run = LoadOptions(device, page_lock, readers, engine, debug, poison)
         run.check()

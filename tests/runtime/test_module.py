@@ -49,8 +49,8 @@ def test_a_close_that_was_interrupted_can_be_finished(
 
 
 def test_a_module_collected_on_one_of_its_readers_is_closed(stack: Compiled) -> None:
-    """The garbage collector runs on whatever thread allocates, readers included."""
-    module = stack.open().load("50%", arena="mapped")
+    """The garbage collector runs on whatever thread allocates, Python's readers included."""
+    module = stack.open().load("50%", arena="mapped", engine="python")
     module(stack.tokens)
     resources = module._weights.resources
     assert resources.streamer is not None
@@ -303,3 +303,22 @@ def test_an_interrupt_in_any_phase_leaves_a_module_that_works(
         for _ in range(2):
             assert torch.equal(module(stack.tokens), stack.expected)
     assert not left_behind()
+
+
+@pytest.mark.parametrize("engine", ["python", "native"])
+def test_the_computing_team_sleeps_only_while_readers_bring_weights(stack: Compiled, engine: str) -> None:
+    def parked() -> bool:
+        return any(thread.name == "penstock-parked" for thread in threading.enumerate())
+
+    weights = stack.path / "weights.safetensors"
+    weights.read_bytes()
+    program, team = stack.open(), torch.get_num_threads() > 1
+    with program.load("50%", arena="mapped", engine=engine) as module:
+        for _ in range(3):
+            assert torch.equal(module(stack.tokens), stack.expected)
+        assert module.stats.bytes_moved > 0
+        assert not parked()
+    with program.load("50%", arena="contiguous", engine=engine) as module:
+        for _ in range(3):
+            assert torch.equal(module(stack.tokens), stack.expected)
+        assert parked() == team
