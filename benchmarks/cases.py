@@ -1,4 +1,4 @@
-"""The models that are measured: two in bfloat16, their weights on disk, and their inputs."""
+"""The models that are measured, in bfloat16, their weights on disk, and their inputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from penstock.demo.llama import choose_shape, make_meta_decoder
 
-MODELS = ("linears", "llama")
+MODELS = ("linears", "llama", "small")
 _DATA_ALIGNMENT = 4096
 """The weights begin on a page of the file, so that no competitor suffers from bad alignment."""
 
@@ -34,11 +34,11 @@ class Linears(nn.Module):
 def make_meta_module(model: str, nbytes: int) -> nn.Module:
     """A model of `MODELS` whose weights take about `nbytes`, without memory behind them.
 
-    The stack has at least 32 layers of at most 4096 x 4096.
+    The stack has at least 32 layers of at most 4096 x 4096, or of 1024 x 1024 (`small`).
     """
     if model == "llama":
         return make_meta_decoder(choose_shape(nbytes))
-    width = 4096
+    width = 1024 if model == "small" else 4096
     while width > 64 and 32 * 2 * width * width > nbytes:
         width //= 2
     with torch.device("meta"):

@@ -73,7 +73,7 @@ def main(
     size: Annotated[str, typer.Option(help="Bytes of weights of each model.")] = "4GiB",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; in each every competitor runs once.")] = 5,
     passes: Annotated[int, typer.Option(min=1, help="Passes that count, in each round.")] = 2,
-    models: Annotated[str, typer.Option(help="Some of the models.")] = ",".join(MODELS),
+    models: Annotated[str, typer.Option(help=f"Some of {', '.join(MODELS)}.")] = "linears,llama",
     tokens: Annotated[str, typer.Option(help="Tokens that a pass reads.")] = "8,256",
     budgets: Annotated[str, typer.Option(help="Of penstock: sizes, or shares of the weights.")] = "12.5%,50%",
     states: Annotated[str, typer.Option(help="Some of the states.")] = ",".join(STATES),

@@ -189,16 +189,19 @@ void PagedArena::refuse_inside_page(Range range, const Range &segment) {
                                    " bytes: make the plan's granule a multiple of the page size");
 }
 
-// Whether the arena's memory can be had in full; the system kills a process that takes more than its group has.
-static bool has_room(const Plan &plan, int64_t available) { return plan.arena_bytes <= available - OWN_BYTES; }
+// Whether the memory for the arena and for the storages outside it, which come later, can be had in full: the system kills
+// a process that takes more than its group has.
+static bool has_room(const Plan &plan, int64_t available) {
+    return plan.arena_bytes + plan.outside_bytes <= available - OWN_BYTES;
+}
 
 static void refuse_without_room(const Plan &plan) {
     const int64_t available = available_bytes();
     if (!has_room(plan, available))
-        throw Failure(PS_STREAM, "weights take " + std::to_string(plan.arena_bytes) + " bytes of memory, and " +
-                                     std::to_string(OWN_BYTES) + " the engine itself, where the system or a control "
-                                     "group leaves " + std::to_string(available) +
-                                     ": lower the budget, or raise the group's limit");
+        throw Failure(PS_STREAM, "weights take " + std::to_string(plan.arena_bytes + plan.outside_bytes) +
+                                     " bytes of memory, and " + std::to_string(OWN_BYTES) +
+                                     " the engine itself, where the system or a control group leaves " +
+                                     std::to_string(available) + ": lower the budget, or raise the group's limit");
 }
 
 std::unique_ptr<Arena> open_arena(const Plan &plan, const Source &source, const ps_options &options) {

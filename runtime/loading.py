@@ -141,8 +141,6 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
             repeated = min(moved, sum(storage.nbytes for storage in payload.storages))
             source = open_source(payload.files, folder, repeated=repeated)
         opened.callback(source.close)
-        held = HeldStorages(payload.storages, plan.outside, source, options.readers)
-        opened.callback(held.close)
         memory: WeightArena | NativeStreamer | None = None
         streamer: ArenaStreamer | NativeStreamer | None = None
         team: ParkedTeam | None = None
@@ -163,6 +161,9 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
                 opened.callback(streamer.close)
             team = ParkedTeam()
             opened.callback(team.close)
+        # Behind the engine, which refuses a system without room for all, while none of it is taken.
+        held = HeldStorages(payload.storages, plan.outside, source, options.readers)
+        opened.callback(held.close)
         tensors = {w.fqn: _tensor(w.parts[0], plan, held.buffers, memory) for w in payload.tensors}
         free = memory.free if isinstance(memory, NativeStreamer) else memory.close if memory else None
         closers = tuple(one for one in (team and team.close, held.close, free, source.close) if one)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from penstock.demo.cgroup import join_group, make_group
 from penstock.schedule.facts.errors import StreamError
+from penstock.schedule.facts.model import Storage
 from tests.runtime.stream.cases import Case, one_case
 
 MIB = 1 << 20
@@ -89,6 +91,21 @@ def test_memory_that_a_group_does_not_leave_is_refused_before_it_is_taken() -> N
     assert said.startswith(f"weights take {case.plan.arena_bytes} bytes of memory")
     assert said.endswith("lower the budget, or raise the group's limit")
     assert in_group(case.plan.arena_bytes + 24 * MIB, case) == "ran"
+
+
+def test_what_stays_outside_of_the_arena_counts_in_what_a_group_has_to_leave() -> None:
+    case = one_case("pooled")
+    outside, first = 32 * MIB, case.storages[0].extents[0]
+    plan = replace(
+        case.plan,
+        outside=(len(case.storages),),
+        arena=replace(case.plan.arena, layout=(*case.plan.arena.layout, -1)),
+    )
+    extent = replace(first, storage_offset=0, nbytes=1)
+    bigger = replace(case, plan=plan, storages=(*case.storages, Storage(outside, "streamable", (extent,))))
+    said = in_group(case.plan.arena_bytes + 24 * MIB, bigger)
+    assert said.startswith(f"weights take {case.plan.arena_bytes + outside} bytes of memory")
+    assert in_group(case.plan.arena_bytes + outside + 24 * MIB, bigger) == "ran"
 
 
 def test_where_a_group_leaves_no_room_for_private_granules_files_are_only_mapped(tmp_path: Path) -> None:
