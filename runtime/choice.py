@@ -90,16 +90,28 @@ def decide(folder: Path, payload: Payload, request: PlanRequest) -> Plan:
 
 
 def find_ladder(folder: Path, payload: Payload) -> tuple[Plan, ...]:
-    """The verified plans of a ladder for this machine, by ascending budget.
+    """The verified plans of a ladder for this machine, on arenas that reads fill, by ascending budget.
 
     A program without Python runs the largest of them that its budget allows.
     """
-    floors = find_floors(payload, "cpu", None, frozenset())
-    lowest = min(floor.upper_bytes for floor in floors.values())
+    lowest = min(floor.upper_bytes for floor in _unmapped_floors(payload).values())
     highest = sum(storage.nbytes for storage in payload.storages)
-    return ladder(
-        lambda budget: decide(folder, payload, PlanRequest(budget)), max(1, lowest), max(1, highest)
-    )
+
+    def make(budget: int) -> Plan:
+        return decide(folder, payload, PlanRequest(budget, arena=unmapped_arena(payload, budget)))
+
+    return ladder(make, max(1, lowest), max(1, highest))
+
+
+def unmapped_arena(payload: Payload, budget: int) -> str:
+    """The preferred kind of arena on a CPU that reads fill and that `budget` bytes suffice for."""
+    floors = _unmapped_floors(payload)
+    return next((kind for kind, one in floors.items() if one.upper_bytes <= budget), [*floors][-1])
+
+
+def _unmapped_floors(payload: Payload) -> dict[str, Floor]:
+    floors = find_floors(payload, "cpu", None, frozenset())
+    return {kind: one for kind, one in floors.items() if kind != "mapped"}
 
 
 def _problem(folder: Path, payload: Payload, request: PlanRequest) -> Problem:

@@ -34,9 +34,10 @@ def test_the_plans_of_a_ladder_run_on_the_native_engine_with_equal_outputs(ladde
     plans, expected = laddered.payload.plans, exported(36).module()(X)
     assert [plan.budget for plan in plans] == sorted({plan.budget for plan in plans})
     assert len(plans) > 4
-    floors = [laddered.floor(arena=arena) for arena in laddered.arenas()]
+    floors = [laddered.floor(arena=arena) for arena in laddered.arenas() if arena != "mapped"]
     assert (plans[0].budget, plans[-1].budget) == (min(floors), laddered.weight_bytes)
     for plan in plans:
+        assert plan.arena.backing == "anonymous" or plan.arena.kind == "contiguous"
         with laddered.load(plan=plan, engine="native") as module, torch.no_grad():
             assert torch.equal(module(X), expected)
             assert module.stats.peak_bytes <= plan.budget
