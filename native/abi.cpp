@@ -43,6 +43,8 @@ void copy_sentence(const std::string &text, char *error, size_t size) {
 
 }  // namespace
 
+int32_t ps_version() { return PS_VERSION; }
+
 ps_status ps_open(const char *payload, const char *plan, const char *folder, const ps_options *options,
                   ps_engine **engine, char *error, size_t size) {
     *engine = nullptr;

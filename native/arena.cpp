@@ -189,30 +189,28 @@ void PagedArena::refuse_inside_page(Range range, const Range &segment) {
                                    " bytes: make the plan's granule a multiple of the page size");
 }
 
-// Whether the memory for the arena and for the storages outside it, which come later, can be had in full: the system kills
-// a process that takes more than its group has.
-static bool has_room(const Plan &plan, int64_t available) {
-    return plan.arena_bytes + plan.outside_bytes <= available - OWN_BYTES;
-}
+// Whether so much memory can be had: the system kills a process that takes more than its group has.
+static bool has_room(int64_t nbytes, int64_t available) { return nbytes <= available - OWN_BYTES; }
 
-static void refuse_without_room(const Plan &plan) {
+static void refuse_without_room(int64_t nbytes) {
     const int64_t available = available_bytes();
-    if (!has_room(plan, available))
-        throw Failure(PS_STREAM, "weights take " + std::to_string(plan.arena_bytes + plan.outside_bytes) +
-                                     " bytes of memory, and " + std::to_string(OWN_BYTES) +
-                                     " the engine itself, where the system or a control group leaves " +
-                                     std::to_string(available) + ": lower the budget, or raise the group's limit");
+    if (!has_room(nbytes, available))
+        throw Failure(PS_STREAM, "weights take " + std::to_string(nbytes) + " bytes of memory, and " +
+                                     std::to_string(OWN_BYTES) + " the engine itself, where the system or a control "
+                                     "group leaves " + std::to_string(available) +
+                                     ": lower the budget, or raise the group's limit");
 }
 
 std::unique_ptr<Arena> open_arena(const Plan &plan, const Source &source, const ps_options &options) {
+    const int64_t whole = plan.arena_bytes + plan.outside_bytes;  // what stays outside of the arena comes later
     if (plan.mapped && !plan.contiguous && source.maps() && supports_populate()) {
-        // What is mapped can always be taken back; private granules cannot.
+        // What is mapped can always be taken back; private granules and what is outside cannot.
+        refuse_without_room(plan.outside_bytes);
         const bool adapts = source.direct() && plan.granule % HUGE_PAGE == 0 && supports_move();
-        if (adapts && has_room(plan, available_bytes()))
-            return std::make_unique<AdaptiveArena>(plan, source, options);
+        if (adapts && has_room(whole, available_bytes())) return std::make_unique<AdaptiveArena>(plan, source, options);
         return std::make_unique<MappedArena>(plan, source, options);
     }
-    refuse_without_room(plan);
+    refuse_without_room(whole);
     if (plan.contiguous) return std::make_unique<ContiguousArena>(plan, source, options);
     if (!plan.mapped && PooledArena::serves(plan) && supports_move())
         return std::make_unique<PooledArena>(plan, source, options);

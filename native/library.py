@@ -7,6 +7,7 @@ them everything runs on Python's own streamer. `native/penstock.h` says what eac
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 from ctypes import POINTER, c_char_p, c_int, c_int32, c_int64, c_size_t, c_void_p
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import NoReturn
 from penstock.schedule.facts.errors import PayloadError, PenstockError, PlanError, SourceError, StreamError
 
 WAITING = 5
+_VERSION = 2
 _ERRORS: dict[int, type[PenstockError]] = {1: PayloadError, 2: PlanError, 3: SourceError, 4: StreamError}
 _ERROR_BYTES = 4096
 
@@ -39,6 +41,7 @@ class Options(ctypes.Structure):
         ("opened", POINTER(File)),
         ("available", c_int64),
         ("log", c_void_p),
+        ("small_folios", c_int64),
     )
 
 
@@ -53,12 +56,12 @@ class Statistics(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Returns the library; None where it was not built, or was built for another machine."""
+    """Returns the library; None where it was not built, or was built for another machine or version."""
     for path in sorted(Path(__file__).parent.glob("_engine*.so")):
-        try:
-            return _declared(ctypes.CDLL(str(path)))
-        except OSError:
-            continue
+        with suppress(OSError, AttributeError):  # no library, none for this machine, or an older one
+            found = ctypes.CDLL(str(path))
+            if found.ps_version() == _VERSION:
+                return _declared(found)
     return None
 
 

@@ -15,9 +15,9 @@ namespace penstock {
 namespace {
 
 // Bytes a second: 2 MiB are mapped in 2 us if the page cache holds them as one folio, and in 110 us if it holds single
-// pages, as of a file that was written. After so many granules that were read again in vain the others are left.
-constexpr double SMALL = 40e9;
-constexpr int MOST_IN_VAIN = 8;
+// pages, as of a file that was written. At most so many granules are read again before one of them is mapped faster.
+constexpr int64_t SMALL = 40'000'000'000;
+constexpr int MOST_UNPROVEN = 8;
 
 double wall_seconds() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -162,8 +162,9 @@ int64_t AdaptiveArena::bring_cached(Range range) {
 
 int64_t AdaptiveArena::bring_mapped(Range range) {
     place_mapped(range);
-    const bool again = worth_reading(range) && empty_cache(range);
     const double began = wall_seconds();
+    const bool again = worth_reading(range);
+    if (again) empty_cache(range);
     const int64_t brought = MappedArena::bring(range);
     std::lock_guard<std::mutex> guard(lock_);
     if (again) small_seconds_ -= wall_seconds() - began;
@@ -188,37 +189,38 @@ void AdaptiveArena::place_mapped(Range range) {
 bool AdaptiveArena::worth_reading(Range range) {
     std::lock_guard<std::mutex> guard(lock_);
     bool worth = false;
-    if (cache_holds_all_ && small_seconds_ > 0 && in_vain_ < MOST_IN_VAIN)
+    if (cache_holds_all_ && small_seconds_ > 0 && unproven_ < MOST_UNPROVEN)
         each(range, [&](int64_t, Granule &granule) { worth |= granule.folios == Folios::SMALL; });
     return worth;
 }
 
-// Takes small folios out of the page cache; false where all stay, as what others have mapped does.
-bool AdaptiveArena::empty_cache(Range range) {
-    bool gone = false;
-    each(range, [&](int64_t start, Granule &granule) {
+// Takes small folios out of the page cache.
+void AdaptiveArena::empty_cache(Range range) {
+    each(range, [this](int64_t start, Granule &granule) {
         if (granule.folios != Folios::SMALL) return;
         forget(segment_of(start), {start, start + plan_.granule});
-        const bool stays = cached(start);
-        gone |= !stays;
+        const bool stays = is_cached(cache_->at(start), plan_.granule);
         std::lock_guard<std::mutex> guard(lock_);
-        granule.folios = stays ? Folios::LEFT : Folios::READ_AGAIN;
+        if (!stays) {
+            granule.folios = Folios::READ_AGAIN;
+            ++unproven_;
+        } else if (--granule.tries == 0) {
+            granule.folios = Folios::LEFT;
+        }
     });
-    return gone;
 }
 
 // Notes how long it took to map a range from the page cache.
 void AdaptiveArena::note(Range range, int64_t brought, double seconds) {
     std::lock_guard<std::mutex> guard(lock_);
-    const bool small = static_cast<double>(brought) < SMALL * seconds;
-    bool again = true;
+    const auto rate = static_cast<double>(options_.small_folios ? options_.small_folios : SMALL);
+    const bool small = static_cast<double>(brought) < rate * seconds;
     each(range, [&](int64_t start, Granule &granule) {
-        again &= granule.folios == Folios::READ_AGAIN;
+        if (!small && granule.folios == Folios::READ_AGAIN) unproven_ = 0;
         if (small && granule.folios == Folios::UNKNOWN && is_whole({start, start + plan_.granule}))
             granule.folios = Folios::SMALL;
     });
     if (small) small_seconds_ += seconds;
-    if (again) in_vain_ = small ? in_vain_ + 1 : 0;
 }
 
 int64_t AdaptiveArena::bring_private(Range range) {

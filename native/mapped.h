@@ -68,6 +68,7 @@ class AdaptiveArena final : public MappedArena {
 
     struct Granule {
         Folios folios = Folios::UNKNOWN;
+        char tries = 8;       // to take it out of the cache, where dirty pages and such that others map stay
         bool filled = false;  // in private memory
         bool moved = false;   // not mapped to the file at the moment
         int past = 0;         // reads past the cache that are left before it is cached again,
@@ -80,7 +81,7 @@ class AdaptiveArena final : public MappedArena {
     int64_t bring_mapped(Range range);
     void place_mapped(Range range);
     bool worth_reading(Range range);
-    bool empty_cache(Range range);
+    void empty_cache(Range range);
     void note(Range range, int64_t brought, double seconds);
     bool is_whole(Range cut) const;
     int64_t bring_private(Range range);
@@ -102,7 +103,7 @@ class AdaptiveArena final : public MappedArena {
     std::unique_ptr<Reservation> cache_;  // mapped only to ask about: there is no answer for private memory
     const bool cache_holds_all_;
     double small_seconds_ = 0;  // that mapping single pages took, without those that reading them again took
-    int in_vain_ = 0;
+    int unproven_ = 0;          // granules that were read again since one was seen to be mapped faster
 };
 
 }  // namespace penstock

@@ -47,8 +47,8 @@ void drop_pages(char *address, int64_t nbytes);
 // Fills the page tables of a file's mapping; returns 0 or the error number.
 int populate(char *address, int64_t nbytes);
 
-// Tells whether the page cache holds the first page of a file's mapping; false where nobody tells.
-bool is_cached(char *address);
+// Tells whether the page cache holds pages of a file's mapping, the first one alone or all; false where nobody tells.
+bool is_cached(char *address, int64_t nbytes = PAGE);
 
 // Tells whether file mappings can be populated (Linux 5.14), and private pages moved while their place stays (5.7).
 bool supports_populate();

@@ -19,6 +19,10 @@ extern "C" {
 
 #define PS_API __attribute__((visibility("default")))
 
+/* What a binding was written for. ps_version returns that of the library. */
+#define PS_VERSION 2
+PS_API int32_t ps_version(void);
+
 typedef enum ps_status {
     PS_OK = 0,
     PS_PAYLOAD = 1, /* the payload or the plan is not what docs/payload.md specifies */
@@ -60,6 +64,7 @@ typedef struct ps_options {
     const ps_file *opened; /* the payload's files, in its order; NULL: the engine opens them and checks stamps */
     int64_t available;     /* bytes that data and page cache may take; 0: what the system says, asked when needed */
     ps_log log;            /* NULL: nobody is told */
+    int64_t small_folios;  /* bytes a second: what is mapped more slowly is held page by page; 0: 40e9 */
 } ps_options;
 
 /* Bytes, counts and nanoseconds so far. Readers brought `bytes_read` of `bytes_moved`; the rest needed no waiting. */

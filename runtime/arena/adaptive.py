@@ -37,8 +37,11 @@ PATIENCE = 32
 _SMALL = 40e9
 """Bytes a second: what the cache holds in large folios is mapped faster, and single pages more slowly."""
 
-_IN_VAIN = 8
-"""After so many granules that were read again and are mapped no faster, the others are left as they are."""
+_UNPROVEN = 8
+"""At most so many granules are read again before one of them is seen to be mapped faster."""
+
+_TRIES = 8
+"""How often a granule is taken out of the page cache, where dirty pages and such that others map stay."""
 
 
 class AdaptiveArena(MappedArena):
@@ -70,7 +73,7 @@ class AdaptiveArena(MappedArena):
         self._cache: Reservation | None = None
         room = available_bytes()
         self._cache_holds_all = room is None or sum(f.nbytes for f in source.files) <= room
-        self._small = SmallFolios(in_vain=0 if self._cache_holds_all else _IN_VAIN)
+        self._small = SmallFolios()
         super().__init__(plan, storages, source, debug=debug)
 
     def _map(self) -> None:
@@ -87,7 +90,7 @@ class AdaptiveArena(MappedArena):
         ends = dict.fromkeys((granules[0], granules[-1]))  # asking takes a third of the time of mapping
         if not self._private.isdisjoint(granules) or not all(self._is_cached(granule) for granule in ends):
             return None
-        return None if self._small.worth_reading(granules) else self._fill(start, stop, self._bring_cached)
+        return None if self._worth_reading(granules) else self._fill(start, stop, self._bring_cached)
 
     def mapped_bytes(self) -> int:
         return 0 if self._closed else super().mapped_bytes() + self._spares.resident_bytes()
@@ -128,12 +131,16 @@ class AdaptiveArena(MappedArena):
         return brought
 
     def _bring_mapped(self, start: int, stop: int) -> int:
-        small = self._small.worth_reading(self._place_mapped(start, stop))
-        gone = [granule for granule in small if self._leaves_cache(granule)]
+        small = self._worth_reading(self._place_mapped(start, stop))
         began = time.perf_counter()
+        left = [granule for granule in small if self._leaves_cache(granule)]
         brought = super()._bring(start, stop)
-        self._small.read(small, gone, time.perf_counter() - began)
+        if small:
+            self._small.read(small, left, time.perf_counter() - began)
         return brought
+
+    def _worth_reading(self, granules: Sequence[int]) -> list[int]:
+        return self._small.worth_reading(granules) if self._cache_holds_all else []
 
     def _place_mapped(self, start: int, stop: int) -> range:
         """Have the granules of a range mapped to their file, and return them."""
@@ -149,10 +156,11 @@ class AdaptiveArena(MappedArena):
         return granules
 
     def _leaves_cache(self, granule: int) -> bool:
-        """Take a granule out of the page cache; false where it stays, as what others have mapped does."""
+        """Take a granule out of the page cache; false where all of it stays."""
         file, base = self._files[bisect_right(self._starts, granule) - 1]
         os.posix_fadvise(self._source.fd(file), granule - base, self._granule, os.POSIX_FADV_DONTNEED)
-        return not self._is_cached(granule)
+        assert self._cache is not None  # or nothing would have been found cached
+        return not all(cached_pages(self._cache.address + granule, self._granule))
 
     def _read(self, start: int, stop: int) -> int:
         address = self._memory.address
@@ -228,39 +236,42 @@ class SmallFolios:
     mapping has taken so far: together they never take twice what the better of the two would have.
     """
 
-    def __init__(self, in_vain: int = 0) -> None:
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._slow: set[int] = set()
-        self._settled: set[int] = set()  # tried, with success or not
-        self._again: set[int] = set()  # of these, what was read again
+        self._again: set[int] = set()
+        self._tries: dict[int, int] = {}
         self._seconds = 0.0  # that slow mapping took, without those that reading again took
-        self._in_vain = in_vain
+        self._unproven = 0
 
     def worth_reading(self, granules: Sequence[int]) -> list[int]:
         """Returns those granules that should be read again now."""
         with self._lock:
-            if self._seconds <= 0 or self._in_vain >= _IN_VAIN:
+            if self._seconds <= 0 or self._unproven >= _UNPROVEN:
                 return []
             return [granule for granule in granules if granule in self._slow]
 
     def mapped(self, granules: Sequence[int], whole: Sequence[int], nbytes: int, seconds: float) -> None:
         """Note that cached granules were mapped at once, whole ones and such as an end of a segment cuts."""
         with self._lock:
-            again = self._again.issuperset(granules)
-            if nbytes > _SMALL * seconds:
-                self._in_vain = 0 if again else self._in_vain
-                return
-            self._seconds += seconds
-            self._in_vain += again
-            self._slow.update(granule for granule in whole if granule not in self._settled)
+            if nbytes < _SMALL * seconds:
+                self._seconds += seconds
+                self._slow.update(one for one in whole if not self._is_done(one))
+            elif not self._again.isdisjoint(granules):
+                self._unproven = 0
 
-    def read(self, small: Sequence[int], gone: Sequence[int], seconds: float) -> None:
-        """Note that of granules that were worth it some had left the cache, and were read again."""
+    def read(self, small: Sequence[int], left: Sequence[int], seconds: float) -> None:
+        """Note that it was tried to read granules again, of which some had left the cache."""
         with self._lock:
-            self._slow.difference_update(small)
-            self._settled.update(small)
-            self._again.update(gone)
-            self._seconds -= seconds if gone else 0
+            self._seconds -= seconds
+            self._again.update(left)
+            self._unproven += len(left)
+            for granule in small:
+                self._tries[granule] = self._tries.get(granule, 0) + 1
+            self._slow.difference_update([one for one in small if self._is_done(one)])
+
+    def _is_done(self, granule: int) -> bool:
+        return granule in self._again or self._tries.get(granule, 0) >= _TRIES
 
 
 class _Spares(FreeGranules):

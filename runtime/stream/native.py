@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ class NativeStreamer:
 
     def __init__(self, folder: Path, payload: bytes, plan: Plan, options: Options) -> None:
         options.patience_ms = _PATIENCE_MS
+        self._owner = os.getpid()
         self._engine: ctypes.c_void_p | None = open_engine(payload, plan.to_json(), folder, options)
         found = library()
         assert found is not None  # or nothing could have been opened
@@ -98,8 +100,11 @@ class NativeStreamer:
             self._library.ps_close(engine)
 
     def _statistics(self) -> Statistics:
-        """Returns the engine's counters; those of its end once it is freed."""
-        if self._engine is not None:
+        """Returns the engine's counters; those of its end once it is freed.
+
+        In a forked child the engine's lock may be held for ever, by a thread that is not there.
+        """
+        if self._engine is not None and os.getpid() == self._owner:
             self._library.ps_stats(self._engine, ctypes.byref(self._last))
         return self._last
 

@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -109,7 +109,8 @@ class LoadedWeights:
         if self.team is None:
             return
         if 4 * (now.bytes_read - before.bytes_read) > now.bytes_moved - before.bytes_moved:
-            self.team.park()
+            with suppress(StreamError):  # the pass has its output; without a thread the next one is slower
+                self.team.park()
         else:
             self.team.wake()
 

@@ -96,28 +96,27 @@ class ParkedTeam:
         if self._thread is not None or torch.get_num_threads() == 1:
             return
         parked, self._leave = threading.Event(), threading.Event()
-        thread = threading.Thread(
+        self._thread = threading.Thread(
             target=_park, args=(parked, self._leave), name="penstock-parked", daemon=True
         )
         try:
-            thread.start()
+            self._thread.start()
+            parked.wait()
         except RuntimeError as error:
+            self._thread = None
             raise StreamError(
                 f"the system refused a thread ({error}): raise its limit on threads, or compute on one "
                 "(torch.set_num_threads(1))"
             ) from error
-        self._thread = thread
-        try:
-            parked.wait()
         except BaseException:
-            self._leave.set()
+            self.wake()
             raise
 
     def wake(self) -> None:
         """End the thread and its team, if they are there; in a forked child they are not."""
         thread, self._thread = self._thread, None
         self._leave.set()
-        if thread is not None and os.getpid() == self._owner:
+        if thread is not None and thread.ident is not None and os.getpid() == self._owner:
             thread.join()
 
     close = wake

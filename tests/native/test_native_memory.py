@@ -6,6 +6,7 @@ import ctypes
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,21 +94,43 @@ def test_memory_that_a_group_does_not_leave_is_refused_before_it_is_taken() -> N
     assert in_group(case.plan.arena_bytes + 24 * MIB, case) == "ran"
 
 
+def with_outside(case: Case, nbytes: int) -> Case:
+    """The case with a storage more, which stays outside of the arena."""
+    extent = replace(case.storages[0].extents[0], storage_offset=0, nbytes=1)
+    arena = replace(case.plan.arena, layout=(*case.plan.arena.layout, -1))
+    plan = replace(case.plan, outside=(len(case.storages),), arena=arena)
+    return replace(case, plan=plan, storages=(*case.storages, Storage(nbytes, "streamable", (extent,))))
+
+
 def test_what_stays_outside_of_the_arena_counts_in_what_a_group_has_to_leave() -> None:
-    case = one_case("pooled")
-    outside, first = 32 * MIB, case.storages[0].extents[0]
-    plan = replace(
-        case.plan,
-        outside=(len(case.storages),),
-        arena=replace(case.plan.arena, layout=(*case.plan.arena.layout, -1)),
-    )
-    extent = replace(first, storage_offset=0, nbytes=1)
-    bigger = replace(case, plan=plan, storages=(*case.storages, Storage(outside, "streamable", (extent,))))
-    said = in_group(case.plan.arena_bytes + 24 * MIB, bigger)
-    assert said.startswith(f"weights take {case.plan.arena_bytes + outside} bytes of memory")
-    assert in_group(case.plan.arena_bytes + outside + 24 * MIB, bigger) == "ran"
+    case = with_outside(one_case("pooled"), 32 * MIB)
+    weights = case.plan.arena_bytes + 32 * MIB
+    said = in_group(case.plan.arena_bytes + 24 * MIB, case)
+    assert said.startswith(f"weights take {weights} bytes of memory")
+    assert in_group(weights + 24 * MIB, case) == "ran"
+
+
+def test_a_mapped_plan_is_refused_only_for_what_stays_outside(tmp_path: Path) -> None:
+    case = with_outside(one_case("adaptive", folder=tmp_path), 32 * MIB)
+    said = in_group(36 * MIB, case)
+    assert said.startswith(f"weights take {32 * MIB} bytes of memory")
 
 
 def test_where_a_group_leaves_no_room_for_private_granules_files_are_only_mapped(tmp_path: Path) -> None:
     case = one_case("adaptive", folder=tmp_path)
     assert in_group(case.plan.arena_bytes + 6 * MIB, case) == "ran"
+
+
+def test_a_forked_child_asks_nothing_of_an_engine_whose_lock_may_be_held_for_ever() -> None:
+    with one_case("contiguous").streamer("native", log=False) as streamer:
+        run_passes(streamer, 2)
+        child = os.fork()
+        if child == 0:
+            try:
+                streamer._library = SimpleNamespace(ps_close=lambda _: None)  # nothing else may be called
+                assert streamer.counters.misses == 0
+                streamer.free()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0

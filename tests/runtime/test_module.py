@@ -15,6 +15,7 @@ from torch.export import export
 
 import penstock
 from penstock.runtime.program import Program
+from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.plan import Plan
 from tests.runtime.conftest import Compiled
 from tests.runtime.models import Counter
@@ -307,18 +308,36 @@ def test_an_interrupt_in_any_phase_leaves_a_module_that_works(
 
 @pytest.mark.parametrize("engine", ["python", "native"])
 def test_the_computing_team_sleeps_only_while_readers_bring_weights(stack: Compiled, engine: str) -> None:
-    def parked() -> bool:
-        return any(thread.name == "penstock-parked" for thread in threading.enumerate())
+    def parked(module: penstock.StreamedModule) -> bool:
+        team = module._weights.team
+        assert team is not None
+        return team._thread is not None
 
     weights = stack.path / "weights.safetensors"
     weights.read_bytes()
-    program, team = stack.open(), torch.get_num_threads() > 1
+    program, several = stack.open(), torch.get_num_threads() > 1
     with program.load("50%", arena="mapped", engine=engine) as module:
-        for _ in range(3):
+        for _ in range(50):  # until nothing is read again that the cache holds page by page
             assert torch.equal(module(stack.tokens), stack.expected)
-        assert module.stats.bytes_moved > 0
-        assert not parked()
+            if not parked(module):
+                break
+        assert not parked(module)
     with program.load("50%", arena="contiguous", engine=engine) as module:
         for _ in range(3):
             assert torch.equal(module(stack.tokens), stack.expected)
-        assert parked() == team
+        assert parked(module) == several
+
+
+def test_a_team_that_the_system_refuses_after_a_pass_costs_no_output(
+    stack: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with stack.open().load("50%", arena="contiguous") as module:
+        team = module._weights.team
+        assert team is not None
+        team.wake()
+
+        def refuse() -> None:
+            raise StreamError("the system refused a thread")
+
+        monkeypatch.setattr(team, "park", refuse)
+        assert torch.equal(module(stack.tokens), stack.expected)

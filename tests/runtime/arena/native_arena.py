@@ -43,11 +43,21 @@ class NativeArena(NativeStreamer):
     """An arena of the native engine, filled and dropped range by range."""
 
     def __init__(
-        self, plan: Plan, storages: Sequence[Storage], source: Source, *, poison: bool = False, room: int = 0
+        self,
+        plan: Plan,
+        storages: Sequence[Storage],
+        source: Source,
+        *,
+        poison: bool = False,
+        room: int = 0,
+        small: int = 0,
     ) -> None:
-        """With `room`, the system has so many bytes for data and page cache."""
+        """With `room`, the system has so many bytes for data and page cache.
+
+        What is mapped at less than `small` bytes a second is taken to be held page by page.
+        """
         plan = replace(plan, schedules=(Schedule(0, (), (), 0),), traces=(NOTHING,))
-        options = options_of(source, poison=poison, available=room)
+        options = options_of(source, poison=poison, available=room, small_folios=small)
         super().__init__(Path("nowhere"), payload_of(files_of(source), storages), plan, options)
 
     def fill(self, start: int, stop: int) -> int:

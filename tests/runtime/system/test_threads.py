@@ -3,12 +3,15 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from penstock.runtime.system import threads as system_threads
 from penstock.runtime.system.threads import ParkedTeam
 
 WAITING = """
@@ -69,6 +72,34 @@ def test_a_team_wakes_and_is_parked_again() -> None:
         team.park()
         assert len(threads() - before) <= torch.get_num_threads()
         assert bool(threads() - before) == (torch.get_num_threads() > 1)
+    team.close()
+    assert ended(before)
+
+
+class Interrupted(threading.Event):
+    """An event in whose wait the main thread is interrupted."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        return super().wait(timeout)
+
+
+def test_a_team_is_parked_again_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.ones(1 << 20).add_(1)
+    before = threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    team = ParkedTeam()
+    team.wake()
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            system_threads, "threading", SimpleNamespace(Event=Interrupted, Thread=threading.Thread)
+        )
+        with pytest.raises(KeyboardInterrupt):
+            team.park()
+    assert ended(before)
+    team.park()
+    assert threads() - before
     team.close()
     assert ended(before)
 
