@@ -1,13 +1,14 @@
 """The native engine's shared library: found beside this file, loaded once, its functions by ctypes.
 
-The library is built when penstock is installed, where a C++ compiler and nlohmann's JSON headers are; without
-them everything runs on Python's own streamer. `native/penstock.h` says what each function does.
+Wheels bring the library. From sources it is built when penstock is installed, where a C++ compiler and
+nlohmann's JSON headers are; without them everything runs on Python's own streamer, and the log says so once.
+`native/penstock.h` says what each function does.
 """
 
 from __future__ import annotations
 
 import ctypes
-from contextlib import suppress
+import logging
 from ctypes import POINTER, c_char_p, c_int, c_int32, c_int64, c_size_t, c_void_p
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,8 @@ WAITING = 5
 _VERSION = 2
 _ERRORS: dict[int, type[PenstockError]] = {1: PayloadError, 2: PlanError, 3: SourceError, 4: StreamError}
 _ERROR_BYTES = 4096
+
+_log = logging.getLogger(__name__)
 
 
 class File(ctypes.Structure):
@@ -56,12 +59,17 @@ class Statistics(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Returns the library; None where it was not built, or was built for another machine or version."""
+    """Returns the library; None, and a line in the log, where there is none for this machine and version."""
+    reason = "it was not built when penstock was installed"
     for path in sorted(Path(__file__).parent.glob("_engine*.so")):
-        with suppress(OSError, AttributeError):  # no library, none for this machine, or an older one
+        try:
             found = ctypes.CDLL(str(path))
             if found.ps_version() == _VERSION:
                 return _declared(found)
+            reason = f"{path} is of another version"
+        except (OSError, AttributeError) as error:
+            reason = str(error)
+    _log.warning("there is no native engine (%s): Python's streamer runs every plan on a CPU", reason)
     return None
 
 
@@ -70,8 +78,8 @@ def open_engine(payload: bytes, plan: str, folder: Path, options: Options) -> c_
     found = library()
     if found is None:
         raise StreamError(
-            "the native engine is not installed: install penstock where g++ and nlohmann-json3-dev are, or "
-            "leave engine='auto'"
+            "the native engine is not installed: install penstock from a wheel, or where g++ and "
+            "nlohmann-json3-dev are, or leave engine='auto'"
         )
     engine = c_void_p()
     error = ctypes.create_string_buffer(_ERROR_BYTES)
