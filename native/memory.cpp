@@ -69,10 +69,9 @@ void drop_pages(char *address, int64_t nbytes) {
 int populate(char *address, int64_t nbytes) { return advise(address, nbytes, POPULATE_READ); }
 
 bool is_cached(char *address, int64_t nbytes) {
-    unsigned char pages[512];
-    const int64_t most = static_cast<int64_t>(sizeof pages) * PAGE;
-    for (int64_t at = 0; at < nbytes; at += most) {
-        const int64_t some = std::min(most, nbytes - at), count = round_up(some, PAGE) / PAGE;
+    unsigned char pages[HUGE_PAGE / 4096];
+    for (int64_t at = 0; at < nbytes; at += HUGE_PAGE) {
+        const int64_t some = std::min(HUGE_PAGE, nbytes - at), count = round_up(some, PAGE) / PAGE;
         if (mincore(address + at, some, pages) != 0) return false;
         if (!std::all_of(pages, pages + count, [](unsigned char one) { return one & 1; })) return false;
     }
