@@ -5,7 +5,7 @@ WORKERS ?= 2
 STAMP := $(VENV)/.installed
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: run test check docs bench soak sanitize zoo gpu clean help
+.PHONY: run test check docs bench soak sanitize zoo gpu wheels clean help
 
 run: $(STAMP) ## make the environment, then run the demo
 	@$(VENV)/bin/penstock demo
@@ -38,6 +38,9 @@ gpu: $(STAMP) ## on a machine with CUDA: the devices' tests, then benchmarks/gpu
 	@$(VENV)/bin/python -m pytest -n 0 tests/runtime/device/test_device.py tests/integrations/test_apply_on_devices.py
 	@$(VENV)/bin/python benchmarks/gpu.py
 
+wheels: ## a release in dist: the sdist, and wheels for Linux on x86-64 and arm64
+	@scripts/build-wheels
+
 clean: ## remove the environment and everything that was built
 	rm -rf $(VENV) build dist src/penstock.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -45,7 +48,7 @@ clean: ## remove the environment and everything that was built
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
 
-$(STAMP): pyproject.toml constraints.txt $(wildcard native/*.cpp native/*.h native/run/*)
+$(STAMP): pyproject.toml constraints.txt $(wildcard native/*.cpp native/*.h native/*.map native/run/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "penstock needs Python 3.11 or later: make PYTHON=python3.12 ...")'
 	@echo "Making the environment in $(VENV): the first time takes a few minutes."
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)

@@ -114,6 +114,13 @@ def test_the_wheel_holds_the_root_folders_and_nothing_else(built: Path) -> None:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         (engine,) = (name for name in names if re.fullmatch(r"penstock/native/_engine\..*\.so", name))
         assert len(archive.read(engine)) < 1 << 20
+        shown = subprocess.run(
+            ["nm", "-D", "--defined-only", archive.extract(engine, built / "engine")],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()[2::3]
+        assert {*shown} == {*re.findall(r"\bps_\w+(?=\()", (ROOT / "native/penstock.h").read_text())}
         names.remove(engine)
         assert names == list_sources()
         for name in names:
@@ -126,9 +133,20 @@ def test_the_wheel_has_its_licence_and_its_command(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         meta = {name.split("/", 1)[1]: name for name in archive.namelist() if ".dist-info/" in name}
+        assert "licenses/native/LICENSE.txt" in meta
         assert {"licenses/LICENSE", "licenses/schedule/report/page/vendor/LICENSE.txt"} <= meta.keys()
         assert "penstock = penstock.cli.main:main" in archive.read(meta["entry_points.txt"]).decode()
         assert f"Version: {penstock.__version__}" in archive.read(meta["METADATA"]).decode()
+
+
+def test_without_a_compiler_the_sdist_installs_all_but_the_engine(built: Path, tmp_path: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-index", "--no-build-isolation"]
+    environment = {**os.environ, "CC": "false", "CXX": "false"}
+    subprocess.run([*pip, "-w", str(tmp_path), str(sdist)], env=environment, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert {name for name in archive.namelist() if ".dist-info/" not in name} == list_sources()
 
 
 def test_the_sdist_has_files_where_the_checkout_has_links(built: Path) -> None:
@@ -219,6 +237,8 @@ def normalise(name: str) -> str:
 def test_every_dependency_is_pinned() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *chain.from_iterable(project["optional-dependencies"].values())]
+    (tools,) = re.findall(r" -c constraints\.txt (.+)", (ROOT / "scripts/build-wheels").read_text())
+    wanted += tools.split()
     names = {normalise(re.split(r"[<>=\[]", requirement)[0]) for requirement in wanted}
     assert names <= read_pins().keys()
 
