@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import settings
 
+from tests.engines import COMPILER, ENGINES
+
 settings.register_profile("penstock", derandomize=True, deadline=None, print_blob=False)
 settings.load_profile("penstock")
 
@@ -24,6 +26,20 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory):
             base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # that of all workers
             patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(base / "inductor"))
         yield
+
+
+@pytest.fixture(scope="session")
+def native() -> None:
+    """For what runs on the native engine alone."""
+    if "native" not in ENGINES:
+        pytest.skip("the native engine is not built: penstock was installed without a C++ compiler")
+
+
+@pytest.fixture(scope="session")
+def compiler() -> None:
+    """For what Inductor compiles."""
+    if COMPILER is None:
+        pytest.skip("Inductor has no C++ compiler: scripts/install-compiler installs one")
 
 
 class _Heard(logging.Handler):

@@ -19,6 +19,7 @@ from benchmarks.reader import Reader, choose_fastest, list_ways, measure_readers
 from benchmarks.rounds import list_cases
 from benchmarks.summary import judge, summarise
 from benchmarks.table import BEGIN, END, render, write_between
+from tests.engines import ENGINES
 
 DISK = Path(__file__).resolve().parents[2] / "benchmarks" / "disk.py"
 
@@ -34,7 +35,7 @@ def test_tiny_run_measures_every_competitor(folder: Path, tmp_path: Path) -> Non
     document = tmp_path / "benchmarks.md"
     document.write_text(f"before\n{BEGIN}\nstale table\n{END}\nafter\n")
     options = "--size 4MiB --rounds 1 --passes 2 --models linears --tokens 4 --states cold --budgets 50%"
-    options += " --engines auto,native"
+    options += f" --engines {','.join(('auto', *ENGINES[1:]))}"
     paths = ["--work", str(folder), "--json", str(tmp_path / "disk.json"), "--docs", str(document)]
 
     command = [sys.executable, str(DISK), *options.split(), "--peers", "mmap", *paths]
@@ -46,7 +47,7 @@ def test_tiny_run_measures_every_competitor(folder: Path, tmp_path: Path) -> Non
     assert not case["failures"]
     rows = {row["name"]: row for row in case["rows"]}
     disk = {f"disk, {way}" for way in list_ways(DISK)}
-    ours = {"penstock 50%", "penstock 50%, native"}
+    ours = {"penstock 50%", *(f"penstock 50%, {engine}" for engine in ENGINES[1:])}
     assert set(rows) == {"memory", "mmap"} | ours | disk
     assert all(row["equal"] for name, row in rows.items() if name not in disk)
     assert all(rows[name]["misses"] == 0 for name in ours)

@@ -49,6 +49,7 @@ def test_a_transformers_model_generates(run) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, as Inductor is imported
+@pytest.mark.usefixtures("compiler")
 def test_a_module_runs_under_torch_compile(run) -> None:
     torch._dynamo.reset()
     assert "bytes moved in 3 passes" in run("torch_compile.py", "50%")

@@ -5,7 +5,6 @@ What it shares with Python's streamer is tested over both in tests/runtime/strea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,18 +12,15 @@ import pytest
 import torch
 
 import penstock
-from penstock.native import library as binding
-from penstock.native.library import Options, library
+from penstock.native.library import Options
 from penstock.runtime.stream.native import NativeStreamer
 from penstock.schedule.facts.errors import PayloadError, SourceError, StreamError
 from penstock.schedule.facts.model import Drop, Range
 from penstock.schedule.plan import Plan
-from tests.runtime.arena.native_arena import ENGINES
+from tests.engines import ENGINES
 from tests.runtime.stream.cases import Case, one_case
 
-
-def test_the_library_is_built_where_the_tests_run() -> None:
-    assert library() is not None, "install penstock again where g++ and nlohmann-json3-dev are: make"
+pytestmark = pytest.mark.usefixtures("native")
 
 
 def open_native(case: Case) -> NativeStreamer:
@@ -119,33 +115,6 @@ def test_files_that_change_while_the_engine_streams_are_noticed(tmp_path):
 def call_thrice(module: torch.nn.Module, x: torch.Tensor) -> None:
     for _ in range(3):
         module(x)
-
-
-@pytest.fixture
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder where the library is looked for, in place of its own."""
-    monkeypatch.setattr(binding, "__file__", str(tmp_path / "library.py"))
-    library.cache_clear()
-    yield tmp_path
-    library.cache_clear()
-
-
-@pytest.mark.parametrize("built", [False, True])
-def test_without_the_library_pythons_streamer_runs_and_one_line_says_so(built, elsewhere, caplog):
-    if built:  # for another machine, as it were
-        (elsewhere / "_engine.so").write_bytes(b"\x7fELF")
-    model = torch.nn.Sequential(*[torch.nn.Linear(128, 128) for _ in range(4)]).eval()
-    x = torch.randn(3, 128)
-    program = penstock.compile(torch.export.export(model, (x,)), elsewhere / "m.penstock")
-    for _ in range(2):
-        with program.load(budget="80%", arena="contiguous") as module, torch.no_grad():
-            assert torch.equal(module(x), model(x))
-    (said,) = (one.getMessage() for one in caplog.records if one.name == "penstock.native.library")
-    assert said.startswith("there is no native engine (")
-    assert ("_engine.so" in said) == built
-    assert said.endswith("Python's streamer runs every plan on a CPU")
-    with pytest.raises(StreamError, match="is not installed: install penstock from a wheel"):
-        program.load(budget="80%", arena="contiguous", engine="native")
 
 
 def test_an_unknown_engine_and_a_device_without_one_are_refused(tmp_path):

@@ -17,7 +17,7 @@ from penstock.runtime.program import Program
 from penstock.runtime.stream.native import NativeStreamer
 from penstock.schedule.facts.errors import SourceError
 from penstock.schedule.plan import Plan
-from tests.runtime.arena.native_arena import ENGINES
+from tests.engines import ENGINES
 
 X = torch.ones(3, 1024)
 
@@ -40,7 +40,8 @@ def program(original: Path, tmp_path: Path) -> Program:
 
 
 @pytest.fixture(scope="module")
-def plan(original: Path) -> Plan:
+def plan(original: Path, native: None) -> Plan:
+    """A plan for the native engine."""
     return penstock.open(original).plan("60%", arena="contiguous")
 
 
@@ -151,6 +152,7 @@ def test_a_file_that_is_written_to_is_refused_by_the_call_that_reads_it(program,
             call_thrice(module)
 
 
+@pytest.mark.usefixtures("native")
 def test_descriptors_that_the_engine_was_given_stay_the_callers(program):
     before = len(os.listdir("/proc/self/fd"))
     with program.load("60%", engine="native") as module:

@@ -16,6 +16,7 @@ from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Storage
 from tests.runtime.stream.cases import Case, one_case
 
+pytestmark = pytest.mark.usefixtures("native")
 MIB = 1 << 20
 
 

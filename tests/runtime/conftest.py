@@ -41,7 +41,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Artifact]:
+def compiled(tmp_path_factory: pytest.TempPathFactory, compiler: None) -> dict[str, Artifact]:
     """Two models that Inductor compiled, with all weights of more than a kilobyte streamed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

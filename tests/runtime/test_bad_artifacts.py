@@ -14,7 +14,7 @@ import torch
 import penstock
 from penstock.runtime.files import direct_file
 from penstock.runtime.files.artifact_files import digest_line
-from tests.runtime.arena.native_arena import ENGINES
+from tests.engines import ENGINES
 from tests.runtime.conftest import Compiled
 
 

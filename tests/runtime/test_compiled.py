@@ -255,6 +255,7 @@ def test_the_floor_does_not_grow_with_the_layers(compiled, tmp_path):
     assert floors[0] == floors[1] < 40_000
 
 
+@pytest.mark.usefixtures("compiler")
 def test_fake_weights_compile_and_bind_to_a_checkpoint(tmp_path):
     """A program with a dynamic size whose weights are fake tensors, and files that come later."""
     torch.manual_seed(3)

@@ -63,6 +63,7 @@ class Conjugated(torch.nn.Module):
         return w @ (w @ x @ self.b) @ w
 
 
+@pytest.mark.usefixtures("compiler")
 def test_a_view_from_an_operator_without_a_shim_is_followed(tmp_path):
     module = Conjugated().eval()
     x = torch.randn(16, 16, dtype=torch.complex64)
@@ -90,6 +91,7 @@ class SmallView(torch.nn.Module):
         return (x @ self.table.t()) * self.scale[1]
 
 
+@pytest.mark.usefixtures("compiler")
 def test_small_views_keep_their_values_and_inputs_may_have_any_strides(tmp_path):
     module = SmallView().eval()
     program = penstock.compile(

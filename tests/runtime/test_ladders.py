@@ -30,6 +30,7 @@ def laddered(tmp_path_factory: pytest.TempPathFactory) -> library.Program:
     return without.write_ladder()
 
 
+@pytest.mark.usefixtures("native")
 def test_the_plans_of_a_ladder_run_on_the_native_engine_with_equal_outputs(laddered):
     plans, expected = laddered.payload.plans, exported(36).module()(X)
     assert [plan.budget for plan in plans] == sorted({plan.budget for plan in plans})

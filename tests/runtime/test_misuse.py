@@ -86,6 +86,7 @@ class Layers(nn.Module):
         return x
 
 
+@pytest.mark.usefixtures("compiler")
 def test_more_compilations_than_dynamo_keeps_are_refused_before_the_crash(tmp_path):
     module = Layers(12).eval()
     save_file(module.state_dict(), tmp_path / "model.safetensors")

@@ -17,6 +17,7 @@ import penstock
 from penstock.runtime.program import Program
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.plan import Plan
+from tests.engines import ENGINES
 from tests.runtime.conftest import Compiled
 from tests.runtime.models import Counter
 
@@ -267,8 +268,9 @@ PHASES = ["begin", "acquire", "release", "end"]
 @pytest.mark.parametrize(
     ("engine", "where"),
     [
-        *(("python", where) for where in (*PHASES, "_wait", "_drain", "_restart")),
-        *(("native", where) for where in (*PHASES, "_done")),
+        (engine, where)
+        for engine in ENGINES
+        for where in (*PHASES, *(("_done",) if engine == "native" else ("_wait", "_drain", "_restart")))
     ],
 )
 def test_an_interrupt_in_any_phase_leaves_a_module_that_works(
@@ -306,7 +308,7 @@ def test_an_interrupt_in_any_phase_leaves_a_module_that_works(
     assert not left_behind()
 
 
-@pytest.mark.parametrize("engine", ["python", "native"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_the_computing_team_sleeps_only_while_readers_bring_weights(stack: Compiled, engine: str) -> None:
     def parked(module: penstock.StreamedModule) -> bool:
         team = module._weights.team

@@ -18,6 +18,7 @@ from penstock.schedule.facts.model import Arena
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.verify.proof import verify_plan
+from tests.engines import ENGINES
 from tests.runtime.models import aligned
 from tests.schedule.traces import machine
 
@@ -87,17 +88,8 @@ def test_the_case_tells_a_mapped_model_from_an_aligned_one(case):
     assert {storage.phase for storage in program.payload.storages} == set(PHASES)
 
 
-@pytest.mark.parametrize(
-    ("kind", "engine"),
-    [
-        ("mapped", "python"),
-        ("mapped", "native"),
-        ("paged", "python"),
-        ("paged", "native"),
-        ("contiguous", "python"),
-        ("contiguous", "native"),
-    ],
-)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", ["mapped", "paged", "contiguous"])
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_streamed_bits_are_those_of_the_mapped_model(case, kind, engine, share):
     plan = planned(case, kind, share)
@@ -115,7 +107,7 @@ def test_so_are_those_of_any_arena_that_a_load_chooses(case, arena):
             assert torch.equal(module(ROW), case[1])
 
 
-@pytest.mark.parametrize("engine", ["python", "native"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_plan_that_aligns_them_is_refused(case, engine):
     program = case[0]
     payload = program.payload

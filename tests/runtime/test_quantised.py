@@ -223,6 +223,7 @@ def test_a_buffer_that_no_file_has_keeps_its_own_values(table, tmp_path):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("compiler")
 def test_compiled_programs_read_parts_together(module, exported, tmp_path):
     program = penstock.compile(exported, tmp_path / "k.penstock", lowering="inductor", resident_below=0)
     whole = run(program, "100%")

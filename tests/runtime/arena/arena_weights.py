@@ -14,7 +14,8 @@ from penstock.runtime.files.source import Source
 from penstock.runtime.system.memory import HUGE_PAGE, PAGE
 from penstock.schedule.facts.model import Arena, Extent, Hardware, Part, Range, Storage, WeightFile
 from penstock.schedule.plan import Plan
-from tests.runtime.arena.native_arena import ENGINES, open_with
+from tests.engines import ENGINES
+from tests.runtime.arena.native_arena import open_with
 
 MIB = 1 << 20
 LARGE = 5 * HUGE_PAGE + 3 * PAGE

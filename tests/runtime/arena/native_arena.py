@@ -18,7 +18,6 @@ from penstock.runtime.system.memory import resident_bytes
 from penstock.schedule.facts.model import Schedule, Storage, Trace, WeightFile
 from penstock.schedule.plan import Plan
 
-ENGINES = ("python", "native")
 NOTHING = Trace("forward", 0, "", (), 0, 0, "modelled")
 
 

@@ -26,8 +26,9 @@ from penstock.runtime.system.memory import HUGE_PAGE, PAGE
 from penstock.runtime.system.page_cache import is_cached
 from penstock.schedule.facts.errors import SourceError, StreamError
 from penstock.schedule.plan import Plan
+from tests.engines import ENGINES
 from tests.runtime.arena.arena_weights import LARGE, SMALL, Weights, content
-from tests.runtime.arena.native_arena import ENGINES, address_of
+from tests.runtime.arena.native_arena import address_of
 
 GRANULES = 3
 SMALL_BASE = 6 * HUGE_PAGE

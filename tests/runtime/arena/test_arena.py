@@ -31,11 +31,8 @@ from tests.runtime.system.page_tables import mapped_pages
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("weights", "debug"),
-    [("python", False), ("python", True), ("native", False), ("native", True)],
-    indirect=["weights"],
-)
+@pytest.mark.parametrize("debug", [False, True])
+@over_engines
 def test_every_storage_reads_back_after_a_fill_in_pieces(weights: Weights, kind: str, debug: bool) -> None:
     also = {"debug": debug} if weights.engine == "python" else {}
     arena = weights.open(kind, poison=debug, **also)

@@ -14,12 +14,15 @@ from penstock.runtime.arena.opening import open_arena
 from penstock.runtime.system.memory import HUGE_PAGE, PAGE
 from penstock.schedule.facts.errors import PlanError, SourceError, StreamError
 from penstock.schedule.facts.model import Range
+from tests.engines import ENGINES
 from tests.runtime.arena.arena_weights import KINDS, LARGE, SMALL, Weights, content, over_engines
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("weights", "checked"), [("python", True), ("python", False), ("native", True)], indirect=["weights"]
+    ("weights", "checked"),
+    [("python", False), *((engine, True) for engine in ENGINES)],
+    indirect=["weights"],
 )
 def test_a_file_that_shrinks_raises_and_holds_nothing(
     weights: Weights, kind: str, checked: bool, monkeypatch: pytest.MonkeyPatch
@@ -95,12 +98,9 @@ def test_plans_that_do_not_fit_the_files_are_refused(weights: Weights) -> None:
     weights.layout = (192, *weights.layout[1:])
     with pytest.raises(PlanError, match=r"storage 0 cannot be mapped at layout offset 192: .*got base 64"):
         weights.open("mapped")
-    weights.engine = "native"
-    with pytest.raises(PlanError, match="two storages lie at layout offset"):
-        weights.open("mapped")
-    weights.engine = "python"
-    with pytest.raises(PlanError, match="two storages lie at layout offset"):
-        weights.open("anonymous")
+    for weights.engine, kind in zip(ENGINES, ("anonymous", "mapped"), strict=False):
+        with pytest.raises(PlanError, match="two storages lie at layout offset"):
+            weights.open(kind)
 
 
 @over_engines

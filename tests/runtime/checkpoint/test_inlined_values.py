@@ -29,6 +29,7 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize("fake", [False, True])
+@pytest.mark.usefixtures("compiler")
 def test_what_is_copied_into_the_code_is_the_checkpoints(fake: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     other, model = Scaled().eval(), Scaled().eval()

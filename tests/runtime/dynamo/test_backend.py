@@ -60,6 +60,7 @@ def saved(module: nn.Module, folder: object) -> str:
     return path
 
 
+@pytest.mark.usefixtures("compiler")
 def test_pieces_share_one_budget_and_compute_the_same(tmp_path, said):
     torch.manual_seed(0)
     module = Branching().eval()
@@ -88,6 +89,7 @@ def test_pieces_share_one_budget_and_compute_the_same(tmp_path, said):
     record.close()
 
 
+@pytest.mark.usefixtures("compiler")
 def test_meta_parameters_take_the_values_of_the_files(tmp_path):
     torch.manual_seed(1)
     real = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)).eval()
@@ -152,6 +154,7 @@ class Blocks(nn.Module):
 
 
 @pytest.mark.parametrize("regional", [False, True])
+@pytest.mark.usefixtures("compiler")
 def test_equal_layers_share_code_and_not_weights(tmp_path, regional):
     torch.manual_seed(4)
     module = Blocks().eval()
@@ -216,6 +219,7 @@ class SyntheticBase(nn.Module):
         (SyntheticBase, "Inductor was given other inputs"),
     ],
 )
+@pytest.mark.usefixtures("compiler")
 def test_what_cannot_be_streamed_is_refused_by_name(tmp_path, kind, message):
     module = kind().eval()
     penstock.offload(module, saved(module, tmp_path))
@@ -243,6 +247,7 @@ class Recurrent(nn.Module):
         return self.lstm(self.linear(x))[0]
 
 
+@pytest.mark.usefixtures("compiler")
 def test_recurrent_layers_stay_in_memory(tmp_path):
     module = Recurrent().eval()
     x = torch.randn(3, WIDTH)
@@ -254,6 +259,7 @@ def test_recurrent_layers_stay_in_memory(tmp_path):
     record.close()
 
 
+@pytest.mark.usefixtures("compiler")
 def test_a_forked_child_is_refused_and_the_parent_goes_on(tmp_path):
     module, x = nn.Linear(WIDTH, WIDTH).eval(), torch.randn(2, WIDTH)
     expected = torch.compile(module)(x)

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from penstock.schedule.facts.errors import SourceError, StreamError
+from tests.engines import ENGINES
 from tests.hunt import scaled
 from tests.oracle import UnsafeError
-from tests.runtime.arena.native_arena import ENGINES
 from tests.runtime.stream.cases import KINDS, Case, cases, one_case, run_pass
 
 pytestmark = pytest.mark.parametrize("engine", ENGINES)

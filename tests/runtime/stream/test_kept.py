@@ -9,7 +9,7 @@ import pytest
 
 from penstock.runtime.files import source as sources
 from penstock.runtime.system.page_cache import cached_fraction
-from tests.runtime.arena.native_arena import ENGINES
+from tests.engines import ENGINES
 from tests.runtime.stream.cases import Case, one_case
 
 PASSES = 6
