@@ -213,9 +213,8 @@ def test_the_page_asks_for_nothing(tmp_path: Path) -> None:
 
 def test_the_library_of_the_page_is_the_one_that_its_authors_publish(tmp_path: Path) -> None:
     vendor = resources.files("penstock.schedule.report.page") / "vendor"
-    listed = [
-        line.split() for line in (vendor / "README.md").read_text().splitlines() if line.startswith("    ")
-    ]
+    said = Path(__file__).parents[3] / "schedule/report/page/vendor/README.md"  # which no wheel holds
+    listed = [line.split() for line in said.read_text().splitlines() if line.startswith("    ")]
     assert len(listed) == 3
     for digest, name in listed:
         assert hashlib.sha256((vendor / name).read_bytes()).hexdigest() == digest
