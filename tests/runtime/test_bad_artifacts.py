@@ -185,7 +185,7 @@ def test_weights_overwritten_in_place_while_they_are_in_use(artifact, stack, are
 
 
 def test_a_read_error_in_the_middle_of_a_pass_raises_and_the_next_call_works(artifact, stack, monkeypatch):
-    with penstock.open(artifact).load("40%", arena="contiguous") as module:
+    with penstock.open(artifact).load("40%", arena="contiguous", engine="python") as module:
         module(stack.tokens)
         real, failures = os.preadv, [True]
 
