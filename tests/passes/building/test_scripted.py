@@ -14,7 +14,10 @@ from torch import nn
 import penstock
 from penstock.integrations import apply
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+# Since torch 2.14 another kind of warning.
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:.*torch.jit.*:{kind}Warning") for kind in ("Deprecation", "Future")
+]
 
 X = (torch.ones(2, 4),)
 REFUSED = "compiled and torch.export does not take: give the nn.Module that it was made from"

@@ -33,9 +33,10 @@ def test_reads_are_the_kernels_behind_the_views(decomposed):
     _, exported = export(CASES["Views"], decomposed=decomposed)
     reads, _ = reads_of(exported)
     assert [names for _, names in reads] == [["w"], ["w"], ["w"], ["v"]]
-    # Decomposing turns the dropout, which is an alias in eval mode, into a copy.
+    # Decomposing turns the dropout, which is an alias in eval mode, into a copy until torch 2.14.
     expected = ["aten.matmul.default"] * 4
-    if decomposed:
+    if "aten.clone.default" in {str(node.target) for node in exported.graph.nodes}:
+        assert decomposed
         expected[1] = "aten.clone.default"
     assert [op for op, _ in reads] == expected
 
