@@ -205,7 +205,7 @@ std::unique_ptr<Arena> open_arena(const Plan &plan, const Source &source, const 
     const int64_t whole = plan.arena_bytes + plan.outside_bytes;  // what stays outside of the arena comes later
     if (plan.mapped && !plan.contiguous && source.maps() && supports_populate()) {
         // What is mapped can always be taken back; private granules and what is outside cannot.
-        refuse_without_room(plan.outside_bytes);
+        if (plan.outside_bytes) refuse_without_room(plan.outside_bytes);
         const bool adapts = source.direct() && plan.granule % HUGE_PAGE == 0 && supports_move();
         if (adapts && has_room(whole, available_bytes())) return std::make_unique<AdaptiveArena>(plan, source, options);
         return std::make_unique<MappedArena>(plan, source, options);
