@@ -323,7 +323,12 @@ def passes_over(arena: Any, weights: Weights, granules: range, count: int) -> li
 def test_what_is_cached_page_by_page_is_read_again_once(paged_cache, weights):
     read_by_pages(weights)
     before = disk_bytes()
-    left = passes_over(paged_cache, weights, range(2, 5), 400)
+    left: list[int] = []
+    for _ in range(100):  # a slow disk is paid for by many mappings
+        left += passes_over(paged_cache, weights, range(2, 5), 40)
+        if len(left) >= 3:
+            break
+    left += passes_over(paged_cache, weights, range(2, 5), 40)
     assert sorted(left) == [2, 3, 4]
     assert 3 * HUGE_PAGE <= disk_bytes() - before < 4 * HUGE_PAGE  # this process may read a little else
 
@@ -342,7 +347,10 @@ def test_what_others_map_stays_and_is_given_up(paged_cache, weights):
     before = disk_bytes()
     with weights.paths[0].open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as other:
         pages = [other[at] for at in range(3 * HUGE_PAGE, 4 * HUGE_PAGE, PAGE)]
-        assert passes_over(paged_cache, weights, range(3, 4), 400) == [3] * arena_adaptive._TRIES
+        left: list[int] = []
+        while len(left) < arena_adaptive._TRIES:
+            left += passes_over(paged_cache, weights, range(3, 4), 40)
+        assert passes_over(paged_cache, weights, range(3, 4), 40) == []
         assert bytes(pages) == weights.content[0][3 * HUGE_PAGE : 4 * HUGE_PAGE : PAGE]
     assert disk_bytes() - before < HUGE_PAGE
 
