@@ -160,13 +160,13 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
                 )
                 opened.callback(streamer.close)
             team = ParkedTeam()
-            opened.callback(team.close)
+            opened.callback(team.wake)
         # Behind the engine, which refuses a system without room for all, while none of it is taken.
         held = HeldStorages(payload.storages, plan.outside, source, options.readers)
         opened.callback(held.close)
         tensors = {w.fqn: _tensor(w.parts[0], plan, held.buffers, memory) for w in payload.tensors}
         free = memory.free if isinstance(memory, NativeStreamer) else memory.close if memory else None
-        closers = tuple(one for one in (team and team.close, held.close, free, source.close) if one)
+        closers = tuple(one for one in (team and team.wake, held.close, free, source.close) if one)
         opened.pop_all()
     return LoadedWeights(
         plan=plan,

@@ -73,7 +73,7 @@ class WorkerPool(ThreadPoolExecutor):
 
 
 class ParkedTeam:
-    """Keeps a second OpenMP team asleep on a thread of its own, from the beginning until `wake` or `close`.
+    """Keeps a second OpenMP team asleep on a thread of its own, from the beginning until `wake`.
 
     Where torch uses one thread only, there is no team to calm, and none is started.
 
@@ -118,8 +118,6 @@ class ParkedTeam:
         self._leave.set()
         if thread is not None and thread.ident is not None and os.getpid() == self._owner:
             thread.join()
-
-    close = wake
 
 
 def _park(parked: threading.Event, leave: threading.Event) -> None:

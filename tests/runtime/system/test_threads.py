@@ -32,7 +32,7 @@ waiting()
 spinning = waiting()
 team = ParkedTeam()
 parked = waiting()
-team.close()
+team.wake()
 print(spinning, parked, waiting(), "libgomp" in open("/proc/self/maps").read())
 """
 
@@ -55,8 +55,8 @@ def test_a_team_ends_with_its_threads() -> None:
     before = threads()
     team = ParkedTeam()
     assert bool(threads() - before) == (torch.get_num_threads() > 1)
-    team.close()
-    team.close()
+    team.wake()
+    team.wake()
     assert ended(before)
 
 
@@ -72,7 +72,7 @@ def test_a_team_wakes_and_is_parked_again() -> None:
         team.park()
         assert len(threads() - before) <= torch.get_num_threads()
         assert bool(threads() - before) == (torch.get_num_threads() > 1)
-    team.close()
+    team.wake()
     assert ended(before)
 
 
@@ -100,14 +100,14 @@ def test_a_team_is_parked_again_after_an_interrupt(monkeypatch: pytest.MonkeyPat
     assert ended(before)
     team.park()
     assert threads() - before
-    team.close()
+    team.wake()
     assert ended(before)
 
 
 def test_one_thread_needs_no_team(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     before = threads()
-    ParkedTeam().close()
+    ParkedTeam().wake()
     assert ended(before)
 
 
@@ -118,7 +118,7 @@ def test_a_team_that_has_no_memory_is_done_without(monkeypatch: pytest.MonkeyPat
     before = threads()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(torch, "ones", refuse)
-    ParkedTeam().close()
+    ParkedTeam().wake()
     assert ended(before)
 
 
