@@ -1,19 +1,26 @@
-"""How far ahead of the reads copies must start: cold passes by the bytes that a plan leaves in flight.
+"""How far ahead of the reads copies must start: passes on a link of a known rate.
 
-Equal bfloat16 linears, many of them small, in a contiguous arena of 12.5 % of their bytes. Every plan leaves
-other bytes free for copies on their way (`Hardware.link_in_flight_bytes`). Both engines run it, in turn and
-cold. Two passes count of each load, behind one that does not.
+Equal bfloat16 linears of 2 MiB within a share of their bytes, by the native engine. The link is emulated
+(`benchmarks/link.cpp`): it takes its time and brings nothing, so that outputs mean nothing here, and two runs
+agree where a disk's rate would change threefold between them. What is left of the limit is the engine's, the
+scheduler's and the plan's. Every plan is made for a link that needs other bytes on their way
+(`Hardware.link_in_flight_bytes`), and timed on the same link.
 """
 
 from __future__ import annotations
 
+import ctypes
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Annotated
+from unittest import mock
 
 import torch
 import typer
@@ -21,76 +28,130 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import penstock
-from benchmarks.machine import describe_machine, drop_cache
+from benchmarks.machine import describe_machine
+from penstock.native.library import Options, open_engine
+from penstock.runtime.stream import native
+from penstock.schedule.clock.event_graph import steady_period_ns
+from penstock.schedule.facts.model import Hardware
 from penstock.schedule.facts.sizes import format_size, parse_size
 from penstock.schedule.plan import Plan
 
 WIDTH = 1024
-ENGINES = ("native", "python")
+PASSES = 3
 
 
-def compile_linears(folder: Path, nbytes: int) -> penstock.Program:
+def compile_linears(folder: Path, nbytes: int, tokens: int) -> penstock.Program:
     """The artifact of `nbytes` of linears of 2 MiB each."""
-    torch.manual_seed(0)
     layers = [
         torch.nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16)
         for _ in range(max(2, nbytes // (2 * WIDTH * WIDTH)))
     ]
-    for layer in layers:
-        torch.nn.init.normal_(layer.weight, std=WIDTH**-0.5)
-    exported = torch.export.export(torch.nn.Sequential(*layers).eval(), (inputs(),))
+    exported = torch.export.export(torch.nn.Sequential(*layers).eval(), (inputs(tokens),))
     return penstock.compile(exported, folder / "linears.penstock")
 
 
-def inputs() -> torch.Tensor:
-    return torch.ones(8, WIDTH, dtype=torch.bfloat16)
+def inputs(tokens: int) -> torch.Tensor:
+    return torch.ones(tokens, WIDTH, dtype=torch.bfloat16)
 
 
-def seconds_a_pass(program: penstock.Program, plan: Plan, engine: str) -> float:
-    files = [path for path in program.path.iterdir() if path.is_file()]
+@contextmanager
+def emulated_link(folder: Path, bytes_per_s: float, answer_ns: int) -> Iterator[None]:
+    """Every engine that is opened meanwhile reads from the emulated link."""
+    library = folder / "link.so"
+    source = Path(__file__).with_name("link.cpp")
+    flags = ("-std=c++17", "-O2", "-shared", "-fPIC", "-pthread")
+    subprocess.run(["g++", *flags, str(source), "-o", str(library)], check=True)
+    link = ctypes.CDLL(str(library))
+    link.link_set(ctypes.c_double(bytes_per_s), ctypes.c_int64(answer_ns))
+
+    def open_on_link(payload: bytes, plan: str, folder: Path, options: Options) -> ctypes.c_void_p:
+        options.read = ctypes.cast(link.link_read, ctypes.c_void_p).value
+        return open_engine(payload, plan, folder, options)
+
+    with mock.patch.object(native, "open_engine", open_on_link):
+        yield
+
+
+def in_memory(program: penstock.Program, tokens: int) -> float:
+    """Seconds of a pass with everything resident."""
+    with program.load("100%", arena="contiguous", engine="python") as module:
+        return time_passes(module, tokens)
+
+
+def time_passes(module: penstock.StreamedModule, tokens: int) -> float:
+    """The median seconds of some passes behind one that does not count."""
     seconds = []
-    with program.load(plan=plan, engine=engine) as module, torch.no_grad():
-        for _ in range(3):
-            drop_cache(files)  # or Python's streamer reads through the page cache from the second pass on
+    with torch.no_grad():
+        for _ in range(PASSES + 1):
             began = time.perf_counter()
-            module(inputs())
+            module(inputs(tokens))
             seconds.append(time.perf_counter() - began)
-    return sum(seconds[1:]) / 2
+    return median(seconds[1:])
+
+
+def ahead(plan: Plan) -> float:
+    """How many steps before its own a copy may start, on average."""
+    (schedule,), (trace,) = plan.schedules, plan.traces
+    return sum((t.step - t.after) % len(trace.steps) for t in schedule.transfers) / len(schedule.transfers)
 
 
 def main(
     *,
     size: Annotated[str, typer.Option(help="Bytes of weights.")] = "1GiB",
+    budget: Annotated[str, typer.Option(help="Bytes of the arena.")] = "12.5%",
+    arena: Annotated[str, typer.Option(help="The kind of arena.")] = "contiguous",
+    tokens: Annotated[int, typer.Option(min=1, help="Rows of the inputs.")] = 256,
+    rate: Annotated[float, typer.Option(help="The link's bytes per second.")] = 2.2e9,
+    answer: Annotated[int, typer.Option(min=0, help="Nanoseconds until bytes flow.")] = 50_000,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; in each every plan runs once.")] = 5,
     depths: Annotated[
-        str, typer.Option(help="Bytes in flight.")
-    ] = "0,4MiB,8MiB,12MiB,16MiB,24MiB,32MiB,48MiB",
+        str, typer.Option(help="Bytes on their way that plans are made for.")
+    ] = "0,100KB,500KB,1MiB,2MiB,4MiB,8MiB,16MiB,32MiB",
 ) -> None:
     """Measure passes by the bytes that plans leave in flight.
 
-    Example: python benchmarks/depth.py --rounds 5
+    Example: python benchmarks/depth.py --rate 3.5e9 --answer 1000000 --tokens 8
     """
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        program = compile_linears(Path(folder), parse_size(size))
-        measured = program.plan("12.5%", arena="contiguous").hardware
+        program = compile_linears(Path(folder), parse_size(size), tokens)
+        computing = in_memory(program, tokens)
+        given = program.plan(budget, arena=arena).hardware
+        link = replace(given, link_bytes_per_s=rate, link_in_flight_bytes=int(rate * answer / 1e9))
         plans = {}
         for depth in depths.split(","):
-            hardware = replace(measured, link_in_flight_bytes=parse_size(depth) if depth != "0" else 0)
-            plans[depth] = program.plan("12.5%", arena="contiguous", hardware=hardware)
-        found: dict[tuple[str, str], list[float]] = {}
-        for number in range(rounds):
-            order = list(plans.items())
-            for depth, plan in order[number % len(order) :] + order[: number % len(order)]:
-                for engine in ENGINES:
-                    found.setdefault((depth, engine), []).append(seconds_a_pass(program, plan, engine))
+            hardware = replace(link, link_in_flight_bytes=0 if depth == "0" else parse_size(depth))
+            plans[depth] = program.plan(budget, arena=arena, hardware=hardware)
+        seconds: dict[str, list[float]] = {depth: [] for depth in plans}
+        with emulated_link(Path(folder), rate, answer):
+            for number in range(rounds):
+                order = list(plans)
+                for depth in order[number % len(order) :] + order[: number % len(order)]:
+                    with program.load(plan=plans[depth], engine="native") as module:
+                        seconds[depth].append(time_passes(module, tokens))
+    _print(plans, seconds, link, computing, f"{size}, {tokens} tokens, {budget}, {arena}, {rounds} rounds")
+
+
+def _print(
+    plans: dict[str, Plan], seconds: dict[str, list[float]], link: Hardware, computing: float, what: str
+) -> None:
     machine = describe_machine()
-    typer.echo(f"{size} on {machine['cpu']}, {machine['cores']} cores, {machine['date']}; {rounds} rounds.\n")
-    typer.echo("| in flight | stays | predicted, s | native, s (min, median) | python, s (min, median) |")
-    typer.echo("|---|---|---|---|---|")
+    fills = format_size(link.link_in_flight_bytes)
+    typer.echo(
+        f"{what}; {machine['cpu']}, {machine['cores']} cores, {machine['date']}. The link brings "
+        f"{link.link_bytes_per_s / 1e9:.2f} GB/s and is filled by {fills}; in memory {computing:.3f} s.\n"
+    )
+    typer.echo("| planned for | stays | steps ahead | predicted, s | a pass, s | share of the limit |")
+    typer.echo("|---|---|---|---|---|---|")
+    least = min(plan.streamed_bytes for plan in plans.values()) / link.link_bytes_per_s
     for depth, plan in plans.items():
-        stays = format_size(sum(one.stop - one.start for one in plan.resident))
-        cells = [f"{min(found[depth, e]):.3f}, {median(found[depth, e]):.3f}" for e in ENGINES]
-        typer.echo(f"| {depth} | {stays} | {plan.predicted_seconds:.3f} | {' | '.join(cells)} |")
+        (trace,), (schedule,) = plan.traces, plan.schedules
+        predicted = steady_period_ns(trace, schedule, link, plan.wrap) / 1e9
+        took = median(seconds[depth])
+        stays = format_size(sum(one.nbytes for one in plan.resident))
+        typer.echo(
+            f"| {depth} | {stays} | {ahead(plan):.1f} | {predicted:.3f} | {took:.3f} "
+            f"| {max(least, computing) / took:.3f} |"
+        )
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def _unrelaxed(self: OneTrace, relaxed: Any, best: Any = OneTrace.best) -> Any:
 def _one_margin(
     self: OneTrace, kept: Any, margin: int, *, quantum: int, most: int, timed: Any = OneTrace._time_rounded
 ) -> None:
-    timed(self, kept, self.cap - self.highest, quantum=quantum, most=most)
+    timed(self, kept, 0, quantum=quantum, most=most)
 
 
 def _no_quanta(

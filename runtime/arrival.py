@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-from penstock.runtime.files.rates import READERS, measure_populate, measure_read
+import torch
+
+from penstock.runtime.files.rates import READERS, measure_answer, measure_populate, measure_read
 from penstock.runtime.files.source import Source
 from penstock.runtime.measurements import (
     Cache,
@@ -26,7 +28,26 @@ from penstock.schedule.facts.model import WeightFile
 
 _SAMPLE = 256 << 20
 _SECONDS = 0.3
+_BESIDE = 512  # rows and columns: a product of about a millisecond
 _OFF_BLOCKS = 64  # bytes: an offset at which no block begins
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """How weights arrive in an arena: their rate, and the time of one short read beside computing.
+
+    `answer` is None where the thread that computes brings them itself. `why` is the reason if reads cannot be
+    direct, or empty.
+    """
+
+    rate: Measurement
+    answer: Measurement | None
+    why: str = ""
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """The bytes that would have arrived in the time of an answer."""
+        return int(self.rate.median * self.answer.median / 1e9) if self.answer else 0
 
 
 @dataclass(frozen=True)
@@ -39,8 +60,8 @@ class WeightFiles:
     files: tuple[WeightFile, ...]
     folder: Path
 
-    def arrival(self, *, mapped: bool, fits: Callable[[int], bool]) -> tuple[Measurement, str]:
-        """The rate at which weights arrive in an arena now, and the reason if reads cannot be direct.
+    def arrival(self, *, mapped: bool, fits: Callable[[int], bool]) -> Arrival:
+        """How weights arrive in an arena now.
 
         A `mapped` arena is populated from the page cache if that holds the files; otherwise the files are
         read past the page cache if that is possible (runtime/arena/adaptive.py). `fits(block)` tells whether
@@ -52,11 +73,13 @@ class WeightFiles:
             block, note = source.block, source.note
         cache: Cache = "past" if past else "warm" if warm else "cold"
         if not mapped:
-            return self._reads(cache, whole_blocks=fits(block)), "" if warm else note
+            rate = self._reads(cache, whole_blocks=fits(block))
+            return Arrival(rate, self._answer(cache), "" if warm else note)
         if past and supports_move():
-            return self._reads(cache, whole_blocks=fits(block)), ""
+            return Arrival(self._reads(cache, whole_blocks=fits(block)), self._answer(cache))
         cache = "warm" if warm else "cold"
-        return measured(self._subject("mapping", cache), partial(self._populate, cold=not warm)), ""
+        rate = measured(self._subject("mapping", cache), partial(self._populate, cold=not warm))
+        return Arrival(rate, None if warm else self._answer(cache))
 
     def disk(self) -> Measurement:
         """The rate at which the disk itself gives the weights. Files are opened only if it is not known."""
@@ -77,6 +100,9 @@ class WeightFiles:
         subject = self._subject("bounced reads" if bounced else "reads", cache)
         return measured(subject, partial(self._read, cache, _OFF_BLOCKS if bounced else 0))
 
+    def _answer(self, cache: Cache) -> Measurement:
+        return measured(self._subject("answer", cache), partial(self._wait, cache))
+
     def _subject(self, quantity: Quantity, cache: Cache) -> Subject:
         first = (self.folder / self.files[0].path).resolve()
         more = f" and {len(self.files) - 1} more" if len(self.files) > 1 else ""
@@ -96,6 +122,11 @@ class WeightFiles:
     def _read(self, cache: Cache, shift: int) -> Trials:
         with self._open(direct=cache == "past") as source:
             return measure_read(source, nbytes=_SAMPLE, seconds=_SECONDS, shift=shift, cold=cache == "cold")
+
+    def _wait(self, cache: Cache) -> Trials:
+        matrix = torch.ones(_BESIDE, _BESIDE)
+        with self._open(direct=cache == "past") as source:
+            return measure_answer(source, partial(torch.mm, matrix, matrix), cold=cache == "cold")
 
     def _populate(self, *, cold: bool) -> Trials:
         with self._open(direct=False) as source:

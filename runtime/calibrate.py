@@ -14,9 +14,8 @@ from functools import partial
 
 import torch
 
-from penstock.runtime.arrival import WeightFiles
+from penstock.runtime.arrival import Arrival, WeightFiles
 from penstock.runtime.device.cuda import CudaDevice
-from penstock.runtime.files.rates import READERS
 from penstock.runtime.measurements import (
     Machine,
     Measurement,
@@ -29,7 +28,6 @@ from penstock.runtime.measurements import (
     record,
     this_machine,
 )
-from penstock.runtime.stream.queue import PIECE
 from penstock.runtime.system.trials import Trials, repeat
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Hardware, Weight
@@ -39,7 +37,6 @@ _BUFFER = 32 << 20  # a load may measure, and may take at most 64 MiB beside its
 _CUDA_BUFFER = 256 << 20  # several times what a processor's cache holds
 _LATENCY_NS = 50_000  # to wake a reader and to notify the caller, most of it in Python
 _COPY_LATENCY_NS = 5_000  # as the presets have it (schedule/facts/hardware.py)
-_IN_FLIGHT = 2 * READERS * PIECE  # the piece that every reader copies now, and its next one
 
 THIS_CPU = "auto"
 """The name of the hardware of this machine's CPU with measured figures."""
@@ -48,24 +45,25 @@ NO_FILES = 1e9
 """The bytes per second at which weights are assumed to arrive if there is no file to read."""
 
 
-def measure_cpu(weights: Sequence[Weight], arrival: Measurement | None, why: str) -> Hardware:
+def measure_cpu(weights: Sequence[Weight], arrival: Arrival | None, why: str = "") -> Hardware:
     """The CPU that this process runs on, with the rate of matrix products in the dtype of most weights.
 
-    The rate at which weights arrive depends on files, page cache and arena, so the caller gives it as
-    `arrival` (None if there is no file), together with `why`, a reason that is added to the note.
+    How weights arrive depends on files, page cache and arena, so the caller gives it as `arrival` (None if
+    there is no file), together with `why`, a reason that is added to the note.
     """
     products, memory = compute_rates(common_dtype(weights))
-    said = f"{arrival.subject.title} at {arrival.amount}" if arrival else ""
+    rate = arrival.rate if arrival else None
+    said = f"{rate.subject.title} at {rate.amount}" if rate else ""
     threads = torch.get_num_threads()
     where = f"measured on this machine with {threads} thread{'' if threads == 1 else 's'}"
     return Hardware(
         name=THIS_CPU,
         flops_per_s=products.median,
         memory_bytes_per_s=memory.median,
-        link_bytes_per_s=NO_FILES if arrival is None else arrival.median,
+        link_bytes_per_s=NO_FILES if rate is None else rate.median,
         link_latency_ns=_LATENCY_NS,
-        link_in_flight_bytes=_IN_FLIGHT,
-        note=noted(where, (said, why), (products, memory, arrival)),
+        link_in_flight_bytes=arrival.in_flight_bytes if arrival else 0,
+        note=noted(where, (said, why), (products, memory, rate)),
     )
 
 

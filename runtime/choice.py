@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 
-from penstock.runtime.arrival import WeightFiles
+from penstock.runtime.arrival import Arrival, WeightFiles
 from penstock.runtime.calibrate import THIS_CPU, measure_cpu, measure_cuda
 from penstock.runtime.device.opening import device_kind, hardware_of
 from penstock.runtime.measurements import noted
@@ -238,11 +238,13 @@ def _choose(
     if files is None:
         return arenas[name], measure_cpu(payload.weights, None, "there is no weight file to read")
     if kind == "sim":  # the link from its host is taken to be as fast as its disk
-        measured = measure_cpu(payload.weights, files.disk(), "")
+        measured = measure_cpu(payload.weights, Arrival(files.disk(), None))
         return arenas[name], replace(measured, disk_bytes_per_s=measured.link_bytes_per_s)
     fits = partial(_fits_blocks, payload.storages, arenas[name])
-    arrival, odd = files.arrival(mapped=name == "mapped", fits=fits)
-    why = "" if name == "mapped" else odd or _why_not_mapped(payload, request, arenas.get("mapped"), keep)
+    arrival = files.arrival(mapped=name == "mapped", fits=fits)
+    if name == "mapped":
+        return arenas[name], measure_cpu(payload.weights, arrival)
+    why = arrival.why or _why_not_mapped(payload, request, arenas.get("mapped"), keep)
     return arenas[name], measure_cpu(payload.weights, arrival, why)
 
 

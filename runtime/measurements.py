@@ -24,7 +24,7 @@ from penstock.schedule.facts.errors import PayloadError
 from penstock.schedule.facts.model import STRICT, UNEVEN
 from penstock.schedule.payload.text import decode, encode, parse
 
-Quantity = Literal["products", "memory", "copies", "reads", "bounced reads", "mapping", "pass"]
+Quantity = Literal["products", "memory", "copies", "reads", "bounced reads", "mapping", "answer", "pass"]
 Cache = Literal["", "past", "warm", "cold"]
 
 WEEK, HOUR = 7 * 24 * 3600, 3600
@@ -79,6 +79,8 @@ class Subject:
                 return "reading memory"
             case "copies":
                 return f"copies from {self.what} memory"
+            case "answer":
+                name = "one read at a time beside products"
             case "pass":
                 return f"compute of a pass of {self.what}"
             case "bounced reads":
@@ -92,7 +94,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A figure: units per second, or the nanoseconds of a `pass`.
+    """A figure: units per second, or the nanoseconds of an `answer` or of a `pass`.
 
     `median`, `spread` and `waited` are as in `Trials`. `taken_at` is in seconds since 1970.
     """
@@ -108,7 +110,7 @@ class Measurement:
     @property
     def unit(self) -> str:
         """The unit of the median."""
-        return {"products": "FLOP/s", "pass": "ns"}.get(self.subject.quantity, "B/s")
+        return {"products": "FLOP/s", "answer": "ns", "pass": "ns"}.get(self.subject.quantity, "B/s")
 
     @property
     def amount(self) -> str:
@@ -119,7 +121,7 @@ class Measurement:
 
     def doubts(self) -> Iterator[str]:
         """Yields the reasons to doubt the figure, in words."""
-        if self.spread > WIDE:
+        if self.spread > WIDE and self.subject.quantity != "answer":  # which varies beside computing
             yield f"varied by {self.spread:.0%} between {self.trials} trials"
         if self.waited > BUSY:
             yield f"waited for a processor {self.waited:.0%} of the time"

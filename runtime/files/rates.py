@@ -37,6 +37,9 @@ _ROOM = 32 << 20
 Into 24 MiB, which the processor's cache holds, a disk read 1.09 times as fast.
 """
 
+_ANSWERS, _ANSWERING = 512, 0.15
+"""The most reads of which the time of an answer is taken, and the seconds after which none begins."""
+
 _SHORTEST = 1e-9  # seconds: two clocks of a machine may differ by more than a block takes
 
 Place = tuple[int, int, int]
@@ -69,10 +72,11 @@ def measure_read(
         hint(memory.address, memory.nbytes, MADV_POPULATE_WRITE)
         free = deque(range(memory.address + shift, memory.address + memory.nbytes, slot))
 
-        def read(place: Place) -> None:
+        def read(place: Place) -> int:
             address = free.popleft()
             source.read_into(*place[:2], address, place[2])
             free.append(address)
+            return place[2]
 
         return _trials(_spread(source, nbytes, cold=cold), read, seconds, threads)
 
@@ -99,19 +103,54 @@ def measure_populate(
             memory.map_file(starts[number], round_up(file.nbytes, PAGE), source.fd(number), 0)
         hint(memory.address, memory.nbytes, MADV_HUGEPAGE)
 
-        def populate(place: Place) -> None:
+        def populate(place: Place) -> int:
             number, offset, size = place
             address = memory.address + starts[number] + offset
             advise(address, round_up(size, PAGE), MADV_POPULATE_READ)
             advise(address, round_up(size, PAGE), mmap.MADV_DONTNEED)
+            return size
 
         return _trials(places, populate, seconds, threads)
 
 
-def _trials(places: list[Place], work: Callable[[Place], None], seconds: float, threads: int) -> Trials:
+def measure_answer(source: Source, beside: Callable[[], object], *, cold: bool = False) -> Trials:
+    """Nanoseconds of one read of one block of the disk, while `beside` runs again and again in this thread.
+
+    Reads follow one another, spread over all files. The bytes of a block take about a hundredth of that time.
+    For `cold` see `measure_read`.
+
+    Raises SourceError if there is nothing to read.
+    """
+    block = max(source.block, PAGE)
+    runs = _spread(source, _ANSWERS * _BLOCK, cold=cold)
+    each = -(-_ANSWERS // max(1, len(runs)))
+    places = [
+        (number, offset + size * part // each // block * block, size)
+        for part in range(each)
+        for number, offset, size in runs
+    ]
+    with Reservation(round_up(block, PAGE)) as memory:
+        memory.map_anonymous(0, memory.nbytes)
+
+        def read(place: Place) -> int:
+            source.read_into(*place[:2], memory.address, min(block, place[2]))
+            return 1
+
+        found = _trials(places, read, _ANSWERING, 1, beside)
+    return Trials(tuple(1e9 / answers for answers in found.figures), found.waited)
+
+
+def _trials(
+    places: list[Place],
+    work: Callable[[Place], int],
+    seconds: float,
+    threads: int,
+    beside: Callable[[], object] | None = None,
+) -> Trials:
     """The rates at which `threads` threads together do `work`: one for each of several equal runs of blocks.
 
-    No thread waits for another at the end of a run, so that the rates are those of steady work.
+    `work` returns how much it did. No thread waits for another at the end of a run, so that the rates are
+    those of steady work. The calling thread does `beside` meanwhile, if that is given.
     """
     if not places:
         raise SourceError("there is no weight file whose reading could be measured")
@@ -127,17 +166,19 @@ def _trials(places: list[Place], work: Callable[[Place], None], seconds: float, 
                 if not places:
                     break
                 place = places.pop()
-            work(place)
-            ended.append((time.perf_counter(), place[2]))
+            done = work(place)
+            ended.append((time.perf_counter(), done))
 
     with ThreadPoolExecutor(threads) as pool:
         for future in [pool.submit(worker) for _ in range(threads)]:
+            while beside and not future.done():
+                beside()
             future.result()
     return Trials(tuple(_stretches(began, sorted(ended), threads)))
 
 
 def _stretches(began: float, ended: Sequence[tuple[float, int]], threads: int) -> Iterator[float]:
-    """Yield the bytes per second of each run of blocks; `ended` has the time and the size of each block."""
+    """Yield the work per second of each run of blocks; `ended` has the time and the work of each block."""
     count = min(MOST, max(1, len(ended) // threads))
     cuts = [len(ended) * number // count for number in range(count + 1)]
     for start, stop in pairwise(cuts):

@@ -51,6 +51,7 @@ class SimStream:
     """A stream with the operations that it has still to run, and its virtual clock.
 
     An operation is a function, and the events it must wait for before it runs. After an error none runs.
+    `waited_ns` is the time of the latest event that the stream has waited for.
     """
 
     name: str
@@ -59,6 +60,7 @@ class SimStream:
     enqueued: int = 0
     done: int = 0
     time_ns: int = 0
+    waited_ns: int = 0
     error: BaseException | None = None
 
 
@@ -166,7 +168,8 @@ class SimDevice:
             self._access(stream, target, move.target, move.nbytes, label, writes=True)
         if self.hardware is not None:
             taken = self.hardware.copy_ns(sum(move.nbytes for move in moves))
-            stream.time_ns += taken
+            flows_ns = stream.waited_ns + self.hardware.link_fill_ns
+            stream.time_ns = max(stream.time_ns, flows_ns) + taken
             self.copied_ns += taken
 
         def run() -> None:
@@ -195,6 +198,8 @@ class SimDevice:
 
     def wait(self, stream: SimStream | SimDisk, event: SimEvent) -> None:
         stream.time_ns = max(stream.time_ns, event.time_ns)
+        if isinstance(stream, SimStream):
+            stream.waited_ns = max(stream.waited_ns, event.time_ns)
         for one in stream.lanes if isinstance(stream, SimDisk) else (stream,):
             self._operation(one)
             self.detector.join(one.name, event.known)

@@ -115,7 +115,7 @@ def simulate(
         incoming[target].append((source, weight, height))
     copy_ns = [hardware.copy_ns(t.stop - t.start) for t in transfers]
     disk_ns = [hardware.disk_ns(schedule.staged[i]) for i in _staged(schedule)]
-    least = [0] * len(steps) + copy_ns + [0] + disk_ns
+    least = [0] * len(steps) + [hardware.link_fill_ns + ns for ns in copy_ns] + [0] + disk_ns
     before: list[int] | None = None
     result = []
     for _ in range(passes):
@@ -171,7 +171,9 @@ def _edges(trace: Trace, schedule: Schedule, hardware: Hardware, wrap: Wrap) -> 
     """Yield the edges of the event graph, with events as numbers.
 
     The steps are numbered from 0, and then the transfers, the start of the call, and the reads of the disk.
-    Transfers run in issue order, so a step waits only for the last of the transfers made for it.
+    Transfers run in issue order, so a step waits only for the last of the transfers made for it. The bytes of
+    a transfer flow when those of the one before have come, and when the link's time to fill has passed since
+    the transfer might start.
     """
     steps, transfers = trace.steps, schedule.transfers
     n, m = len(steps), len(transfers)
@@ -187,7 +189,7 @@ def _edges(trace: Trace, schedule: Schedule, hardware: Hardware, wrap: Wrap) -> 
         node, copy_ns = n + i, hardware.copy_ns(transfer.stop - transfer.start)
         yield (node - 1, node, copy_ns, 0) if i else (n + m - 1, node, copy_ns, 1)
         early = transfer.after < 0
-        yield transfer.after + n * early, node, copy_ns, int(early)
+        yield transfer.after + n * early, node, hardware.link_fill_ns + copy_ns, int(early)
         in_flight = node if early else in_flight
     if wrap == "barrier" and in_flight is not None:
         yield in_flight, call, trace.gap_ns, 0
@@ -214,7 +216,8 @@ def _stage_edges(schedule: Schedule, hardware: Hardware, n: int) -> Iterator[Edg
         copied = back - count - 1
         yield first + (q - 1) % count, node, disk_ns, int(q == 0)
         yield n + staged[copied % count], node, disk_ns, int(copied < 0)
-        yield node, n + staged[q], hardware.copy_ns(transfer.stop - transfer.start), 0
+        copy_ns = hardware.link_fill_ns + hardware.copy_ns(transfer.stop - transfer.start)
+        yield node, n + staged[q], copy_ns, 0
 
 
 def _staged(schedule: Schedule) -> list[int]:

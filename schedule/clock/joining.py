@@ -98,7 +98,8 @@ class Joiner:
             if piece.after >= first.step or stop - first.start > MERGED_BYTES:
                 return
             copy_ns = self._hardware.copy_ns(stop - first.start)
-            link_ns = max(way.link_ns, self._ended(way, piece.after)) + copy_ns
+            starts_ns = self._ended(way, piece.after) + self._hardware.link_fill_ns
+            link_ns = max(way.link_ns, starts_ns) + copy_ns
             following = twice[index + 1].step if index + 1 < len(twice) else 2 * self._steps
             if following == first.step:
                 ways[index + 1].append(_Way(link_ns, way.steps_ns, -1, 0, way, index + 1))

@@ -21,7 +21,7 @@ from pinned memory were reported to reach, in one direction.
 - laptop: eight cores with AVX2 at 3.5 GHz (0.9 TFLOPS in float32), DDR5-5600 in two channels (90 GB/s), an
   NVMe disk behind PCIe 4.0 x4 that reads 7 GB/s. server: 64 cores with AVX-512 bfloat16 at 2.5 GHz,
   DDR5-4800 in twelve channels (461 GB/s), an NVMe disk behind PCIe 5.0 x4 that reads 14 GB/s. A read costs
-  20 us beside its bytes when others are in flight, and the disks need 8 MiB in flight.
+  20 us beside its bytes when others are in flight, and the first bytes come after 100 us.
 - Hosts of devices, for the policy that computes on the host what does not fit. desktop (rtx4090, rtx5090): 16
   cores with AVX2 at 4.5 GHz (2.3 TFLOPS in float32), DDR5-5600 in two channels, 64 GB. grace (gh200): NVIDIA
   Grace data sheet, half of its two chips: 7.1 TFLOPS in float32, 500 GB/s, 480 GB. All other devices have the
@@ -45,7 +45,7 @@ _GB = 10**9
 _DISK = 7.0 * _GB
 _DISK_LATENCY_NS = 20_000
 _COPY_LATENCY_NS = 5_000
-_IN_FLIGHT = 8 << 20
+_ANSWER_NS = 100_000
 _DEVICE_KERNEL_NS = 3_400
 _HOST_KERNEL_NS = 2_100
 
@@ -72,7 +72,7 @@ def _host(name: str, tflops: float, memory_gb_per_s: float, disk_gb_per_s: float
         memory_bytes_per_s=memory_gb_per_s * _GB,
         link_bytes_per_s=disk_gb_per_s * _GB,
         link_latency_ns=_DISK_LATENCY_NS,
-        link_in_flight_bytes=_IN_FLIGHT,
+        link_in_flight_bytes=int(disk_gb_per_s * _ANSWER_NS),  # GB/s are bytes a nanosecond
         memory_nbytes=gb * _GB,
         note="a preset, from public figures",
     )

@@ -225,11 +225,13 @@ UNEVEN = "measured rates are uneven: see `penstock hardware`"
 class Hardware:
     """The machine that a plan assumes. Rates are per second, and latencies are for each transfer.
 
-    `link_bytes_per_s` is the rate at which weights reach the arena. `link_in_flight_bytes` is the number of
-    bytes that must be on their way at once for the link to reach this rate; plans leave that much memory free
-    beside the resident bytes. `memory_nbytes` is all memory of the device. `disk_bytes_per_s` and
-    `disk_latency_ns` are of the disk behind the host of a device; the rate is None if there is no such disk
-    or it is not known. `note` says where the figures come from.
+    `link_bytes_per_s` is the rate at which weights reach the arena while enough bytes are on their way at
+    once. With b bytes on their way it is that rate times b / (b + `link_in_flight_bytes`): the latter, over
+    the rate, is the time from when a transfer may start until its bytes flow (Hockney's half-performance
+    length, Parallel Computers, 1981, section 1.3.2). Copies that may start early enough hide it.
+    `memory_nbytes` is all memory of the device. `disk_bytes_per_s` and `disk_latency_ns` are of the disk
+    behind the host of a device; the rate is None if there is no such disk or it is not known. `note` says
+    where the figures come from.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -272,6 +274,11 @@ class Hardware:
     def copy_ns(self, nbytes: int) -> int:
         """Nanoseconds that one transfer of `nbytes` takes, rounded up."""
         return self.link_latency_ns + -int(-nbytes * 1e9 // self.link_bytes_per_s)
+
+    @property
+    def link_fill_ns(self) -> int:
+        """Nanoseconds from when a transfer may start until its bytes flow, if the link is idle."""
+        return -int(-self.link_in_flight_bytes * 1e9 // self.link_bytes_per_s)
 
     def disk_ns(self, nbytes: int) -> int:
         """Nanoseconds that the disk behind the host takes to read `nbytes`, rounded up.

@@ -109,6 +109,7 @@ def least_recently_used(setting: Setting) -> int | None:
             if sum(held.values()) > setting.cap:
                 return None
             period += sum(setting.hardware.copy_ns(setting.sizes[s]) for s in missing)
+            period += setting.hardware.link_fill_ns * bool(missing)
     return period
 
 

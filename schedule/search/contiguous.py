@@ -33,6 +33,12 @@ _ROOMS = (1.0, 1.06, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0)
 The unit is the number of bytes of such blocks that a single step reads, taken at the step that reads most.
 """
 
+_IN_FLIGHT = (0.5, 1.0, 1.5, 2.0, 3.0)
+"""Values tried for the memory that streaming blocks share beside what a single step reads of them.
+
+The unit is the number of bytes that halve the rate of the link if they are all that is on its way.
+"""
+
 _LEAST_PARTS = (16, 0, 4, 64, 1 << 20)
 """Values tried for the smallest part of a block that gets a copy of its own.
 
@@ -116,7 +122,7 @@ class _Search:
         if len(known) == len(self.traces):
             shares.append(self._copied(known))
         families = (family for wanted in shares for family in self._families(wanted))
-        candidates = [self._candidate(family, room) for family in families for room in _ROOMS]
+        candidates = [self._candidate(family, ring) for family in families for ring in self._rings(family)]
         for one in sorted((one for one in candidates if one), key=lambda one: one.least_ns):
             hopeless = one.least_ns >= self.period or self.period <= enough or self.effort <= 0
             if self.found and hopeless:
@@ -163,15 +169,18 @@ class _Search:
             able = frozenset(free[:-2]) - self._read_with(free[-2:])
             yield _Family(able, self._most_read(able), wanted, tuple(free[-2:]))
 
-    def _candidate(self, family: _Family, room: float) -> _Candidate | None:
-        """The candidate whose streaming blocks share `room` times the most bytes that a step reads of them.
+    def _rings(self, family: _Family) -> set[int]:
+        """The sizes in bytes of the memory that the streaming blocks of a family may share."""
+        granule, in_flight = self.arena.granule, self.hardware.link_in_flight_bytes
+        rings = {room * family.read for room in _ROOMS}
+        rings |= {family.read + share * in_flight for share in _IN_FLIGHT}
+        return {math.ceil(ring / granule) * granule for ring in rings}
+
+    def _candidate(self, family: _Family, ring: int) -> _Candidate | None:
+        """The candidate whose streaming blocks share `ring` bytes.
 
         None if the blocks that cannot stream do not fit into the rest of the memory.
         """
-        granule = self.arena.granule
-        # Besides what a step reads, the bytes that keep the link busy, at most half of what can be spared.
-        in_flight = min(self.hardware.link_in_flight_bytes, max(0, self.cap - family.read) // 2)
-        ring = math.ceil(max(room * family.read, family.read + in_flight) / granule) * granule
         ends = sum(self.blocks[b].size for b in family.ends)
         others = sum(b.size for n, b in enumerate(self.blocks) if n not in family.able) - ends
         ring = max(ring, ends - self.cap + others)

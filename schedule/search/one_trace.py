@@ -67,8 +67,7 @@ class OneTrace:
     """The search for one trace: its inputs, and the best of the candidates that were tried.
 
     `ranked` holds the best candidates, the fastest first. `effort` is the number of copies that may still be
-    joined in every way. `spare` is the memory beyond what the fullest step itself needs, and `highest` the
-    memory that resident spans and the reads of a step may fill, both in bytes.
+    joined in every way. `spare` is the memory in bytes beyond what the fullest step itself needs.
     """
 
     def __init__(self, task: Task) -> None:
@@ -91,9 +90,8 @@ class OneTrace:
         self.joined: set[bytes] = set()
         self.effort = int((_EFFORT if len(self.loads.step) > _SMALL else _SMALL_EFFORT) * task.effort)
         self.ranked: list[_Candidate] = []
-        # Some memory stays free for the bytes that keep the link busy, at most half of what can be spared.
         self.spare = cap - int(max(self.residency.needed, default=0))
-        self.highest = cap - min(hardware.link_in_flight_bytes, self.spare // 2)
+        self.in_flight = min(hardware.link_in_flight_bytes, self.spare // 2)
 
     @property
     def period_ns(self) -> float:
@@ -105,8 +103,8 @@ class OneTrace:
         relaxed = relaxed or self._even_relaxation()
         self._round(relaxed)
         if self.period_ns > relaxed.bound_ns * _NEAR:
-            runs = Runs(self.loads, self.residency, relaxed.kept, self.highest)
-            for rows in runs.choices(relaxed.shared_bytes):
+            runs = Runs(self.loads, self.residency, relaxed.kept, self.cap)
+            for rows in runs.choices(relaxed.shared_bytes + self.in_flight):
                 self._time_joined(rows)
             for candidate in self.ranked[:_JOINED]:
                 self._time_joined(candidate.rows)
@@ -119,7 +117,7 @@ class OneTrace:
         """A substitute for a relaxation that was not solved: it keeps the same share of every gap's bytes."""
         sizes = [self.groups[gap.group].nbytes for gap in self.gaps]
         over = self.residency.held_bytes(sizes) - self.residency.needed
-        room = self.highest - self.residency.needed
+        room = self.cap - self.residency.needed
         share = float((room[over > 0] / over[over > 0]).min(initial=1.0))
         kept = tuple(nbytes * share for nbytes in sizes)
         return Relaxation(0, kept, self.gaps, self.groups, self.spare * _SHARED)
@@ -136,11 +134,11 @@ class OneTrace:
         """
         shared = int(relaxed.shared_bytes)
         copy = shared // 2
-        least = self.cap - self.highest
-        margins = {least + self.largest_span * count for count in (0, 1, 2, 4, 8)}
-        margins |= {least + int(shared * share) for share in (0.5, 1.0, 1.5, 2.0)}
-        margins |= {least + int(self.spare * share) for share in (0.01, 0.04, 0.16)}
-        best = least
+        margins = {self.largest_span * count for count in (0, 1, 2, 4, 8)}
+        margins |= {int(shared * share) for share in (0.5, 1.0, 1.5, 2.0)}
+        margins |= {int(self.spare * share) for share in (0.01, 0.04, 0.16)}
+        margins |= {int(self.in_flight * share) for share in (0.5, 1.0, 2.0)}
+        best = 0
         tried = sorted(margin for margin in margins if margin <= self.spare)
         for margin in tried if len(self.loads.step) <= _LARGE else tried[1::3]:
             before = self.period_ns
@@ -151,7 +149,7 @@ class OneTrace:
         for quantum, most in ((0, 0), (copy // 2, copy), (copy, copy), (copy, 2 * copy)):
             self._time_rounded(relaxed.kept, best, quantum=quantum, most=most)
         for quantum in (copy // 4, copy // 2, copy, 2 * copy):
-            for margin in sorted({least, *(max(least, quantum * share // 2) for share in (1, 2, 4))}):
+            for margin in sorted({best, *(quantum * share // 2 for share in (0, 1, 2, 4))}):
                 self._time_rounded(relaxed.kept, margin, quantum=quantum, most=copy)
 
     def _time_rounded(self, kept: Sequence[float], margin: int, *, quantum: int, most: int) -> None:
@@ -165,7 +163,7 @@ class OneTrace:
         scaled = [nbytes * share for nbytes in kept]
         counts = self.residency.rounded(scaled, quantum=quantum)
         counts = self.residency.trim(counts, scaled, self.cap - margin)
-        if (self.residency.held(counts) <= self.highest).all():
+        if (self.residency.held(counts) <= self.cap).all():
             join = partial(in_sizes, most=most, breaks=self.breaks) if most else None
             self._time(self.loads.after_first(counts), join)
 

@@ -43,8 +43,8 @@ def search(task: Task) -> Draft:
     period_ns = sum(found.periods_ns(problem))
     bounds = [one.bound_ns for one in task.relaxed if one]
     near = len(bounds) == len(problem.traces) and period_ns <= sum(bounds) * _NEAR
-    if near or (alone and problem.hardware.link_in_flight_bytes):
-        return found  # the contiguous search reserves no memory for what the link needs in flight
+    if near:
+        return found
     other = _search_runs(task)
     return other if other and sum(other.periods_ns(problem)) < period_ns else found
 

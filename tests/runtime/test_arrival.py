@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,7 +43,13 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         done.append(f"mapping{' of cold blocks' * cold}")
         return Trials((5e11,))
 
+    def answer(source: Source, beside: Callable[[], object], *, cold: bool) -> Trials:
+        beside()
+        done.append(f"answers{' of cold blocks' * cold}")
+        return Trials((80_000.0,))
+
     monkeypatch.setattr(arrival, "measure_read", read)
+    monkeypatch.setattr(arrival, "measure_answer", answer)
     monkeypatch.setattr(arrival, "measure_populate", populate)
     return done
 
@@ -65,10 +73,11 @@ def test_what_the_page_cache_holds_is_mapped_and_the_rest_is_read_past_it(
     ):
         page_cache(monkeypatch, share)
         for _ in range(2):
-            found, odd = files.arrival(mapped=mapped, fits=fits)
-            assert (found.subject.title, odd) == (title, "")
-            assert found.subject.where
-    assert taken == ["mapping", "direct reads", "buffered reads"]
+            found = files.arrival(mapped=mapped, fits=fits)
+            assert (found.rate.subject.title, found.why) == (title, "")
+            assert found.rate.subject.where
+            assert found.in_flight_bytes == (0 if mapped and share == 1 else 160_000)  # at 2 GB/s for 80 us
+    assert taken == ["mapping", "direct reads", "answers", "buffered reads", "answers"]
 
 
 def test_without_direct_reads_cold_blocks_are_measured(
@@ -76,11 +85,14 @@ def test_without_direct_reads_cold_blocks_are_measured(
 ) -> None:
     monkeypatch.delattr(os, "O_DIRECT")
     page_cache(monkeypatch, 0.5)
-    assert files.arrival(mapped=True, fits=fits)[0].subject.title == "mapping with a cold page cache"
-    found, odd = files.arrival(mapped=False, fits=fits)
-    assert found.subject.title == "buffered reads with a cold page cache"
-    assert "lacks O_DIRECT" in odd
-    assert taken == ["mapping of cold blocks", "buffered reads of cold blocks"]
+    mapping = files.arrival(mapped=True, fits=fits)
+    assert mapping.rate.subject.title == "mapping with a cold page cache"
+    assert mapping.answer
+    assert mapping.answer.amount == "0.080 ms"
+    found = files.arrival(mapped=False, fits=fits)
+    assert found.rate.subject.title == "buffered reads with a cold page cache"
+    assert "lacks O_DIRECT" in found.why
+    assert taken == ["mapping of cold blocks", "answers of cold blocks", "buffered reads of cold blocks"]
 
 
 def test_reads_that_need_a_copy_have_a_figure_of_their_own(
@@ -88,9 +100,9 @@ def test_reads_that_need_a_copy_have_a_figure_of_their_own(
 ) -> None:
     page_cache(monkeypatch, 0.0)
     files.arrival(mapped=False, fits=fits)
-    found, _ = files.arrival(mapped=False, fits=lambda block: False)
-    assert found.subject.title == "direct reads off the disk's blocks"
-    assert taken == ["direct reads", "direct reads off blocks"]
+    found = files.arrival(mapped=False, fits=lambda block: False)
+    assert found.rate.subject.title == "direct reads off the disk's blocks"
+    assert taken == ["direct reads", "answers", "direct reads off blocks"]
 
 
 def test_the_disk_is_asked_once_and_files_are_opened_for_that_only(
@@ -131,6 +143,41 @@ def test_blocks_in_the_page_cache_tell_nothing_of_a_cold_disk(
         # Where all is cached, that is what there is to measure.
         monkeypatch.setattr(rates, "is_cached", lambda fd, offset, nbytes: True)
         assert rates.measure_read(source, nbytes=8 * block, cold=True).median > 0
+
+
+def test_answers_are_timed_one_by_one_beside_other_work(files: WeightFiles) -> None:
+    computed = 0
+
+    def compute() -> None:
+        nonlocal computed
+        computed += 1
+
+    asked: list[tuple[int, int]] = []
+    with Source(files.files, files.folder, mode="buffered") as source:
+        plain = source.read_into
+
+        def read(file: int, offset: int, address: int, nbytes: int) -> None:
+            time.sleep(0.001)
+            asked.append((offset, nbytes))
+            plain(file, offset, address, nbytes)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(source, "read_into", read)
+            patch.setattr(rates, "_ANSWERS", 40)
+            patch.setattr(rates, "_ANSWERING", 60)
+            found = rates.measure_answer(source, compute)
+    assert len(found.figures) == MOST
+    assert found.median > 1e6
+    assert computed
+    assert len(set(asked)) >= 40
+    assert all(nbytes == 4096 and offset + nbytes <= files.files[0].nbytes for offset, nbytes in asked)
+
+
+def test_the_answer_of_a_file_smaller_than_a_block(tmp_path: Path) -> None:
+    path = tmp_path / "small.safetensors"
+    save_file({"w": torch.zeros(3)}, path)
+    with Source((stamp_file(path, recorded_path=path.name),), tmp_path, mode="buffered") as source:
+        assert rates.measure_answer(source, lambda: None).median > 0
 
 
 def test_one_long_pause_of_the_disk_changes_no_median() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from penstock.runtime import calibrate
+from penstock.runtime.arrival import Arrival
 from penstock.runtime.calibrate import NO_FILES, common_dtype, measure_cpu
 from penstock.runtime.measurements import Measurement, Subject, this_machine
 from penstock.runtime.system.trials import LEAST, Trials
@@ -29,8 +30,10 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-def arriving(rate: float, spread: float = 0.0) -> Measurement:
-    return Measurement(Subject("reads", this_machine(), cache="past"), rate, spread, 0.0, 9, 0)
+def arriving(rate: float, spread: float = 0.0) -> Arrival:
+    reads = Measurement(Subject("reads", this_machine(), cache="past"), rate, spread, 0.0, 9, 0)
+    answer = Measurement(Subject("answer", this_machine(), cache="past"), 50_000.0, 0.9, 0.0, 9, 0)
+    return Arrival(reads, answer)
 
 
 def weight(dtype: str, *shape: int) -> Weight:
@@ -44,7 +47,11 @@ def test_rates_are_measured_once_and_arrival_is_as_given(measured: list[str]) ->
     assert (first.flops_per_s, first.memory_bytes_per_s, first.link_bytes_per_s) == (2.05e11, 1.5e10, 3e9)
     assert (second.flops_per_s, second.memory_bytes_per_s, second.link_bytes_per_s) == (2.05e11, 1.5e10, 4e9)
     assert first.note.endswith("threads; direct reads at 3.00 GB/s; so")
-    assert measure_cpu((), None, "no file").link_bytes_per_s == NO_FILES
+    assert (first.link_in_flight_bytes, second.link_in_flight_bytes) == (150_000, 200_000)
+    assert first.link_fill_ns == second.link_fill_ns == 50_000
+    assert not first.uneven  # however much answers vary
+    without = measure_cpu((), None, "no file")
+    assert (without.link_bytes_per_s, without.link_in_flight_bytes) == (NO_FILES, 0)
 
 
 def test_products_are_measured_in_the_dtype_that_most_weights_have(measured: list[str]) -> None:

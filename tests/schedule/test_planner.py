@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.schedule.clock.event_graph import steady_period_ns
 from penstock.schedule.facts.errors import BudgetError, PlanError
-from penstock.schedule.facts.model import Arena, Hardware, Range, Step, Storage, Trace
+from penstock.schedule.facts.model import Arena, ArenaKind, Hardware, Range, Step, Storage, Trace
 from penstock.schedule.facts.problem import Demand, Problem, first_uses
 from penstock.schedule.plan import Plan
 from penstock.schedule.planner import RUNGS, floor, make_plan, with_figures
@@ -240,36 +240,28 @@ def test_a_segment_may_begin_inside_a_granule(latency_ns: int) -> None:
         verify_plan(storages, traces, make_plan(Problem(storages, traces, arena, hardware=hardware), budget))
 
 
-@pytest.mark.parametrize("weights", [10, 30, 38])
-def test_a_plan_leaves_room_for_what_must_be_on_its_way(weights: int) -> None:
-    """Of a link that needs some weights in flight: they may always start before the next one is read."""
-    n, in_flight = 40, 4 * UNIT
-    p = equal_problem(n, 0.1)
-    hardware = replace(p.hardware, link_in_flight_bytes=in_flight)
-    plan = make_plan(replace(p, hardware=hardware), weights * UNIT)
-    (schedule,) = plan.schedules
-
-    def on_their_way(step: int) -> int:
-        return sum(
-            t.stop - t.start
-            for t in schedule.transfers
-            for now in (step, step + n)  # of this pass, and of the next
-            if t.after < now - n <= t.step or t.after < now <= t.step
-        )
-
-    least = min(in_flight, (weights - 1) * UNIT // 2)
-    assert min(on_their_way(step) for step in range(n)) >= least - UNIT
-
-
-@pytest.mark.parametrize("weights", [2, 3, 10, 20, 30])
-def test_a_contiguous_plan_leaves_room_for_what_must_be_on_its_way(weights: int) -> None:
-    """What stays leaves the weight of a step free, and four weights or half of the rest besides."""
-    in_flight = 4 * UNIT
+@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+def test_a_plan_trades_resident_bytes_for_copies_on_their_way(kind: ArenaKind) -> None:
+    """With fewer it would wait for the link to fill, with more on their way it would copy more."""
     p = equal_problem(40, 0.1)
-    arena = packed_arena(p.storages, p.traces, kind="contiguous", granule=64, alignment=64)
-    hardware = replace(p.hardware, link_in_flight_bytes=in_flight)
-    plan = make_plan(replace(p, arena=arena, hardware=hardware), weights * UNIT)
-    stays = sum(one.stop - one.start for one in plan.resident)
-    assert weights * UNIT - stays >= UNIT + min(in_flight, (weights - 1) * UNIT // 2)
-    without = make_plan(replace(p, arena=arena), weights * UNIT)
-    assert stays <= sum(one.stop - one.start for one in without.resident)
+    arena = packed_arena(p.storages, p.traces, kind=kind, granule=64, alignment=64)
+    prompt = replace(p, arena=arena)
+
+    def on(share: float) -> RandomProblem:
+        return replace(prompt, hardware=replace(p.hardware, link_in_flight_bytes=int(UNIT * share)))
+
+    def period(plan: Plan, share: float) -> int:
+        return steady_period_ns(p.traces[0], plan.schedules[0], on(share).hardware, p.wrap)
+
+    gains = 0
+    for weights in (3, 10, 20, 30):
+        hasty = make_plan(prompt, weights * UNIT)
+        for share in (0.1, 0.5, 2.0):
+            plan = make_plan(on(share), weights * UNIT)
+            verify_plan(p.storages, p.traces, plan)
+            assert plan.lower_bound_ns == hasty.lower_bound_ns
+            assert plan.predicted_ns == period(plan, share) <= 1.01 * period(hasty, share)
+            assert period(plan, 4 * share) <= 1.01 * period(hasty, 4 * share)
+            gains += period(plan, share) < 0.9 * period(hasty, share)
+            gains += period(plan, 4 * share) < 0.9 * period(hasty, 4 * share)
+    assert gains >= 8

@@ -35,15 +35,16 @@ def equal_problem(n: int, compute: float, *, unit: int = 64 * 64) -> RandomProbl
     return RandomProblem(storages, traces, arena, hardware=machine(unit * 1e6))
 
 
-def machine(link_bytes_per_s: float, *, latency_ns: int = 0) -> Hardware:
-    return Hardware("toy", 1e12, 1e11, link_bytes_per_s, latency_ns)
+def machine(link_bytes_per_s: float, *, latency_ns: int = 0, in_flight: int = 0) -> Hardware:
+    return Hardware("toy", 1e12, 1e11, link_bytes_per_s, latency_ns, in_flight)
 
 
 def hardwares() -> st.SearchStrategy[Hardware]:
     return st.builds(
-        lambda rate, latency: machine(rate, latency_ns=latency),
+        lambda rate, latency, in_flight: machine(rate, latency_ns=latency, in_flight=in_flight),
         st.sampled_from([1e7, 1e8, 1e9, 3e9, 7.7e10]),
         st.sampled_from([0, 0, 1, 100, 2_000]),
+        st.sampled_from([0, 0, 1, 5_000, 20_000]),
     )
 
 

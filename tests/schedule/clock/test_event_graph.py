@@ -56,6 +56,27 @@ def test_a_slot_for_one_weight_serialises_copy_and_read() -> None:
     assert steady_period_ns(trace, schedule_of((30, 0, -1), (30, 1, 0)), BYTE_PER_NS, "overlap") == 80
 
 
+def test_bytes_flow_when_the_link_has_filled() -> None:
+    """Unless the copy might start that much earlier."""
+    trace = trace_of((0, 10), (0, 10), (0, 10), (0, 10))
+    late = machine(1e9, in_flight=7)
+    one_slot = schedule_of(*((30, k, k - 1) for k in range(4)))
+    assert steady_period_ns(trace, one_slot, late, "overlap") == 4 * (7 + 30 + 10)
+    two_slots = schedule_of(*((30, k, k - 2) for k in range(4)))
+    assert steady_period_ns(trace, two_slots, late, "overlap") == 4 * 30
+    (first,) = simulate(trace, two_slots, late, "overlap", 1)
+    assert first.transfers == ((7, 37), (37, 67), (67, 97), (97, 127))
+
+
+def test_the_rate_of_a_link_follows_from_the_bytes_on_their_way() -> None:
+    """Half of it if as many bytes as fill the link are all that is on its way."""
+    trace = trace_of((0, 0))
+    for in_flight, nbytes in ((1000, 1000), (1000, 250), (64, 640)):
+        hardware = machine(1e9, in_flight=in_flight)
+        period = steady_period_ns(trace, schedule_of((nbytes, 0, -1)), hardware, "overlap")
+        assert nbytes / period == nbytes / (nbytes + in_flight)
+
+
 def test_lead_time_hides_a_copy() -> None:
     trace = trace_of((30, 10), (30, 10))
     assert steady_period_ns(trace, schedule_of((30, 0, -1), (30, 1, 0)), BYTE_PER_NS, "overlap") == 80
