@@ -14,8 +14,9 @@ This is the method:
   penstock's arena has mapped stays mapped, because it is held within the budget, as an anonymous copy
   would be. The clock stands still meanwhile; what penstock reads on in that gap is charged to the next
   pass at the pass's own rate, up to the whole gap.
-- cgroup: a memory cgroup of a quarter of the weights holds each process, its interpreter and its page
-  cache. The plain module in memory and the bare disk stay outside: they set the limit.
+- cgroup: a memory cgroup holds each process and its page cache: as many bytes as the bare process takes,
+  which has the libraries and no weights, and a quarter of the weights. The plain module in memory and the
+  bare disk stay outside: they set the limit.
 - resident: the budget is all weights; only the plain module runs beside it.
 - The limit: the longer of the plain module's time in that round, and the bytes that must move (all
   weights but the budget, and never more than the disk delivered) at the rate at which the bare disk

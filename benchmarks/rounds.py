@@ -21,7 +21,7 @@ from penstock.schedule.facts.sizes import format_size, parse_size
 
 STATES = ("cold", "warm", "resident", "cgroup")
 CGROUP_SHARE = 4
-"""The weights divided by this number are the memory of a cgroup, page cache and interpreter included."""
+"""A cgroup has the bare process's memory and, with the page cache, the weights divided by this number."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +178,11 @@ class Bench:
     def _start(self, job: Job, group: Path | None) -> Worker:
         return Worker(job, self.options.work / "log.txt", group=group)
 
+    def _bare(self, job: Job) -> int:
+        """The memory in bytes of a process that has the competitor's libraries, and no weights."""
+        with contextlib.closing(self._start(job, None)) as worker:
+            return int(worker.ask("bare"))
+
     def _measure(self, case: Case, jobs: dict[str, Job], result: dict[str, Any]) -> dict[str, Any]:
         with contextlib.ExitStack() as stack:
             workers = {}
@@ -186,7 +191,7 @@ class Bench:
                     continue
                 group = None
                 if result["cgroup_bytes"] and job.competitor not in ("memory", "raw"):
-                    group = stack.enter_context(_require_group(result["cgroup_bytes"]))
+                    group = stack.enter_context(_require_group(self._bare(job) + result["cgroup_bytes"]))
                 worker = stack.enter_context(contextlib.closing(self._start(job, group)))
                 # What is warm later a competitor's own pass has read. And pages that others have cached are
                 # charged to them, not to a cgroup.

@@ -84,7 +84,8 @@ def _render_case(case: dict[str, Any]) -> str:
     lines = [f"### {case['model']}, {case['tokens']} tokens, {case['state']}", ""]
     if case["cgroup_bytes"]:
         lines += [
-            f"A memory cgroup of {format_size(case['cgroup_bytes'])} each, but for memory and disk.",
+            f"A memory cgroup each, of its bare process and {format_size(case['cgroup_bytes'])}, "
+            "but for memory and disk.",
             "",
         ]
     if case["rows"]:

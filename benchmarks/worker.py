@@ -43,6 +43,9 @@ class Session:
             case "prepare":
                 prepare(job)
                 return None
+            case "bare":
+                _import_libraries(job.competitor)
+                return machine.read_memory().total
             case "load":
                 return self.load(job)
             case "train":

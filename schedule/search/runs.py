@@ -50,11 +50,11 @@ class Runs:
         `shared_bytes` is the memory that the relaxation refills during a pass.
         """
         for ring, parts, ahead in itertools.product(_RINGS, _PARTS, _AHEAD):
-            rows = self._choose(int(shared_bytes * ring), int(shared_bytes * ring / parts), ahead)
+            rows = self.choose(int(shared_bytes * ring), int(shared_bytes * ring / parts), ahead)
             if rows is not None:
                 yield rows
 
-    def _choose(self, shared: int, run: int, ahead: float) -> numpy.ndarray | None:
+    def choose(self, shared: int, run: int, ahead: float) -> numpy.ndarray | None:
         """Choose rows in runs of about `run` bytes that refill `shared` bytes of memory.
 
         None if no choice fits after `_ATTEMPTS`.

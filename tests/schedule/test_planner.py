@@ -265,3 +265,13 @@ def test_a_plan_trades_resident_bytes_for_copies_on_their_way(kind: ArenaKind) -
             gains += period(plan, share) < 0.9 * period(hasty, share)
             gains += period(plan, 4 * share) < 0.9 * period(hasty, 4 * share)
     assert gains >= 8
+
+
+def test_a_plan_as_long_as_its_bound_copies_seldom() -> None:
+    """Where compute hides all copies, few large ones are the same to the model and less work for the machine."""
+    p = equal_problem(64, 3.0)
+    prompt = replace(p, hardware=replace(p.hardware, link_latency_ns=100))
+    plan = make_plan(prompt, 32 * UNIT)
+    assert plan.predicted_ns == plan.lower_bound_ns == 64 * 3000
+    assert len(plan.schedules[0].transfers) <= 32  # 65 of single spans
+    verify_plan(p.storages, p.traces, plan)

@@ -171,7 +171,7 @@ def test_no_plan_beats_its_bound(kind: ArenaKind) -> None:
             assert plan.lower_bound_seconds == lower / 1e9
             ratio = plan.ratio or 0.0
             assert ratio >= 1.0
-            if plan.streamed_bytes:
+            if plan.streamed_bytes and not p.hardware.link_in_flight_bytes:  # which the bound leaves out
                 near.append(ratio < 1.1)
 
     check()
