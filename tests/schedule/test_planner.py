@@ -268,7 +268,7 @@ def test_a_plan_trades_resident_bytes_for_copies_on_their_way(kind: ArenaKind) -
 
 
 def test_a_plan_as_long_as_its_bound_copies_seldom() -> None:
-    """Where compute hides all copies, few large ones are the same to the model and less work for the machine."""
+    """Where compute hides all copies, few large ones are less work for the machine."""
     p = equal_problem(64, 3.0)
     prompt = replace(p, hardware=replace(p.hardware, link_latency_ns=100))
     plan = make_plan(prompt, 32 * UNIT)
