@@ -9,7 +9,7 @@ them, and keeps every kernel that reads a weight between the weight's acquire an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ from torch import fx
 
 from penstock.passes.graph.grad_regions import inline_grad_regions
 from penstock.passes.graph.nodes import copy_graph_module, placeholders_of
-from penstock.passes.graph.propagation import fake_inputs, propagate, storages_of
+from penstock.passes.weights.naming import weights_among
 from penstock.schedule.facts.errors import PassError, StreamError
-from penstock.schedule.facts.model import Range, Step, Storage, Trace
+from penstock.schedule.facts.model import Range, Storage, Trace, Weight
 from penstock.schedule.plan import Plan
 from penstock.schedule.space.spans import merged, subtract
 
@@ -101,7 +101,7 @@ def insert_probes(
     `graph_module` is that of the exported program which was annotated, or a copy that still has its
     placeholders and the nodes that read weights. `method` may be left out where the payload has only
     one. With a `plan`, steps that it never waits for or acts on get no probes. Raises PassError
-    when the graph is not the one that was annotated.
+    when the graph is not the one that was annotated, and PayloadError when its weights are others.
     """
     if not isinstance(graph_module, fx.GraphModule):
         raise PassError(
@@ -110,11 +110,17 @@ def insert_probes(
         )
     trace = _trace_of(payload, method)
     graph_module = inline_grad_regions(graph_module)
-    inputs = next(m.inputs for m in payload.methods if m.graph == trace.graph)
+    names = {node.name for node in graph_module.graph.nodes}
+    missing = [step.name for step in trace.steps if step.name not in names]
+    if missing:
+        raise PassError(
+            f"the graph has no node {missing[0]!r}, which the annotation of method {trace.method!r} names: "
+            "annotate the program whose graph is passed here"
+        )
+    held = weights_among(graph_module, payload, trace.method)
     probed = range(len(trace.steps)) if plan is None else streaming_steps(plan, trace.graph, payload.storages)
-    sites = _sites(graph_module, trace, {leaf.name for leaf in inputs}, probed)
     copied = copy_graph_module(graph_module)
-    add_sites(copied.graph, trace.graph, sites)
+    add_sites(copied.graph, trace.graph, _sites(graph_module, trace, held, probed))
     copied.recompile()
     return copied
 
@@ -129,6 +135,17 @@ def add_sites(target: fx.Graph, graph: int, sites: Iterable[Site]) -> None:
         with target.inserting_after(nodes[site.node]):
             target.call_function(torch.ops.penstock.release.default, arguments)
     target.lint()
+
+
+def without_probes(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """Returns a copy of a graph without its probes, or the graph itself if it has none."""
+    if not any(node.target in (ACQUIRE, RELEASE) for node in graph_module.graph.nodes):
+        return graph_module
+    copied = copy_graph_module(graph_module)
+    for node in [node for node in copied.graph.nodes if node.target in (ACQUIRE, RELEASE)]:
+        copied.graph.erase_node(node)
+    copied.recompile()
+    return copied
 
 
 def streaming_steps(plan: Plan, graph: int, storages: Sequence[Storage]) -> list[int]:
@@ -163,37 +180,17 @@ def _trace_of(payload: Payload, method: str | None) -> Trace:
     return chosen[0]
 
 
-def _sites(graph_module: fx.GraphModule, trace: Trace, inputs: set[str], probed: Iterable[int]) -> list[Site]:
-    """Finds the weight placeholders that the node of each step reads, by the storages of fake values."""
-    names = {node.name for node in graph_module.graph.nodes}
-    missing = [name for name in [*sorted(inputs), *(step.name for step in trace.steps)] if name not in names]
-    if missing:
-        raise PassError(
-            f"the graph has no node {missing[0]!r}, which the annotation of method {trace.method!r} names: "
-            "annotate the program whose graph is passed here"
-        )
-    fakes = fake_inputs(graph_module)
-    propagated = propagate(graph_module, fakes)
+def _sites(
+    graph_module: fx.GraphModule, trace: Trace, held: Mapping[str, Weight], probed: Iterable[int]
+) -> Iterator[Site]:
+    """Yields the site of each step, with all inputs that hold what it reads and that the graph uses."""
+    used = {node.name for node in placeholders_of(graph_module.graph) if node.users}
     owners: dict[int, list[str]] = {}
-    for node, fake in zip(placeholders_of(graph_module.graph), fakes, strict=True):
-        if node.name not in inputs:
-            for storage in storages_of(fake):
-                owners.setdefault(storage, []).append(node.name)
-    nodes = {node.name: node for node in propagated.graph.nodes}
-    return [_site(nodes[trace.steps[k].name], k, owners, trace.steps[k]) for k in probed]
-
-
-def _site(node: fx.Node, number: int, owners: dict[int, list[str]], step: Step) -> Site:
-    storages = {
-        storage for operand in node.all_input_nodes for storage in storages_of(operand.meta.get("val"))
-    }
-    weights = sorted(name for storage in storages for name in owners.get(storage, ()))
-    if len(weights) < len(step.reads):
-        raise PassError(
-            f"node {node.name!r} reads the weights {weights}, expected {len(step.reads)} storages: "
-            "annotate the program whose graph is passed here"
-        )
-    return Site(node.name, number, tuple(weights))
+    for name in sorted(held.keys() & used):
+        owners.setdefault(held[name].parts[0].storage, []).append(name)
+    for k in probed:
+        weights = sorted(name for read in trace.steps[k].reads for name in owners.get(read, ()))
+        yield Site(trace.steps[k].name, k, tuple(weights))
 
 
 def _no_streamer() -> NoReturn:

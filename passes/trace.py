@@ -91,9 +91,9 @@ def with_measured(trace: Trace, lead_ns: Sequence[int], read_ns: Sequence[int], 
 
 def work_of(node: fx.Node) -> Work:
     """Returns what one node of a propagated graph costs: views and placeholders cost nothing."""
-    if node.op != "call_function":
+    if node.op not in ("call_function", "call_module"):
         return Work()
-    if isinstance(node.target, HigherOrderOperator):
+    if isinstance(node.target, HigherOrderOperator) or node.op == "call_module":
         return sum_of(*(_work_of_body(body) for body in subgraphs_of(node)))
     if is_view(node):
         return Work()

@@ -116,6 +116,20 @@ def compile(
     return open_program(folder)
 
 
+def write_weights(annotated: Annotated, folder: Path, weights: Paths | None = None) -> Payload:
+    """Writes the weights into a file of `folder`, in the order of their first use, and returns the payload.
+
+    With `weights`, the safetensors files of a checkpoint are used in place, and what they lack is written.
+    Raises SourceError for files that do not belong to the program, PassError for weights without values.
+    """
+    found = None
+    if weights is not None:
+        checkpoint = _open(weights, annotated, None, pack=False)
+        found = find_values(annotated.payload.weights, checkpoint, Rules(None))
+    writer = _Writer(annotated, found, folder, None, in_place=weights is not None, mapped=False)
+    return writer.write_weights(folder, {})
+
+
 def _save_program(annotated: Annotated, compiled: inductor.Compiled | None, folder: Path) -> ProgramFile:
     if compiled is None:
         programs, machine = eager.save(annotated, folder), ""

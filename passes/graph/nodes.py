@@ -34,12 +34,13 @@ def placeholders_of(graph: fx.Graph) -> list[fx.Node]:
 
 
 def subgraphs_of(node: fx.Node) -> list[fx.GraphModule]:
-    """Returns the graph modules that a control-flow operator is given."""
+    """Returns the graph modules that a control-flow operator is given, or the one that a node calls."""
     owner = node.graph.owning_module
+    given = [node] if node.op == "call_module" else node.all_input_nodes
     found = [
         getattr(owner, str(operand.target), None)
-        for operand in node.all_input_nodes
-        if operand.op == "get_attr"
+        for operand in given
+        if operand.op in ("get_attr", "call_module")
     ]
     return [module for module in found if isinstance(module, fx.GraphModule)]
 

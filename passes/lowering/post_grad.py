@@ -93,7 +93,7 @@ class ProbePass(CustomGraphPass):
         self.input_names = {i: node.name for i, node in enumerate(entries)}
         propagated, flow = follow_weights(*_lifted(graph, held, self._weights))
         if self._inputs is not None:
-            _check_flow(flow, held, self._weights)
+            check_flow(flow, held, self._weights)
         operands = _operands(held, self._weights)
         steps, tail = steps_of(propagated.graph, flow.reads, operands)
         _insert(graph, self._number, operands, steps)
@@ -154,7 +154,7 @@ def _lifted(graph: fx.Graph, held: Mapping[fx.Node, str], weights: Weights) -> t
     return module, replace(weights, held=inputs)
 
 
-def _check_flow(flow: Flow, held: Mapping[fx.Node, str], weights: Weights) -> None:
+def check_flow(flow: Flow, held: Mapping[fx.Node, str], weights: Weights) -> None:
     """Raises PassError for a weight that the graph writes or returns, since it cannot leave memory."""
     for what, storages in (("written", flow.written), ("returned, or aliased by what is,", flow.escaping)):
         for name in held.values():

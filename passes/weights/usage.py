@@ -63,9 +63,17 @@ def find_usage(exported: ExportedProgram, weights: Weights) -> Usage:
     Mutable storages are those passed, through any alias, to an argument that a schema says is written, or to
     a function without a schema; and, in a decomposed program, those that its signature says it writes back.
     """
-    graph_module, flow = follow_weights(exported.graph_module, weights)
+    return usage_of(exported.graph_module, weights, _written_back(exported, weights))
+
+
+def usage_of(graph_module: fx.GraphModule, weights: Weights, written_back: Iterable[int] = ()) -> Usage:
+    """Does what `find_usage` does for a graph by itself; `written_back` are mutable, whatever the graph does.
+
+    Nodes may call graph modules, such as regions that a partitioner has fused.
+    """
+    graph_module, flow = follow_weights(graph_module, weights)
     unknown = (node.name for node in graph_module.graph.nodes if _is_unknown(node))
-    mutable = flow.written | _written_back(exported, weights)
+    mutable = flow.written.union(written_back)
     mutable = mutable.union(*(flow.reads.get(name, ()) for name in unknown))
     kinds: list[Kind] = []
     for index in range(len(weights.storages)):
@@ -108,11 +116,12 @@ def follow(graph_module: fx.GraphModule, aliases: dict[int, int]) -> Flow:
             continue
         if node.op == "output":
             escaping |= touched
-        elif isinstance(node.target, HigherOrderOperator):
+        elif isinstance(node.target, HigherOrderOperator) or node.op == "call_module":
             reads[node.name] = tuple(sorted(touched))
             inner = _follow_operands(node, aliases)
             written |= inner.written
-            escaping |= inner.escaping
+            # What a called graph module returns was seen when it ran on fakes.
+            escaping |= inner.escaping if node.op == "call_function" else frozenset()
         elif not is_view(node):
             reads[node.name] = tuple(sorted(touched))
             written |= _touched(_written_arguments(node), aliases)
@@ -125,6 +134,8 @@ def follow(graph_module: fx.GraphModule, aliases: dict[int, int]) -> Flow:
 
 def is_view(node: fx.Node) -> bool:
     """Tells whether a node of a propagated graph computes nothing: its outputs alias its inputs."""
+    if node.op == "call_module":
+        return False
     if node.op != "call_function" or node.target in METADATA_ONLY:
         return True
     if isinstance(node.target, HigherOrderOperator) or any(_written_arguments(node)):
@@ -196,9 +207,10 @@ def _passed(node: fx.Node, operator: OpOverload) -> dict[str, Any]:
 
 
 def _follow_operands(node: fx.Node, aliases: dict[int, int]) -> Flow:
-    """Follows the operands of control flow into its bodies. In doubt, storages count as written and escaping.
+    """Follows operands into the bodies of control flow, or into a graph module that the node calls.
 
-    Operands stand in the order of a body's inputs, behind the arguments of the operator itself.
+    Operands stand in the order of a body's inputs, behind the arguments of the operator itself. In doubt,
+    storages count as written and escaping.
     """
     bodies = subgraphs_of(node)
     leaves = pytree.tree_leaves((node.args, node.kwargs))

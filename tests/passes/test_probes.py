@@ -6,8 +6,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.passes import probes
 from penstock.passes.annotate import annotate
+from penstock.passes.graph.nodes import copy_graph_module
 from penstock.passes.probes import STREAMER, insert_probes, streaming, streaming_steps
-from penstock.schedule.facts.errors import PassError, StreamError
+from penstock.schedule.facts.errors import PassError, PayloadError, StreamError
 from penstock.schedule.facts.model import (
     Arena,
     Drop,
@@ -175,6 +176,29 @@ def test_a_graph_that_was_not_annotated_is_refused():
     _, other = export(CASES["Convolution"])
     with pytest.raises(PassError, match="the graph has no node"):
         insert_probes(other.graph_module, annotate(exported))
+
+
+def test_a_copy_whose_input_was_renamed_has_the_same_probes():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    exported = torch.export.export(model, (torch.randn(2, 8),))
+    copied = copy_graph_module(exported.graph_module)
+    names = [
+        [n.name for n in module.graph.nodes if n.op == "placeholder"]
+        for module in (exported.graph_module, copied)
+    ]
+    assert names[0] != names[1]  # `input` is a function of Python's
+    payload = annotate(exported)
+    probed = [calls_of(insert_probes(graph, payload)) for graph in (exported.graph_module, copied)]
+    assert str(probed[0]) == str(probed[1])
+    assert len(probed[0]) == 6
+
+
+def test_weights_of_another_shape_are_refused():
+    _, exported = export(CASES["Reused"])
+    wider = copy_graph_module(exported.graph_module)
+    next(iter(wider.graph.nodes)).meta["val"] = torch.empty(12, 8, device="meta")
+    with pytest.raises(PayloadError, match=r"'a\.weight' is float32 of shape \[12, 8\]"):
+        insert_probes(wider, annotate(exported))
 
 
 def test_one_of_several_methods_must_be_named():
