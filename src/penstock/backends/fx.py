@@ -1,0 +1,345 @@
+"""penstock's passes for any compiler of torch.fx graphs: partitions, a pass, and the one protocol of both.
+
+A compiler calls four things, in this order (docs/backends.md shows it in code):
+
+    annotate    facts into `node.meta`: which inputs are weights, which nodes read which of them
+    lower       acquire and release around the reads of the graph as it now is; any number of times
+    payload     a key and bytes for the compiler's own container; the weights are written beside it
+    load        at run time, with one number: the budget
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
+from torch.fx.passes.infra.pass_base import PassResult
+from torch.fx.passes.operator_support import OperatorSupportBase
+
+from penstock.backends.running import LoadedPayload, load_payload, payload_key, trace_of
+from penstock.passes.annotate import Annotated, annotate_with_values
+from penstock.passes.graph.grad_regions import inline_grad_regions
+from penstock.passes.graph.nodes import copy_graph_module, placeholders_of, subgraphs_of
+from penstock.passes.probes import insert_probes, without_probes
+from penstock.passes.trace import PRESET_CPU, observe, sum_of
+from penstock.passes.weights.lifted import Weights
+from penstock.passes.weights.naming import add_facts, weights_among
+from penstock.passes.weights.usage import usage_of
+from penstock.runtime.artifact import write_weights
+from penstock.runtime.checkpoint.opening import Paths
+from penstock.schedule.facts.errors import PassError
+from penstock.schedule.facts.hardware import with_times
+from penstock.schedule.facts.model import Step
+from penstock.schedule.facts.parts import read_together
+from penstock.schedule.payload.codec import Payload
+
+
+class Backend(Protocol):
+    """All that a compiler needs of penstock. `FxBackend` is it for graphs of torch.fx."""
+
+    def annotate(
+        self, exported: ExportedProgram | Mapping[str, ExportedProgram]
+    ) -> Mapping[str, fx.GraphModule]:
+        """Returns a copy of each method's graph, with facts in `node.meta`. No weight is touched."""
+
+    def lower(self, graph_module: fx.GraphModule, method: str = "forward") -> fx.GraphModule:
+        """Returns a copy with an acquire before every read of a streamed weight, and a release behind it.
+
+        The order of reads is that of the graph given here, after the compiler's passes. Lowering what has
+        been lowered gives an equal graph; so it may be called again after passes that came later.
+        """
+
+    def payload(self) -> tuple[str, bytes]:
+        """Writes the weights, and returns the key and the bytes that a container keeps for the program.
+
+        One payload serves all methods, all partitions and every budget.
+        """
+
+    def load(self, payload: tuple[str, bytes], budget: int | str) -> LoadedPayload:
+        """Starts to load the weights of a payload, of which at most `budget` bytes will be in memory."""
+
+
+class FxBackend:
+    """The protocol `Backend` for graphs of torch.fx; the weights lie in `folder`, beside the container.
+
+    With `weights`, the safetensors files of a checkpoint are used in place, and nothing is written.
+    """
+
+    def __init__(self, folder: Path, weights: Paths | None = None) -> None:
+        self._folder, self._files = folder, weights
+        self._annotated: Annotated | None = None
+
+    @property
+    def facts(self) -> Payload:
+        """What is known so far: weights, and the order of reads. Raises PassError before `annotate`."""
+        return self._known().payload
+
+    def annotate(
+        self, exported: ExportedProgram | Mapping[str, ExportedProgram]
+    ) -> dict[str, fx.GraphModule]:
+        self._annotated = annotated = annotate_with_values(exported)
+        return {
+            name: with_facts(program.graph_module, annotated.payload, method=name, names=_names(program))
+            for name, program in annotated.programs.items()
+        }
+
+    def lower(self, graph_module: fx.GraphModule, method: str = "forward") -> fx.GraphModule:
+        annotated = self._known()
+        lowered, payload = lower(graph_module, annotated.payload, method)
+        self._annotated = replace(annotated, payload=payload)
+        return lowered
+
+    def observe(self, order: Sequence[Collection[str]], method: str = "forward") -> None:
+        """Say in which order a program that is no graph reads its weights, in place of `lower`.
+
+        `order` has the FQNs that each of its steps reads; see `with_order`.
+        """
+        annotated = self._known()
+        self._annotated = replace(annotated, payload=with_order(annotated.payload, order, method=method))
+
+    def payload(self) -> tuple[str, bytes]:
+        annotated = self._known()
+        if not annotated.payload.files:
+            written = write_weights(annotated, self._folder, self._files)
+            self._annotated = annotated = replace(annotated, payload=written)
+        data = annotated.payload.to_bytes()
+        return payload_key(data), data
+
+    def load(
+        self,
+        payload: tuple[str, bytes],
+        budget: int | str,
+        *,
+        keep: tuple[str, ...] = (),
+        arena: str | None = None,
+    ) -> LoadedPayload:
+        return load_payload(payload, budget, self._folder, keep=keep, arena=arena)
+
+    def _known(self) -> Annotated:
+        if self._annotated is None:
+            raise PassError("nothing has been annotated: call annotate(exported) first")
+        return self._annotated
+
+
+def with_facts(
+    graph_module: fx.GraphModule,
+    payload: Payload,
+    *,
+    method: str | None = None,
+    names: Mapping[str, str] | None = None,
+) -> fx.GraphModule:
+    """Returns a copy of a graph with facts in `node.meta["custom"]["penstock"]`, as plain values.
+
+    An input that holds a weight has `weight` (its FQN). A node that reads weights that stream has `step` (its
+    position in the order of reads), `reads` (FQNs) and `nbytes` (of the storages that it reads). `names`
+    gives the FQNs of inputs by their names, where the graph neither has facts nor the names of an export.
+    Raises PassError for a graph whose weights have lost their names.
+    """
+    method = _method(payload, method)
+    copied = inline_grad_regions(copy_graph_module(graph_module))
+    for node in placeholders_of(copied.graph):
+        if names is not None and node.name in names:
+            add_facts(node, weight=names[node.name])
+    held = weights_among(copied, payload, method)
+    observed = reobserve(copied, payload, method)
+    steps = {step.name: (k, step.reads) for k, step in enumerate(trace_of(observed, method).steps)}
+    storages, fqns = payload.storages, payload.storage_names()
+    for node in copied.graph.nodes:
+        if node.name in held:
+            add_facts(node, weight=held[node.name].fqn)
+        elif node.name in steps:
+            step, reads = steps[node.name]
+            nbytes = sum(storages[s].nbytes for s in reads)
+            add_facts(node, step=step, reads=[fqns[s] for s in reads], nbytes=nbytes)
+    return copied
+
+
+def reobserve(graph_module: fx.GraphModule, payload: Payload, method: str | None = None) -> Payload:
+    """Returns the payload with the order in which a method's graph reads its weights now.
+
+    Passes have fused, moved or decomposed nodes since it was annotated. A region that became a graph module
+    is one step. Raises PassError for a graph that writes or returns a weight which streamed before, and for
+    one that calls a module that is no graph module.
+    """
+    method = _method(payload, method)
+    opaque = [n for n in graph_module.graph.nodes if n.op == "call_module" and not subgraphs_of(n)]
+    if opaque:
+        raise PassError(
+            f"node {opaque[0].name!r} calls a module that is no graph, so what it reads cannot be seen: "
+            "lower the graph before its regions are replaced by compiled code"
+        )
+    held = weights_among(graph_module, payload, method)
+    usage = usage_of(graph_module, Weights(held, payload.storages))
+    names = payload.storage_names()
+    for s, (kind, storage) in enumerate(zip(usage.kinds, payload.storages, strict=True)):
+        if kind != "streamable" and storage.kind == "streamable":
+            what = "written" if kind == "mutable" else "returned, or aliased by what is returned,"
+            raise PassError(
+                f"weight {names[s]!r} is {what} by the graph, and was not when it was annotated: leave the "
+                "weight out of that pass, or annotate the program behind it"
+            )
+    described = next(one for one in payload.methods if one.name == method)
+    trace = read_together(observe(usage, payload.storages, described, PRESET_CPU), payload.weights)
+    traces = tuple(trace if one.method == method else one for one in payload.traces)
+    return replace(payload, traces=traces)
+
+
+def with_order(payload: Payload, order: Sequence[Collection[str]], *, method: str | None = None) -> Payload:
+    """Returns the payload with the order of reads that a compiler reports of its own code.
+
+    `order` has, for each step, the FQNs of the weights that it reads; those that never stream may be among
+    them. Work is that of the annotated nodes that read the same, each counted once. Raises PassError for a
+    name that the payload does not have, for a step that reads nothing that streams, and where a weight that
+    was read before is read by no step.
+    """
+    before = trace_of(payload, _method(payload, method))
+    storages = {weight.fqn: weight.parts[0].storage for weight in payload.tensors}
+    names = payload.storage_names()
+    left, steps = list(before.steps), []
+    for k, fqns in enumerate(order):
+        unknown = [fqn for fqn in fqns if fqn not in storages]
+        if unknown:
+            raise PassError(
+                f"step {k} reads {unknown[0]!r}, which is no weight of the payload: the compiler has renamed "
+                "or folded its weights; have weights keep their names"
+            )
+        reads = {s for fqn in fqns if payload.storages[s := storages[fqn]].kind == "streamable"}
+        if not reads:
+            raise PassError(
+                f"step {k} of {len(order)} reads no weight that streams: count it to the step before"
+            )
+        same = [one for one in left if reads.issuperset(one.reads)]
+        left = [one for one in left if one not in same]
+        lead, read = sum_of(*(one.lead_work for one in same)), sum_of(*(one.read_work for one in same))
+        steps.append(Step(f"step_{k}", tuple(sorted(reads)), 0, 0, lead, read))
+    missing = {s for one in before.steps for s in one.reads}.difference(*(one.reads for one in steps))
+    if missing:
+        raise PassError(
+            f"no step reads the weight {names[min(missing)]!r}, which the annotated program reads: the "
+            "compiler has folded it or merged it with another, or the order lacks a read; have weights keep "
+            "their names"
+        )
+    trace = with_times(replace(before, steps=tuple(steps)), PRESET_CPU)
+    trace = read_together(trace, payload.weights)
+    return replace(payload, traces=tuple(trace if one is before else one for one in payload.traces))
+
+
+def lower(
+    graph_module: fx.GraphModule, payload: Payload, method: str | None = None
+) -> tuple[fx.GraphModule, Payload]:
+    """Returns a copy of the graph with probes around its reads, and the payload with their order.
+
+    Probes that the graph has are placed anew. Raises what `reobserve` raises.
+    """
+    bare = with_facts(without_probes(graph_module), payload, method=method)
+    payload = reobserve(bare, payload, method)
+    return insert_probes(bare, payload, method=method), payload
+
+
+def torch_pass(run: Callable[[fx.GraphModule], fx.GraphModule]) -> Callable[[fx.GraphModule], PassResult]:
+    """Returns a pass of penstock's kind as one for `torch.fx.passes.infra.pass_manager.PassManager`.
+
+    `run` takes a graph module and returns one, as `FxBackend.lower`, a `penstock.Pipeline` and every pass of
+    docs/passes.md do. The result counts as modified if its code is another.
+    """
+
+    def run_pass(graph_module: fx.GraphModule) -> PassResult:
+        result = run(graph_module)
+        return PassResult(result, result.code != graph_module.code)
+
+    return run_pass
+
+
+@dataclass(frozen=True)
+class AnnotatedPartition:
+    """Nodes that become one region, and what penstock knows of it.
+
+    `steps` are its positions in the order of reads, `weights` the FQNs of what it reads that streams, and
+    `nbytes` the bytes of these: the least that a budget needs for the region once it is one step.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    steps: tuple[int, ...]
+    weights: tuple[str, ...]
+    nbytes: int
+
+
+def annotated_partitions(
+    graph_module: fx.GraphModule,
+    payload: Payload,
+    *,
+    method: str | None = None,
+    supported: OperatorSupportBase | None = None,
+) -> tuple[AnnotatedPartition, ...]:
+    """Returns the regions of a graph that read streamed weights, in the order of their first reads.
+
+    torch's `CapabilityBasedPartitioner` finds them. `supported` says which nodes a compiler takes; without
+    it, a region holds only nodes that read streamed weights. The facts of a region's nodes get its number,
+    `partition`, and nothing else of the graph is changed. Raises PassError where no region reads a weight
+    that streams, and for a graph whose weights have lost their names.
+    """
+    method = _method(payload, method)
+    if inline_grad_regions(graph_module) is not graph_module:
+        raise PassError("the graph has regions of another grad mode: take the graph that annotate() returns")
+    trace = trace_of(reobserve(graph_module, payload, method), method)
+    by_name = {step.name: (k, step.reads) for k, step in enumerate(trace.steps)}
+    chosen = supported or NamedNodes(frozenset(by_name))
+    partitioner = CapabilityBasedPartitioner(graph_module, chosen, allows_single_node_partition=True)
+    order = {node: position for position, node in enumerate(graph_module.graph.nodes)}
+    found = []
+    proposed = partitioner.propose_partitions()
+    names = payload.storage_names()
+    for nodes in (sorted(_with_bodies(one.nodes), key=order.__getitem__) for one in proposed):
+        reading = [by_name[node.name] for node in nodes if node.name in by_name]
+        storages = sorted({s for _, reads in reading for s in reads})
+        if reading:
+            nbytes = sum(payload.storages[s].nbytes for s in storages)
+            steps = tuple(sorted(k for k, _ in reading))
+            weights = tuple(names[s] for s in storages)
+            found.append(AnnotatedPartition(tuple(nodes), steps, weights, nbytes))
+    if not found:
+        raise PassError(
+            f"none of the {len(proposed)} partitions of method {method!r} reads a weight that streams: "
+            "compile this graph without penstock"
+        )
+    found.sort(key=lambda one: one.steps)
+    for number, one in enumerate(found):
+        for node in one.nodes:
+            add_facts(node, partition=number)
+    return tuple(found)
+
+
+def _with_bodies(nodes: Collection[fx.Node]) -> set[fx.Node]:
+    """The nodes, and those that hold the bodies of control flow among them, which belong to them."""
+    operands = {operand for node in nodes for operand in node.all_input_nodes if operand.op == "get_attr"}
+    return {*nodes, *(operand for operand in operands if operand.users.keys() <= set(nodes))}
+
+
+@dataclass(frozen=True)
+class NamedNodes(OperatorSupportBase):
+    """Supports the nodes of these names."""
+
+    names: frozenset[str]
+
+    def is_node_supported(self, submodules: Mapping[str, torch.nn.Module], node: fx.Node) -> bool:
+        return node.name in self.names
+
+
+def _method(payload: Payload, method: str | None) -> str:
+    names = [one.name for one in payload.methods]
+    if method is None and len(names) > 1:
+        raise PassError(f"the payload has the methods {names}: name one of them with method=")
+    if method is not None and method not in names:
+        raise PassError(f"there is no method {method!r}: the payload has {names}")
+    return method or names[0]
+
+
+def _names(program: ExportedProgram) -> dict[str, str]:
+    specs = program.graph_signature.input_specs
+    return {spec.arg.name: str(spec.target) for spec in specs if spec.target is not None}
