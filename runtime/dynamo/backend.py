@@ -8,6 +8,7 @@ Each piece is a method, so that pieces may run in any order; each begins with th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch._guards import CompileContext
 
 from penstock.passes.lowering.inductor import check_options
 from penstock.runtime.dynamo.offload import Home, Offloaded, home_of
-from penstock.runtime.dynamo.session import Session, run_inductor
+from penstock.runtime.dynamo.session import Lowering, Session, lower_by_inductor, run_inductor
 from penstock.schedule.facts.errors import BudgetError, PassError, StreamError
 from penstock.schedule.facts.sizes import parse_size
 
@@ -33,17 +34,40 @@ def compile_piece(
     Inductor's own. Raises PassError for parameters that are still in memory, or on the meta device, and
     BudgetError without a budget.
     """
+    own, given = own_options(options, "penstock")
+    check_options(given)
+
+    def alone(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        return run_inductor(graph, inputs, given, [])
+
+    return compile_for(
+        partial(lower_by_inductor, options=given), alone, graph_module, list(example_inputs), own
+    )
+
+
+def own_options(options: Mapping[str, Any] | None, backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns penstock's own options, and those of the compiler. Raises BudgetError without a budget."""
     if options is not None and not isinstance(options, Mapping):
-        raise BudgetError(f"the backend 'penstock' takes options={{'budget': '8GB'}}, got {options!r}")
+        raise BudgetError(f"the backend {backend!r} takes options={{'budget': '8GB'}}, got {options!r}")
     given = dict(options or {})
     if "budget" not in given:
-        raise BudgetError("the backend 'penstock' needs a budget: options={'budget': '8GB'}")
-    own = {name: given.pop(name) for name in _OWN_OPTIONS if name in given}
-    check_options(given)
-    homes = {i: home for i, value in enumerate(example_inputs) if (home := home_of(value))}
-    _check_inputs(example_inputs, homes)
+        raise BudgetError(f"the backend {backend!r} needs a budget: options={{'budget': '8GB'}}")
+    return {name: given.pop(name) for name in _OWN_OPTIONS if name in given}, given
+
+
+def compile_for(
+    lower: Lowering,
+    alone: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]],
+    graph_module: fx.GraphModule,
+    inputs: list[Any],
+    own: Mapping[str, Any],
+) -> Callable[..., Any]:
+    """Compile one graph of Dynamo by a lowering, or by `alone` if it reads no offloaded parameter."""
+    homes = {i: home for i, value in enumerate(inputs) if (home := home_of(value))}
+    _check_inputs(inputs, homes)
+    _check_attributes(graph_module)
     if not homes:
-        return run_inductor(graph_module, list(example_inputs), given, [])
+        return alone(graph_module, inputs)
     records = {id(home.offloaded): home.offloaded for home in homes.values()}
     if len(records) > 1:
         raise PassError(
@@ -51,7 +75,17 @@ def compile_piece(
         )
     _check_recompilations()
     session = _session(next(iter(records.values())), own)
-    return session.compile(graph_module, list(example_inputs), homes, given)
+    return session.compile(graph_module, inputs, homes, lower)
+
+
+def _check_attributes(graph_module: fx.GraphModule) -> None:
+    for name, value in graph_module.named_parameters():
+        if home_of(value):
+            raise PassError(
+                f"Dynamo holds the offloaded parameter {name!r} inside its graph, where it has no memory: "
+                "set torch._dynamo.config.inline_inbuilt_nn_modules = True, which OpenVINO's backend turns "
+                "off when it is imported"
+            )
 
 
 def _check_recompilations() -> None:

@@ -1,11 +1,15 @@
-"""The pieces of an offloaded module: compiled apart, planned together, streamed through one arena."""
+"""The pieces of an offloaded module: compiled apart, planned together, streamed through one arena.
+
+A lowering turns a piece into code with probes. `lower_by_inductor` is that of the backend "penstock";
+`penstock.backends.beside` has another, which leaves regions to another library's compiler.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
@@ -24,9 +28,24 @@ from penstock.runtime.stream.interface import Stats
 from penstock.runtime.stream.passes import Gate, LoadedWeights
 from penstock.runtime.stream.probe_calls import probe_calls
 from penstock.schedule.facts.errors import PassError, StreamError
-from penstock.schedule.facts.model import Method, Trace
+from penstock.schedule.facts.model import Method, Step, Trace, Work
 from penstock.schedule.payload.codec import Payload, ProbeOrder
 from penstock.schedule.plan import Plan
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A graph of Dynamo's that becomes method number `number`; `homes` are its inputs', by position."""
+
+    number: int
+    graph_module: fx.GraphModule
+    inputs: list[Any]
+    homes: Mapping[int, Home]
+    weights: Weights
+
+
+Lowering = Callable[[Piece], tuple[Callable[..., Any], Trace, ProbeOrder]]
+"""Returns the code of a piece, with probes, the order in which it reads weights, and that of its calls."""
 
 
 class Session:
@@ -57,40 +76,15 @@ class Session:
         return self._loaded.stats(self._passes) if self._loaded else None
 
     def compile(
-        self,
-        graph_module: fx.GraphModule,
-        inputs: list[Any],
-        homes: Mapping[int, Home],
-        options: Mapping[str, Any],
+        self, graph_module: fx.GraphModule, inputs: list[Any], homes: Mapping[int, Home], lower: Lowering
     ) -> Callable[..., Any]:
-        """Compile a piece and add it to the others; the next call of a piece makes a plan for all of them."""
+        """Lower a piece and add it to the others; the next call of a piece makes a plan for all of them."""
         with self._gate.changing():
             number = len(self._payload.methods)
-            names = _placeholder_names(homes, self._weights)
-            probes = ProbePass(number, self._weights, names, own_passes(options), inputs=len(inputs))
-            code: list[str] = []
-            patches = {**options, "post_grad_custom_post_pass": probes, "force_disable_caches": True}
-            run = run_inductor(graph_module, inputs, patches, code)
-            trace, order = self._observe(number, probes, homes, code)
+            run, trace, order = lower(Piece(number, graph_module, inputs, homes, self._weights))
             fqns = {i: home.fqn for i, home in homes.items()}
             self._add(trace, order)
         return _CompiledPiece(self, trace, order, run, fqns)
-
-    def _observe(
-        self, number: int, probes: ProbePass, homes: Mapping[int, Home], code: Sequence[str]
-    ) -> tuple[Trace, ProbeOrder]:
-        """Returns the trace of a piece and the order of its probes, observed in the code emitted for it."""
-        written = [text for text in code if "def call(self, args)" in text]
-        if probes.placed is None or not written:
-            raise PassError(
-                "Inductor was given other inputs than Dynamo's (a buffer is written through views, or an "
-                "input is a tensor subclass): this graph cannot be streamed"
-            )
-        storages = {name: self._storage(homes[i].fqn) for i, name in probes.input_names.items() if i in homes}
-        streamed = {n: s for n, s in storages.items() if self._payload.storages[s].kind == "streamable"}
-        observation = observe_python(written[-1], streamed, number)
-        untimed = Trace(f"piece_{number}", number, "", (), 0, 0, "modelled")
-        return observed(untimed, observation, probes.placed)
 
     def variant(
         self, trace: Trace, order: ProbeOrder, fqns: Mapping[int, str], now: Mapping[int, str]
@@ -198,7 +192,43 @@ class _CompiledPiece:
         return self._session.run(self._numbers[chosen], self._run, list(inputs), now)
 
 
-def _placeholder_names(homes: Mapping[int, Home], weights: Weights) -> Callable[[fx.Node], str | None]:
+def lower_by_inductor(
+    piece: Piece, options: Mapping[str, Any]
+) -> tuple[Callable[..., Any], Trace, ProbeOrder]:
+    """Compiles a piece by Inductor with `options`, and observes the order of reads in the code it emits."""
+    names = placeholder_names(piece.homes, piece.weights)
+    probes = ProbePass(piece.number, piece.weights, names, own_passes(options), inputs=len(piece.inputs))
+    code: list[str] = []
+    patches = {**options, "post_grad_custom_post_pass": probes, "force_disable_caches": True}
+    run = run_inductor(piece.graph_module, piece.inputs, patches, code)
+    return run, *_observe(piece, probes, code)
+
+
+def _observe(piece: Piece, probes: ProbePass, code: Sequence[str]) -> tuple[Trace, ProbeOrder]:
+    written = [text for text in code if "def call(self, args)" in text]
+    if probes.placed is None or not written:
+        refuse_other_inputs()
+    homes, weights = piece.homes, piece.weights
+    storages = {n: weights.storage_of(homes[i].fqn) for i, n in probes.input_names.items() if i in homes}
+    streamed = {n: s for n, s in storages.items() if weights.storages[s].kind == "streamable"}
+    observation = observe_python(written[-1], streamed, piece.number)
+    return observed(untimed(piece.number), observation, probes.placed)
+
+
+def untimed(number: int, steps: tuple[Step, ...] = (), tail: Work = Work()) -> Trace:  # noqa: B008
+    """The trace of piece `number`, in which no time is known."""
+    return Trace(f"piece_{number}", number, "", steps, 0, 0, "modelled", tail)
+
+
+def refuse_other_inputs() -> NoReturn:
+    """Raises PassError for a graph whose inputs a compiler was not given as Dynamo gave them."""
+    raise PassError(
+        "the compiler was given other inputs than Dynamo's (a buffer is written through views, or an input "
+        "is a tensor subclass): this graph cannot be streamed"
+    )
+
+
+def placeholder_names(homes: Mapping[int, Home], weights: Weights) -> Callable[[fx.Node], str | None]:
     """Returns the FQN of a weight among a graph's inputs, which stand in Dynamo's order."""
 
     def fqn(node: fx.Node) -> str | None:
@@ -210,8 +240,8 @@ def _placeholder_names(homes: Mapping[int, Home], weights: Weights) -> Callable[
         part, value = weights.held[homes[position].fqn].parts[0], node.meta.get("val")
         if not isinstance(value, torch.Tensor) or tuple(value.shape) != part.shape:
             raise PassError(
-                f"input {position} of the graph is not weight {homes[position].fqn!r}: Inductor was given "
-                "other inputs than Dynamo's, and this graph cannot be streamed"
+                f"input {position} of the graph is not weight {homes[position].fqn!r}: the compiler was "
+                "given other inputs than Dynamo's, and this graph cannot be streamed"
             )
         return homes[position].fqn
 

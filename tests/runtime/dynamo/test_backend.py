@@ -216,7 +216,7 @@ class SyntheticBase(nn.Module):
     [
         (Escaping, "is returned, or aliased by what is"),
         (Writing, "is written by the compiled graph"),
-        (SyntheticBase, "Inductor was given other inputs"),
+        (SyntheticBase, "the compiler was given other inputs"),
     ],
 )
 @pytest.mark.usefixtures("compiler")
