@@ -58,6 +58,7 @@ docs/quantised
 docs/lowering
 docs/without-python
 docs/passes
+docs/backends
 docs/devices
 docs/hardware
 docs/reference/index
@@ -88,6 +89,7 @@ CONTRIBUTING
 PYTHON = "https://docs.python.org/3/library/"
 TORCH = "https://docs.pytorch.org/docs/stable/"
 OUTSIDE = {
+    "AbstractContextManager": f"{PYTHON}contextlib.html#contextlib.AbstractContextManager",
     "BaseException": f"{PYTHON}exceptions.html#BaseException",
     "Callable": f"{PYTHON}collections.abc.html#collections.abc.Callable",
     "Iterator": f"{PYTHON}collections.abc.html#collections.abc.Iterator",
@@ -99,6 +101,9 @@ OUTSIDE = {
     "DiGraph": "https://networkx.org/documentation/stable/reference/classes/digraph.html",
     "ExportedProgram": f"{TORCH}user_guide/torch_compiler/export/api_reference.html",
     "GraphModule": f"{TORCH}fx.html#torch.fx.GraphModule",
+    "Node": f"{TORCH}fx.html#torch.fx.Node",
+    "OperatorSupportBase": f"{TORCH}fx.html",
+    "PassResult": f"{TORCH}fx.html",
     "Module": f"{TORCH}generated/torch.nn.Module.html",
     "Tensor": f"{TORCH}tensors.html",
     "device": f"{TORCH}tensor_attributes.html#torch.device",
@@ -119,7 +124,7 @@ BUILT_IN = {
     "str",
     "tuple",
 }
-TYPE_VARIABLES = {"Value", "_Function"}
+TYPE_VARIABLES = {"Value", "_Function", "_Result"}
 
 
 class Written(str):

