@@ -124,16 +124,17 @@ def measure_answer(source: Source, beside: Callable[[], object], *, cold: bool =
     block = max(source.block, PAGE)
     runs = _spread(source, _ANSWERS * _BLOCK, cold=cold)
     each = -(-_ANSWERS // max(1, len(runs)))
-    places = [
-        (number, offset + size * part // each // block * block, size)
+    starts = (
+        (number, offset + size * part // each // block * block, offset + size)
         for part in range(each)
         for number, offset, size in runs
-    ]
+    )
+    places = [(number, start, min(block, stop - start)) for number, start, stop in starts]
     with Reservation(round_up(block, PAGE)) as memory:
         memory.map_anonymous(0, memory.nbytes)
 
         def read(place: Place) -> int:
-            source.read_into(*place[:2], memory.address, min(block, place[2]))
+            source.read_into(*place[:2], memory.address, place[2])
             return 1
 
         found = _trials(places, read, _ANSWERING, 1, beside)

@@ -180,6 +180,15 @@ def test_the_answer_of_a_file_smaller_than_a_block(tmp_path: Path) -> None:
         assert rates.measure_answer(source, lambda: None).median > 0
 
 
+def test_the_answer_of_a_file_that_ends_inside_of_a_block(tmp_path: Path) -> None:
+    path = tmp_path / "odd.safetensors"
+    save_file({"w": torch.zeros(2000)}, path)  # two blocks of 4 KiB, the second not whole
+    stamp = stamp_file(path, recorded_path=path.name)
+    for mode in ("buffered", "direct"):
+        with Source((stamp,), tmp_path, mode=mode) as source:
+            assert rates.measure_answer(source, lambda: None).median > 0
+
+
 def test_one_long_pause_of_the_disk_changes_no_median() -> None:
     ended = [(0.01 * (k + 1) + (5.0 if k >= 40 else 0.0), 1000) for k in range(90)]
     found = Trials(tuple(rates._stretches(0.0, ended, threads=3)))
