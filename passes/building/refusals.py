@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
@@ -101,9 +103,11 @@ def caller() -> str:
 
 
 def _innermost(frames: Iterable[FrameSummary]) -> str:
-    """Returns the last frame outside torch, Python and this package as text; empty if there is none."""
+    """Returns the last frame outside torch, torchao, Python and this package; an empty string if none is."""
     package = Path(__file__).parents[2]
-    own = tuple(str(path.resolve()) for path in (Path(torch.__file__).parent, package, *package.iterdir()))
+    found = [sys.modules[name].__file__ for name in ("torch", "torchao") if name in sys.modules]
+    folders = (*(Path(str(file)).parent for file in found), package, *package.iterdir())
+    own = tuple(os.path.join(path.resolve(), "") for path in folders)
     python = sysconfig.get_path("stdlib")
     outside = [
         frame

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import penstock
+from penstock.passes.building.refusals import caller
 
 X = torch.ones(2, 4)
 
@@ -67,3 +69,10 @@ def test_a_model_that_does_not_export_says_where_and_what_to_try(
     with pytest.raises(penstock.PassError, match=message) as caught:
         penstock.fake_export(lambda: Applies(function), (X,))
     assert "test_refusals.py:" in str(caught.value)
+
+
+def test_a_file_whose_folder_is_called_nearly_as_torchs_is_the_users() -> None:
+    file = Path(torch.__file__).parent.with_name("torchmodels") / "net.py"
+    names = {"caller": caller}
+    exec(compile("def build():\n    return caller()", file, "exec"), names)
+    assert names["build"]().startswith(f" at {file}:2, in build")
