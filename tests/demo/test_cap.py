@@ -47,7 +47,8 @@ def test_under_a_real_cap_the_plain_model_is_killed_and_penstock_finishes(tmp_pa
     with cgroup.make_group(MIB) as group:
         if group is None:
             pytest.skip("no memory cgroup can be made here")
-    runs = cap.run_three(CONSOLE, tmp_path, 448 * MIB, cap=400 * MIB)
+    smallest = cap.measure_smallest_cap()
+    runs = cap.run_three(CONSOLE, tmp_path, smallest + 48 * MIB, cap=smallest)
     assert runs.holds
     assert runs.cap_kind.startswith("memory cgroup")
     assert runs.plain.failure == "killed by the kernel"

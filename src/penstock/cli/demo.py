@@ -22,7 +22,7 @@ class Part(StrEnum):
 
 def demo(
     part: Annotated[Part, typer.Option(help="cap: larger than memory; real: trained weights.")] = Part.all,
-    size: Annotated[str | None, typer.Option(help="Weights of the decoder, for example 1GiB.")] = None,
+    size: Annotated[str | None, typer.Option(help="Weights of the decoder, for example 4GiB.")] = None,
     json: options.Json = False,
 ) -> None:
     """Show penstock at work: a decoder four times its memory, and a real sentence encoder."""

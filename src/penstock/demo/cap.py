@@ -8,6 +8,8 @@ that another run has read, and pages that a capped run maps are charged to its o
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +27,10 @@ from penstock.schedule.facts.sizes import format_size, format_time, parse_size
 
 DEFAULT_SIZE = "2GiB"
 SMALLEST_CAP = 400 << 20
-"""The least cap in bytes: Python and torch alone take more than a third of it."""
+"""The least cap in bytes: Python and torch for a CPU alone take more than a third of it."""
+
+BESIDE_TORCH = 96 << 20
+"""The bytes that the streamed run takes at most beside its budget, Python and torch."""
 
 TOKENS = 8
 SEED = 20
@@ -65,10 +70,13 @@ def run_cap(console: Console, *, size: str | None = None) -> Runs:
     has room for the weights, and `StreamError` if a run failed instead of being killed.
     """
     wanted = parse_size(size or DEFAULT_SIZE, name="--size")
-    if wanted // 4 < SMALLEST_CAP:
+    smallest = measure_smallest_cap()
+    if size is None:
+        wanted = max(wanted, 4 * smallest)
+    if wanted // 4 < smallest:
         raise BudgetError(
             f"--size {size} leaves the processes a quarter of it, {format_size(wanted // 4)}, which cannot "
-            f"hold Python and torch: ask for at least {format_size(4 * SMALLEST_CAP)}"
+            f"hold Python and torch: ask for at least {format_size(4 * smallest)}"
         )
     folder = find_folder(wanted * 5 // 4)
     if folder is None:
@@ -80,6 +88,13 @@ def run_cap(console: Console, *, size: str | None = None) -> Runs:
         runs = run_three(console, Path(temporary), wanted, cap=None)
     print_runs(console, runs)
     return runs
+
+
+def measure_smallest_cap() -> int:
+    """Return the least cap in bytes; torch built for CUDA takes twice the memory of another build."""
+    code = "import torch; from penstock.runtime.system import own_memory; print(own_memory.anonymous_bytes())"
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    return max(SMALLEST_CAP, (int(done.stdout) + BESIDE_TORCH) * 4 // 3)  # a quarter of the cap is the budget
 
 
 def run_three(console: Console, folder: Path, weight_bytes: int, *, cap: int | None) -> Runs:

@@ -18,7 +18,7 @@ from penstock.schedule.facts.errors import PenstockError
 def run(*, part: Literal["all", "cap", "real"] = "all", size: str | None = None, json: bool = False) -> int:
     """Run the demo and return the exit status.
 
-    `size` is the size of the decoder's weights (`2GiB`). With `json`, standard output carries one JSON
+    `size` is the size of the decoder's weights (`4GiB`). With `json`, standard output carries one JSON
     object, and standard error the screen. The status is 0 if all results are as claimed, 1 if one is not,
     2 if the demo could not run, and 130 if it was interrupted.
     """
