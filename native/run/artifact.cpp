@@ -13,7 +13,7 @@ using Json = nlohmann::json;
 
 namespace {
 
-constexpr int VERSION = 5;  // of payloads
+constexpr int VERSIONS[] = {5, 6};  // of payloads
 
 uint64_t number(const std::string &data, size_t at, int nbytes) {
     uint64_t value = 0;
@@ -31,9 +31,10 @@ Artifact::Artifact(const std::string &folder) : folder_(folder) {
                                          "payload.json.sha256; compile again");
     try {
         payload_ = Json::parse(text_);
-        if (payload_.at("format") != "penstock" || payload_.at("version") != VERSION)
-            throw Failure(PS_PAYLOAD, path + " has version " + payload_.value("version", Json()).dump() +
-                                          ", and this program reads version " + std::to_string(VERSION) +
+        const Json &version = payload_.at("version");
+        if (payload_.at("format") != "penstock" || (version != VERSIONS[0] && version != VERSIONS[1]))
+            throw Failure(PS_PAYLOAD, path + " has version " + version.dump() + ", and this program reads versions " +
+                                          std::to_string(VERSIONS[0]) + " and " + std::to_string(VERSIONS[1]) +
                                           ": compile again");
         if (payload_.at("lowering") != "inductor")
             throw Failure(PS_PLAN, folder + " is a program for Python: compile it with --lowering inductor");

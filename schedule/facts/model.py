@@ -21,6 +21,7 @@ Backing = Literal["mapped", "anonymous"]
 Wrap = Literal["overlap", "barrier"]
 Timing = Literal["modelled", "measured"]
 Direction = Literal["in"]
+FileKind = Literal["file", "named"]
 
 ALIGNMENT = 64
 """Bytes. Kernels choose their code, and so the last bits of results, by addresses modulo this at most."""
@@ -34,12 +35,15 @@ STRICT: dict[str, object] = {"extra": "forbid", "strict": True}
 
 @dataclass(frozen=True)
 class WeightFile:
-    """A safetensors file and the stamp by which it is recognised.
+    """A safetensors file and the stamp by which it is recognised, or an entry of ExecuTorch's named data.
 
     `path` is relative to the artifact's folder for a packed file, and absolute for a checkpoint that
     is used in place. `nbytes` is the size of the file, and `mtime_ns` and `inode` are as in its
     `os.stat`. `header_sha256` is the hash of the length prefix and the header, and `sampled_sha256`
     that of the blocks that `runtime/files/stamp.py` samples.
+
+    Where `kind` is `named`, `path` is the name of a `.ptd`, `nbytes` the size of the entry `key` in it, and the
+    stamp is zeros and empty texts: the key has the hash of the bytes.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -49,6 +53,8 @@ class WeightFile:
     inode: int
     header_sha256: str
     sampled_sha256: str
+    kind: FileKind = "file"
+    key: str = ""
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ def part_nbytes(part: Part) -> int:
 def check_payload(payload: Payload, source: str) -> None:
     """Raise PayloadError with the first fault of `payload`; `source` names the payload in the message."""
     for check in (
+        _version,
         _program,
         _files,
         _storages,
@@ -97,13 +98,21 @@ def _path(value: str, path: str, *, absolute: bool) -> Iterator[str]:
         yield f"{path}: expected a path inside the artifact's folder, got {value!r}"
 
 
+def _version(payload: Payload) -> Iterator[str]:
+    """What version 6 has brought is in no payload of version 5."""
+    named = next((file.key for file in payload.files if file.kind == "named"), None)
+    if payload.version == 5 and (named is not None or payload.lowering == "executorch"):
+        got = "lowering 'executorch'" if named is None else f"the named data {named!r}"
+        yield f"$.version: expected 6 of a payload for a .pte, got 5 with {got}"
+
+
 def _program(payload: Payload) -> Iterator[str]:
     program = payload.program
     if program is not None:
         yield from _path(program.path, "$.program.path", absolute=False)
         yield from _sha256(program.sha256, "$.program.sha256")
-        if payload.lowering == "none":
-            yield f"$.program: expected null, as $.lowering is 'none', got {program.path!r}"
+        if payload.lowering in ("none", "executorch"):
+            yield f"$.program: expected null, as $.lowering is {payload.lowering!r}, got {program.path!r}"
 
 
 def _probes(payload: Payload) -> Iterator[str]:
@@ -125,14 +134,31 @@ def _probes(payload: Payload) -> Iterator[str]:
 
 
 def _files(payload: Payload) -> Iterator[str]:
-    yield from repeat_faults((f.path for f in payload.files), "$.files", "a path")
+    places = (f"{f.path}:{f.key}" if f.key else f.path for f in payload.files)
+    yield from repeat_faults(places, "$.files", "a path")
     for i, file in enumerate(payload.files):
         path = f"$.files[{i}]"
-        yield from _path(file.path, f"{path}.path", absolute=True)
+        yield from _path(file.path, f"{path}.path", absolute=file.kind == "file")
         yield from size_faults(file.nbytes, f"{path}.nbytes")
         yield from negative_faults(path, inode=file.inode)
+        if file.kind == "named":
+            yield from _named(file, path)
+            continue
+        if file.key:
+            yield f"{path}.key: expected an empty text, as {file.path!r} is a file, got {file.key!r}"
         yield from _sha256(file.header_sha256, f"{path}.header_sha256")
         yield from _sha256(file.sampled_sha256, f"{path}.sampled_sha256")
+
+
+def _named(file: WeightFile, path: str) -> Iterator[str]:
+    """Named data has a key, and no stamp."""
+    if not file.key:
+        yield f"{path}.key: expected the key of named data, got an empty text"
+    if "/" in file.path:
+        yield f"{path}.path: expected the name of a file without a folder, got {file.path!r}"
+    for name in ("mtime_ns", "inode", "header_sha256", "sampled_sha256"):
+        if getattr(file, name):
+            yield f"{path}.{name}: expected none, as {file.key!r} is named data, got {getattr(file, name)!r}"
 
 
 def _storages(payload: Payload) -> Iterator[str]:

@@ -7,7 +7,7 @@ express (on indices, extents and parts) are checked by `checks.py`, on writing a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from penstock.schedule.facts.errors import PayloadError, PlanError
@@ -23,8 +23,10 @@ from penstock.schedule.verify.proof import verify_plan
 if TYPE_CHECKING:
     import networkx
 
-VERSIONS = (5,)
-Lowering = Literal["none", "eager", "inductor"]
+VERSIONS = (5, 6)
+"""The versions that are read; the last one is written."""
+
+Lowering = Literal["none", "eager", "inductor", "executorch"]
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class Payload:
         _check_version(tree, source)
         payload = decode(Payload, text, tree, source)
         check_payload(payload, source)
-        return payload
+        return replace(payload, version=VERSIONS[-1])
 
     @property
     def tensors(self) -> tuple[Weight, ...]:

@@ -58,11 +58,12 @@ PAYLOAD = Payload(
     torch="2.13.0",
     files=(
         WeightFile("weights.safetensors", 12_400, 1_700_000_000_000_000_000, 2**63, "01" * 32, "23" * 32),
+        WeightFile("weights.ptd", 16, 0, 0, "", "", "named", "penstock.storage." + "89" * 32),
     ),
     storages=(
         Storage(4096, "streamable", (Extent(0, 128, 0, 1024), Extent(0, 1152, 1024, 3072)), "45" * 32),
         Storage(4096, "streamable", (Extent(0, 4288, 0, 4096),), "67" * 32),
-        Storage(16, "mutable"),
+        Storage(16, "mutable", (Extent(1, 0, 0, 16),)),
     ),
     weights=(
         Weight("embedding.weight", "parameter", "cpu", (Part("", "bfloat16", (64, 32), (32, 1), 0, 0),)),

@@ -35,6 +35,16 @@ def test_golden_bytes() -> None:
     verify_payload(PAYLOAD)
 
 
+def test_version_5_is_read() -> None:
+    tree = json.loads(BYTES)
+    tree["version"] = 5
+    del tree["files"][1], tree["files"][0]["kind"], tree["files"][0]["key"]
+    tree["storages"][2]["extents"] = []
+    old = Payload.from_bytes(json.dumps(tree).encode())
+    storages = (*PAYLOAD.storages[:2], replace(PAYLOAD.storages[2], extents=()))
+    assert old == replace(PAYLOAD, files=PAYLOAD.files[:1], storages=storages)  # and its version is 6
+
+
 TITLES = {"Payload": "## The top level", "ProgramFile": "### Program", "Decisions": "### Plan"}
 
 
