@@ -1,0 +1,163 @@
+"""The backend: all regions of all methods in, one payload, their code and the bytes of their weights out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from executorch.exir._serialize._named_data_store import NamedDataStore
+from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
+from executorch.exir.backend.compile_spec_schema import CompileSpec
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+from penstock.backends.executorch.code import METHOD, region_program, text_of
+from penstock.backends.executorch.facts import Facts, RegionProgram, find_facts
+from penstock.backends.executorch.named import PAYLOAD, PROGRAM, add_storages, hashed_key
+from penstock.backends.executorch.options import MethodFacts, RegionFacts, from_specs, settings_of
+from penstock.backends.executorch.plain import with_plain_operators
+from penstock.backends.executorch.plans import BLOCK, make_plans
+from penstock.backends.executorch.region import Appended, RegionCode
+from penstock.backends.executorch.regions import dim_order_of
+from penstock.schedule.facts.errors import PassError, PlanError
+from penstock.schedule.payload.codec import Payload
+
+
+class PenstockBackend(BackendDetails):  # type: ignore[misc]
+    """What ExecuTorch calls with all that was tagged for penstock. Users give it to nobody: its partitioner does."""
+
+    @classmethod
+    def copy_exported_program_for_preprocess(
+        cls, edge_program: ExportedProgram, compile_specs: list[CompileSpec]
+    ) -> ExportedProgram:
+        """Returns the program itself: nothing here changes it, and a deep copy would copy its weights."""
+        return edge_program
+
+    @staticmethod
+    def preprocess(edge_program: ExportedProgram, compile_specs: list[CompileSpec]) -> PreprocessResult:
+        """The only region of the method `forward`."""
+        results = PenstockBackend.preprocess_multimethod({METHOD: [edge_program]}, {METHOD: [compile_specs]})
+        return results[METHOD][0]
+
+    @classmethod
+    def preprocess_multimethod(
+        cls, edge_programs: dict[str, list[ExportedProgram]], compile_specs: dict[str, list[list[CompileSpec]]]
+    ) -> dict[str, list[PreprocessResult]]:
+        """Returns the delegates of all regions; the first one carries the named data of all.
+
+        ExecuTorch gives the regions of a method in the order in which it runs them. Raises PassError for a
+        region without weights or with a compile spec that is not penstock's, and BudgetError for a budget
+        below the floor.
+        """
+        settings = settings_of([spec for specs in compile_specs.values() for spec in specs])
+        regions = _regions(edge_programs, compile_specs)
+        methods = {name: _method_facts(specs) for name, specs in compile_specs.items()}
+        facts = find_facts(regions, methods, settings)
+        store = NamedDataStore()
+        storages, files = add_storages(
+            store, facts.payload.storages, facts.values, settings.data_file, BLOCK
+        )
+        payload = replace(facts.payload, storages=storages, files=files)
+        plans, budget = make_plans(payload, _kept(payload, settings.keep), settings)
+        data = replace(payload, plans=plans).to_bytes()
+        key = hashed_key(PAYLOAD, data)
+        store.add_named_data(key, data)
+        programs = _add_programs(store, edge_programs)
+        results: dict[str, list[PreprocessResult]] = {name: [] for name in edge_programs}
+        for region in regions:
+            edge = edge_programs[region.method][region.number]
+            code = RegionCode(
+                format="penstock-region",
+                version=1,
+                payload=key,
+                graph=next(m.graph for m in payload.methods if m.name == region.method),
+                region=region.number,
+                regions=len(edge_programs[region.method]),
+                steps=facts.steps[region.name],
+                budget=budget,
+                kernels=settings.kernels,
+                program=programs[region.name],
+                method=METHOD,
+                inputs=len(edge.graph_signature.user_inputs),
+                outputs=len(edge.graph_signature.user_outputs),
+                appended=_appended(edge, facts, region),
+            )
+            results[region.method].append(PreprocessResult(processed_bytes=code.to_bytes()))
+        first = next(iter(results.values()))[0]
+        first.data_store_output = store.get_named_data_store_output()
+        return results
+
+
+def _regions(
+    programs: Mapping[str, Sequence[ExportedProgram]], specs: Mapping[str, Sequence[Sequence[CompileSpec]]]
+) -> list[RegionProgram]:
+    found = []
+    for method, of_method in programs.items():
+        for number, (program, spec) in enumerate(zip(of_method, specs[method], strict=True)):
+            facts = from_specs(spec).get(RegionFacts, RegionFacts())
+            assert isinstance(facts, RegionFacts)
+            found.append(RegionProgram(method, number, with_plain_operators(program), facts))
+    return found
+
+
+def _method_facts(specs: Sequence[Sequence[CompileSpec]]) -> MethodFacts:
+    found = [facts for spec in specs for facts in from_specs(spec).values() if isinstance(facts, MethodFacts)]
+    return found[0] if found else MethodFacts()
+
+
+def _kept(payload: Payload, patterns: Sequence[str]) -> frozenset[int]:
+    """The storages of the weights whose FQNs match patterns."""
+    kept: set[int] = set()
+    for pattern in patterns:
+        matching = [w for w in payload.weights if fnmatchcase(w.fqn, pattern)]
+        if not matching:
+            names = ", ".join(w.fqn for w in payload.weights[:3])
+            raise PlanError(f"keep pattern {pattern!r} matches no weight; the weights are {names}, ...")
+        kept |= {part.storage for weight in matching for part in weight.parts}
+    return frozenset(s for s in kept if payload.storages[s].kind == "streamable")
+
+
+def _add_programs(store: NamedDataStore, programs: Mapping[str, Sequence[ExportedProgram]]) -> dict[str, str]:
+    """Adds the code of all regions to what the `.pte` will hold; returns its keys by the names of regions."""
+    keys: dict[str, str] = {}
+    known: dict[str, str] = {}
+    for method, of_method in programs.items():
+        for number, program in enumerate(of_method):
+            text = text_of(program)
+            if text not in known:
+                code = region_program(program)
+                known[text] = hashed_key(PROGRAM, code)
+                store.add_named_data(known[text], code, alignment=BLOCK)
+            keys[f"{method}_{number}"] = known[text]
+    return keys
+
+
+def _appended(edge: ExportedProgram, facts: Facts, region: RegionProgram) -> tuple[Appended, ...]:
+    """The weights and states of a region, in the order of its program's inputs."""
+    signature = edge.graph_signature
+    written = [spec.target for spec in signature.output_specs if spec.kind is OutputKind.BUFFER_MUTATION]
+    found = []
+    for spec in signature.input_specs:
+        if spec.kind is InputKind.USER_INPUT:
+            continue
+        weight = facts.tensors.get(str(spec.target)) or facts.tensors[f"{region.name}.{spec.target}"]
+        part = weight.parts[0]
+        order = dim_order_of(part)
+        if order is None:
+            raise PassError(
+                f"weight {weight.fqn!r} has gaps between its elements, which ExecuTorch's tensors cannot have: "
+                "make it contiguous before the export"
+            )
+        found.append(
+            Appended(
+                storage=part.storage,
+                offset=part.offset,
+                dtype=part.dtype,
+                shape=part.shape,
+                dim_order=order,
+                name=weight.fqn,
+                mutable=spec.target in written,
+            )
+        )
+    return tuple(found)

@@ -1,0 +1,253 @@
+"""Which nodes of a method penstock runs: for each node that reads a weight worth streaming, a region of its own.
+
+A region consists of a *reader*, what is computed from weights alone and for it first (a transposed or dequantised
+copy), and what takes its results apart. The nodes that use a state (a buffer that the program writes) make one
+region together, with all that lies between them, because a state is in one region only. Nothing else needs memory
+that penstock manages, so the rest stays with ExecuTorch, and the floor is that of single nodes.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
+
+from penstock.passes.graph.nodes import placeholders_of
+from penstock.passes.trace import sum_of, work_of
+from penstock.passes.weights.usage import Usage
+from penstock.schedule.facts.model import Part, Weight, Work
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Region:
+    """The names of a region's nodes, in the order of the graph, and the work of other nodes before it."""
+
+    nodes: tuple[str, ...]
+    lead: Work = Work()
+
+
+@dataclass(frozen=True)
+class Regions:
+    """The regions of a method in the order of the graph, and the work of other nodes behind the last one."""
+
+    regions: tuple[Region, ...]
+    tail: Work = Work()
+
+
+def dim_order_of(part: Part) -> tuple[int, ...] | None:
+    """The dimensions from the outermost in memory to the innermost; None if there are gaps between elements.
+
+    Where dimensions have one stride, as those of size 1 may, they keep their order.
+    """
+    order = sorted(range(len(part.shape)), key=lambda d: (-part.stride[d], d))
+    dense = 1
+    for d in reversed(order):
+        if part.shape[d] > 1 and part.stride[d] != dense:
+            return None
+        dense *= max(part.shape[d], 1)
+    return tuple(order)
+
+
+def find_regions(
+    exported: ExportedProgram, usage: Usage, held: Mapping[str, Weight], *, least: int
+) -> Regions:
+    """Returns the regions of a program whose operators are ATen's.
+
+    `held` has the weights by the names of their inputs. A storage is worth a region if it has `least` bytes or
+    more, and is left to ExecuTorch if some node that reads it cannot be in a region.
+    """
+    graph = _Graph(exported, usage, held)
+    left: set[int] = set()
+    while True:
+        groups = _merged(graph, [*_states(graph), *_readers(graph, least, left)])
+        inside = {node for group in groups for node in group}
+        outside = {
+            s for name, s in graph.storages.items() if any(u not in inside for u in graph.nodes[name].users)
+        }
+        shared = {s for s in outside if s in graph.large(least) and s not in left}
+        if not shared:
+            break
+        left |= shared
+    return _in_order(usage, groups)
+
+
+@dataclass
+class _Graph:
+    """A program's graph with what is looked up in it again and again."""
+
+    exported: ExportedProgram
+    usage: Usage
+    held: Mapping[str, Weight]
+    nodes: dict[str, fx.Node] = field(init=False)
+    order: dict[fx.Node, int] = field(init=False)
+    storages: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        graph = self.usage.graph_module.graph
+        self.nodes = {node.name: node for node in graph.nodes}
+        self.order = {node: position for position, node in enumerate(graph.nodes)}
+        self.storages = {name: weight.parts[0].storage for name, weight in self.held.items()}
+
+    def large(self, least: int) -> dict[int, str]:
+        """The storages that may be streamed and are worth it, each with an input that has it."""
+        large: dict[int, str] = {}
+        for name, weight in self.held.items():
+            s = self.storages[name]
+            tensor = self.nodes[name].meta["val"]
+            nbytes = tensor.untyped_storage().nbytes()
+            if self.usage.kinds[s] == "streamable" and nbytes >= max(least, 1):
+                large[s] = name
+        return {s: name for s, name in large.items() if self._dense(s)}
+
+    def _dense(self, storage: int) -> bool:
+        parts = [w.parts[0] for w in self.held.values() if w.parts[0].storage == storage]
+        return all(dim_order_of(part) is not None for part in parts)
+
+
+def _takes_part(node: fx.Node) -> bool:
+    """Tells whether a node can be in a region: it computes tensors from tensors, by an operator."""
+    if node.op != "call_function":
+        return False
+    if not isinstance(node.target, OpOverload) and node.target is not operator.getitem:
+        return False
+    if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+        return False
+    values = [node.meta.get("val"), *(one.meta.get("val") for one in node.all_input_nodes)]
+    return all(_is_tensors(value) for value in values)
+
+
+def _is_tensors(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(one is None or isinstance(one, torch.Tensor) for one in value)
+    return isinstance(value, torch.Tensor)
+
+
+def _readers(graph: _Graph, least: int, left: set[int]) -> Iterator[set[fx.Node]]:
+    """Yields a group for each node that reads a storage worth it, of those that are not `left` to ExecuTorch."""
+    worth = set(graph.large(least)) - left
+    read: dict[fx.Node, set[int]] = {}  # the storages from which alone a node's value is computed
+    owned: set[fx.Node] = set()
+    for node in graph.usage.graph_module.graph.nodes:
+        if node.op == "placeholder" and node.name in graph.held:
+            s = graph.storages[node.name]
+            if graph.usage.kinds[s] == "streamable":
+                read[node] = {s}
+            continue
+        inputs = node.all_input_nodes
+        if not inputs or not _takes_part(node):
+            continue
+        if all(one in read for one in inputs):
+            read[node] = set().union(*(read[one] for one in inputs))
+            continue
+        if worth.intersection(*[set().union(*(read.get(one, set()) for one in inputs))]):
+            group = {node, *_computed_for(node, read, owned)}
+            owned |= group
+            yield {*group, *(user for user in node.users if user.target is operator.getitem)}
+
+
+def _computed_for(reader: fx.Node, read: Mapping[fx.Node, set[int]], owned: set[fx.Node]) -> set[fx.Node]:
+    """The nodes that a reader's inputs are computed by from weights alone, and that no earlier reader has."""
+    found: set[fx.Node] = set()
+    open_nodes = [one for one in reader.all_input_nodes if one in read]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node.op != "placeholder" and node not in owned and node not in found:
+            found.add(node)
+            open_nodes.extend(node.all_input_nodes)
+    return found
+
+
+def _states(graph: _Graph) -> Iterator[set[fx.Node]]:
+    """Yields a group for each buffer that the program writes: the nodes that use it, and all between them."""
+    outputs = graph.exported.graph_signature.output_specs
+    names = [spec.arg.name for spec in outputs]
+    inputs = {weight.fqn: name for name, weight in graph.held.items()}
+    for spec in outputs:
+        if spec.kind is not OutputKind.BUFFER_MUTATION or spec.target not in inputs:
+            continue
+        producer, entry = graph.nodes[spec.arg.name], graph.nodes[inputs[spec.target]]
+        group = _hull(graph, {producer, *entry.users} - {graph.nodes["output"]})
+        unusual = names.count(spec.arg.name) > 1 or len(_inputs_of(graph, inputs[spec.target])) > 1
+        if unusual or not all(_takes_part(node) for node in group):
+            _log.warning(
+                "buffer %r stays with ExecuTorch, which keeps one for each method: the program returns what it "
+                "writes, or uses it in a way that no delegate can",
+                spec.target,
+            )
+            continue
+        yield group
+
+
+def _inputs_of(graph: _Graph, name: str) -> list[str]:
+    """The inputs that share the storage of one."""
+    return [other for other, s in graph.storages.items() if s == graph.storages[name]]
+
+
+def _hull(graph: _Graph, nodes: set[fx.Node]) -> set[fx.Node]:
+    """The nodes, and all that lie on a way from one of them to another."""
+    first, last = min(map(graph.order.__getitem__, nodes)), max(map(graph.order.__getitem__, nodes))
+    between = [node for node, position in graph.order.items() if first <= position <= last]
+    below, above = set(nodes), set(nodes)
+    for node in between:
+        if any(one in below for one in node.all_input_nodes):
+            below.add(node)
+    for node in reversed(between):
+        if any(user in above for user in node.users):
+            above.add(node)
+    return nodes | (below & above)
+
+
+def _merged(graph: _Graph, groups: Sequence[set[fx.Node]]) -> list[set[fx.Node]]:
+    """The groups, in which those with common nodes are one, with all that lies between them."""
+    merged: list[set[fx.Node]] = []
+    for group in groups:
+        while common := [one for one in merged if not one.isdisjoint(group)]:
+            merged = [one for one in merged if one not in common]
+            group = _hull(graph, group.union(*common))
+        merged.append(group)
+    return merged
+
+
+def _in_order(usage: Usage, groups: Iterable[set[fx.Node]]) -> Regions:
+    """The groups as regions, in the order of their last nodes, with the work between them."""
+    of = {node: number for number, group in enumerate(groups) for node in group}
+    left = {number: sum(1 for one in of.values() if one == number) for number in of.values()}
+    regions: list[Region] = []
+    lead = Work()
+    members: dict[int, list[str]] = {}
+    for node in usage.graph_module.graph.nodes:
+        number = of.get(node)
+        if number is None:
+            lead = sum_of(lead, work_of(node))
+            continue
+        members.setdefault(number, []).append(node.name)
+        left[number] -= 1
+        if not left[number]:
+            regions.append(Region(tuple(members[number]), lead))
+            lead = Work()
+    return Regions(tuple(regions), lead)
+
+
+def tag(exported: ExportedProgram, regions: Sequence[Region], prefix: str) -> list[str]:
+    """Marks the nodes of each region, and the weights that they read, for ExecuTorch; returns the tags."""
+    tags = [f"{prefix}_{number}" for number in range(len(regions))]
+    of = {name: tag for tag, region in zip(tags, regions, strict=True) for name in region.nodes}
+    for node in exported.graph.nodes:
+        if node.name in of:
+            node.meta["delegation_tag"] = of[node.name]
+    signature = exported.graph_signature
+    weights = {spec.arg.name for spec in signature.input_specs if spec.target is not None}
+    for node in placeholders_of(exported.graph):
+        first = next((of[user.name] for user in node.users if user.name in of), None)
+        if node.name in weights and first is not None:
+            node.meta["delegation_tag"] = first
+    return tags
