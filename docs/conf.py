@@ -57,6 +57,7 @@ docs/large-models
 docs/quantised
 docs/lowering
 docs/without-python
+docs/executorch
 docs/passes
 docs/backends
 docs/devices

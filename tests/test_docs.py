@@ -130,6 +130,15 @@ def test_the_example_of_planning_prints_what_the_page_says(tmp_path: Path) -> No
     assert run([sys.executable, "-W", "error", "-c", example], tmp_path) == expected
 
 
+@pytest.mark.timeout(300)
+def test_the_export_for_executorch_runs(tmp_path: Path) -> None:
+    (example,) = [text for language, text in blocks("docs/executorch.md") if language == "python"]
+    # Without errors for warnings: ExecuTorch has many.
+    output = run([sys.executable, "-c", example], tmp_path)
+    assert output.splitlines()[-1] == "['up.weight', 'up.bias', 'down.weight', 'down.bias']"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.pte", "weights.ptd"]
+
+
 def test_the_commands_that_answer_questions_exist(penstock: Command) -> None:
     rows = re.findall(r"`penstock ([a-z]+) ([^`]*)`", (ROOT / "docs/questions.md").read_text())
     assert {name for name, _ in rows} >= {"plan", "preflight", "simulate", "run", "doctor"}

@@ -42,8 +42,8 @@ class WeightFile:
     `os.stat`. `header_sha256` is the hash of the length prefix and the header, and `sampled_sha256`
     that of the blocks that `runtime/files/stamp.py` samples.
 
-    Where `kind` is `named`, `path` is the name of a `.ptd`, `nbytes` the size of the entry `key` in it, and the
-    stamp is zeros and empty texts: the key has the hash of the bytes.
+    Where `kind` is `named`, `path` is the name of a `.ptd`, `nbytes` the size of the entry `key` in it, and
+    the stamp is zeros and empty texts: the key has the hash of the bytes.
     """
 
     __pydantic_config__: ClassVar = STRICT

@@ -79,6 +79,13 @@ def test_a_pipeline_carries_the_passes(run) -> None:
     assert "in the order [0, 1]" in printed
 
 
+def test_a_model_is_exported_for_executorch(run) -> None:
+    printed = run("executorch_export.py", "70%")
+    assert "embed.weight: weights.ptd at byte 4096" in printed
+    assert "head.weight: weights.ptd at byte 4096" in printed
+    assert "keys: begins as zeros" in printed
+
+
 def test_every_example_is_short_and_says_how_to_run_it() -> None:
     scripts = sorted(EXAMPLES.glob("*.py"))
     tests = Path(__file__).read_text()

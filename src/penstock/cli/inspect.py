@@ -1,25 +1,29 @@
-"""`penstock inspect`: the contents of an artifact."""
+"""`penstock inspect`: the contents of an artifact, or of what a `.pte` of ExecuTorch holds of penstock."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, cast
 
 import typer
 
 from penstock.cli.terminal import console, options
 from penstock.cli.terminal.inputs import fail
-from penstock.schedule.facts.sizes import format_size
+from penstock.schedule.facts.sizes import format_size, format_time
 
 if TYPE_CHECKING:
-    from penstock.runtime.program import Program
+    from penstock.backends.executorch.files import Exported
+    from penstock.schedule.payload.codec import Payload
+    from penstock.schedule.plan import Plan
 
 EXAMPLES = (
     "penstock inspect model.penstock --json",
     "penstock inspect model.penstock --graph dot",
     "penstock inspect model.penstock --graph json --budget 25%",
+    "penstock inspect model.pte",
 )
 
 _ROWS = 40
@@ -36,7 +40,9 @@ class GraphForm(StrEnum):
 
 
 def inspect(
-    artifact: options.Artifact,
+    artifact: Annotated[
+        Path, typer.Argument(help="An artifact folder, NAME.penstock, or a .pte.", show_default=False)
+    ],
     *,
     json: options.Json = False,
     graph: Annotated[
@@ -54,16 +60,14 @@ def inspect(
         str | None, typer.Option(help="With --budget: of which method, where there are several.")
     ] = None,
 ) -> None:
-    """Show an artifact: methods, weights, steps and floors, or its graphs."""
-    from penstock.runtime.program import open as open_program
-
+    """Show an artifact, or a .pte: methods, weights, steps and floors, or its graphs."""
     if json and graph is not None:
         fail("--graph prints a graph and --json facts: give one of them")
     if graph is None and (budget or method):
         fail("--budget and --method are for the graph of a plan: give --graph dot or --graph json too")
     if method and not budget:
         fail("--method is for the graph of a plan: give --budget too")
-    program = open_program(artifact)
+    program = _open(artifact)
     if graph is not None:
         _print_graph(program, graph, budget, method)
         return
@@ -71,24 +75,52 @@ def inspect(
         console.print_json(_facts(program))
         return
     console.print_facts(str(program.path), _totals(program))
-    for title, columns, rows in artifact_tables(program):
+    tables = artifact_tables(program)
+    if program.payload.lowering == "executorch":
+        tables += delegate_tables(cast("Exported", program))
+    for title, columns, rows in tables:
         console.print_table(title, columns, rows)
 
 
-def _print_graph(program: Program, form: GraphForm, budget: str | None, method: str | None) -> None:
+class _Inspected(Protocol):
+    """What an artifact and a `.pte` have in common."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def payload(self) -> Payload: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    def arenas(self) -> tuple[str, ...]: ...
+    def floor(self, *, arena: str) -> int: ...
+    def plan(self, budget: str) -> Plan: ...
+
+
+def _open(path: Path) -> _Inspected:
+    """The artifact, or what a `.pte` of ExecuTorch holds of penstock."""
+    if path.suffix != ".pte":
+        from penstock.runtime.program import open as open_program
+
+        return open_program(path)
+    from penstock.backends.executorch import read
+
+    return read(path)
+
+
+def _print_graph(program: _Inspected, form: GraphForm, budget: str | None, method: str | None) -> None:
     from penstock.schedule.report.graphs import to_dot, to_json
 
     if budget is None:
-        graph = program.read_graph()
+        graph = program.payload.read_graph()
     else:
         with console.spinner("planning"):
             graph = program.plan(budget).event_graph(method)
     console.print_text((to_dot if form == GraphForm.dot else to_json)(graph).removesuffix("\n"))
 
 
-def _facts(program: Program) -> dict[str, Any]:
+def _facts(program: _Inspected) -> dict[str, Any]:
     payload = program.payload
-    return {
+    facts = {
         "path": str(program.path),
         "version": payload.version,
         "lowering": payload.lowering,
@@ -101,19 +133,62 @@ def _facts(program: Program) -> dict[str, Any]:
         "storages": [asdict(s) for s in payload.storages],
         "traces": [asdict(t) for t in payload.traces],
     }
+    return facts if payload.lowering != "executorch" else facts | _delegate_facts(program)
 
 
-def _totals(program: Program) -> list[tuple[str, str]]:
+def _delegate_facts(program: _Inspected) -> dict[str, Any]:
+    exported = cast("Exported", program)
+    return {
+        "regions": [asdict(region) for region in exported.regions],
+        "places": {key: {"file": str(path), "offset": at} for key, (path, at) in exported.places.items()},
+        "plans": [asdict(plan) for plan in exported.payload.plans],
+    }
+
+
+def _totals(program: _Inspected) -> list[tuple[str, str]]:
     payload = program.payload
+    named = {(f.path, f.key): f for f in payload.files if f.kind == "named"}
+    sizes = [(f.path, f.nbytes) for f in payload.files if f.kind == "file"]
+    for name in dict.fromkeys(path for path, _ in named):
+        sizes.append((name, sum(f.nbytes for f in named.values() if f.path == name)))
     return [
         ("lowering", f"{payload.lowering} (torch {payload.torch})"),
         ("weights", f"{format_size(program.weight_bytes)} in {len(payload.storages)} storages"),
         *((f"floor, {name}", format_size(program.floor(arena=name))) for name in program.arenas()),
-        *(("file", f"{file.path} ({format_size(file.nbytes)})") for file in payload.files[:_ROWS]),
+        *(("file", f"{name} ({format_size(nbytes)})") for name, nbytes in sizes[:_ROWS]),
     ]
 
 
-def artifact_tables(program: Program) -> list[Table]:
+def delegate_tables(exported: Exported) -> list[Table]:
+    """The tables of the places of weights, of the regions and of the plans of a `.pte`."""
+    payload = exported.payload
+    largest = sorted(payload.tensors, key=lambda w: -payload.storages[w.parts[0].storage].nbytes)[:_ROWS]
+    places = [(weight.fqn, exported.place_of(weight.parts[0])) for weight in largest]
+    steps = {trace.graph: (trace.method, trace.steps) for trace in payload.traces}
+    names = payload.storage_names()
+    regions = []
+    for region in exported.regions[:_ROWS]:
+        method, of_method = steps[region.graph]
+        reads = [names[s] for step in of_method[slice(*region.steps)] for s in step.reads]
+        states = [one.name for one in region.appended if one.mutable]
+        regions.append([method, str(region.region), ", ".join(reads), ", ".join(states)])
+    plans = [
+        [
+            format_size(plan.budget),
+            plan.arena.kind,
+            format_size(plan.streamed_bytes),
+            format_time(plan.predicted_ns),
+        ]
+        for plan in payload.plans
+    ]
+    return [
+        ("Places", ("weight", "file", "offset"), [[n, p[0].name, str(p[1])] for n, p in places if p]),
+        ("Regions", ("method", "region", "streams", "writes"), regions),
+        ("Plans", ("budget", "arena", "streamed in a pass", "predicted"), plans),
+    ]
+
+
+def artifact_tables(program: _Inspected) -> list[Table]:
     """The tables of the methods and of the largest weights of an artifact."""
     payload = program.payload
     methods = [

@@ -1,4 +1,4 @@
-"""Delegates a program's weights to penstock in ExecuTorch's own export: `.pte` and `.ptd` files in, both out."""
+"""Delegates the weights of a program to penstock in ExecuTorch's own export, to `.pte` and `.ptd` files."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from penstock._extras import require
+    if name in ("PenstockBackend", "PenstockPartitioner"):
+        from penstock._extras import require
 
-    require("executorch", purpose=f"{__name__}.{name}")
+        require("executorch", purpose=f"{__name__}.{name}")
     value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     globals()[name] = value
     return value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 
 from executorch.exir._serialize._named_data_store import NamedDataStore
 from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
@@ -14,18 +13,19 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from penstock.backends.executorch.code import METHOD, region_program, text_of
 from penstock.backends.executorch.facts import Facts, RegionProgram, find_facts
-from penstock.backends.executorch.named import PAYLOAD, PROGRAM, add_storages, hashed_key
+from penstock.backends.executorch.named import add_storages, hashed_key
 from penstock.backends.executorch.options import MethodFacts, RegionFacts, from_specs, settings_of
 from penstock.backends.executorch.plain import with_plain_operators
 from penstock.backends.executorch.plans import BLOCK, make_plans
-from penstock.backends.executorch.region import Appended, RegionCode
+from penstock.backends.executorch.region import PAYLOAD, PROGRAM, Appended, RegionCode
 from penstock.backends.executorch.regions import dim_order_of
-from penstock.schedule.facts.errors import PassError, PlanError
-from penstock.schedule.payload.codec import Payload
+from penstock.backends.executorch.uses import named_without_use
+from penstock.runtime.choice import kept_storages
+from penstock.schedule.facts.errors import PassError
 
 
 class PenstockBackend(BackendDetails):  # type: ignore[misc]
-    """What ExecuTorch calls with all that was tagged for penstock. Users give it to nobody: its partitioner does."""
+    """What ExecuTorch calls with all that was tagged for penstock: the partitioner names it."""
 
     @classmethod
     def copy_exported_program_for_preprocess(
@@ -42,7 +42,9 @@ class PenstockBackend(BackendDetails):  # type: ignore[misc]
 
     @classmethod
     def preprocess_multimethod(
-        cls, edge_programs: dict[str, list[ExportedProgram]], compile_specs: dict[str, list[list[CompileSpec]]]
+        cls,
+        edge_programs: dict[str, list[ExportedProgram]],
+        compile_specs: dict[str, list[list[CompileSpec]]],
     ) -> dict[str, list[PreprocessResult]]:
         """Returns the delegates of all regions; the first one carries the named data of all.
 
@@ -55,11 +57,9 @@ class PenstockBackend(BackendDetails):  # type: ignore[misc]
         methods = {name: _method_facts(specs) for name, specs in compile_specs.items()}
         facts = find_facts(regions, methods, settings)
         store = NamedDataStore()
-        storages, files = add_storages(
-            store, facts.payload.storages, facts.values, settings.data_file, BLOCK
-        )
+        storages, files = add_storages(store, facts.payload.storages, facts.values, settings.data_file, BLOCK)
         payload = replace(facts.payload, storages=storages, files=files)
-        plans, budget = make_plans(payload, _kept(payload, settings.keep), settings)
+        plans, budget = make_plans(payload, kept_storages(payload, settings.keep), settings)
         data = replace(payload, plans=plans).to_bytes()
         key = hashed_key(PAYLOAD, data)
         store.add_named_data(key, data)
@@ -106,18 +106,6 @@ def _method_facts(specs: Sequence[Sequence[CompileSpec]]) -> MethodFacts:
     return found[0] if found else MethodFacts()
 
 
-def _kept(payload: Payload, patterns: Sequence[str]) -> frozenset[int]:
-    """The storages of the weights whose FQNs match patterns."""
-    kept: set[int] = set()
-    for pattern in patterns:
-        matching = [w for w in payload.weights if fnmatchcase(w.fqn, pattern)]
-        if not matching:
-            names = ", ".join(w.fqn for w in payload.weights[:3])
-            raise PlanError(f"keep pattern {pattern!r} matches no weight; the weights are {names}, ...")
-        kept |= {part.storage for weight in matching for part in weight.parts}
-    return frozenset(s for s in kept if payload.storages[s].kind == "streamable")
-
-
 def _add_programs(store: NamedDataStore, programs: Mapping[str, Sequence[ExportedProgram]]) -> dict[str, str]:
     """Adds the code of all regions to what the `.pte` will hold; returns its keys by the names of regions."""
     keys: dict[str, str] = {}
@@ -146,8 +134,8 @@ def _appended(edge: ExportedProgram, facts: Facts, region: RegionProgram) -> tup
         order = dim_order_of(part)
         if order is None:
             raise PassError(
-                f"weight {weight.fqn!r} has gaps between its elements, which ExecuTorch's tensors cannot have: "
-                "make it contiguous before the export"
+                f"weight {weight.fqn!r} has gaps between its elements, which no tensor of ExecuTorch can "
+                "have: make it contiguous before the export"
             )
         found.append(
             Appended(
@@ -156,7 +144,7 @@ def _appended(edge: ExportedProgram, facts: Facts, region: RegionProgram) -> tup
                 dtype=part.dtype,
                 shape=part.shape,
                 dim_order=order,
-                name=weight.fqn,
+                name=named_without_use(weight.fqn),
                 mutable=spec.target in written,
             )
         )

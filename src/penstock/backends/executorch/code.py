@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,8 @@ from torch.export.graph_signature import (
 )
 from torch.utils import _pytree as pytree
 
+from penstock.schedule.facts.errors import PassError
+
 METHOD = "forward"
 """The method of a region's program."""
 
@@ -31,8 +34,18 @@ def region_program(exported: ExportedProgram) -> bytes:
     opened = _with_weights_as_inputs(exported)
     manager = EdgeProgramManager({METHOD: opened}, None, EdgeCompileConfig(_check_ir_validity=False))
     planning = MemoryPlanningPass(alloc_graph_input=False, alloc_graph_output=False)
-    lowered = manager.to_executorch(ExecutorchBackendConfig(memory_planning_pass=planning))
-    return bytes(lowered.buffer)
+    config = ExecutorchBackendConfig(memory_planning_pass=planning, run_reinplace_pass=True)
+    try:
+        with torch.no_grad():  # the fake values of parameters require gradients
+            return bytes(manager.to_executorch(config).buffer)
+    except RuntimeError as error:
+        operators = re.findall(r"\w+::\w+(?:\.\w+)?", str(error))
+        if "out variant" not in str(error) or not operators:
+            raise
+        raise PassError(
+            f"a weight is read by {', '.join(operators)}, for which ExecuTorch has no kernel: import the "
+            "library that registers one with ExecuTorch, or export the weight in another form"
+        ) from error
 
 
 def text_of(exported: ExportedProgram) -> str:
@@ -42,7 +55,9 @@ def text_of(exported: ExportedProgram) -> str:
     for position, node in enumerate(exported.graph.nodes):
         names[node.name] = f"%{position}"
         args = fx.map_arg((node.args, dict(node.kwargs)), lambda one: _Name(names[one.name]))
-        lines.append(f"{names[node.name]} = {node.op} {_target(node)} {args} -> {_described(node.meta.get('val'))}")
+        lines.append(
+            f"{names[node.name]} = {node.op} {_target(node)} {args} -> {_described(node.meta.get('val'))}"
+        )
     signature = exported.graph_signature
     inputs = [(spec.kind.name, names.get(spec.arg.name)) for spec in signature.input_specs]
     outputs = [(spec.kind.name, names.get(getattr(spec.arg, "name", ""))) for spec in signature.output_specs]

@@ -1,4 +1,4 @@
-"""One catalog for all regions of all methods, and the trace of each method: a step for each region that streams."""
+"""One catalog for all regions, and the trace of each method: a step for each region that streams."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch.export import ExportedProgram
 
 from penstock.backends.executorch.options import MethodFacts, RegionFacts, Settings
+from penstock.backends.executorch.uses import named_without_use
 from penstock.passes.annotate import annotate_with_values
 from penstock.passes.trace import sum_of
 from penstock.schedule.facts.errors import PassError
@@ -38,7 +39,7 @@ class RegionProgram:
 
 @dataclass(frozen=True)
 class Facts:
-    """The payload without files and plans, a tensor in each storage, and the steps of each region by its name.
+    """The payload without files and plans, a tensor in each storage, and the steps of regions by name.
 
     `tensors` are the weights of the payload by the names that their tensors have in the regions.
     """
@@ -59,14 +60,15 @@ def find_facts(
     for region in regions:
         if not (region.program.state_dict or region.program.constants):
             raise PassError(
-                f"region {region.number} of method {region.method!r} reads no weights, so there is nothing to "
-                "stream in it: tag only nodes that read weights, as PenstockPartitioner does"
+                f"region {region.number} of method {region.method!r} reads no weights, so there is nothing "
+                "to stream in it: tag only nodes that read weights, as PenstockPartitioner does"
             )
     found = annotate_with_values({one.name: one.program for one in regions}, hardware=settings.hardware)
     storages = tuple(_kind(storage) for storage in found.payload.storages)
     tensors = {weight.fqn: weight for weight in found.payload.tensors}
     parts = {part.name: (part.fqn, part.part) for one in methods.values() for part in one.parts}
-    weights = join_parts([*tensors.values(), *_aliases(tensors, methods)], parts)
+    named = _named(tensors, regions)
+    weights = join_parts([*named.values(), *_aliases(named, methods)], parts)
     traces: list[Trace] = []
     steps: dict[str, tuple[int, int]] = {}
     of_region = {trace.method: trace for trace in found.payload.traces}
@@ -93,6 +95,20 @@ def find_facts(
 def _kind(storage: Storage) -> Storage:
     small = storage.kind == "streamable" and storage.nbytes < SMALL
     return replace(storage, kind="small") if small else storage
+
+
+def _named(tensors: Mapping[str, Weight], regions: Sequence[RegionProgram]) -> dict[str, Weight]:
+    """The weights by their own names: several inputs may be for one, and a constant has its method's name."""
+    methods = {region.name: region.method for region in regions}
+    named: dict[str, Weight] = {}
+    for name, weight in tensors.items():
+        region, _, rest = name.partition(".")
+        constant = weight.role == "constant" and region in methods
+        fqn = f"{methods[region]}.{rest}" if constant else named_without_use(name)
+        known = named.setdefault(fqn, replace(weight, fqn=fqn))
+        if known.parts != weight.parts:
+            named[name] = weight
+    return named
 
 
 def _aliases(known: Mapping[str, Weight], methods: Mapping[str, MethodFacts]) -> list[Weight]:

@@ -1,4 +1,4 @@
-"""ExecuTorch's named data: the payload and the code of regions in the `.pte`, the weights' bytes in the `.ptd`."""
+"""ExecuTorch's named data: payload and code of regions in the `.pte`, bytes of weights in the `.ptd`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import torch
 from executorch.exir._serialize._cord import FileBackedData
 from executorch.exir._serialize._named_data_store import NamedDataStore
 
+from penstock.backends.executorch.region import STORAGE
 from penstock.passes.weights.values import has_values, storage_bytes
 from penstock.schedule.facts.model import Extent, Storage, WeightFile
-
-PAYLOAD, PROGRAM, STORAGE = "penstock.payload.", "penstock.program.", "penstock.storage."
 
 _PIECE = 16 << 20
 
@@ -23,7 +22,7 @@ class StorageBytes(FileBackedData):  # type: ignore[misc]
     """The bytes behind a tensor, as ExecuTorch takes them: written from where they lie, and never copied."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._bytes = memoryview(storage_bytes(tensor.detach().cpu()).numpy())
+        self._bytes = storage_bytes(tensor.detach().cpu()).numpy().data
         digest = hashlib.sha256()
         for start in range(0, len(self._bytes), _PIECE):
             digest.update(self._bytes[start : start + _PIECE])
@@ -58,7 +57,11 @@ def hashed_key(prefix: str, data: bytes) -> str:
 
 
 def add_storages(
-    store: NamedDataStore, storages: Sequence[Storage], values: Sequence[torch.Tensor], data_file: str, block: int
+    store: NamedDataStore,
+    storages: Sequence[Storage],
+    values: Sequence[torch.Tensor],
+    data_file: str,
+    block: int,
 ) -> tuple[tuple[Storage, ...], tuple[WeightFile, ...]]:
     """Adds the bytes of storages to what the `.ptd` will hold; returns where they lie.
 
@@ -67,6 +70,7 @@ def add_storages(
     if not all(has_values(value) for value in values):
         return tuple(storages), ()
     files: dict[str, WeightFile] = {}
+    numbers: dict[str, int] = {}
     placed = []
     for storage, value in zip(storages, values, strict=True):
         if not storage.nbytes or (storage.kind == "mutable" and not storage_bytes(value).any()):
@@ -78,6 +82,6 @@ def add_storages(
         if key not in files:
             store.add_named_data(key, data, alignment=block, external_tag=data_file)
             files[key] = WeightFile(data_file, len(data), 0, 0, "", "", "named", key)
-        number = list(files).index(key)
-        placed.append(replace(storage, extents=(Extent(number, 0, 0, storage.nbytes),), sha256=digest))
+        extent = Extent(numbers.setdefault(key, len(numbers)), 0, 0, storage.nbytes)
+        placed.append(replace(storage, extents=(extent,), sha256=digest))
     return tuple(placed), tuple(files.values())

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeVar
-
-from executorch.exir.backend.compile_spec_schema import CompileSpec
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.model import STRICT, Hardware, Input, Part, Symbol, Work
 from penstock.schedule.payload.text import decode, encode, parse
 
-Kernels = Literal["executorch", "aotinductor"]
+if TYPE_CHECKING:
+    from executorch.exir.backend.compile_spec_schema import CompileSpec
 
-_T = TypeVar("_T")
+Kernels = Literal["executorch"]
+NO_WORK = Work()
 
 
 @dataclass(frozen=True)
 class Settings:
     """What the user has asked for, which is the same for all regions of a program.
 
-    `budget` is in the user's words (`"50%"`), empty if there is none. `data_file` is the name of the `.ptd`, and
-    `least` the number of bytes from which on a storage is worth a region.
+    `budget` is in the user's words (`"50%"`), empty if there is none. `data_file` is the name of the
+    `.ptd`, and `least` the number of bytes from which on a storage is worth a region.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -39,8 +39,8 @@ class RegionFacts:
     """The work of ExecuTorch's own kernels before a region, and behind the last one of a method."""
 
     __pydantic_config__: ClassVar = STRICT
-    lead: Work = Work()
-    tail: Work = Work()
+    lead: Work = NO_WORK
+    tail: Work = NO_WORK
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,8 @@ _KINDS: dict[str, type] = {
 
 def to_spec(facts: Settings | RegionFacts | MethodFacts) -> CompileSpec:
     """The compile spec that carries these facts."""
+    from executorch.exir.backend.compile_spec_schema import CompileSpec
+
     key = next(key for key, kind in _KINDS.items() if isinstance(facts, kind))
     return CompileSpec(key, encode(facts))
 
@@ -109,8 +111,8 @@ def settings_of(specs: Sequence[Sequence[CompileSpec]]) -> Settings:
         if not isinstance(settings, Settings) or settings != given[0]:
             what = "none" if settings is None else "other ones for another region"
             raise PassError(
-                f"a region needs the settings of a PenstockPartitioner, the same for all methods, and has {what}: "
-                "lower all methods with one PenstockPartitioner"
+                f"a region needs the settings of a PenstockPartitioner, the same for all methods, and has "
+                f"{what}: lower all methods with one PenstockPartitioner"
             )
     first = given[0]
     assert isinstance(first, Settings)

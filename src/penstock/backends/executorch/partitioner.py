@@ -1,8 +1,9 @@
-"""The partitioner: it tags the nodes that read weights, and tells the backend what only the whole method shows."""
+"""The partitioner: tags the nodes that read weights, and tells the backend what only the method shows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -19,14 +20,16 @@ from penstock.backends.executorch.options import (
     Settings,
     to_spec,
 )
-from penstock.backends.executorch.plain import with_plain_operators
-from penstock.backends.executorch.regions import Regions, find_regions, tag
+from penstock.backends.executorch.plain import compiled_late, with_plain_operators
+from penstock.backends.executorch.regions import Regions, Worth, find_regions, tag
+from penstock.backends.executorch.uses import with_own_uses
+from penstock.passes.building.fake_export import with_computed_buffers
 from penstock.passes.calls.inputs import describe_method
 from penstock.passes.trace import PRESET_CPU
 from penstock.passes.weights.lifted import Catalog, Weights
 from penstock.passes.weights.subclasses import parts_of, with_plain_parts
 from penstock.passes.weights.usage import find_usage
-from penstock.passes.weights.values import part_of, storage_identity
+from penstock.passes.weights.values import has_values, part_of, storage_identity
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.hardware import find_hardware
 from penstock.schedule.facts.model import Hardware
@@ -36,17 +39,17 @@ LEAST = 64 << 10
 """Bytes from which on a storage is worth a region: what the disk brings while a delegate is called."""
 
 _KEPT_WHOLE = [torch.ops.aten.linear.default]
-"""Operators that read weights as they are, and would be decomposed into a copy of the weight and another read."""
+"""Operators that read weights as they lie, and would be decomposed into a copy and another operator."""
 
 
 class PenstockPartitioner(Partitioner):  # type: ignore[misc]
     """Tags what reads weights for `PenstockBackend`, which lets them stream; it changes nothing else.
 
-    `budget` (bytes, `"32MiB"` or `"50%"` of the weights) is what a program runs with that is loaded without one;
-    None keeps all weights in memory then. `keep` has patterns of FQNs that stay in memory. `kernels` are those that
-    run what is tagged: `"executorch"`, whose own run everything else too, or `"aotinductor"`. `hardware` is what
-    times are modelled for, a preset's name or a Hardware. `data_file` is the name of the `.ptd`. Storages of fewer
-    than `least` bytes are not worth a delegate. Give one partitioner for all methods of a program.
+    `budget` (bytes, `"32MiB"` or `"50%"` of the weights) is what a program runs with that is loaded without
+    one; None keeps all weights in memory then. `keep` has patterns of FQNs that stay in memory. `kernels`
+    are those that run what is tagged, ExecuTorch's own. `hardware` is what times are modelled for, a
+    preset's name or a Hardware. `data_file` is the name of the `.ptd`. Storages of fewer than `least` bytes
+    are not worth a delegate. Give one partitioner for all methods of a program.
     """
 
     def __init__(
@@ -60,21 +63,45 @@ class PenstockPartitioner(Partitioner):  # type: ignore[misc]
         least: int = LEAST,
     ) -> None:
         super().__init__()
-        self._settings = _checked(budget, keep, kernels, hardware, data_file, least)
+        self._settings = _checked(
+            budget=budget,
+            keep=keep,
+            kernels=kernels,
+            hardware=hardware,
+            data_file=data_file,
+            least=least,
+        )
         self._aliases: list[Alias] = []
         self._parts: dict[str, tuple[str, str]] = {}
+        self._written: set[str] = set()
+        self._partitioned = False
 
     def transform_for_pre_decomposition(self, exported_program: ExportedProgram) -> ExportedProgram:
-        """Opens quantised weights, and remembers names that ExecuTorch is about to drop."""
-        opened = with_plain_parts(exported_program)
+        """Opens quantised weights, gives each use its own input, and remembers names that will be lost.
+
+        Weights without values all go to regions: ExecuTorch cannot store what it does not have.
+        """
+        self._partitioned = False
+        opened = with_plain_parts(with_computed_buffers(exported_program))
         self._parts |= parts_of(opened)
+        self._parts |= {name: pair for name in opened.state_dict if (pair := _unwrapped(name))}
+        if not all(map(has_values, opened.state_dict.values())):
+            self._settings = replace(self._settings, least=1)
         self._aliases.extend(_aliases(opened, len(self._aliases)))
-        return opened
+        return with_own_uses(opened)
 
     def ops_to_not_decompose(
         self, ep: ExportedProgram
     ) -> tuple[list[torch._ops.OpOverload], Callable[[torch.fx.Node], bool] | None]:
-        """Operators that stay whole, so that weights are read where they lie."""
+        """Operators that stay whole, so that weights are read where they lie.
+
+        ExecuTorch asks this of every method before any is partitioned, when the signature says what is
+        written. It asks again in the end, and refuses such an operator outside of delegates, although it
+        has a kernel for it: a weight that is not worth a region is read there.
+        """
+        if self._partitioned:
+            return _KEPT_WHOLE, lambda node: False
+        self._written |= set(ep.graph_signature.buffers_to_mutate.values())
         return _KEPT_WHOLE, None
 
     def partition(self, exported_program: ExportedProgram) -> PartitionResult:
@@ -82,17 +109,21 @@ class PenstockPartitioner(Partitioner):  # type: ignore[misc]
 
         Raises PassError for a program with weights that are no inputs, or have no values.
         """
+        self._partitioned = True
         plain = with_plain_operators(exported_program)
         catalog = Catalog()
         held = catalog.add(plain)
         usage = find_usage(plain, Weights(held, catalog.storages))
-        found = find_regions(plain, usage, held, least=self._settings.least)
+        wholes = {name: weight for name, (weight, _) in self._parts.items()}
+        worth = Worth(self._settings.least, frozenset(self._written), wholes)
+        found = find_regions(plain, usage, held, worth)
         tags = tag(exported_program, found.regions, "penstock")
         specs = self._specs(exported_program, found)
         return PartitionResult(
-            tagged_exported_program=exported_program,
+            tagged_exported_program=compiled_late(exported_program),
             partition_tags={
-                tag: DelegationSpec(PenstockBackend.__name__, spec) for tag, spec in zip(tags, specs, strict=True)
+                tag: DelegationSpec(PenstockBackend.__name__, spec)
+                for tag, spec in zip(tags, specs, strict=True)
             },
         )
 
@@ -101,7 +132,10 @@ class PenstockPartitioner(Partitioner):  # type: ignore[misc]
         specs = []
         for number, region in enumerate(found.regions):
             last = number == len(found.regions) - 1
-            one = [to_spec(self._settings), to_spec(RegionFacts(region.lead, found.tail if last else RegionFacts().tail))]
+            one = [
+                to_spec(self._settings),
+                to_spec(RegionFacts(region.lead, found.tail if last else RegionFacts().tail)),
+            ]
             if number == 0:
                 one.append(to_spec(self._method_facts(exported)))
             specs.append(one)
@@ -114,6 +148,7 @@ class PenstockPartitioner(Partitioner):  # type: ignore[misc]
 
 
 def _checked(
+    *,
     budget: int | str | None,
     keep: Sequence[str],
     kernels: Kernels,
@@ -125,8 +160,8 @@ def _checked(
         parse_size(budget, total=100)
     if isinstance(keep, str):
         raise PlanError(f"keep= takes a list of patterns, got {keep!r}: give [{keep!r}]")
-    if kernels not in ("executorch", "aotinductor"):
-        raise PlanError(f"kernels= is 'executorch' or 'aotinductor', got {kernels!r}")
+    if kernels != "executorch":
+        raise PlanError(f"kernels= is 'executorch', whose own run what is delegated, got {kernels!r}")
     return Settings(
         hardware=find_hardware(hardware),
         budget="" if budget is None else str(budget),
@@ -135,6 +170,13 @@ def _checked(
         data_file=data_file if data_file.endswith(".ptd") else f"{data_file}.ptd",
         least=least,
     )
+
+
+def _unwrapped(name: str) -> tuple[str, str] | None:
+    """The weight and the part of a tensor that torchao's `unwrap_tensor_subclass` has named."""
+    module, _, rest = name.partition("parametrizations.")
+    attribute, _, part = rest.rpartition(".")
+    return (f"{module}{attribute}", part) if part.startswith("original") else None
 
 
 def _aliases(exported: ExportedProgram, first: int) -> list[Alias]:

@@ -34,7 +34,9 @@ def floors(payload: Payload, keep: frozenset[int] = frozenset()) -> dict[str, Fl
     return {name: floor(_demand(payload, arena, keep)) for name, arena in arenas(payload).items()}
 
 
-def make_plans(payload: Payload, keep: frozenset[int], settings: Settings) -> tuple[tuple[Plan, ...], int | None]:
+def make_plans(
+    payload: Payload, keep: frozenset[int], settings: Settings
+) -> tuple[tuple[Plan, ...], int | None]:
     """The plans by ascending budget, one of them for the budget that was asked for, and that budget in bytes.
 
     Raises BudgetError for a budget below the floor.

@@ -9,6 +9,9 @@ from penstock.schedule.facts.errors import PayloadError
 from penstock.schedule.facts.model import STRICT
 from penstock.schedule.payload.text import decode, encode, parse
 
+PAYLOAD, PROGRAM, STORAGE = "penstock.payload.", "penstock.program.", "penstock.storage."
+"""How the keys of named data begin; a hash of the data follows."""
+
 
 @dataclass(frozen=True)
 class Appended:
@@ -37,7 +40,7 @@ class RegionCode:
     regions: int
     steps: tuple[int, int]
     budget: int | None
-    kernels: Literal["executorch", "aotinductor"]
+    kernels: Literal["executorch"]
     program: str
     method: str
     inputs: int

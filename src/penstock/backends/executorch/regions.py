@@ -1,9 +1,10 @@
-"""Which nodes of a method penstock runs: for each node that reads a weight worth streaming, a region of its own.
+"""Which nodes of a method penstock runs: a region for each node that reads a weight worth streaming.
 
-A region consists of a *reader*, what is computed from weights alone and for it first (a transposed or dequantised
-copy), and what takes its results apart. The nodes that use a state (a buffer that the program writes) make one
-region together, with all that lies between them, because a state is in one region only. Nothing else needs memory
-that penstock manages, so the rest stays with ExecuTorch, and the floor is that of single nodes.
+A region consists of a *reader*, what is computed from weights alone and for it first (a transposed or
+dequantised copy), and what takes its results apart. The nodes that use a state (a buffer that the program
+writes) make one region together, with all that lies between them, because a state is in one region only.
+Nothing else needs memory that penstock manages, so the rest stays with ExecuTorch, and the floor is that of
+single nodes.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
+from penstock.backends.executorch.options import NO_WORK
+from penstock.backends.executorch.uses import named_without_use
 from penstock.passes.graph.nodes import placeholders_of
 from penstock.passes.trace import sum_of, work_of
 from penstock.passes.weights.usage import Usage
 from penstock.schedule.facts.model import Part, Weight, Work
 
 _log = logging.getLogger(__name__)
+_STAYS = "buffer %r stays with ExecuTorch, which keeps one for each method: the program %s"
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Region:
     """The names of a region's nodes, in the order of the graph, and the work of other nodes before it."""
 
     nodes: tuple[str, ...]
-    lead: Work = Work()
+    lead: Work = NO_WORK
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Regions:
     """The regions of a method in the order of the graph, and the work of other nodes behind the last one."""
 
     regions: tuple[Region, ...]
-    tail: Work = Work()
+    tail: Work = NO_WORK
 
 
 def dim_order_of(part: Part) -> tuple[int, ...] | None:
@@ -57,23 +61,37 @@ def dim_order_of(part: Part) -> tuple[int, ...] | None:
     return tuple(order)
 
 
+@dataclass(frozen=True)
+class Worth:
+    """Which storages are worth a region.
+
+    These are those of which the weight has `least` bytes or more, and those that some method writes.
+    `written` has the FQNs of the latter, and `wholes` the FQN of the weight that a tensor is a part of.
+    """
+
+    least: int
+    written: frozenset[str] = frozenset()
+    wholes: Mapping[str, str] = field(default_factory=dict)
+
+
 def find_regions(
-    exported: ExportedProgram, usage: Usage, held: Mapping[str, Weight], *, least: int
+    exported: ExportedProgram, usage: Usage, held: Mapping[str, Weight], worth: Worth
 ) -> Regions:
     """Returns the regions of a program whose operators are ATen's.
 
-    `held` has the weights by the names of their inputs. A storage is worth a region if it has `least` bytes or
-    more, and is left to ExecuTorch if some node that reads it cannot be in a region.
+    `held` has the weights by the names of their inputs. A storage is left to ExecuTorch if some node that
+    reads it cannot be in a region.
     """
-    graph = _Graph(exported, usage, held)
+    graph = _Graph(exported, usage, held, worth)
     left: set[int] = set()
     while True:
-        groups = _merged(graph, [*_states(graph), *_readers(graph, least, left)])
+        groups = _merged(graph, [*_states(graph), *_whole_weights(graph, list(_readers(graph, left)))])
+        groups = _with_results(graph, groups)
         inside = {node for group in groups for node in group}
         outside = {
             s for name, s in graph.storages.items() if any(u not in inside for u in graph.nodes[name].users)
         }
-        shared = {s for s in outside if s in graph.large(least) and s not in left}
+        shared = (outside & graph.worth) - left
         if not shared:
             break
         left |= shared
@@ -87,26 +105,34 @@ class _Graph:
     exported: ExportedProgram
     usage: Usage
     held: Mapping[str, Weight]
+    asked: Worth
     nodes: dict[str, fx.Node] = field(init=False)
     order: dict[fx.Node, int] = field(init=False)
     storages: dict[str, int] = field(init=False)
+    worth: set[int] = field(init=False)
 
     def __post_init__(self) -> None:
         graph = self.usage.graph_module.graph
         self.nodes = {node.name: node for node in graph.nodes}
         self.order = {node: position for position, node in enumerate(graph.nodes)}
         self.storages = {name: weight.parts[0].storage for name, weight in self.held.items()}
+        self.worth = self._worth()
 
-    def large(self, least: int) -> dict[int, str]:
-        """The storages that may be streamed and are worth it, each with an input that has it."""
-        large: dict[int, str] = {}
+    def _worth(self) -> set[int]:
+        """The storages that this method does not write, and that are worth a region."""
+        sizes: dict[int, int] = {}
+        of_whole: dict[str, set[int]] = {}
         for name, weight in self.held.items():
             s = self.storages[name]
-            tensor = self.nodes[name].meta["val"]
-            nbytes = tensor.untyped_storage().nbytes()
-            if self.usage.kinds[s] == "streamable" and nbytes >= max(least, 1):
-                large[s] = name
-        return {s: name for s, name in large.items() if self._dense(s)}
+            sizes[s] = self.nodes[name].meta["val"].untyped_storage().nbytes()
+            fqn = named_without_use(weight.fqn)
+            of_whole.setdefault(self.asked.wholes.get(fqn, fqn), set()).add(s)
+        least = max(self.asked.least, 1)
+        worth = {s for group in of_whole.values() if sum(sizes[s] for s in group) >= least for s in group}
+        worth |= {
+            self.storages[name] for name, weight in self.held.items() if weight.fqn in self.asked.written
+        }
+        return {s for s in worth if self.usage.kinds[s] == "streamable" and sizes[s] and self._dense(s)}
 
     def _dense(self, storage: int) -> bool:
         parts = [w.parts[0] for w in self.held.values() if w.parts[0].storage == storage]
@@ -131,9 +157,9 @@ def _is_tensors(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _readers(graph: _Graph, least: int, left: set[int]) -> Iterator[set[fx.Node]]:
-    """Yields a group for each node that reads a storage worth it, of those that are not `left` to ExecuTorch."""
-    worth = set(graph.large(least)) - left
+def _readers(graph: _Graph, left: set[int]) -> Iterator[set[fx.Node]]:
+    """Yields a group for each node that reads a storage that is worth it and not `left` to ExecuTorch."""
+    worth = graph.worth - left
     read: dict[fx.Node, set[int]] = {}  # the storages from which alone a node's value is computed
     owned: set[fx.Node] = set()
     for node in graph.usage.graph_module.graph.nodes:
@@ -150,8 +176,29 @@ def _readers(graph: _Graph, least: int, left: set[int]) -> Iterator[set[fx.Node]
             continue
         if worth.intersection(*[set().union(*(read.get(one, set()) for one in inputs))]):
             group = {node, *_computed_for(node, read, owned)}
-            owned |= group
-            yield {*group, *(user for user in node.users if user.target is operator.getitem)}
+            if any(one.name in graph.held for member in group for one in member.all_input_nodes):
+                owned |= group
+                yield {*group, *(user for user in node.users if user.target is operator.getitem)}
+
+
+def _whole_weights(graph: _Graph, groups: Sequence[set[fx.Node]]) -> list[set[fx.Node]]:
+    """The groups, and one for each weight whose parts different groups read, with what lies between.
+
+    It holds no other group: an embedding and a head that share a weight are not read at once.
+    """
+    of_whole: dict[str, list[int]] = {}
+    for number, group in enumerate(groups):
+        read = {one.name for node in group for one in node.all_input_nodes if one.name in graph.held}
+        names = {named_without_use(graph.held[name].fqn) for name in read}
+        for whole in {graph.asked.wholes[name] for name in names if name in graph.asked.wholes}:
+            of_whole.setdefault(whole, []).append(number)
+    joined = []
+    for numbers in of_whole.values():
+        hull = _hull(graph, set().union(*(groups[number] for number in numbers)))
+        others = set().union(*(group for number, group in enumerate(groups) if number not in numbers))
+        if len(numbers) > 1 and hull.isdisjoint(others) and all(_takes_part(node) for node in hull):
+            joined.append(hull)
+    return [*groups, *joined]
 
 
 def _computed_for(reader: fx.Node, read: Mapping[fx.Node, set[int]], owned: set[fx.Node]) -> set[fx.Node]:
@@ -174,17 +221,31 @@ def _states(graph: _Graph) -> Iterator[set[fx.Node]]:
     for spec in outputs:
         if spec.kind is not OutputKind.BUFFER_MUTATION or spec.target not in inputs:
             continue
-        producer, entry = graph.nodes[spec.arg.name], graph.nodes[inputs[spec.target]]
-        group = _hull(graph, {producer, *entry.users} - {graph.nodes["output"]})
+        group = _hull(graph, _users(graph, [graph.nodes[inputs[spec.target]], graph.nodes[spec.arg.name]]))
         unusual = names.count(spec.arg.name) > 1 or len(_inputs_of(graph, inputs[spec.target])) > 1
         if unusual or not all(_takes_part(node) for node in group):
             _log.warning(
-                "buffer %r stays with ExecuTorch, which keeps one for each method: the program returns what it "
-                "writes, or uses it in a way that no delegate can",
-                spec.target,
+                _STAYS, spec.target, "returns what it writes, or uses it in a way that no delegate can"
             )
             continue
         yield group
+
+
+def _users(graph: _Graph, state: Sequence[fx.Node]) -> set[fx.Node]:
+    """The nodes that use a state, before or behind its update, or what is computed from it alone.
+
+    ExecuTorch has no value for an updated state outside of the delegate that owns it.
+    """
+    same = set(state)
+    found = {node for node in state if node.op != "placeholder"}
+    for node in graph.order:
+        inputs = set(node.all_input_nodes)
+        if node.op == "output" or inputs.isdisjoint(same):
+            continue
+        found.add(node)
+        if inputs <= same:
+            same.add(node)
+    return found
 
 
 def _inputs_of(graph: _Graph, name: str) -> list[str]:
@@ -210,11 +271,40 @@ def _merged(graph: _Graph, groups: Sequence[set[fx.Node]]) -> list[set[fx.Node]]
     """The groups, in which those with common nodes are one, with all that lies between them."""
     merged: list[set[fx.Node]] = []
     for group in groups:
-        while common := [one for one in merged if not one.isdisjoint(group)]:
+        whole = group
+        while common := [one for one in merged if not one.isdisjoint(whole)]:
             merged = [one for one in merged if one not in common]
-            group = _hull(graph, group.union(*common))
-        merged.append(group)
+            whole = _hull(graph, whole.union(*common))
+        merged.append(whole)
     return merged
+
+
+def _with_results(graph: _Graph, groups: Sequence[set[fx.Node]]) -> list[set[fx.Node]]:
+    """The groups, in which one that only writes states is joined with another.
+
+    ExecuTorch drops a delegate of which nobody uses a result.
+    """
+    kept = [group for group in groups if _has_result(graph, group)]
+    for group in (group for group in groups if not _has_result(graph, group)):
+        first = min(map(graph.order.__getitem__, group))
+        for other in sorted(kept, key=lambda one: abs(min(map(graph.order.__getitem__, one)) - first)):
+            joined = _hull(graph, group | other)
+            if all(_takes_part(node) for node in joined):
+                kept = _merged(graph, [*(one for one in kept if one is not other), joined])
+                break
+        else:
+            written = [one.name for node in group for one in node.all_input_nodes if one.name in graph.held]
+            names = ", ".join(dict.fromkeys(graph.held[name].fqn for name in written))
+            _log.warning(_STAYS, names, "delegates nothing else that it could be written with")
+    return kept
+
+
+def _has_result(graph: _Graph, group: set[fx.Node]) -> bool:
+    """Tells whether something behind a group uses a value of it, other than what it writes to a state."""
+    specs = graph.exported.graph_signature.output_specs
+    returned = {spec.arg.name for spec in specs if spec.kind is OutputKind.USER_OUTPUT}
+    used = {user for node in group for user in node.users if user.op != "output"} - group
+    return bool(used) or any(node.name in returned for node in group)
 
 
 def _in_order(usage: Usage, groups: Iterable[set[fx.Node]]) -> Regions:

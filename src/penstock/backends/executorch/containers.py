@@ -1,0 +1,152 @@
+"""Reads the lists in a `.pte` and in a `.ptd`, without ExecuTorch: named data, and the bytes of delegates.
+
+Both are flatbuffers of ExecuTorch's schemas `program.fbs` and `flat_tensor.fbs`, with a header behind their
+first eight bytes that says where the segments begin. Only the few fields that are needed here are read.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import BinaryIO
+
+Bytes = bytes | memoryview
+
+# The positions of fields in their tables.
+_PLANS, _INLINE, _SEGMENTS, _NAMED = 1, 3, 4, 7  # of a program
+_PLAN_NAME, _DELEGATES = 0, 7
+_BACKEND, _PROCESSED = 0, 1
+_LOCATION, _INDEX = 0, 1
+_DATA_SEGMENTS, _DATA_NAMED = 1, 2  # of the head of a .ptd
+_KEY, _SEGMENT = 0, 1
+_OFFSET, _SIZE = 0, 1
+
+
+@dataclass(frozen=True)
+class Delegate:
+    """A delegate of a method: the name of its backend, and the bytes that the backend made."""
+
+    method: str
+    backend: str
+    processed: bytes
+
+
+@dataclass(frozen=True)
+class Pte:
+    """The named data in a `.pte` by key, its delegates in the order of calls, and its segments' base."""
+
+    named: Mapping[str, bytes]
+    delegates: tuple[Delegate, ...]
+    base: int
+
+
+def read_pte(data: Bytes) -> Pte:
+    """What a `.pte` holds. Raises ValueError for other bytes."""
+    data = memoryview(data)
+    try:
+        if bytes(data[4:6]) != b"ET":
+            raise ValueError("its first bytes are not those of a .pte")
+        base = 0
+        if bytes(data[8:12]) == b"eh00":
+            (base,) = struct.unpack_from("<Q", data, 24)
+        program = _Table.root(data)
+        segments = [
+            (base + one.number(_OFFSET, "Q"), one.number(_SIZE, "Q")) for one in program.tables(_SEGMENTS)
+        ]
+
+        def segment(index: int) -> bytes:
+            start, size = segments[index]
+            if start + size > len(data):
+                raise ValueError("it is cut off")
+            return bytes(data[start : start + size])
+
+        named = {one.text(_KEY): segment(one.number(_SEGMENT, "I")) for one in program.tables(_NAMED)}
+        inline = list(program.tables(_INLINE))
+        delegates = []
+        for plan in program.tables(_PLANS):
+            for one in plan.tables(_DELEGATES):
+                place = one.table(_PROCESSED)
+                index = place.number(_INDEX, "I")
+                own = segment(index) if place.number(_LOCATION, "b") else inline[index].vector(0)
+                delegates.append(Delegate(plan.text(_PLAN_NAME), one.text(_BACKEND), own))
+    except (struct.error, IndexError, UnicodeDecodeError) as error:
+        raise ValueError(f"it is cut off or damaged ({error})") from None
+    return Pte(named, tuple(delegates), base)
+
+
+def read_ptd(file: BinaryIO) -> dict[str, tuple[int, int]]:
+    """The absolute offset and the size of each entry of an open `.ptd`, by its key. Raises ValueError."""
+    try:
+        head = file.read(48)
+        if head[4:6] != b"FT" or head[8:12] != b"FH01":
+            raise ValueError("its first bytes are not those of a .ptd")
+        start, size, base = struct.unpack_from("<QQQ", head, 16)
+        file.seek(0)
+        tensors = _Table.root(memoryview(file.read(start + size)))
+        segments = [
+            (one.number(_OFFSET, "Q"), one.number(_SIZE, "Q")) for one in tensors.tables(_DATA_SEGMENTS)
+        ]
+        entries = {}
+        for one in tensors.tables(_DATA_NAMED):
+            offset, nbytes = segments[one.number(_SEGMENT, "I")]
+            entries[one.text(_KEY)] = (base + offset, nbytes)
+    except (struct.error, IndexError, UnicodeDecodeError) as error:
+        raise ValueError(f"it is cut off or damaged ({error})") from None
+    return entries
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A table of a flatbuffer, at a position of its bytes."""
+
+    data: memoryview
+    at: int
+
+    @staticmethod
+    def root(data: memoryview) -> _Table:
+        return _Table(data, struct.unpack_from("<I", data)[0])
+
+    def number(self, field: int, form: str) -> int:
+        """The number in a field, 0 if it is left out."""
+        place = self._place(field)
+        return 0 if place is None else int(struct.unpack_from(f"<{form}", self.data, place)[0])
+
+    def text(self, field: int) -> str:
+        """The text in a field."""
+        return self.vector(field).decode()
+
+    def vector(self, field: int) -> bytes:
+        """The bytes in a field, none if it is left out."""
+        found = self._vector(field)
+        return b"" if found is None else bytes(self.data[found[0] : found[0] + found[1]])
+
+    def table(self, field: int) -> _Table:
+        """The table in a field."""
+        place = self._place(field)
+        if place is None:
+            raise IndexError(f"field {field} is missing")
+        return _Table(self.data, self._follow(place))
+
+    def tables(self, field: int) -> Iterator[_Table]:
+        """The tables of the list in a field."""
+        first, count = self._vector(field) or (0, 0)
+        if first + 4 * count > len(self.data):
+            raise IndexError(f"field {field} is too long")
+        return (_Table(self.data, self._follow(first + 4 * k)) for k in range(count))
+
+    def _place(self, field: int) -> int | None:
+        fields = self.at - int(struct.unpack_from("<i", self.data, self.at)[0])
+        size, entry = struct.unpack_from("<H", self.data, fields)[0], 4 + 2 * field
+        offset = struct.unpack_from("<H", self.data, fields + entry)[0] if entry < size else 0
+        return self.at + offset if offset else None
+
+    def _follow(self, place: int) -> int:
+        return place + int(struct.unpack_from("<I", self.data, place)[0])
+
+    def _vector(self, field: int) -> tuple[int, int] | None:
+        place = self._place(field)
+        if place is None:
+            return None
+        start = self._follow(place)
+        return start + 4, int(struct.unpack_from("<I", self.data, start)[0])

@@ -1,0 +1,185 @@
+"""The files of an export: writes `.pte` and `.ptd`, and reads what they say without reading the weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from penstock.backends.executorch.containers import Pte, read_ptd, read_pte
+from penstock.backends.executorch.plans import BLOCK, arenas, floors
+from penstock.backends.executorch.region import PAYLOAD, PROGRAM, STORAGE, RegionCode
+from penstock.runtime.system.atomic import replace_file
+from penstock.schedule.facts.errors import BudgetError, PayloadError, SourceError
+from penstock.schedule.facts.model import Part
+from penstock.schedule.facts.sizes import format_budget, format_size, parse_size
+from penstock.schedule.payload.codec import Payload, verify_payload
+from penstock.schedule.plan import Plan
+
+_REMEDY = "export with to_executorch(ExecutorchBackendConfig(segment_alignment=4096))"
+_BACKEND = "PenstockBackend"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What a `.pte` holds of penstock, and where the `.ptd` files beside it have the weights.
+
+    `regions` are those of all methods, in the order in which each method runs them. `programs` has their
+    code, by key. `places` has the file and the absolute offset of each storage's bytes, by key.
+    """
+
+    path: Path
+    payload: Payload
+    regions: tuple[RegionCode, ...]
+    programs: Mapping[str, bytes]
+    places: Mapping[str, tuple[Path, int]]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights that penstock holds; each storage is counted once."""
+        return sum(storage.nbytes for storage in self.payload.storages)
+
+    def arenas(self) -> tuple[str, ...]:
+        """The kinds of arena that plans are made for, the preferred first."""
+        return tuple(arenas(self.payload))
+
+    def floor(self, *, arena: str) -> int:
+        """The smallest budget in bytes for a kind of arena."""
+        return floors(self.payload)[arena].upper_bytes
+
+    def place_of(self, part: Part) -> tuple[Path, int] | None:
+        """The file of a part and its absolute offset there; None for one that no file has."""
+        extents = self.payload.storages[part.storage].extents
+        if not extents:
+            return None
+        path, offset = self.places[self.payload.files[extents[0].file].key]
+        return path, offset + extents[0].file_offset + part.offset
+
+    def plan(self, budget: int | str) -> Plan:
+        """The plan that a program with this budget runs; raises BudgetError if it is below the lowest."""
+        nbytes = parse_size(budget, total=self.weight_bytes or 100)
+        fitting = [plan for plan in self.payload.plans if plan.budget <= nbytes]
+        if not fitting:
+            lowest = self.payload.plans[0].budget
+            raise BudgetError(
+                f"the budget of {format_budget(nbytes)} is below that of the lowest plan of "
+                f"{self.path.name}, {format_size(lowest, up=True)}: give at least {lowest} bytes",
+                floor_bytes=lowest,
+            )
+        return fitting[-1]
+
+
+def save(program: Any, path: str | PathLike[str], *, force: bool = False) -> Path:
+    """Writes what `to_executorch` returned: the `.pte` at `path`, and the `.ptd` files beside it.
+
+    Each file is there whole or not at all, the `.pte` last. Raises SourceError, before anything is written,
+    for an alignment from which weights cannot be read in place, for a program without values, and for a
+    file that is there already unless `force` is given.
+    """
+    path = Path(path)
+    if path.suffix != ".pte":
+        raise SourceError(f"the program goes to a file with the ending .pte, got {path}")
+    pte = bytes(program.buffer)
+    contents = _contents(path, pte)
+    exported = _exported(path, contents, {})
+    if exported.payload.files and contents.base % BLOCK:
+        raise _misaligned(f"{path.name} would have its segments at byte {contents.base}")
+    names = sorted({file.path for file in exported.payload.files})
+    for name in (*names, path.name):
+        if not force and (path.parent / name).exists():
+            raise SourceError(f"{path.parent / name} exists already: give force=True to replace it")
+    for name, cord in sorted(program._tensor_data.items()):
+        target = path.parent / (name if name.endswith(".ptd") else f"{name}.ptd")
+        with replace_file(target, force=force) as fd, os.fdopen(os.dup(fd), "wb") as file:
+            cord.write_to_file(file)
+    with replace_file(path, force=force) as fd, os.fdopen(os.dup(fd), "wb") as file:
+        file.write(pte)
+    read(path)
+    return path
+
+
+def read(path: str | PathLike[str]) -> Exported:
+    """Reads a `.pte`, and the heads of the `.ptd` files beside it that its payload names.
+
+    Raises PayloadError for a file that is no such export, and SourceError for a `.ptd` that is missing,
+    that is of another program, or whose weights do not begin at multiples of 4,096 bytes.
+    """
+    path = Path(path)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise SourceError(f"{path} cannot be read: {error.strerror}") from None
+    contents = _contents(path, data)
+    payload = _exported(path, contents, {}).payload
+    exported = _exported(path, contents, _places(path, payload))
+    verify_payload(payload)
+    return exported
+
+
+def _places(path: Path, payload: Payload) -> dict[str, tuple[Path, int]]:
+    places: dict[str, tuple[Path, int]] = {}
+    for name in sorted({file.path for file in payload.files}):
+        places |= _entries(path.parent / name)
+    for file in payload.files:
+        if file.key not in places:
+            raise SourceError(
+                f"{path.parent / file.path} is not the file that was exported with {path.name}: it has no "
+                f"entry {file.key!r}; put the original back, or export again"
+            )
+        where, offset = places[file.key]
+        if offset % BLOCK:
+            raise _misaligned(f"{where} has weights at byte {offset}")
+    return places
+
+
+def _misaligned(what: str) -> SourceError:
+    return SourceError(
+        f"{what}, expected a multiple of {BLOCK}, from which they are read in place: {_REMEDY}"
+    )
+
+
+def _entries(path: Path) -> dict[str, tuple[Path, int]]:
+    """The file and the absolute offset of each entry of a `.ptd`, by its key; reads its head only."""
+    try:
+        with path.open("rb") as file:
+            entries = read_ptd(file)
+            nbytes = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise SourceError(f"{path} cannot be read: {error.strerror}; it belongs beside the .pte") from None
+    except ValueError as error:
+        raise SourceError(f"{path} cannot be read: {error}; export again") from None
+    for key, (offset, size) in entries.items():
+        if key.startswith(STORAGE) and offset + size > nbytes:
+            raise SourceError(f"{path} is cut off: it has {nbytes} bytes, and {offset + size} are needed")
+    return {key: (path, offset) for key, (offset, _) in entries.items()}
+
+
+def _contents(path: Path, data: bytes) -> Pte:
+    try:
+        return read_pte(data)
+    except ValueError as error:
+        raise PayloadError(f"{path} is no .pte: {error}") from None
+
+
+def _exported(path: Path, contents: Pte, places: Mapping[str, tuple[Path, int]]) -> Exported:
+    named = contents.named
+    payloads = [key for key in named if key.startswith(PAYLOAD)]
+    if len(payloads) != 1:
+        raise PayloadError(
+            f"{path} holds {len(payloads) or 'no'} payloads of penstock, expected one: lower all methods at "
+            "once, with PenstockPartitioner"
+        )
+    raw = named[payloads[0]]
+    if payloads[0] != PAYLOAD + sha256(raw).hexdigest():
+        raise PayloadError(f"{path} is damaged: the hash of its payload is not that in its key; export again")
+    regions = tuple(
+        RegionCode.from_bytes(one.processed, source=f"{path}, a delegate of {one.method!r}")
+        for one in contents.delegates
+        if one.backend == _BACKEND
+    )
+    programs = {key: value for key, value in named.items() if key.startswith(PROGRAM)}
+    return Exported(path, Payload.from_bytes(raw, source=str(path)), regions, programs, places)

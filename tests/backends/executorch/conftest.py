@@ -1,0 +1,81 @@
+"""Exports that several tests look at, each made once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.export import ExportedProgram
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # ExecuTorch's own, as it is imported
+    for name in ("exir", "extension.pybindings.portable_lib"):
+        import_module(f"executorch.{name}")
+
+from penstock.backends.executorch import Exported, PenstockPartitioner, read, save
+from tests.backends.executorch.et_models import Decoder, Mlp, methods_of
+
+LEAST = 4096
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """An export: what ExecuTorch's lowering and its last step returned, the files, and what they say."""
+
+    edge: Any
+    program: Any
+    path: Path
+    exported: Exported
+
+
+Programs = ExportedProgram | dict[str, ExportedProgram]
+Lower = Callable[..., Lowered]
+
+
+def lower_to(folder: Path, programs: Programs, **options: Any) -> Lowered:
+    """Lowers programs for penstock with what users call, and writes the files."""
+    from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # ExecuTorch's own
+        edge = to_edge_transform_and_lower(
+            programs, partitioner=[PenstockPartitioner(**{"least": LEAST, **options})]
+        )
+        program = edge.to_executorch(ExecutorchBackendConfig(segment_alignment=4096))
+        path = save(program, folder / "model.pte", force=True)
+    return Lowered(edge, program, path, read(path))
+
+
+@pytest.fixture
+def lower(tmp_path: Path) -> Lower:
+    """Lowers programs to files of the test's own."""
+    return lambda programs, **options: lower_to(tmp_path, programs, **options)
+
+
+@pytest.fixture(scope="session")
+def mlp() -> Mlp:
+    torch.manual_seed(0)
+    return Mlp().eval()
+
+
+@pytest.fixture(scope="session")
+def lowered_mlp(mlp: Mlp, tmp_path_factory: pytest.TempPathFactory) -> Lowered:
+    program = torch.export.export(mlp, (torch.randn(2, 128),))
+    return lower_to(tmp_path_factory.mktemp("mlp"), program, budget="70%")
+
+
+@pytest.fixture(scope="session")
+def decoder() -> Decoder:
+    torch.manual_seed(0)
+    return Decoder().eval()
+
+
+@pytest.fixture(scope="session")
+def lowered_decoder(decoder: Decoder, tmp_path_factory: pytest.TempPathFactory) -> Lowered:
+    return lower_to(tmp_path_factory.mktemp("decoder"), methods_of(decoder), keep=("up.*",))

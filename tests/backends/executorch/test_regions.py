@@ -1,0 +1,181 @@
+"""Which nodes go to which region, on graphs that make it hard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from executorch.exir import to_edge_transform_and_lower
+from torch import nn
+
+from penstock.backends.executorch import PenstockPartitioner
+from penstock.backends.executorch.regions import dim_order_of
+from penstock.schedule.facts.model import Part
+from tests.backends.executorch.conftest import Lower
+from tests.backends.executorch.delegating import Delegates, Outer
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # ExecuTorch's own
+
+
+class Partitioned:
+    """The programs of the regions of a model, as the backend gets them."""
+
+    def __init__(self, model: nn.Module, *inputs: Any) -> None:
+        exported = torch.export.export(model.eval(), inputs)
+        self.edge = to_edge_transform_and_lower(exported, partitioner=[PenstockPartitioner(least=256)])
+        graph = self.edge.exported_program().graph_module
+        self.regions = [
+            getattr(graph, node.args[0].target).original_module
+            for node in graph.graph.nodes
+            if "executorch_call_delegate" in str(node.target)
+        ]
+
+    @property
+    def operators(self) -> list[list[str]]:
+        found = []
+        for program in self.regions:
+            called = [node for node in program.graph.nodes if node.op == "call_function"]
+            found.append([str(node.target.__name__).removeprefix("aten.") for node in called])
+        return found
+
+    @property
+    def weights(self) -> list[list[str]]:
+        signature = [one.graph_signature for one in self.regions]
+        return [[str(s.target) for s in one.input_specs if s.target is not None] for one in signature]
+
+
+class Copies(nn.Module):
+    """Reads a transposed weight, one that is computed from two weights, and one copy twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(16, 8)), nn.Parameter(torch.randn(8, 8))
+        self.scale = nn.Parameter(torch.randn(8, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled = (self.second * self.scale).t()
+        y = (x @ self.first) @ scaled
+        return torch.relu(y) @ scaled
+
+
+def test_what_is_computed_from_weights_alone_goes_with_its_first_reader() -> None:
+    found = Partitioned(Copies(), torch.randn(2, 16))
+    assert found.weights == [["first"], ["second", "scale"]]
+    assert found.operators == [["mm.default"], ["mul.Tensor", "permute_copy.default", "mm.default"]]
+
+
+class Sizes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.large = nn.Linear(4, 4), nn.Linear(4, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.large(self.small(x))
+
+
+def test_small_weights_stay_with_executorch() -> None:
+    found = Partitioned(Sizes(), torch.randn(2, 4))
+    assert found.weights == [["large.weight", "large.bias"]]
+    found.edge.to_executorch()
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.other = nn.Parameter(torch.randn(16, 16)), nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x @ self.other
+        return torch.cond(x.sum() > 0, lambda v, w: v @ w, lambda v, w: v - w[0], (x, self.weight))
+
+
+def test_weights_that_control_flow_reads_stay_with_executorch() -> None:
+    found = Partitioned(Branches(), torch.randn(2, 16))
+    assert found.weights == [["other"]]
+    assert "weight" in found.edge.exported_program().state_dict
+
+
+class Recurrent(nn.Module):
+    """A state that is read, then written, then read again, with a weight in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(16, 16, bias=False)
+        self.out = nn.Linear(16, 16, bias=False)
+        self.register_buffer("memory", torch.ones(4, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = x * self.memory
+        self.memory.copy_(torch.tanh(self.mix(before)))
+        return self.out(self.memory + x)
+
+
+def test_a_state_is_in_one_region_with_all_between_its_uses() -> None:
+    found = Partitioned(Recurrent(), torch.randn(4, 16))
+    assert found.weights == [["mix.weight", "memory"], ["out.weight"]]
+    assert found.operators[0][:3] == ["mul.Tensor", "linear.default", "tanh.default"]
+
+
+def test_states_are_written_once_a_call(lower: Lower) -> None:
+    model, x = Recurrent().eval(), torch.randn(4, 16)
+    lowered = lower(torch.export.export(model, (x,)), least=256)
+    delegates = Delegates(lowered.exported)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(Outer(lowered.edge, delegates)(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+class Returned(nn.Module):
+    """Returns what it writes, which no delegate may own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(16, 16, bias=False)
+        self.register_buffer("count", torch.zeros(16))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.count.add_(x.sum(0))
+        return self.out(x), self.count
+
+
+def test_a_state_that_is_returned_stays_with_executorch(caplog: pytest.LogCaptureFixture) -> None:
+    found = Partitioned(Returned(), torch.randn(4, 16))
+    assert found.weights == [["out.weight"]]
+    assert "buffer 'count' stays with ExecuTorch, which keeps one for each method" in caplog.text
+
+
+class Many(nn.Module):
+    """Operators of several results, of random ones, and a weight with gaps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm((4, 64))
+        self.gaps = nn.Parameter(torch.randn(64, 128)[:, ::2])
+        self.rows = nn.Embedding(64, 64)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.rows(ids) + x) @ self.gaps
+
+
+def test_results_are_taken_apart_inside_and_gaps_are_left() -> None:
+    found = Partitioned(Many(), torch.randn(2, 4, 64), torch.zeros(2, 4, dtype=torch.long))
+    assert found.weights == [["rows.weight"], ["norm.weight", "norm.bias"]]
+    assert found.operators[1] == ["native_layer_norm.default", "getitem"]
+    assert "gaps" in found.edge.exported_program().state_dict
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "order"),
+    [
+        ((2, 3), (3, 1), (0, 1)),
+        ((2, 3), (1, 2), (1, 0)),
+        ((2, 3, 4, 5), (60, 1, 15, 3), (0, 2, 3, 1)),
+        ((1, 3), (1, 1), (0, 1)),
+        ((), (), ()),
+        ((2, 3), (4, 1), None),
+        ((2, 3), (0, 1), None),
+    ],
+)
+def test_orders_of_dimensions(shape: Any, stride: Any, order: Any) -> None:
+    assert dim_order_of(Part("", "float32", shape, stride, 0, 0)) == order
