@@ -1,4 +1,4 @@
-// An artifact folder: its payload, its lowered program and its ladder of plans. The engine recognises the weight files.
+// An artifact folder: its payload, and its lowered program. The engine recognises the weight files.
 #pragma once
 
 #include <map>
@@ -17,12 +17,6 @@ class Artifact {
     const std::string &text() const { return text_; }
     const nlohmann::json &payload() const { return payload_; }
 
-    // Bytes of all weights.
-    int64_t weight_nbytes() const;
-
-    // The plan of the ladder that a budget allows. Raises PS_PLAN for a budget below all, and where there is no plan.
-    const nlohmann::json &plan(int64_t budget) const;
-
     // The method of a name, or the only one for an empty name. Raises PS_PLAN for a method that is not there.
     const nlohmann::json &method(const std::string &name) const;
 
@@ -37,9 +31,5 @@ class Artifact {
     std::string program_;                                      // the zip
     std::map<std::string, std::pair<size_t, size_t>> entries_;  // where its files begin in it, and their bytes
 };
-
-// The bytes that a text stands for: `32MiB`, `8GB`, `50%` of `total`, or bytes. Raises PS_PLAN for any other text.
-int64_t parse_size(const std::string &text, int64_t total);
-std::string format_size(int64_t nbytes);
 
 }  // namespace penstock

@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <iostream>
 
+#include "ladder.h"
 #include "operators.h"
 #include "program.h"
 
@@ -124,8 +125,9 @@ void report(const Arguments &asked, nlohmann::json facts, const std::vector<pens
 void run(const Arguments &asked) {
     const auto began = std::chrono::steady_clock::now();
     const penstock::Artifact artifact(asked.artifact);
-    const int64_t budget = penstock::parse_size(asked.budget, artifact.weight_nbytes());
-    const nlohmann::json &plan = artifact.plan(budget);
+    const int64_t budget = penstock::parse_size(asked.budget, penstock::weight_nbytes(artifact.payload()));
+    const nlohmann::json &plan =
+        penstock::find_plan(artifact.payload(), budget, artifact.folder(), "compile it with --ladder");
     if (!asked.output.empty() && !asked.force) penstock::refuse_existing(asked.output);
     penstock::StreamedProgram program(artifact, plan, asked.run, interrupted);
     program.bind(asked.input.empty() ? std::vector<penstock::NamedTensor>() : penstock::read_tensors(asked.input));
