@@ -1,0 +1,239 @@
+#include "loaded_program.h"
+
+#include <cstring>
+
+#include "../failure.h"
+#include "../run/ladder.h"
+
+namespace penstock {
+
+using executorch::runtime::BackendOption;
+using executorch::runtime::HierarchicalAllocator;
+using executorch::runtime::MethodMeta;
+using executorch::runtime::Program;
+using executorch::runtime::Result;
+using executorch::runtime::Span;
+using Json = nlohmann::json;
+
+namespace {
+
+constexpr int VERSION = 6;             // of payloads
+constexpr int64_t LARGEST_PHASE = 64;  // an address modulo this is a storage's phase
+constexpr const char *CODE = "penstock.program.";
+
+// Loaded programs by their own data: two that were loaded from one file have two.
+struct Registry {
+    std::mutex lock;
+    std::map<const NamedDataMap *, std::map<std::string, std::weak_ptr<LoadedProgram>>> loaded;
+};
+
+Registry &registry() {
+    static Registry one;
+    return one;
+}
+
+template <typename Value>
+Value value_of(const BackendOption &option, const char *example) {
+    const Value *const found = std::get_if<Value>(&option.value);
+    if (!found)
+        throw Failure(PS_PLAN, std::string("the load option \"") + option.key + "\" has another type: give " + example);
+    return *found;
+}
+
+std::string text_of(const BackendOption &option, const char *example) {
+    const auto text = value_of<std::array<char, executorch::runtime::kMaxOptionValueLength>>(option, example);
+    return std::string(text.data(), strnlen(text.data(), text.size()));
+}
+
+Json read_payload(const NamedDataMap &map, const std::string &key) {
+    const FreeableBuffer bytes = read_checked(map, key);
+    const auto *const text = static_cast<const char *>(bytes.data());
+    Json payload = Json::parse(text, text + bytes.size());
+    if (payload.at("format") != "penstock" || payload.at("version") != VERSION)
+        throw Failure(PS_PAYLOAD, "the program's payload has version " + payload.value("version", Json()).dump() +
+                                      ", and this delegate reads version " + std::to_string(VERSION) + ": export it again");
+    return payload;
+}
+
+// Zeros, of which the first byte lies `phase` behind a multiple of the largest phase.
+std::pair<std::unique_ptr<char[]>, char *> make_memory(int64_t nbytes, int64_t phase) {
+    auto memory = std::make_unique<char[]>(nbytes + 2 * LARGEST_PHASE);
+    const auto start = reinterpret_cast<uintptr_t>(memory.get());
+    char *const address = memory.get() + (LARGEST_PHASE - start % LARGEST_PHASE) + phase;
+    return {std::move(memory), address};
+}
+
+}  // namespace
+
+LoadOptions::LoadOptions(Span<const BackendOption> given) {
+    for (const BackendOption &option : given) {
+        const std::string key = option.key;
+        if (key == "budget")
+            budget = text_of(option, "text, such as \"32MiB\"");
+        else if (key == "weights")
+            weights = text_of(option, "the path of the .ptd");
+        else if (key == "readers")
+            readers = value_of<int>(option, "a number of threads");
+        else
+            throw Failure(PS_PLAN, "there is no load option \"" + key + "\": give budget, weights or readers");
+    }
+}
+
+std::shared_ptr<LoadedProgram> LoadedProgram::of(const NamedDataMap &map, const std::string &payload, int64_t budget,
+                                                 const LoadOptions &options) {
+    if (!has_key(map, payload)) throw Failure(PS_PAYLOAD, "the program lacks its " + payload + ": export it again");
+    std::lock_guard<std::mutex> guard(registry().lock);
+    std::weak_ptr<LoadedProgram> &known = registry().loaded[own_map(map, payload)][payload];
+    if (const auto found = known.lock()) {
+        if (found->options_.budget != options.budget)
+            throw Failure(PS_PLAN, "the program runs within a budget of '" + found->options_.budget + "', not '" +
+                                       options.budget + "': load all its methods with one budget");
+        return found;
+    }
+    auto made = std::make_shared<LoadedProgram>(map, payload, budget, options);
+    known = made;
+    return made;
+}
+
+std::vector<std::shared_ptr<LoadedProgram>> LoadedProgram::all() {
+    std::lock_guard<std::mutex> guard(registry().lock);
+    std::vector<std::shared_ptr<LoadedProgram>> found;
+    for (const auto &[map, programs] : registry().loaded)
+        for (const auto &[payload, one] : programs)
+            if (auto loaded = one.lock()) found.push_back(std::move(loaded));
+    return found;
+}
+
+// Raises PS_PLAN for a program whose weights have no values, as a fake export leaves them.
+static void refuse_empty(const Json &storages) {
+    for (const Json &one : storages)
+        if (one.at("kind") != "mutable" && one.at("nbytes") != 0 && one.at("extents").empty())
+            throw Failure(PS_PLAN, "the program was exported without the values of its weights: it can be read and planned, "
+                                   "not run; export the model with its weights");
+}
+
+LoadedProgram::LoadedProgram(const NamedDataMap &map, const std::string &payload_key, int64_t budget,
+                             const LoadOptions &options)
+    : options_(options) {
+    const Json payload = read_payload(map, payload_key);
+    refuse_empty(payload.at("storages"));
+    if (!options.budget.empty()) budget = parse_size(options.budget, weight_nbytes(payload));
+    const Json &plan =
+        find_plan(payload, budget < 0 ? INT64_MAX : budget, "the program", "export it again");
+    plan_budget_ = plan.at("budget");
+    for (const Json &one : payload.at("storages")) sizes_.push_back(one.at("nbytes"));
+    weights_ = std::make_unique<NamedWeights>(map, options.weights, payload.at("files"));
+    open(weights_->placed(payload), plan, options);
+    fill_outside(plan, payload.at("storages"));
+    reserve_scratch(map);
+}
+
+void LoadedProgram::open(const Json &payload, const Json &plan, const LoadOptions &options) {
+    ps_options how{};
+    how.readers = options.readers;
+    if (weights_->opened().empty()) {
+        how.read = NamedWeights::read;
+        how.context = weights_.get();
+    } else {
+        how.opened = weights_->opened().data();
+    }
+    char error[4096];
+    ps_engine *opened = nullptr;
+    const ps_status status =
+        ps_open(payload.dump().c_str(), plan.dump().c_str(), "", &how, &opened, error, sizeof error);
+    if (status != PS_OK) throw Failure(status, error);
+    engine_.reset(opened);
+}
+
+// Has what the plan keeps outside of the arena in memory; a state without values begins as zeros.
+void LoadedProgram::fill_outside(const Json &plan, const Json &storages) {
+    for (const Json &one : plan.at("outside")) {
+        const int storage = one;
+        const Json &facts = storages.at(storage);
+        auto &memory = outside_[storage] = make_memory(sizes_[storage], facts.value("phase", int64_t{0}));
+        outside_bytes_ += sizes_[storage];
+        char error[4096];
+        const ps_status status = ps_fetch(engine_.get(), storage, memory.second, error, sizeof error);
+        if (status != PS_OK) throw Failure(status, error);
+    }
+}
+
+LoadedProgram::Code::Code(const NamedDataMap &map, const std::string &key)
+    : bytes(read_checked(map, key)), loader(bytes.data(), bytes.size()) {
+    Result<Program> found = Program::load(&loader);
+    if (!found.ok()) throw Failure(PS_PAYLOAD, "the program's " + key + " cannot be loaded: export it again");
+    program = std::make_unique<Program>(std::move(found.get()));
+}
+
+const Program &LoadedProgram::code(const NamedDataMap &map, const std::string &key) {
+    auto &code = codes_[key];
+    if (!code) code = std::make_unique<Code>(map, key);
+    return *code->program;
+}
+
+// Has memory for the intermediate values of the region that needs most, before any region takes addresses in it.
+void LoadedProgram::reserve_scratch(const NamedDataMap &map) {
+    std::vector<int64_t> most;
+    for (uint32_t k = 0; k < map.get_num_keys().get(); ++k) {
+        const std::string key = map.get_key(k).get();
+        if (key.rfind(CODE, 0) != 0) continue;
+        const Program &program = code(map, key);
+        for (size_t m = 0; m < program.num_methods(); ++m) {
+            const Result<MethodMeta> meta = program.method_meta(program.get_method_name(m).get());
+            if (!meta.ok()) throw Failure(PS_PAYLOAD, "the program's " + key + " is malformed: export it again");
+            if (most.size() < meta->num_memory_planned_buffers()) most.resize(meta->num_memory_planned_buffers());
+            for (size_t b = 0; b < meta->num_memory_planned_buffers(); ++b)
+                most[b] = std::max(most[b], meta->memory_planned_buffer_size(b).get());
+        }
+    }
+    for (const int64_t nbytes : most) {
+        auto [memory, address] = make_memory(nbytes, 0);
+        scratch_memory_.push_back(std::move(memory));
+        scratch_spans_.emplace_back(reinterpret_cast<uint8_t *>(address), nbytes);
+    }
+    scratch_ = HierarchicalAllocator({scratch_spans_.data(), scratch_spans_.size()});
+}
+
+char *LoadedProgram::address(int storage) const {
+    const auto outside = outside_.find(storage);
+    return outside != outside_.end() ? outside->second.second
+                                     : static_cast<char *>(ps_storage(engine_.get(), storage));
+}
+
+void LoadedProgram::check(ps_status status) const {
+    if (status != PS_OK) throw Failure(status, ps_error(engine_.get()));
+}
+
+// Where a pass was left in the middle, the engine starts over, and loads what this region needs on demand.
+void LoadedProgram::enter(int graph, int region, int step) {
+    if (region == 0 || graph != graph_) {
+        graph_ = -1;
+        check(ps_begin(engine_.get(), graph));
+        graph_ = graph;
+        check(ps_probe(engine_.get(), graph, PS_PASS_BEGINS));
+    }
+    if (step >= 0) check(ps_probe(engine_.get(), graph, 2 * step));
+}
+
+void LoadedProgram::leave(int graph, int step, bool last) {
+    if (step >= 0) check(ps_probe(engine_.get(), graph, 2 * step + 1));
+    if (!last) return;
+    graph_ = -1;
+    check(ps_probe(engine_.get(), graph, PS_PASS_ENDS));
+    check(ps_end(engine_.get(), graph));
+}
+
+void LoadedProgram::abort() {
+    graph_ = -1;
+    ps_abort(engine_.get());
+}
+
+ps_statistics LoadedProgram::statistics() const {
+    ps_statistics found;
+    ps_stats(engine_.get(), &found);
+    found.held_bytes += outside_bytes_;
+    found.peak_bytes += outside_bytes_;
+    return found;
+}
+
+}  // namespace penstock

@@ -1,0 +1,91 @@
+// What all delegates of one loaded program share: an engine, its arena, the states, and the code of the regions.
+#pragma once
+
+#include <executorch/extension/data_loader/buffer_data_loader.h>
+#include <executorch/runtime/backend/backend_init_context.h>
+#include <executorch/runtime/core/hierarchical_allocator.h>
+#include <executorch/runtime/executor/program.h>
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "named_data.h"
+
+namespace penstock {
+
+// What the caller gave when the program was loaded (LoadBackendOptionsMap), each where it was given.
+struct LoadOptions {
+    std::string budget, weights;
+    int readers = 3;
+
+    // Raises PS_PLAN for an option that there is not, or of another type.
+    explicit LoadOptions(executorch::runtime::Span<const executorch::runtime::BackendOption> given);
+};
+
+struct EngineCloser {
+    void operator()(ps_engine *engine) const { ps_close(engine); }
+};
+
+class LoadedProgram {
+  public:
+    // The one that a delegate belongs to, made for the first delegate of a loaded program, and gone with the last.
+    // `budget` is for a program that was loaded without one, negative for all weights. Raises Failure.
+    static std::shared_ptr<LoadedProgram> of(const NamedDataMap &map, const std::string &payload, int64_t budget,
+                                             const LoadOptions &options);
+
+    // Those that are loaded now.
+    static std::vector<std::shared_ptr<LoadedProgram>> all();
+
+    LoadedProgram(const NamedDataMap &map, const std::string &payload, int64_t budget, const LoadOptions &options);
+    LoadedProgram(const LoadedProgram &) = delete;
+
+    // Where a storage lies while it is acquired; a state and what the plan keeps outside of the arena, always.
+    char *address(int storage) const;
+    int64_t nbytes(int storage) const { return sizes_.at(storage); }
+
+    // The code of regions, and the memory of their intermediate values, which regions use one after another.
+    const executorch::runtime::Program &code(const NamedDataMap &map, const std::string &key);
+    executorch::runtime::HierarchicalAllocator *scratch() { return &scratch_; }
+
+    // One region at a time runs, between these: the pass begins with a method's first region and ends with its last.
+    // `step` is negative for a region that reads nothing that streams. They raise Failure.
+    void enter(int graph, int region, int step);
+    void leave(int graph, int step, bool last);
+    void abort();
+    std::mutex &running() { return running_; }
+
+    ps_statistics statistics() const;
+    int64_t plan_budget() const { return plan_budget_; }
+
+  private:
+    // The bytes of a program, which stay where they are, and the program.
+    struct Code {
+        Code(const NamedDataMap &map, const std::string &key);
+        FreeableBuffer bytes;
+        executorch::extension::BufferDataLoader loader;
+        std::unique_ptr<executorch::runtime::Program> program;
+    };
+
+    void open(const nlohmann::json &payload, const nlohmann::json &plan, const LoadOptions &options);
+    void fill_outside(const nlohmann::json &plan, const nlohmann::json &storages);
+    void reserve_scratch(const NamedDataMap &map);
+    void check(ps_status status) const;
+
+    const LoadOptions options_;
+    std::unique_ptr<NamedWeights> weights_;  // before the engine, which reads from it
+    std::unique_ptr<ps_engine, EngineCloser> engine_;
+    std::vector<int64_t> sizes_;
+    std::map<int, std::pair<std::unique_ptr<char[]>, char *>> outside_;
+    std::map<std::string, std::unique_ptr<Code>> codes_;
+    std::vector<std::unique_ptr<char[]>> scratch_memory_;
+    std::vector<executorch::runtime::Span<uint8_t>> scratch_spans_;
+    executorch::runtime::HierarchicalAllocator scratch_{{}};
+    std::mutex running_;
+    int64_t plan_budget_ = 0, outside_bytes_ = 0;
+    int graph_ = -1;  // of the pass that runs, -1 between passes
+};
+
+}  // namespace penstock

@@ -1,0 +1,218 @@
+#include "named_data.h"
+
+#include <executorch/runtime/executor/merged_data_map.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <sstream>
+
+#include "../failure.h"
+#include "../stamp.h"
+
+namespace penstock {
+
+using executorch::extension::FlatTensorDataMap;
+using executorch::extension::MmapDataLoader;
+using executorch::runtime::internal::MergedDataMap;
+using executorch::runtime::Result;
+using Json = nlohmann::json;
+
+namespace {
+
+constexpr int64_t ALIGNMENT = 4096;  // of entries in their file (docs/payload.md, "In a .pte")
+
+// A part of a file in the address space of this process.
+struct Mapping {
+    uintptr_t start, stop;
+    int64_t offset;
+    uint64_t inode;
+    std::string path;
+};
+
+std::vector<Mapping> read_mappings() {
+    std::vector<Mapping> mappings;
+    std::ifstream file("/proc/self/maps");
+    for (std::string line; std::getline(file, line);) {
+        std::istringstream words(line);
+        Mapping one{};
+        std::string access, device;
+        char dash;
+        words >> std::hex >> one.start >> dash >> one.stop >> access >> one.offset >> device >> std::dec >> one.inode >> std::ws;
+        if (words && one.inode && std::getline(words, one.path) && one.path[0] == '/') mappings.push_back(std::move(one));
+    }
+    return mappings;
+}
+
+// The parts of a merged map. ExecuTorch has no function for them; an explicit instantiation may name private members.
+struct First {};
+struct Second {};
+template <typename Which, auto Member>
+struct Part {
+    friend const NamedDataMap *part_of(const MergedDataMap &map, Which) { return map.*Member; }
+};
+const NamedDataMap *part_of(const MergedDataMap &map, First);
+const NamedDataMap *part_of(const MergedDataMap &map, Second);
+template struct Part<First, &MergedDataMap::first_>;
+template struct Part<Second, &MergedDataMap::second_>;
+
+std::string name_of(const Json &file) { return file.at("path").get<std::string>(); }
+
+[[noreturn]] void refuse_missing(const NamedDataMap &map, const Json &file, const std::string &path) {
+    const uint32_t count = map.get_num_keys().ok() ? map.get_num_keys().get() : 0;
+    const std::string key = file.at("key"), prefix = key.substr(0, key.rfind('.'));
+    bool any = false;
+    for (uint32_t k = 0; k < count; ++k) any |= std::string(map.get_key(k).get()).rfind(prefix, 0) == 0;
+    const std::string what = path.empty() ? "what was loaded beside the program" : path;
+    if (!any && path.empty())
+        throw Failure(PS_SOURCE, "the program's weights lie in " + name_of(file) + ", which was not loaded: give the module "
+                                 "that file, or its path as the load option \"weights\"");
+    throw Failure(PS_SOURCE, what + " lacks weights of this program (" + key + "): it belongs to another model; load " +
+                                 name_of(file) + ", as it was exported with the program");
+}
+
+}  // namespace
+
+bool has_key(const NamedDataMap &map, const std::string &key) {
+    const Result<uint32_t> count = map.get_num_keys();
+    for (uint32_t k = 0; count.ok() && k < count.get(); ++k) {
+        const Result<const char *> found = map.get_key(k);
+        if (found.ok() && key == found.get()) return true;
+    }
+    return false;
+}
+
+const NamedDataMap *own_map(const NamedDataMap &given, const std::string &key) {
+    const auto *const merged = dynamic_cast<const MergedDataMap *>(&given);
+    if (!merged) return &given;
+    const NamedDataMap *const first = part_of(*merged, First());
+    return has_key(*first, key) ? first : part_of(*merged, Second());
+}
+
+FreeableBuffer read_checked(const NamedDataMap &map, const std::string &key) {
+    Result<FreeableBuffer> found = has_key(map, key) ? map.get_data(key) : executorch::runtime::Error::NotFound;
+    if (!found.ok())
+        throw Failure(PS_PAYLOAD, "the program lacks its " + key + ": export it again");
+    if (key.substr(key.rfind('.') + 1) != sha256({static_cast<const char *>(found->data()), found->size()}))
+        throw Failure(PS_PAYLOAD, "the program's " + key + " is damaged: its sha256 differs; copy the .pte again");
+    return std::move(found.get());
+}
+
+NamedWeights::NamedWeights(const NamedDataMap &loaded, const std::string &path, const Json &files) {
+    if (!path.empty()) open_data_file(path);
+    const NamedDataMap &map = data_file_ ? *data_file_ : loaded;
+    for (const Json &file : files) {
+        const std::string key = file.at("key");
+        if (file.at("kind") != "named")
+            throw Failure(PS_PAYLOAD, "the payload names a weight file instead of named data: export it again");
+        if (!has_key(map, key)) refuse_missing(map, file, path);
+        take(map, file);
+        if (entries_.size() == 1 && !locate()) refuse_copy(map, file);
+    }
+    if (!locate()) {
+        opened_.clear();
+        return;
+    }
+    buffers_.clear();
+    for (const Entry &one : entries_)
+        if (one.offset % ALIGNMENT)
+            throw Failure(PS_SOURCE, "weights lie at byte " + std::to_string(one.offset) + " of " + paths_[one.file] +
+                                         ", which is no multiple of " + std::to_string(ALIGNMENT) +
+                                         ": export with ExecutorchBackendConfig(segment_alignment=4096)");
+}
+
+// Opens the caller's data file by itself, because the runtime's loader need not map it.
+void NamedWeights::open_data_file(const std::string &path) {
+    const Descriptor fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+    if (fd < 0) throw Failure(PS_SOURCE, path + " cannot be opened (" + std::strerror(errno) + "): put the file back");
+    Result<MmapDataLoader> loader = MmapDataLoader::from(path.c_str(), MmapDataLoader::MlockConfig::NoMlock);
+    if (loader.ok()) loader_ = std::make_unique<MmapDataLoader>(std::move(loader.get()));
+    Result<FlatTensorDataMap> map =
+        loader_ ? FlatTensorDataMap::load(loader_.get()) : executorch::runtime::Error::AccessFailed;
+    if (!map.ok()) throw Failure(PS_SOURCE, path + " is no .ptd file, or is damaged: export it again");
+    data_file_ = std::make_unique<FlatTensorDataMap>(std::move(map.get()));
+}
+
+void NamedWeights::take(const NamedDataMap &map, const Json &file) {
+    Result<FreeableBuffer> found = map.get_data(file.at("key").get<std::string>());
+    const int64_t nbytes = file.at("nbytes");
+    if (!found.ok() || static_cast<int64_t>(found->size()) != nbytes)
+        throw Failure(PS_SOURCE, name_of(file) + " is damaged: " + file.at("key").get<std::string>() + " is not " +
+                                     std::to_string(nbytes) + " bytes there; copy the file again");
+    buffers_.push_back(std::move(found.get()));
+    entries_.push_back({static_cast<const char *>(buffers_.back().data()), nbytes, 0, -1});
+}
+
+// A loader that reads gives new memory each time: all weights would be in it.
+void NamedWeights::refuse_copy(const NamedDataMap &map, const Json &file) const {
+    const Result<FreeableBuffer> again = map.get_data(file.at("key").get<std::string>());
+    if (again.ok() && again->data() == entries_[0].address) return;
+    throw Failure(PS_SOURCE, "all weights would be read into memory, whatever the budget: load the program with "
+                             "LoadMode::Mmap, or give the path of " + name_of(file) + " as the load option \"weights\"");
+}
+
+// Finds the files that are mapped where the entries are; false where one is in no file that can still be opened.
+bool NamedWeights::locate() {
+    const std::vector<Mapping> mappings = read_mappings();
+    for (Entry &entry : entries_) {
+        const auto address = reinterpret_cast<uintptr_t>(entry.address);
+        const auto found = std::find_if(mappings.begin(), mappings.end(), [&](const Mapping &one) {
+            return one.start <= address && address + entry.nbytes <= one.stop;
+        });
+        if (found == mappings.end()) return false;
+        entry.offset = found->offset + static_cast<int64_t>(address - found->start);
+        entry.file = file_number(found->path, found->inode);
+        if (entry.file < 0) return false;
+    }
+    return true;
+}
+
+int NamedWeights::file_number(const std::string &path, uint64_t inode) {
+    const auto known = std::find(paths_.begin(), paths_.end(), path);
+    if (known != paths_.end()) return static_cast<int>(known - paths_.begin());
+    Descriptor fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+    struct stat status;
+    if (fd < 0 || fstat(fd, &status) != 0 || !S_ISREG(status.st_mode) || status.st_ino != inode) return -1;
+    opened_.push_back({fd, status.st_mtim.tv_sec * 1000000000LL + status.st_mtim.tv_nsec});
+    paths_.push_back(path);
+    sizes_.push_back(status.st_size);
+    descriptors_.push_back(std::move(fd));
+    return static_cast<int>(paths_.size()) - 1;
+}
+
+Json NamedWeights::placed(Json payload) const {
+    Json files = Json::array();
+    const auto add = [&](const std::string &path, int64_t nbytes) {
+        files.push_back({{"path", path}, {"nbytes", nbytes}, {"mtime_ns", 0}, {"inode", 0},
+                         {"header_sha256", ""}, {"sampled_sha256", ""}});
+    };
+    const bool in_memory = opened_.empty();
+    if (in_memory)
+        for (size_t k = 0; k < entries_.size(); ++k) add(payload["files"][k]["path"], entries_[k].nbytes);
+    else
+        for (size_t k = 0; k < paths_.size(); ++k) add(paths_[k], sizes_[k]);
+    for (Json &storage : payload.at("storages"))
+        for (Json &extent : storage.at("extents")) {
+            const Entry &entry = entries_.at(extent.at("file").get<size_t>());
+            const int64_t offset = extent.at("file_offset"), nbytes = extent.at("nbytes");
+            if (offset < 0 || nbytes < 0 || nbytes > entry.nbytes || offset > entry.nbytes - nbytes)
+                throw Failure(PS_PAYLOAD, "an extent lies outside its entry: export the program again");
+            if (in_memory) continue;
+            extent["file"] = entry.file;
+            extent["file_offset"] = offset + entry.offset;
+        }
+    payload["files"] = std::move(files);
+    payload.erase("plans");  // the engine is given one
+    return payload;
+}
+
+int NamedWeights::read(void *context, int32_t file, int64_t offset, void *address, int64_t nbytes) {
+    const Entry &entry = static_cast<const NamedWeights *>(context)->entries_[file];
+    std::memcpy(address, entry.address + offset, nbytes);
+    return 0;
+}
+
+}  // namespace penstock

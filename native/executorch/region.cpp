@@ -1,0 +1,132 @@
+#include "region.h"
+
+#include <executorch/extension/tensor/tensor.h>
+#include <executorch/runtime/core/exec_aten/util/tensor_util.h>
+
+#include <cstring>
+
+#include "../failure.h"
+
+namespace penstock {
+
+using executorch::aten::ScalarType;
+using executorch::aten::Tensor;
+using executorch::runtime::Error;
+using executorch::runtime::EValue;
+using executorch::runtime::Result;
+using executorch::runtime::Span;
+using Json = nlohmann::json;
+
+namespace {
+
+ScalarType scalar_type(const std::string &name) {
+    static const std::map<std::string, ScalarType> types{
+        {"bool", ScalarType::Bool},   {"uint8", ScalarType::Byte},     {"int8", ScalarType::Char},
+        {"int16", ScalarType::Short}, {"int32", ScalarType::Int},      {"int64", ScalarType::Long},
+        {"float16", ScalarType::Half}, {"bfloat16", ScalarType::BFloat16}, {"float32", ScalarType::Float},
+        {"float64", ScalarType::Double}, {"uint16", ScalarType::UInt16}, {"uint32", ScalarType::UInt32},
+        {"uint64", ScalarType::UInt64},
+    };
+    const auto found = types.find(name);
+    if (found == types.end())
+        throw Failure(PS_PLAN, "this runtime has no tensors of " + name + ": keep the weight out of the regions");
+    return found->second;
+}
+
+void check(Error error, const std::string &what) {
+    if (error != Error::Ok)
+        throw Failure(PS_STREAM, what + " failed: ExecuTorch says " + executorch::runtime::to_string(error));
+}
+
+std::string title(int graph, int region) {
+    return "region " + std::to_string(region) + " of graph " + std::to_string(graph);
+}
+
+}  // namespace
+
+Region::Region(const NamedDataMap &map, const Json &facts, const LoadOptions &options)
+    : graph_(facts.at("graph")),
+      region_(facts.at("region")),
+      step_(facts.at("steps").at(0) == facts.at("steps").at(1) ? -1 : facts.at("steps").at(0).get<int>()),
+      inputs_(facts.at("inputs")),
+      outputs_(facts.at("outputs")),
+      last_(region_ + 1 == facts.at("regions")),
+      program_(LoadedProgram::of(map, facts.at("payload"), facts.at("budget").is_null() ? -1 : facts.at("budget").get<int64_t>(),
+                                 options)),
+      memory_(&structures_, program_->scratch(), &temporary_) {
+    if (facts.at("format") != "penstock-region" || facts.at("version") != 1)
+        throw Failure(PS_PAYLOAD, "the delegate's bytes are not those of version 1: export the program again");
+    if (facts.at("kernels") != "executorch")
+        throw Failure(PS_PLAN, "this delegate runs ExecuTorch's kernels, and the program has those of " +
+                                   facts.at("kernels").get<std::string>() + ": export it with kernels=\"executorch\"");
+    load(map, facts);
+    append(facts);
+}
+
+void Region::load(const NamedDataMap &map, const Json &facts) {
+    const std::string name = facts.at("method");
+    Result<executorch::runtime::Method> found = program_->code(map, facts.at("program")).load_method(name.c_str(), &memory_);
+    check(found.error(), "loading the kernels of " + title(graph_, region_));
+    method_.emplace(std::move(found.get()));
+}
+
+// Gives the method its weights and states where they lie: it takes no copy.
+void Region::append(const Json &facts) {
+    size_t input = inputs_;
+    for (const Json &one : facts.at("appended")) {
+        const int storage = one.at("storage");
+        const int64_t offset = one.at("offset");
+        char *const address = program_->address(storage);
+        if (!address) throw Failure(PS_PAYLOAD, title(graph_, region_) + " reads a weight that no plan brings: export it again");
+        const auto tensor = executorch::extension::make_tensor_ptr(
+            one.at("shape").get<std::vector<int32_t>>(), address + offset, one.at("dim_order").get<std::vector<uint8_t>>(), {},
+            scalar_type(one.at("dtype")));
+        if (offset < 0 || static_cast<int64_t>(tensor->nbytes()) > program_->nbytes(storage) - offset)
+            throw Failure(PS_PAYLOAD, title(graph_, region_) + " reads beyond the end of a weight: export it again");
+        check(method_->set_input(EValue(*tensor), input++), "giving " + title(graph_, region_) + " its weights");
+        states_ += one.at("mutable").get<bool>();
+    }
+    if (method_->inputs_size() != input || method_->outputs_size() != states_ + outputs_)
+        throw Failure(PS_PAYLOAD, title(graph_, region_) + " and its code do not belong together: export it again");
+}
+
+void Region::run(Span<EValue *> arguments) {
+    if (arguments.size() != inputs_ + outputs_)
+        throw Failure(PS_PAYLOAD, title(graph_, region_) + " is called with " + std::to_string(arguments.size()) +
+                                      " arguments: export the program again");
+    std::lock_guard<std::mutex> guard(program_->running());
+    try {
+        program_->enter(graph_, region_, step_);
+        set_arguments(arguments);
+        check(method_->execute(), title(graph_, region_));
+        give_outputs(arguments);
+        program_->leave(graph_, step_, last_);
+    } catch (...) {
+        program_->abort();
+        throw;
+    }
+}
+
+void Region::set_arguments(Span<EValue *> arguments) {
+    for (size_t k = 0; k < inputs_; ++k)
+        check(method_->set_input(*arguments[k], k), "giving " + title(graph_, region_) + " its inputs");
+    for (size_t k = 0; k < outputs_; ++k) {
+        // Its room is for the largest size that the method may give it, whatever the size of the last run.
+        const size_t nbytes = method_->get_output(states_ + k).toTensor().nbytes();
+        check(method_->set_output_data_ptr(arguments[inputs_ + k]->toTensor().mutable_data_ptr(), nbytes, states_ + k),
+              "giving " + title(graph_, region_) + " its outputs");
+    }
+}
+
+void Region::give_outputs(Span<EValue *> arguments) {
+    for (size_t k = 0; k < outputs_; ++k) {
+        const Tensor &made = method_->get_output(states_ + k).toTensor();
+        Tensor &given = arguments[inputs_ + k]->toTensor();
+        check(executorch::runtime::resize_tensor(given, made.sizes()), "an output of " + title(graph_, region_));
+        // An output may be a view of an input.
+        if (made.const_data_ptr() != given.const_data_ptr())
+            std::memcpy(given.mutable_data_ptr(), made.const_data_ptr(), made.nbytes());
+    }
+}
+
+}  // namespace penstock

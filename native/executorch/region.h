@@ -1,0 +1,39 @@
+// What one delegate runs: a part of a method whose weights are in memory only while it runs.
+#pragma once
+
+#include <executorch/extension/memory_allocator/malloc_memory_allocator.h>
+#include <executorch/runtime/core/evalue.h>
+#include <executorch/runtime/executor/memory_manager.h>
+#include <executorch/runtime/executor/method.h>
+
+#include <optional>
+
+#include "loaded_program.h"
+
+namespace penstock {
+
+class Region {
+  public:
+    // `facts` are those of docs/payload.md, "A region". Raises Failure.
+    Region(const NamedDataMap &map, const nlohmann::json &facts, const LoadOptions &options);
+    Region(const Region &) = delete;
+
+    // Runs once. `arguments` are the delegate's inputs and, behind them, its outputs. Raises Failure.
+    void run(executorch::runtime::Span<executorch::runtime::EValue *> arguments);
+
+  private:
+    void load(const NamedDataMap &map, const nlohmann::json &facts);
+    void append(const nlohmann::json &facts);
+    void set_arguments(executorch::runtime::Span<executorch::runtime::EValue *> arguments);
+    void give_outputs(executorch::runtime::Span<executorch::runtime::EValue *> arguments);
+
+    int graph_, region_, step_;
+    size_t inputs_, outputs_, states_ = 0;
+    bool last_;
+    std::shared_ptr<LoadedProgram> program_;  // destroyed behind the method, which uses its memory
+    executorch::extension::MallocMemoryAllocator structures_, temporary_;
+    executorch::runtime::MemoryManager memory_;
+    std::optional<executorch::runtime::Method> method_;
+};
+
+}  // namespace penstock

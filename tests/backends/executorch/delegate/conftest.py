@@ -1,0 +1,65 @@
+"""The delegate and the program that runs it, built once, and the models, exported once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip(
+    "executorch", reason="executorch is not installed: nothing to export to", exc_type=ImportError
+)
+
+from torch.export import export
+
+from tests.backends.executorch.delegate.pte_models import (
+    Files,
+    Mlp,
+    decoder_methods,
+    dynamic_mlp,
+    quantised_mlp,
+    rows,
+    write_files,
+)
+from tests.backends.executorch.delegate.pte_runs import Runner
+
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.fixture(scope="session")
+def built() -> Path:
+    """The folder of the delegate, built from the sources as they are; `make` has built it before."""
+    subprocess.run([ROOT / "scripts/build-delegate", sys.executable], check=True)
+    folder = ROOT / "build/executorch"
+    if not (folder / "run_pte").exists():
+        pytest.skip("the delegate is not built: scripts/install-compiler installs what builds it")
+    return folder
+
+
+@pytest.fixture
+def runner(built: Path, tmp_path: Path) -> Runner:
+    return Runner(built / "run_pte", built / "libpenstock_executorch.so", tmp_path)
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Files, Files]]:
+    """By a model's name, its files with penstock's delegates, and without any."""
+    methods = {
+        "mlp": lambda: {"forward": export(Mlp().eval(), (rows(),))},
+        "quantised": lambda: {"forward": export(quantised_mlp().eval(), (rows(),))},
+        "wide": lambda: {"forward": export(Mlp(width=512, layers=16).eval(), (rows(width=512),))},
+        "dynamic": dynamic_mlp,
+        "decoder": decoder_methods,
+    }
+
+    @cache
+    def made(name: str) -> tuple[Files, Files]:
+        folder = tmp_path_factory.mktemp(name)
+        plain = write_files(folder / "plain", methods[name](), delegated=False)
+        return write_files(folder / "delegated", methods[name]()), plain
+
+    return made

@@ -1,0 +1,111 @@
+"""Runs `.pte` files in a process of their own, as an application does (`run_pte.cpp`)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.backends.executorch.delegate.pte_models import Files
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program to load: how its files are read, and its load options."""
+
+    files: Files
+    options: dict[str, object] = field(default_factory=dict)
+    mode: str = "mmap"
+    share: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        files = {"pte": str(self.files.pte), "data": [str(path) for path in self.files.data]}
+        return {**files, "options": self.options, "mode": self.mode, "share": self.share}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a method of program number `program`.
+
+    Without inputs, `method` is unloaded, or the whole program if it is empty. `options` replace those of the
+    program from here on. With `shell`, this command runs instead.
+    """
+
+    inputs: Sequence[Tensor] = ()
+    method: str = "forward"
+    program: int = 0
+    options: dict[str, object] = field(default_factory=dict)
+    shell: str = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a call gave, and the delegate's figures after it, over all programs that are loaded.
+
+    `process_bytes` is the most memory that the process has taken until then.
+    """
+
+    error: str
+    outputs: list[Tensor]
+    process_bytes: int
+    programs: int = 0
+    plan_budget: int = 0
+    bytes_moved: int = 0
+    misses: int = 0
+    peak_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs calls, and keeps what was said on stderr in `said`."""
+
+    program: Path
+    library: Path
+    folder: Path
+    said: list[str] = field(default_factory=list)
+
+    def __call__(
+        self, programs: Sequence[Program], calls: Sequence[Call], *, with_library: bool = True
+    ) -> list[Answer]:
+        asked = [self._asked(number, call) for number, call in enumerate(calls)]
+        request = {
+            "libraries": [str(self.library)] if with_library else [],
+            "programs": [one.to_json() for one in programs],
+            "calls": asked,
+        }
+        path = self.folder / "request.json"
+        path.write_text(json.dumps(request))
+        found = subprocess.run([self.program, path], capture_output=True, text=True, check=False, timeout=120)
+        assert found.returncode == 0, found.stderr
+        self.said[:] = found.stderr.splitlines()
+        answers = json.loads(found.stdout)
+        return [Answer(**said, outputs=_outputs(one)) for said, one in zip(answers, asked, strict=True)]
+
+    def _asked(self, number: int, call: Call) -> dict[str, Any]:
+        if call.shell:
+            return {"program": call.program, "shell": call.shell}
+        if not call.inputs:
+            return {"program": call.program, "unload": call.method or True}
+        inputs, outputs = self.folder / f"inputs{number}", self.folder / f"outputs{number}"
+        outputs.unlink(missing_ok=True)
+        save_file({str(k): tensor.contiguous() for k, tensor in enumerate(call.inputs)}, inputs)
+        paths = {"inputs": str(inputs), "outputs": str(outputs)}
+        return {"program": call.program, "method": call.method, "options": call.options, **paths}
+
+    def sentences(self) -> list[str]:
+        """What the delegate said."""
+        return [line.partition("penstock: ")[2] for line in self.said if "penstock: " in line]
+
+
+def _outputs(asked: dict[str, Any]) -> list[Tensor]:
+    path = Path(asked.get("outputs", ""))
+    if not path.is_file():
+        return []
+    found = load_file(path)
+    return [found[str(k)] for k in range(len(found))]

@@ -1,0 +1,158 @@
+// Runs ExecuTorch programs as an application would, and says what happened as JSON.
+//   run_pte REQUEST.json
+// The request: `libraries` to load first; `programs`, each {pte, data: [FILES], mode: "mmap" | "file" | "memory",
+// share, options}, where `share` has methods share the memory of buffers;
+// `calls` in order, each {program, method, inputs: FILE, outputs: FILE} or {program, unload: METHOD or true} or
+// {program, shell: COMMAND}; `options` of a call replace those of its program. The answer has, for each call, ExecuTorch's
+// `error`, the most memory that the process has taken, and the delegate's figures.
+
+#include <dlfcn.h>
+#include <executorch/extension/data_loader/buffer_data_loader.h>
+#include <executorch/extension/module/module.h>
+#include <executorch/extension/tensor/tensor.h>
+#include <executorch/runtime/backend/interface.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <fstream>
+#include <iostream>
+#include <map>
+#include <nlohmann/json.hpp>
+
+#include "../../../../native/run/safetensors.h"
+
+using executorch::aten::ScalarType;
+using executorch::extension::Module;
+using executorch::extension::TensorPtr;
+using executorch::runtime::BackendOption;
+using executorch::runtime::Error;
+using executorch::runtime::EValue;
+using Json = nlohmann::json;
+using penstock::NamedTensor;
+
+namespace {
+
+constexpr const char *BACKEND = "PenstockBackend";
+const std::vector<std::pair<std::string, ScalarType>> TYPES{{"float32", ScalarType::Float}, {"int64", ScalarType::Long}};
+
+BackendOption make_option(const std::string &key, const Json &value) {
+    BackendOption option;
+    key.copy(option.key, sizeof option.key - 1);
+    if (value.is_number()) {
+        option.value = value.get<int>();
+    } else {
+        std::array<char, executorch::runtime::kMaxOptionValueLength> text{};
+        value.get<std::string>().copy(text.data(), text.size() - 1);
+        option.value = text;
+    }
+    return option;
+}
+
+// A file in memory, once however many programs are made of it.
+const std::string &in_memory(const std::string &path) {
+    static std::map<std::string, std::string> files;
+    if (!files.count(path)) files[path] = penstock::read_file(path);
+    return files[path];
+}
+
+struct Program {
+    std::unique_ptr<Module> module;
+    std::vector<BackendOption> options;
+
+    explicit Program(const Json &asked) {
+        const auto data = asked.at("data").get<std::vector<std::string>>();
+        const std::string mode = asked.at("mode");
+        if (mode == "memory") {
+            const auto loader = [](const std::string &path) {
+                const std::string &bytes = in_memory(path);
+                return std::make_unique<executorch::extension::BufferDataLoader>(bytes.data(), bytes.size());
+            };
+            module = std::make_unique<Module>(loader(asked.at("pte")), nullptr, nullptr, nullptr, loader(data.at(0)));
+        } else {
+            const auto how = mode == "mmap" ? Module::LoadMode::Mmap : Module::LoadMode::File;
+            module = std::make_unique<Module>(asked.at("pte").get<std::string>(), data, how, nullptr, nullptr, nullptr,
+                                              asked.at("share").get<bool>());
+        }
+        for (const auto &[key, value] : asked.at("options").items()) options.push_back(make_option(key, value));
+    }
+
+    Error load(const std::string &method, const Json &changed) {
+        for (const auto &[key, value] : changed.items()) options = {make_option(key, value)};
+        executorch::runtime::LoadBackendOptionsMap map;
+        if (!options.empty()) (void)map.set_options(BACKEND, {options.data(), options.size()});
+        const Error error = module->is_loaded() && changed.empty() ? Error::Ok : module->load(map);
+        return error == Error::Ok ? module->load_method(method) : error;
+    }
+};
+
+Error call(Program &program, const Json &asked) {
+    const std::string method = asked.at("method");
+    if (const Error error = program.load(method, asked.value("options", Json::object())); error != Error::Ok) return error;
+    std::vector<NamedTensor> given = penstock::read_tensors(asked.at("inputs"));
+    std::sort(given.begin(), given.end(), [](const auto &one, const auto &other) { return one.name < other.name; });
+    std::vector<TensorPtr> tensors;
+    std::vector<EValue> inputs;
+    for (NamedTensor &one : given) {
+        const auto type = std::find_if(TYPES.begin(), TYPES.end(), [&](auto &known) { return known.first == one.dtype; });
+        std::vector<int32_t> sizes(one.shape.begin(), one.shape.end());
+        tensors.push_back(executorch::extension::from_blob(one.bytes.data(), sizes, type->second));
+        inputs.emplace_back(*tensors.back());
+    }
+    const auto outputs = program.module->execute(method, inputs);
+    if (!outputs.ok()) return outputs.error();
+    std::vector<NamedTensor> made;
+    for (const EValue &one : *outputs) {
+        const auto &tensor = one.toTensor();
+        const auto type = std::find_if(TYPES.begin(), TYPES.end(), [&](auto &known) { return known.second == tensor.scalar_type(); });
+        made.push_back({std::to_string(made.size()), type->first, {tensor.sizes().begin(), tensor.sizes().end()},
+                        std::string(static_cast<const char *>(tensor.const_data_ptr()), tensor.nbytes())});
+    }
+    penstock::write_tensors(asked.at("outputs"), made, true);
+    return Error::Ok;
+}
+
+int64_t process_bytes() {
+    std::ifstream file("/proc/self/status");
+    for (std::string line; std::getline(file, line);)
+        if (line.rfind("VmHWM:", 0) == 0) return 1024 * std::stoll(line.substr(6));
+    return 0;
+}
+
+Json figures() {
+    Json found = Json::object();
+    if (!executorch::runtime::get_backend_class(BACKEND)) return found;
+    for (const char *name : {"programs", "plan_budget", "bytes_moved", "misses", "peak_bytes"}) {
+        BackendOption option = make_option(name, "");
+        if (executorch::runtime::get_option(BACKEND, {&option, 1}) != Error::Ok) return found;
+        found[name] = std::stoll(std::get<std::array<char, executorch::runtime::kMaxOptionValueLength>>(option.value).data());
+    }
+    return found;
+}
+
+}  // namespace
+
+int main(int, char **words) {
+    const Json asked = Json::parse(penstock::read_file(words[1]));
+    for (const Json &library : asked.at("libraries"))
+        if (!dlopen(library.get<std::string>().c_str(), RTLD_NOW | RTLD_GLOBAL)) return std::cerr << dlerror() << "\n", 1;
+    std::vector<std::unique_ptr<Program>> programs;
+    for (const Json &one : asked.at("programs")) programs.push_back(std::make_unique<Program>(one));
+    Json answer = Json::array();
+    for (const Json &one : asked.at("calls")) {
+        auto &program = programs.at(one.at("program"));
+        Error error = Error::Ok;
+        if (one.contains("shell"))
+            error = std::system(one.at("shell").get<std::string>().c_str()) ? Error::Internal : Error::Ok;
+        else if (!one.contains("unload"))
+            error = call(*program, one);
+        else if (one.at("unload").is_string())
+            program->module->unload_method(one.at("unload"));
+        else
+            program.reset();
+        Json said = figures();
+        said["error"] = executorch::runtime::to_string(error);
+        said["process_bytes"] = process_bytes();
+        answer.push_back(said);
+    }
+    std::cout << answer.dump() << std::endl;
+}

@@ -1,0 +1,134 @@
+"""What the delegate refuses: one sentence that says what to do, and an error code."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch import nn
+from torch.export import export
+
+import penstock
+from penstock.backends.executorch import read
+from tests.backends.executorch.delegate.pte_models import PROMPT, WIDTH, Files, Mlp, rows, write_files
+from tests.backends.executorch.delegate.pte_runs import Call, Program, Runner
+
+CALL = Call([rows()])
+
+
+@pytest.fixture
+def files(exported, tmp_path: Path) -> Files:
+    """A copy of the MLP's files, to be damaged."""
+    shutil.copytree(exported("mlp")[0].pte.parent, tmp_path / "copy")
+    return Files(tmp_path / "copy/model.pte", (tmp_path / "copy/weights.ptd",))
+
+
+def _refused(runner: Runner, program: Program, error: str, sentence: str) -> None:
+    (answer,) = runner([program], [CALL])
+    assert answer.error == f"Error::{error}"
+    (said,) = runner.sentences()
+    assert sentence in said
+    assert said.count(". ") == 0
+    assert answer.programs == 0
+
+
+def _changed(path: Path, old: bytes, new: bytes) -> None:
+    """Writes other bytes of the same number to the first place where the old ones are."""
+    data = path.read_bytes()
+    assert old in data
+    assert len(old) == len(new)
+    path.write_bytes(data.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"budget": "1KiB"}, "below the lowest plan of the program, which takes {floor}: give at least that"),
+        ({"budget": "lots"}, "the budget 'lots' is not a size: write bytes, '32MiB', '8GB' or '50%'"),
+        ({"budget": 4096}, 'the load option "budget" has another type: give text, such as "32MiB"'),
+        ({"bugdet": "1MiB"}, 'there is no load option "bugdet": give budget, weights or readers'),
+        ({"readers": 0}, "expected one reader or more"),
+    ],
+)
+def test_wrong_options(runner, files, options, sentence):
+    floor = read(files.pte).payload.plans[0].budget
+    error = "OutOfResources" if "readers" in options else "InvalidArgument"
+    _refused(runner, Program(files, options), error, sentence.format(floor=floor))
+
+
+def test_another_budget_for_another_method(runner, exported):
+    files, _ = exported("decoder")
+    calls = [Call(PROMPT, "prefill"), Call(PROMPT, "decode", options={"budget": "90%"})]
+    answers = runner([Program(files, {"budget": "50%"})], calls)
+    assert [one.error for one in answers] == ["Error::Ok", "Error::InvalidArgument"]
+    (said,) = runner.sentences()
+    assert "within a budget of '50%', not '90%': load all its methods with one budget" in said
+
+
+def test_no_data_file(runner, files):
+    sentence = "weights lie in weights.ptd, which was not loaded: give the module that file, or its path"
+    _refused(runner, Program(replace(files, data=())), "InvalidExternalData", sentence)
+
+
+def test_data_files_that_are_missing_or_cut(runner, files, tmp_path):
+    cut = tmp_path / "cut.ptd"
+    cut.write_bytes(files.weights.read_bytes()[:50])
+    missing = {"weights": str(tmp_path / "none.ptd")}
+    _refused(runner, Program(files, missing), "InvalidExternalData", "none.ptd cannot be opened (No")
+    _refused(runner, Program(files, {"weights": str(cut)}), "InvalidExternalData", "cut.ptd is no .ptd file")
+
+
+@pytest.mark.parametrize("way", ["data", "option"])
+def test_data_file_of_another_model_of_the_same_shapes(runner, files, tmp_path, way):
+    other = write_files(tmp_path / "other", {"forward": export(Mlp(seed=50).eval(), (rows(),))})
+    options = {"weights": str(other.weights)} if way == "option" else {}
+    program = Program(replace(files, data=() if options else other.data), options)
+    _refused(runner, program, "InvalidExternalData", "it belongs to another model; load weights.ptd")
+
+
+def test_data_file_without_alignment(runner, tmp_path):
+    methods = {"forward": export(Mlp().eval(), (rows(),))}
+    files = write_files(tmp_path / "narrow", methods, alignment=128)
+    sentence = "no multiple of 4096: export with ExecutorchBackendConfig(segment_alignment=4096)"
+    _refused(runner, Program(files), "InvalidExternalData", sentence)
+
+
+def test_a_loader_that_would_bring_all_weights_into_memory(runner, files):
+    sentence = 'LoadMode::Mmap, or give the path of weights.ptd as the load option "weights"'
+    _refused(runner, Program(files, {"budget": "50%"}, mode="file"), "InvalidExternalData", sentence)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        (b'"version": 6', b'"version": 7', "{payload} is damaged: its sha256 differs; copy the"),
+        (b'"penstock-region"', b'"penstock-legion"', "the delegate's bytes are not those of version 1"),
+        (b'"regions": 6', b'"regions" 66', "the payload is malformed"),
+        (b"aten::linear", b"aten::lineal", "is damaged: its sha256 differs"),
+    ],
+)
+def test_damaged_programs(runner, files, old, new, sentence):
+    key = read(files.pte).regions[0].payload
+    _changed(files.pte, old, new)
+    _refused(runner, Program(files), "InvalidProgram", sentence.format(payload=key.rpartition(".")[2]))
+
+
+def test_weights_that_have_no_values(runner, tmp_path):
+    program = penstock.fake_export(lambda: nn.Linear(WIDTH, WIDTH), (rows(),))
+    files = write_files(tmp_path / "fake", {"forward": program})
+    _refused(runner, Program(files), "InvalidArgument", "exported without the values of its weights")
+
+
+def test_a_library_that_is_not_loaded(runner, files):
+    (answer,) = runner([Program(files)], [CALL], with_library=False)
+    assert answer.error == "Error::NotFound"
+    assert any("Backend PenstockBackend is not registered" in line for line in runner.said)
+
+
+def test_weights_that_change_while_they_are_used(runner, files):
+    shrink = Call(shell=f"truncate --size=8192 {files.weights}")
+    answers = runner([Program(files, {"budget": "40%"})], [CALL, shrink, CALL, CALL])
+    assert [one.error for one in answers] == ["Error::Ok", "Error::Ok", *["Error::InvalidExternalData"] * 2]
+    assert all("has been truncated while in use" in said for said in runner.sentences())
