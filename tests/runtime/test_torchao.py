@@ -100,7 +100,8 @@ class Logits(nn.Module):
 def test_a_small_llama(name, tmp_path):
     torch.manual_seed(0)
     sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 128)
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    # With two heads of keys torch 2.12 exports no open length.
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1}
     config = LlamaConfig(**sizes, **heads, vocab_size=96, max_position_embeddings=64)
     module = Logits(LlamaForCausalLM(config).eval().to(torch.bfloat16))
     quantize_(module, CONFIGS[name]())
