@@ -179,7 +179,7 @@ class Bench:
         return Worker(job, self.options.work / "log.txt", group=group)
 
     def _bare(self, job: Job) -> int:
-        """The memory in bytes of a process that has the competitor's libraries, and no weights."""
+        """The anonymous memory in bytes of a process that has the competitor's libraries, and no weights."""
         with contextlib.closing(self._start(job, None)) as worker:
             return int(worker.ask("bare"))
 

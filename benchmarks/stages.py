@@ -154,11 +154,6 @@ STAGES = (
         "search.runs:Runs.neighbours",
     ),
     Stage(
-        "fewer copies",
-        "as many copies as found, where the period is the bound",
-        {f"{_ONE_TRACE}:OneTrace._coarsen": lambda *_: None},
-    ),
-    Stage(
         "plans by age",
         "the search for a contiguous arena is not asked",
         {"search.paged:_search_runs": lambda *_: None},

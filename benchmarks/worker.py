@@ -45,7 +45,7 @@ class Session:
                 return None
             case "bare":
                 _import_libraries(job.competitor)
-                return machine.read_memory().total
+                return machine.read_memory().anonymous
             case "load":
                 return self.load(job)
             case "train":

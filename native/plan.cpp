@@ -51,6 +51,7 @@ Queue queue_of(std::vector<Piece> pieces, int steps) {
 Storage read_storage(const Json &json, const std::vector<WeightFile> &files) {
     Storage storage{json.at("nbytes"), json.value("phase", int64_t{0}), {}};
     if (storage.nbytes < 0) refuse("a storage has a negative size");
+    if (storage.phase < 0 || storage.phase >= 64) refuse("a storage has a phase outside of 0 to 63");
     for (const Json &one : json.at("extents")) {
         const Extent extent{one.at("file"), one.at("file_offset"), one.at("storage_offset"), one.at("nbytes")};
         if (extent.file < 0 || extent.file >= static_cast<int>(files.size())) refuse("an extent names no file");

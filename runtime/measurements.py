@@ -125,7 +125,7 @@ class Measurement:
             yield f"varied by {self.spread:.0%} between {self.trials} trials"
         if self.waited > BUSY:
             yield f"waited for a processor {self.waited:.0%} of the time"
-        if self.subject.cache in ("past", "cold") and self.median > DISK_MOST:
+        if self.unit == "B/s" and self.subject.cache in ("past", "cold") and self.median > DISK_MOST:
             yield "faster than any disk, so a cache answered"
 
     def is_fresh(self, now: float) -> bool:

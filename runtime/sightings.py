@@ -104,7 +104,7 @@ class Sightings:
         hardware = self._plan.hardware
         (schedule,) = (schedule for schedule in self._plan.schedules if schedule.graph == graph)
         least = statistics.median(hardware.copy_ns(one.nbytes) for one in passes)
-        most = least + len(schedule.transfers) * hardware.link_latency_ns
+        most = least + len(schedule.transfers) * (hardware.link_latency_ns + hardware.link_fill_ns)
         took = statistics.median(one.total_ns for one in passes)
         stalled = statistics.median(one.stall_ns for one in passes)
         faster = took < least and _contradicts(took, least)

@@ -184,10 +184,12 @@ def _careful(search: Callable[[Task], Draft], task: Task) -> Draft:
     in_flight = _LATE * problem.hardware.link_in_flight_bytes
     late = replace(problem, hardware=replace(problem.hardware, link_in_flight_bytes=in_flight))
     enough = _CARE * sum(found.periods_ns(problem))
-    if sum(found.periods_ns(late)) <= enough:
+    waiting = sum(found.periods_ns(late))
+    if waiting <= enough or task.effort < 1:
         return found
     other = search(replace(task, problem=late))
-    return other if sum(other.periods_ns(problem)) <= enough else found
+    better = sum(other.periods_ns(late)) < waiting and sum(other.periods_ns(problem)) <= enough
+    return other if better else found
 
 
 def _tiers(problem: Problem, pieces: Pieces, cap: int) -> tuple[Tier, ...]:

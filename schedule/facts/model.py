@@ -232,10 +232,10 @@ class Hardware:
     """The machine that a plan assumes. Rates are per second, and latencies are for each transfer.
 
     `link_bytes_per_s` is the rate at which weights reach the arena while enough bytes are on their way at
-    once. With b bytes on their way it is that rate times b / (b + `link_in_flight_bytes`): the latter, over
-    the rate, is the time from when a transfer may start until its bytes flow (Hockney's half-performance
-    length, Parallel Computers, 1981, section 1.3.2). Copies that may start early enough hide it.
-    `memory_nbytes` is all memory of the device. `disk_bytes_per_s` and `disk_latency_ns` are of the disk
+    once. With one copy of b bytes on its way it is that rate times b / (b + `link_in_flight_bytes`): the
+    latter, over the rate, is the time from when a transfer may start until its bytes flow (Hockney's
+    half-performance length, Parallel Computers, 1981, section 1.3.2). Copies that may start early enough hide
+    it. `memory_nbytes` is all memory of the device. `disk_bytes_per_s` and `disk_latency_ns` are of the disk
     behind the host of a device; the rate is None if there is no such disk or it is not known. `note` says
     where the figures come from.
     """

@@ -36,7 +36,7 @@ The unit is the number of bytes of such blocks that a single step reads, taken a
 _IN_FLIGHT = (0.5, 1.0, 1.5, 2.0, 3.0)
 """Values tried for the memory that streaming blocks share beside what a single step reads of them.
 
-The unit is the number of bytes that halve the rate of the link if they are all that is on its way.
+The unit is the number of bytes that a link brings in the time in which it fills.
 """
 
 _LEAST_PARTS = (16, 0, 4, 64, 1 << 20)

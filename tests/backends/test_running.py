@@ -136,6 +136,36 @@ def test_a_read_out_of_order_is_a_miss_and_finds_the_right_bytes(packed) -> None
             assert all(torch.equal(found[k], model.layers[k].weight) for k in steps)
 
 
+def test_two_steps_are_never_held_at_once(packed) -> None:
+    """The second would drop what the first holds."""
+    backend, _, payload, model, _ = packed
+    with backend.load(payload, "25%", arena="contiguous") as weights:
+
+        def nested(reading):
+            with reading(0), reading(1):
+                pass
+
+        with pytest.raises(StreamError, match="step 0 of method 'forward' is held, or failed, and step 1"):
+            weights.stream(nested)
+
+        def after_a_failure(reading):
+            try:
+                with reading(0):
+                    raise ValueError
+            except ValueError:
+                with reading(1):
+                    pass
+
+        with pytest.raises(StreamError, match="is held, or failed"):
+            weights.stream(after_a_failure)
+
+        def first(reading):
+            with reading(0):
+                return weights.tensors["layers.0.weight"].clone()
+
+        assert torch.equal(weights.stream(first), model.layers[0].weight)
+
+
 def test_a_pass_that_fails_leaves_the_next_one_right(packed) -> None:
     backend, lowered, payload, model, x = packed
     with backend.load(payload, "25%", arena="contiguous") as weights:

@@ -17,9 +17,8 @@ SHOWING = {
     Case("blocks", "scattered", "280", "", 8): ("branch and bound",),
     Case("blocks", "scattered", "0", "", 60): ("orders", "squeaky wheel"),
     Case("methods", "llama-3.1-8b, 1 layers, decode", "h100", "paged", 0.5): ("plans by age",),
-    Case("small", "tiny 3", "laptop", "paged", 0.5): (
-        *("a quarter of the search", "relaxation", "rounding in copies", "joining"),
-    ),
+    Case("small", "tiny 3", "laptop", "paged", 0.5): ("relaxation", "rounding in copies"),
+    Case("small", "tiny 1", "laptop", "paged", 0.5): ("a quarter of the search", "joining"),
     Case("small", "tiny 12", "rtx4090", "paged", 0.75): (
         *("joining by size", "runs", "ends moved", "ends moved in pairs"),
     ),

@@ -113,20 +113,30 @@ class LoadedPayload:
             weights.stream(lambda reading: [session_of_step(k, reading) for k in steps])
 
         Steps in the order of the trace were prefetched. A step out of that order is loaded on demand and
-        counts as a miss: slower, and never wrong.
+        counts as a miss: slower, and never wrong. One step is held at a time, and a step that fails ends the
+        pass. Raises StreamError where another step is held, or none of that number is.
         """
         trace = trace_of(self.payload, method)
 
         def with_steps(probes: CompiledCalls) -> _Result:
+            held: list[int] = []
+
             @contextmanager
             def reading(step: int) -> Iterator[None]:
+                if held:
+                    raise StreamError(
+                        f"step {held[0]} of method {method!r} is held, or failed, and step {step} would take "
+                        "its memory: read one step after another, and end the pass when one fails"
+                    )
                 if not 0 <= step < len(trace.steps):
                     raise StreamError(
                         f"method {method!r} has {len(trace.steps)} steps and none with number {step}"
                     )
+                held.append(step)
                 probes.acquire(trace.graph, step)
                 yield
                 probes.release(trace.graph, step)
+                held.clear()
 
             return run(reading)
 

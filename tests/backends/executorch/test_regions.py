@@ -10,6 +10,7 @@ from executorch.exir import to_edge_transform_and_lower
 from torch import nn
 
 from penstock.backends.executorch import PenstockPartitioner
+from penstock.backends.executorch.code import text_of
 from penstock.backends.executorch.regions import dim_order_of
 from penstock.schedule.facts.model import Part
 from tests.backends.executorch.conftest import Lower
@@ -179,3 +180,28 @@ def test_results_are_taken_apart_inside_and_gaps_are_left() -> None:
 )
 def test_orders_of_dimensions(shape: Any, stride: Any, order: Any) -> None:
     assert dim_order_of(Part("", "float32", shape, stride, 0, 0)) == order
+
+
+class Flip(nn.Module):
+    """Writes the difference of two states to one of them."""
+
+    def __init__(self, target: str) -> None:
+        super().__init__()
+        self.register_buffer("a", torch.randn(4))
+        self.register_buffer("b", torch.randn(4))
+        self.target = target
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        difference = self.a - self.b
+        self.get_buffer(self.target).copy_(difference)
+        return x + difference
+
+
+def test_regions_that_write_different_states_share_no_code() -> None:
+    """Their nodes are equal; what tells them apart is where the outputs go."""
+    a, b, again = (
+        text_of(torch.export.export(Flip(target), (torch.zeros(4),)).run_decompositions({}))
+        for target in ("a", "b", "a")
+    )
+    assert a == again
+    assert a != b

@@ -60,7 +60,11 @@ def text_of(exported: ExportedProgram) -> str:
         )
     signature = exported.graph_signature
     inputs = [(spec.kind.name, names.get(spec.arg.name)) for spec in signature.input_specs]
-    outputs = [(spec.kind.name, names.get(getattr(spec.arg, "name", ""))) for spec in signature.output_specs]
+    held = {str(spec.target): names.get(spec.arg.name) for spec in signature.input_specs if spec.target}
+    outputs = [
+        (spec.kind.name, names.get(getattr(spec.arg, "name", "")), held.get(str(spec.target)))
+        for spec in signature.output_specs
+    ]
     ranges = sorted(f"{symbol}: {found}" for symbol, found in exported.range_constraints.items())
     return "\n".join([*lines, str(inputs), str(outputs), str(ranges)])
 
