@@ -3,9 +3,11 @@
 #include <executorch/extension/tensor/tensor.h>
 #include <executorch/runtime/core/exec_aten/util/tensor_util.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "../failure.h"
+#include "../stamp.h"
 
 namespace penstock {
 
@@ -38,11 +40,28 @@ void check(Error error, const std::string &what) {
         throw Failure(PS_STREAM, what + " failed: ExecuTorch says " + executorch::runtime::to_string(error));
 }
 
+// Tells whether a tensor of this shape, whose dimensions lie in memory in this order, has at most `room` bytes.
+bool fits(const std::vector<int32_t> &shape, std::vector<uint8_t> order, int64_t nbytes, int64_t room) {
+    std::sort(order.begin(), order.end());
+    bool possible = order.size() == shape.size();
+    for (size_t k = 0; possible && k < shape.size(); ++k)
+        possible = order[k] == k && shape[k] >= 0 && !__builtin_mul_overflow(nbytes, int64_t{shape[k]}, &nbytes);
+    return possible && nbytes <= room;
+}
+
 std::string title(int graph, int region) {
     return "region " + std::to_string(region) + " of graph " + std::to_string(graph);
 }
 
 }  // namespace
+
+Json region_facts(const std::string &processed) {
+    const size_t end = processed.find('\n');
+    const std::string text = end == std::string::npos ? std::string() : processed.substr(end + 1);
+    if (processed.substr(0, end) != sha256(text))
+        throw Failure(PS_PAYLOAD, "a delegate's bytes are damaged: their sha256 differs; copy the .pte again");
+    return Json::parse(text);
+}
 
 Region::Region(const NamedDataMap &map, const Json &facts, const LoadOptions &options)
     : graph_(facts.at("graph")),
@@ -78,11 +97,13 @@ void Region::append(const Json &facts) {
         const int64_t offset = one.at("offset");
         char *const address = program_->address(storage);
         if (!address) throw Failure(PS_PAYLOAD, title(graph_, region_) + " reads a weight that no plan brings: export it again");
-        const auto tensor = executorch::extension::make_tensor_ptr(
-            one.at("shape").get<std::vector<int32_t>>(), address + offset, one.at("dim_order").get<std::vector<uint8_t>>(), {},
-            scalar_type(one.at("dtype")));
-        if (offset < 0 || static_cast<int64_t>(tensor->nbytes()) > program_->nbytes(storage) - offset)
+        const auto shape = one.at("shape").get<std::vector<int32_t>>();
+        const auto order = one.at("dim_order").get<std::vector<uint8_t>>();
+        const ScalarType type = scalar_type(one.at("dtype"));
+        const int64_t most = program_->nbytes(storage);
+        if (offset < 0 || offset > most || !fits(shape, order, executorch::runtime::elementSize(type), most - offset))
             throw Failure(PS_PAYLOAD, title(graph_, region_) + " reads beyond the end of a weight: export it again");
+        const auto tensor = executorch::extension::make_tensor_ptr(shape, address + offset, order, {}, type);
         check(method_->set_input(EValue(*tensor), input++), "giving " + title(graph_, region_) + " its weights");
         states_ += one.at("mutable").get<bool>();
     }

@@ -12,6 +12,9 @@
 
 namespace penstock {
 
+// What `processed_bytes` say of a region, behind the sha256 of it. Raises Failure for bytes that are damaged.
+nlohmann::json region_facts(const std::string &processed);
+
 class Region {
   public:
     // `facts` are those of docs/payload.md, "A region". Raises Failure.

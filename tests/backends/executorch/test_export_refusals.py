@@ -226,7 +226,7 @@ def test_spoiled_data_files(files: Path, change: Callable[[bytes], bytes], sente
         ),
         (
             lambda data: data.replace(b"penstock-region", b"penstock-basket"),
-            "expected the region of a penstock pay",
+            "a delegate of 'forward' is damaged: the sha256 of its bytes differs",
         ),
     ],
 )

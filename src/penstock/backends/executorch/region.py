@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import ClassVar, Literal
 
 from penstock.schedule.facts.errors import PayloadError
@@ -48,12 +49,16 @@ class RegionCode:
     appended: tuple[Appended, ...]
 
     def to_bytes(self) -> bytes:
-        """The JSON of `processed_bytes`."""
-        return encode(self)
+        """The `processed_bytes`: the hash of the JSON, and the JSON."""
+        text = encode(self)
+        return sha256(text).hexdigest().encode() + b"\n" + text
 
     @staticmethod
     def from_bytes(data: bytes, *, source: str = "a delegate") -> RegionCode:
         """Reads the bytes of a delegate; raises PayloadError for others."""
+        digest, _, data = data.partition(b"\n")
+        if digest != sha256(data).hexdigest().encode():
+            raise PayloadError(f"{source} is damaged: the sha256 of its bytes differs; copy the .pte again")
         text, tree = parse(data, source)
         if not isinstance(tree, dict) or tree.get("format") != "penstock-region":
             raise PayloadError(f"{source}: expected the region of a penstock payload, got another format")

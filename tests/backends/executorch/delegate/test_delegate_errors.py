@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -104,8 +105,8 @@ def test_a_loader_that_would_bring_all_weights_into_memory(runner, files):
     ("old", "new", "sentence"),
     [
         (b'"version": 6', b'"version": 7', "{payload} is damaged: its sha256 differs; copy the"),
-        (b'"penstock-region"', b'"penstock-legion"', "the delegate's bytes are not those of version 1"),
-        (b'"regions": 6', b'"regions" 66', "the payload is malformed"),
+        (b'"storage": 0', b'"storage": 4', "a delegate's bytes are damaged: their sha256 differs"),
+        (b'"regions": 6', b'"regions" 66', "a delegate's bytes are damaged: their sha256 differs"),
         (b"aten::linear", b"aten::lineal", "is damaged: its sha256 differs"),
     ],
 )
@@ -113,6 +114,23 @@ def test_damaged_programs(runner, files, old, new, sentence):
     key = read(files.pte).regions[0].payload
     _changed(files.pte, old, new)
     _refused(runner, Program(files), "InvalidProgram", sentence.format(payload=key.rpartition(".")[2]))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("dim_order", [0, 7]), ("shape", [-4, 64]), ("shape", [1 << 30, 1 << 9]), ("offset", -64)],
+)
+def test_regions_that_reach_beyond_a_weight(runner, files, field, value):
+    """With the right hash, as only an author writes them."""
+    region = next(one for one in read(files.pte).regions if one.appended)
+    change = {field: value if isinstance(value, int) else tuple(value)}
+    first = replace(region.appended[0], name="", **change)  # which makes room in the file
+    forged = replace(region, appended=(first, *region.appended[1:])).to_bytes()
+    old = region.to_bytes()
+    assert len(forged) <= len(old)  # a blank more is JSON all the same
+    text = forged[65:] + b" " * (len(old) - len(forged))
+    _changed(files.pte, old, sha256(text).hexdigest().encode() + b"\n" + text)
+    _refused(runner, Program(files), "InvalidProgram", "reads beyond the end of a weight: export it again")
 
 
 def test_weights_that_have_no_values(runner, tmp_path):
