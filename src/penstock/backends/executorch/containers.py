@@ -6,6 +6,7 @@ first eight bytes that says where the segments begin. Only the few fields that a
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -76,24 +77,32 @@ def read_pte(data: Bytes) -> Pte:
 
 
 def read_ptd(file: BinaryIO) -> dict[str, tuple[int, int]]:
-    """The absolute offset and the size of each entry of an open `.ptd`, by its key. Raises ValueError."""
+    """The absolute offset and the size of each entry of an open `.ptd`, by its key.
+
+    Raises ValueError for other bytes, and for a size in the file that reaches beyond its end.
+    """
+    end = file.seek(0, os.SEEK_END)
+    file.seek(0)
+
+    def inside(start: int, size: int) -> tuple[int, int]:
+        if start + size > end:
+            raise ValueError(f"it is cut off: it has {end} bytes, and {start + size} are needed")
+        return start, size
+
     try:
         head = file.read(48)
         if head[4:6] != b"FT" or head[8:12] != b"FH01":
             raise ValueError("its first bytes are not those of a .ptd")
         start, size, base = struct.unpack_from("<QQQ", head, 16)
         file.seek(0)
-        tensors = _Table.root(memoryview(file.read(start + size)))
+        tensors = _Table.root(memoryview(file.read(sum(inside(start, size)))))
         segments = [
-            (one.number(_OFFSET, "Q"), one.number(_SIZE, "Q")) for one in tensors.tables(_DATA_SEGMENTS)
+            inside(base + one.number(_OFFSET, "Q"), one.number(_SIZE, "Q"))
+            for one in tensors.tables(_DATA_SEGMENTS)
         ]
-        entries = {}
-        for one in tensors.tables(_DATA_NAMED):
-            offset, nbytes = segments[one.number(_SEGMENT, "I")]
-            entries[one.text(_KEY)] = (base + offset, nbytes)
+        return {one.text(_KEY): segments[one.number(_SEGMENT, "I")] for one in tensors.tables(_DATA_NAMED)}
     except (struct.error, IndexError, UnicodeDecodeError) as error:
         raise ValueError(f"it is cut off or damaged ({error})") from None
-    return entries
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from os import PathLike
 from pathlib import Path
@@ -12,9 +12,9 @@ from typing import Any
 
 from penstock.backends.executorch.containers import Pte, read_ptd, read_pte
 from penstock.backends.executorch.plans import BLOCK, arenas, floors
-from penstock.backends.executorch.region import PAYLOAD, PROGRAM, STORAGE, RegionCode
+from penstock.backends.executorch.region import PAYLOAD, PROGRAM, RegionCode, check_regions
 from penstock.runtime.system.atomic import replace_file
-from penstock.schedule.facts.errors import BudgetError, PayloadError, SourceError
+from penstock.schedule.facts.errors import BudgetError, PayloadError, PlanError, SourceError
 from penstock.schedule.facts.model import Part
 from penstock.schedule.facts.sizes import format_budget, format_size, parse_size
 from penstock.schedule.payload.codec import Payload, verify_payload
@@ -61,10 +61,13 @@ class Exported:
 
     def plan(self, budget: int | str) -> Plan:
         """The plan that a program with this budget runs; raises BudgetError if it is below the lowest."""
+        plans = sorted(self.payload.plans, key=lambda plan: plan.budget)
+        if not plans:
+            raise PlanError(f"{self.path.name} has no plans, so no budget can be chosen for it: export again")
         nbytes = parse_size(budget, total=self.weight_bytes or 100)
-        fitting = [plan for plan in self.payload.plans if plan.budget <= nbytes]
+        fitting = [plan for plan in plans if plan.budget <= nbytes]
         if not fitting:
-            lowest = self.payload.plans[0].budget
+            lowest = plans[0].budget
             raise BudgetError(
                 f"the budget of {format_budget(nbytes)} is below that of the lowest plan of "
                 f"{self.path.name}, {format_size(lowest, up=True)}: give at least {lowest} bytes",
@@ -85,7 +88,7 @@ def save(program: Any, path: str | PathLike[str], *, force: bool = False) -> Pat
         raise SourceError(f"the program goes to a file with the ending .pte, got {path}")
     pte = bytes(program.buffer)
     contents = _contents(path, pte)
-    exported = _exported(path, contents, {})
+    exported = _exported(path, contents)
     if exported.payload.files and contents.base % BLOCK:
         raise _misaligned(f"{path.name} would have its segments at byte {contents.base}")
     names = sorted({file.path for file in exported.payload.files})
@@ -105,35 +108,40 @@ def save(program: Any, path: str | PathLike[str], *, force: bool = False) -> Pat
 def read(path: str | PathLike[str]) -> Exported:
     """Reads a `.pte`, and the heads of the `.ptd` files beside it that its payload names.
 
-    Raises PayloadError for a file that is no such export, and SourceError for a `.ptd` that is missing,
-    that is of another program, or whose weights do not begin at multiples of 4,096 bytes.
+    Raises PayloadError for a file that is no such export, or whose regions contradict its payload, and
+    SourceError for a `.ptd` that is missing, that is of another program, or whose weights do not begin at
+    multiples of 4,096 bytes.
     """
     path = Path(path)
     try:
         data = path.read_bytes()
     except OSError as error:
         raise SourceError(f"{path} cannot be read: {error.strerror}") from None
-    contents = _contents(path, data)
-    payload = _exported(path, contents, {}).payload
-    exported = _exported(path, contents, _places(path, payload))
-    verify_payload(payload)
+    exported = _exported(path, _contents(path, data))
+    exported = replace(exported, places=_places(path, exported.payload))
+    verify_payload(exported.payload)
     return exported
 
 
 def _places(path: Path, payload: Payload) -> dict[str, tuple[Path, int]]:
-    places: dict[str, tuple[Path, int]] = {}
+    found: dict[str, tuple[Path, int, int]] = {}
     for name in sorted({file.path for file in payload.files}):
-        places |= _entries(path.parent / name)
+        found |= {key: (path.parent / name, *place) for key, place in _entries(path.parent / name).items()}
     for file in payload.files:
-        if file.key not in places:
+        if file.key not in found:
             raise SourceError(
                 f"{path.parent / file.path} is not the file that was exported with {path.name}: it has no "
                 f"entry {file.key!r}; put the original back, or export again"
             )
-        where, offset = places[file.key]
+        where, offset, nbytes = found[file.key]
+        if nbytes != file.nbytes:
+            raise SourceError(
+                f"{where} has {nbytes} bytes as {file.key!r}, expected {file.nbytes}: put the original "
+                "back, or export again"
+            )
         if offset % BLOCK:
             raise _misaligned(f"{where} has weights at byte {offset}")
-    return places
+    return {key: (where, offset) for key, (where, offset, _) in found.items()}
 
 
 def _misaligned(what: str) -> SourceError:
@@ -142,20 +150,15 @@ def _misaligned(what: str) -> SourceError:
     )
 
 
-def _entries(path: Path) -> dict[str, tuple[Path, int]]:
-    """The file and the absolute offset of each entry of a `.ptd`, by its key; reads its head only."""
+def _entries(path: Path) -> dict[str, tuple[int, int]]:
+    """The absolute offset and the size of each entry of a `.ptd`, by its key; reads its head only."""
     try:
         with path.open("rb") as file:
-            entries = read_ptd(file)
-            nbytes = os.fstat(file.fileno()).st_size
+            return read_ptd(file)
     except OSError as error:
         raise SourceError(f"{path} cannot be read: {error.strerror}; it belongs beside the .pte") from None
     except ValueError as error:
         raise SourceError(f"{path} cannot be read: {error}; export again") from None
-    for key, (offset, size) in entries.items():
-        if key.startswith(STORAGE) and offset + size > nbytes:
-            raise SourceError(f"{path} is cut off: it has {nbytes} bytes, and {offset + size} are needed")
-    return {key: (path, offset) for key, (offset, _) in entries.items()}
 
 
 def _contents(path: Path, data: bytes) -> Pte:
@@ -165,7 +168,8 @@ def _contents(path: Path, data: bytes) -> Pte:
         raise PayloadError(f"{path} is no .pte: {error}") from None
 
 
-def _exported(path: Path, contents: Pte, places: Mapping[str, tuple[Path, int]]) -> Exported:
+def _exported(path: Path, contents: Pte) -> Exported:
+    """What a `.pte` holds of penstock, checked as docs/payload.md says; without the places of weights."""
     named = contents.named
     payloads = [key for key in named if key.startswith(PAYLOAD)]
     if len(payloads) != 1:
@@ -173,13 +177,23 @@ def _exported(path: Path, contents: Pte, places: Mapping[str, tuple[Path, int]])
             f"{path} holds {len(payloads) or 'no'} payloads of penstock, expected one: lower all methods at "
             "once, with PenstockPartitioner"
         )
-    raw = named[payloads[0]]
-    if payloads[0] != PAYLOAD + sha256(raw).hexdigest():
-        raise PayloadError(f"{path} is damaged: the hash of its payload is not that in its key; export again")
+    payload = Payload.from_bytes(_checked(path, named, payloads[0]), source=str(path))
     regions = tuple(
         RegionCode.from_bytes(one.processed, source=f"{path}, a delegate of {one.method!r}")
         for one in contents.delegates
         if one.backend == _BACKEND
     )
+    for key in {key for one in regions for key in (one.payload, one.program)}:
+        _checked(path, named, key)
+    check_regions(regions, payload, str(path))
     programs = {key: value for key, value in named.items() if key.startswith(PROGRAM)}
-    return Exported(path, Payload.from_bytes(raw, source=str(path)), regions, programs, places)
+    return Exported(path, payload, regions, programs, {})
+
+
+def _checked(path: Path, named: Mapping[str, bytes], key: str) -> bytes:
+    """An entry whose key ends with its hash."""
+    if key not in named:
+        raise PayloadError(f"{path} lacks {key!r}, which a delegate of it names: export again")
+    if key.rpartition(".")[2] != sha256(named[key]).hexdigest():
+        raise PayloadError(f"{path} is damaged: the hash of {key!r} is not that in its key; export again")
+    return named[key]

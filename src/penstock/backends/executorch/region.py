@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import ClassVar, Literal
 
 from penstock.schedule.facts.errors import PayloadError
-from penstock.schedule.facts.model import STRICT
+from penstock.schedule.facts.model import STRICT, Part
+from penstock.schedule.payload.checks import ITEM_SIZES
+from penstock.schedule.payload.codec import Payload
 from penstock.schedule.payload.text import decode, encode, parse
 
 PAYLOAD, PROGRAM, STORAGE = "penstock.payload.", "penstock.program.", "penstock.storage."
@@ -63,3 +67,86 @@ class RegionCode:
         if not isinstance(tree, dict) or tree.get("format") != "penstock-region":
             raise PayloadError(f"{source}: expected the region of a penstock payload, got another format")
         return decode(RegionCode, text, tree, source)
+
+
+def check_regions(regions: Sequence[RegionCode], payload: Payload, source: str) -> None:
+    """Raises PayloadError for the first field of a region that does not belong to the payload.
+
+    docs/payload.md, "A region", has the rules; native/executorch/catalog.cpp checks the same of one region.
+    """
+    catalog = _Catalog(payload)
+    for one in regions:
+        name = f"{source}, region {one.region} of graph {one.graph}"
+        for fault in catalog.faults(one):
+            raise PayloadError(f"{name}: {fault}; export again")
+    for graph in catalog.steps:
+        own = [one for one in regions if one.graph == graph]
+        for position, one in enumerate(sorted(own, key=lambda one: one.region)):
+            if (one.region, one.regions) != (position, len(own)):
+                raise PayloadError(
+                    f"{source}, graph {graph}: $.region and $.regions: expected {position} of the {len(own)} "
+                    f"regions that there are, got {one.region} of {one.regions}; export again"
+                )
+
+
+class _Catalog:
+    """What a payload says of steps and weights, with which its regions have to agree."""
+
+    def __init__(self, payload: Payload) -> None:
+        self.steps = {trace.graph: trace.steps for trace in payload.traces}
+        self.storages = payload.storages
+        self.parts = {weight.fqn: weight.parts[0] for weight in payload.tensors}
+        outside = [set(plan.outside) for plan in payload.plans]
+        self.stay = set.intersection(*outside) if outside else set()
+
+    def faults(self, region: RegionCode) -> Iterator[str]:
+        """One sentence for each field that contradicts the payload."""
+        if region.graph not in self.steps:
+            yield f"$.graph: expected that of a method, one of {sorted(self.steps)}, got {region.graph}"
+            return
+        steps, (first, behind) = self.steps[region.graph], region.steps
+        if not 0 <= first <= behind <= min(first + 1, len(steps)):
+            yield f"$.steps: expected one of {len(steps)} steps, or none, got {[first, behind]}"
+            return
+        there = self.stay.union(*(step.reads for step in steps[first:behind]))
+        for i, one in enumerate(region.appended):
+            path = f"$.appended[{i}]"
+            if not 0 <= one.storage < len(self.storages):
+                yield f"{path}.storage: expected one of {len(self.storages)} storages, got {one.storage}"
+                continue
+            storage = self.storages[one.storage]
+            if storage.kind == "streamable" and one.storage not in there:
+                yield f"{path}.storage: expected one that $.steps read, {sorted(there)}, got {one.storage}"
+            if one.mutable and storage.kind != "mutable":
+                yield f"{path}.mutable: expected false, as the storage is {storage.kind}, got true"
+            yield from _tensor_faults(one, path, storage.nbytes)
+            yield from _part_faults(one, path, self.parts.get(one.name))
+
+
+def _tensor_faults(one: Appended, path: str, nbytes: int) -> Iterator[str]:
+    """What no tensor in a storage of `nbytes` has."""
+    if one.dtype not in ITEM_SIZES:
+        yield f"{path}.dtype: expected torch's name of a dtype, got {one.dtype!r}"
+    elif sorted(one.dim_order) != list(range(len(one.shape))):
+        yield f"{path}.dim_order: expected each dimension of $.shape once, got {list(one.dim_order)}"
+    elif min(one.shape, default=0) < 0 or not (
+        0 <= one.offset <= nbytes - math.prod(one.shape) * ITEM_SIZES[one.dtype]
+    ):
+        yield f"{path}.shape: expected a tensor inside of its {nbytes} bytes, got {list(one.shape)}"
+
+
+def _part_faults(one: Appended, path: str, part: Part | None) -> Iterator[str]:
+    """How a tensor differs from that of its name in the payload, where there is one."""
+    if part is None:
+        return
+    for name in ("storage", "offset", "dtype", "shape"):
+        expected, got = getattr(part, name), getattr(one, name)
+        if expected != got:
+            yield f"{path}.{name}: expected {expected!r}, as {one.name} has in the payload, got {got!r}"
+            return
+    dense = 1
+    for d in reversed(one.dim_order):
+        if one.shape[d] > 1 and part.stride[d] != dense and 0 not in one.shape:
+            yield f"{path}.dim_order: expected that of {one.name} in the payload, got {list(one.dim_order)}"
+            return
+        dense *= one.shape[d]
