@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.backends.executorch.plans import floors
 from tests.backends.executorch.conftest import Lowered
 from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
 
@@ -25,6 +26,13 @@ def test_facts_as_json(penstock: Command, lowered_decoder: Lowered) -> None:
     key = exported.payload.files[0].key
     assert shown["places"][key] == {"file": str(exported.places[key][0]), "offset": exported.places[key][1]}
     assert set(shown["floors"]) == {"pooled", "contiguous"}
+
+
+def test_floors_are_those_with_what_the_export_keeps(lowered_decoder: Lowered) -> None:
+    exported = lowered_decoder.exported
+    lowest = min(plan.budget for plan in exported.payload.plans)
+    assert min(exported.floor(arena=arena) for arena in exported.arenas()) == lowest
+    assert min(floor.upper_bytes for floor in floors(exported.payload).values()) < lowest
 
 
 def test_tables(penstock: Command, lowered_decoder: Lowered) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.backends.executorch.containers import Pte, read_ptd, read_pte
-from penstock.backends.executorch.plans import BLOCK, arenas, floors
+from penstock.backends.executorch.plans import BLOCK, arenas, floors, kept_by_all
 from penstock.backends.executorch.region import PAYLOAD, PROGRAM, RegionCode, check_regions
 from penstock.runtime.system.atomic import replace_file
 from penstock.schedule.facts.errors import BudgetError, PayloadError, PlanError, SourceError
@@ -48,8 +48,8 @@ class Exported:
         return tuple(arenas(self.payload))
 
     def floor(self, *, arena: str) -> int:
-        """The smallest budget in bytes for a kind of arena."""
-        return floors(self.payload)[arena].upper_bytes
+        """The smallest budget in bytes for a kind of arena, with what the export keeps in memory."""
+        return floors(self.payload, kept_by_all(self.payload))[arena].upper_bytes
 
     def place_of(self, part: Part) -> tuple[Path, int] | None:
         """The file of a part and its absolute offset there; None for one that no file has."""

@@ -11,6 +11,7 @@ from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan
 from penstock.schedule.planner import Floor, check_floor, floor, make_plan
 from penstock.schedule.space.layout import packed_arena
+from penstock.schedule.space.spans import merged
 from penstock.schedule.verify.proof import verify_plan
 
 BLOCK = 4096
@@ -32,6 +33,21 @@ def arenas(payload: Payload) -> dict[str, Arena]:
 def floors(payload: Payload, keep: frozenset[int] = frozenset()) -> dict[str, Floor]:
     """The floor of each kind of arena."""
     return {name: floor(_demand(payload, arena, keep)) for name, arena in arenas(payload).items()}
+
+
+def kept_by_all(payload: Payload) -> frozenset[int]:
+    """The storages that no plan of a payload lets leave memory: those that its export was asked to keep.
+
+    At the floor there may be others, for which there is room in its arena all the same.
+    """
+    kept = {s for s, one in enumerate(payload.storages) if payload.plans and one.kind == "streamable"}
+    for plan in payload.plans:
+        held = merged(plan.resident)
+        for s in kept - set(plan.outside):
+            start, nbytes = plan.arena.layout[s], payload.storages[s].nbytes
+            if not any(one.start <= start and start + nbytes <= one.stop for one in held):
+                kept.discard(s)
+    return frozenset(kept)
 
 
 def make_plans(
