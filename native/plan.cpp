@@ -1,9 +1,9 @@
 #include "plan.h"
 
-#include <nlohmann/json.hpp>
 #include <set>
 
 #include "failure.h"
+#include "json.h"
 
 namespace penstock {
 
@@ -17,7 +17,7 @@ namespace {
 
 Json parse(const std::string &text, const char *what) {
     try {
-        return Json::parse(text);
+        return parse_json(text, std::string("the ") + what);
     } catch (const Json::exception &) {
         throw Failure(PS_PAYLOAD, std::string("the ") + what + " is not JSON: compile again");
     }

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "../failure.h"
+#include "../json.h"
 #include "../run/ladder.h"
 
 namespace penstock {
@@ -47,8 +48,7 @@ std::string text_of(const BackendOption &option, const char *example) {
 
 Json read_payload(const NamedDataMap &map, const std::string &key) {
     const FreeableBuffer bytes = read_checked(map, key);
-    const auto *const text = static_cast<const char *>(bytes.data());
-    Json payload = Json::parse(text, text + bytes.size());
+    Json payload = parse_json({static_cast<const char *>(bytes.data()), bytes.size()}, "the program's " + key);
     if (payload.at("format") != "penstock" || payload.at("version") != VERSION)
         throw Failure(PS_PAYLOAD, "the program's payload has version " + payload.value("version", Json()).dump() +
                                       ", and this delegate reads version " + std::to_string(VERSION) + ": export it again");

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "../failure.h"
+#include "../json.h"
 #include "../stamp.h"
 
 namespace penstock {
@@ -60,7 +61,7 @@ Json region_facts(const std::string &processed) {
     const std::string text = end == std::string::npos ? std::string() : processed.substr(end + 1);
     if (processed.substr(0, end) != sha256(text))
         throw Failure(PS_PAYLOAD, "a delegate's bytes are damaged: their sha256 differs; copy the .pte again");
-    return Json::parse(text);
+    return parse_json(text, "a delegate");
 }
 
 Region::Region(const NamedDataMap &map, const Json &facts, const LoadOptions &options)

@@ -1,6 +1,7 @@
 #include "artifact.h"
 
 #include "../failure.h"
+#include "../json.h"
 #include "../stamp.h"
 #include "safetensors.h"
 
@@ -27,7 +28,7 @@ Artifact::Artifact(const std::string &folder) : folder_(folder) {
         throw Failure(PS_PAYLOAD, path + " is not what was written: its sha256 differs from that in "
                                          "payload.json.sha256; compile again");
     try {
-        payload_ = Json::parse(text_);
+        payload_ = parse_json(text_, path);
         const Json &version = payload_.at("version");
         if (payload_.at("format") != "penstock" || (version != VERSIONS[0] && version != VERSIONS[1]))
             throw Failure(PS_PAYLOAD, path + " has version " + version.dump() + ", and this program reads versions " +

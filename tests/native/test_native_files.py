@@ -53,6 +53,17 @@ def open_alone(program: Program, plan: Plan, payload: bytes | None = None) -> No
     streamer.free()
 
 
+def test_lists_in_lists_in_lists(program: Program, plan: Plan) -> None:
+    """Copying them, or writing them out, would exhaust the stack."""
+    deep = b"[" * 10**6 + b"]" * 10**6
+    payload = program.payload.to_bytes().replace(b"{", b'{"probes": ' + deep + b", ", 1)
+    payload = payload.replace(b'"probes": [],', b"", 1)
+    with pytest.raises(
+        penstock.PayloadError, match="the payload has lists or objects nested in more than 100"
+    ):
+        open_alone(program, plan, payload)
+
+
 def with_other_weights(file: Path) -> None:
     data = file.read_bytes()
     begin = 8 + int.from_bytes(data[:8], "little")
