@@ -121,7 +121,7 @@ LoadedProgram::LoadedProgram(const NamedDataMap &map, const std::string &payload
     const Json &plan =
         find_plan(payload, budget < 0 ? INT64_MAX : budget, "the program", "export it again");
     plan_budget_ = plan.at("budget");
-    for (const Json &one : payload.at("storages")) sizes_.push_back(one.at("nbytes"));
+    catalog_.emplace(payload, plan);
     weights_ = std::make_unique<NamedWeights>(map, options.weights, payload.at("files"));
     open(weights_->placed(payload), plan, options);
     fill_outside(plan, payload.at("storages"));
@@ -150,8 +150,8 @@ void LoadedProgram::fill_outside(const Json &plan, const Json &storages) {
     for (const Json &one : plan.at("outside")) {
         const int storage = one;
         const Json &facts = storages.at(storage);
-        auto &memory = outside_[storage] = make_memory(sizes_[storage], facts.value("phase", int64_t{0}));
-        outside_bytes_ += sizes_[storage];
+        auto &memory = outside_[storage] = make_memory(catalog_->nbytes(storage), facts.value("phase", int64_t{0}));
+        outside_bytes_ += catalog_->nbytes(storage);
         char error[4096];
         const ps_status status = ps_fetch(engine_.get(), storage, memory.second, error, sizeof error);
         if (status != PS_OK) throw Failure(status, error);

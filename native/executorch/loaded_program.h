@@ -9,9 +9,11 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "catalog.h"
 #include "named_data.h"
 
 namespace penstock {
@@ -44,7 +46,7 @@ class LoadedProgram {
 
     // Where a storage lies while it is acquired; a state and what the plan keeps outside of the arena, always.
     char *address(int storage) const;
-    int64_t nbytes(int storage) const { return sizes_.at(storage); }
+    const Catalog &catalog() const { return *catalog_; }
 
     // The code of regions, and the memory of their intermediate values, which regions use one after another.
     const executorch::runtime::Program &code(const NamedDataMap &map, const std::string &key);
@@ -77,7 +79,7 @@ class LoadedProgram {
     const LoadOptions options_;
     std::unique_ptr<NamedWeights> weights_;  // before the engine, which reads from it
     std::unique_ptr<ps_engine, EngineCloser> engine_;
-    std::vector<int64_t> sizes_;
+    std::optional<Catalog> catalog_;
     std::map<int, std::pair<std::unique_ptr<char[]>, char *>> outside_;
     std::map<std::string, std::unique_ptr<Code>> codes_;
     std::vector<std::unique_ptr<char[]>> scratch_memory_;

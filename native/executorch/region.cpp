@@ -3,7 +3,6 @@
 #include <executorch/extension/tensor/tensor.h>
 #include <executorch/runtime/core/exec_aten/util/tensor_util.h>
 
-#include <algorithm>
 #include <cstring>
 
 #include "../failure.h"
@@ -12,7 +11,6 @@
 
 namespace penstock {
 
-using executorch::aten::ScalarType;
 using executorch::aten::Tensor;
 using executorch::runtime::Error;
 using executorch::runtime::EValue;
@@ -22,32 +20,9 @@ using Json = nlohmann::json;
 
 namespace {
 
-ScalarType scalar_type(const std::string &name) {
-    static const std::map<std::string, ScalarType> types{
-        {"bool", ScalarType::Bool},   {"uint8", ScalarType::Byte},     {"int8", ScalarType::Char},
-        {"int16", ScalarType::Short}, {"int32", ScalarType::Int},      {"int64", ScalarType::Long},
-        {"float16", ScalarType::Half}, {"bfloat16", ScalarType::BFloat16}, {"float32", ScalarType::Float},
-        {"float64", ScalarType::Double}, {"uint16", ScalarType::UInt16}, {"uint32", ScalarType::UInt32},
-        {"uint64", ScalarType::UInt64},
-    };
-    const auto found = types.find(name);
-    if (found == types.end())
-        throw Failure(PS_PLAN, "this runtime has no tensors of " + name + ": keep the weight out of the regions");
-    return found->second;
-}
-
 void check(Error error, const std::string &what) {
     if (error != Error::Ok)
         throw Failure(PS_STREAM, what + " failed: ExecuTorch says " + executorch::runtime::to_string(error));
-}
-
-// Tells whether a tensor of this shape, whose dimensions lie in memory in this order, has at most `room` bytes.
-bool fits(const std::vector<int32_t> &shape, std::vector<uint8_t> order, int64_t nbytes, int64_t room) {
-    std::sort(order.begin(), order.end());
-    bool possible = order.size() == shape.size();
-    for (size_t k = 0; possible && k < shape.size(); ++k)
-        possible = order[k] == k && shape[k] >= 0 && !__builtin_mul_overflow(nbytes, int64_t{shape[k]}, &nbytes);
-    return possible && nbytes <= room;
 }
 
 std::string title(int graph, int region) {
@@ -79,6 +54,7 @@ Region::Region(const NamedDataMap &map, const Json &facts, const LoadOptions &op
     if (facts.at("kernels") != "executorch")
         throw Failure(PS_PLAN, "this delegate runs ExecuTorch's kernels, and the program has those of " +
                                    facts.at("kernels").get<std::string>() + ": export it with kernels=\"executorch\"");
+    program_->catalog().check(facts);
     load(map, facts);
     append(facts);
 }
@@ -94,17 +70,11 @@ void Region::load(const NamedDataMap &map, const Json &facts) {
 void Region::append(const Json &facts) {
     size_t input = inputs_;
     for (const Json &one : facts.at("appended")) {
-        const int storage = one.at("storage");
-        const int64_t offset = one.at("offset");
-        char *const address = program_->address(storage);
+        char *const address = program_->address(one.at("storage"));
         if (!address) throw Failure(PS_PAYLOAD, title(graph_, region_) + " reads a weight that no plan brings: export it again");
-        const auto shape = one.at("shape").get<std::vector<int32_t>>();
-        const auto order = one.at("dim_order").get<std::vector<uint8_t>>();
-        const ScalarType type = scalar_type(one.at("dtype"));
-        const int64_t most = program_->nbytes(storage);
-        if (offset < 0 || offset > most || !fits(shape, order, executorch::runtime::elementSize(type), most - offset))
-            throw Failure(PS_PAYLOAD, title(graph_, region_) + " reads beyond the end of a weight: export it again");
-        const auto tensor = executorch::extension::make_tensor_ptr(shape, address + offset, order, {}, type);
+        const auto tensor = executorch::extension::make_tensor_ptr(
+            one.at("shape").get<std::vector<int32_t>>(), address + one.at("offset").get<int64_t>(),
+            one.at("dim_order").get<std::vector<uint8_t>>(), {}, scalar_type(one.at("dtype")));
         check(method_->set_input(EValue(*tensor), input++), "giving " + title(graph_, region_) + " its weights");
         states_ += one.at("mutable").get<bool>();
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import penstock
 from penstock.backends.executorch import read
 from tests.backends.executorch.delegate.pte_models import PROMPT, WIDTH, Files, Mlp, rows, write_files
 from tests.backends.executorch.delegate.pte_runs import Call, Program, Runner
+from tests.backends.executorch.forging import FORGERIES, deep, fields, forge
 
 CALL = Call([rows()])
 
@@ -116,21 +116,18 @@ def test_damaged_programs(runner, files, old, new, sentence):
     _refused(runner, Program(files), "InvalidProgram", sentence.format(payload=key.rpartition(".")[2]))
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("dim_order", [0, 7]), ("shape", [-4, 64]), ("shape", [1 << 30, 1 << 9]), ("offset", -64)],
-)
-def test_regions_that_reach_beyond_a_weight(runner, files, field, value):
-    """With the right hash, as only an author writes them."""
-    region = next(one for one in read(files.pte).regions if one.appended)
-    change = {field: value if isinstance(value, int) else tuple(value)}
-    first = replace(region.appended[0], name="", **change)  # which makes room in the file
-    forged = replace(region, appended=(first, *region.appended[1:])).to_bytes()
-    old = region.to_bytes()
-    assert len(forged) <= len(old)  # a blank more is JSON all the same
-    text = forged[65:] + b" " * (len(old) - len(forged))
-    _changed(files.pte, old, sha256(text).hexdigest().encode() + b"\n" + text)
-    _refused(runner, Program(files), "InvalidProgram", "reads beyond the end of a weight: export it again")
+@pytest.mark.parametrize("name", FORGERIES)
+def test_regions_that_contradict_their_payload(runner, files, name):
+    change, field = FORGERIES[name]
+    forge(files.pte, region=fields(change))
+    sentence = f"region 0 of graph {7 if field == 'graph' else 0}: $.{field}: expected "
+    _refused(runner, Program(files, {"budget": "50%"}), "InvalidProgram", sentence)
+
+
+@pytest.mark.parametrize("which", ["region", "payload"])
+def test_lists_in_lists_in_lists(runner, files, which):
+    forge(files.pte, **{which: deep})
+    _refused(runner, Program(files), "InvalidProgram", "lists or objects nested in more than 100 others")
 
 
 def test_weights_that_have_no_values(runner, tmp_path):
