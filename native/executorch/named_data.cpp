@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstring>
 #include <fstream>
+#include <optional>
 #include <sstream>
 
 #include "../failure.h"
@@ -33,18 +34,22 @@ struct Mapping {
     std::string path;
 };
 
-std::vector<Mapping> read_mappings() {
-    std::vector<Mapping> mappings;
+// The part of a file that is mapped at these bytes, if all of them are.
+std::optional<Mapping> find_mapping(const FreeableBuffer &bytes) {
+    const auto address = reinterpret_cast<uintptr_t>(bytes.data());
     std::ifstream file("/proc/self/maps");
     for (std::string line; std::getline(file, line);) {
         std::istringstream words(line);
         Mapping one{};
         std::string access, device;
         char dash;
-        words >> std::hex >> one.start >> dash >> one.stop >> access >> one.offset >> device >> std::dec >> one.inode >> std::ws;
-        if (words && one.inode && std::getline(words, one.path) && one.path[0] == '/') mappings.push_back(std::move(one));
+        words >> std::hex >> one.start >> dash >> one.stop;
+        if (address < one.start || address >= one.stop) continue;
+        words >> access >> one.offset >> device >> std::dec >> one.inode >> std::ws;
+        const bool named = words && one.inode && std::getline(words, one.path) && one.path[0] == '/';
+        return named && bytes.size() <= one.stop - address ? std::optional(one) : std::nullopt;
     }
-    return mappings;
+    return std::nullopt;
 }
 
 // The parts of a merged map. ExecuTorch has no function for them; an explicit instantiation may name private members.
@@ -72,6 +77,16 @@ std::string name_of(const Json &file) { return file.at("path").get<std::string>(
                                  "that file, or its path as the load option \"weights\"");
     throw Failure(PS_SOURCE, what + " lacks weights of this program (" + key + "): it belongs to another model; load " +
                                  name_of(file) + ", as it was exported with the program");
+}
+
+// The bytes of an entry of a data file.
+FreeableBuffer take(const NamedDataMap &map, const Json &file) {
+    Result<FreeableBuffer> found = map.get_data(file.at("key").get<std::string>());
+    const int64_t nbytes = file.at("nbytes");
+    if (!found.ok() || static_cast<int64_t>(found->size()) != nbytes)
+        throw Failure(PS_SOURCE, name_of(file) + " is damaged: " + file.at("key").get<std::string>() + " is not " +
+                                     std::to_string(nbytes) + " bytes there; copy the file again");
+    return std::move(found.get());
 }
 
 }  // namespace
@@ -105,23 +120,11 @@ NamedWeights::NamedWeights(const NamedDataMap &loaded, const std::string &path, 
     if (!path.empty()) open_data_file(path);
     const NamedDataMap &map = data_file_ ? *data_file_ : loaded;
     for (const Json &file : files) {
-        const std::string key = file.at("key");
         if (file.at("kind") != "named")
             throw Failure(PS_PAYLOAD, "the payload names a weight file instead of named data: export it again");
-        if (!has_key(map, key)) refuse_missing(map, file, path);
-        take(map, file);
-        if (entries_.size() == 1 && !locate()) refuse_copy(map, file);
+        if (!has_key(map, file.at("key"))) refuse_missing(map, file, path);
     }
-    if (!locate()) {
-        opened_.clear();
-        return;
-    }
-    buffers_.clear();
-    for (const Entry &one : entries_)
-        if (one.offset % ALIGNMENT)
-            throw Failure(PS_SOURCE, "weights lie at byte " + std::to_string(one.offset) + " of " + paths_[one.file] +
-                                         ", which is no multiple of " + std::to_string(ALIGNMENT) +
-                                         ": export with ExecutorchBackendConfig(segment_alignment=4096)");
+    if (!locate(map, files)) hold(map, files);
 }
 
 // Opens the caller's data file by itself, because the runtime's loader need not map it.
@@ -136,38 +139,38 @@ void NamedWeights::open_data_file(const std::string &path) {
     data_file_ = std::make_unique<FlatTensorDataMap>(std::move(map.get()));
 }
 
-void NamedWeights::take(const NamedDataMap &map, const Json &file) {
-    Result<FreeableBuffer> found = map.get_data(file.at("key").get<std::string>());
-    const int64_t nbytes = file.at("nbytes");
-    if (!found.ok() || static_cast<int64_t>(found->size()) != nbytes)
-        throw Failure(PS_SOURCE, name_of(file) + " is damaged: " + file.at("key").get<std::string>() + " is not " +
-                                     std::to_string(nbytes) + " bytes there; copy the file again");
-    buffers_.push_back(std::move(found.get()));
-    entries_.push_back({static_cast<const char *>(buffers_.back().data()), nbytes, 0, -1});
-}
-
-// A loader that reads gives new memory each time: all weights would be in it.
-void NamedWeights::refuse_copy(const NamedDataMap &map, const Json &file) const {
-    const Result<FreeableBuffer> again = map.get_data(file.at("key").get<std::string>());
-    if (again.ok() && again->data() == entries_[0].address) return;
-    throw Failure(PS_SOURCE, "all weights would be read into memory, whatever the budget: load the program with "
-                             "LoadMode::Mmap, or give the path of " + name_of(file) + " as the load option \"weights\"");
-}
-
-// Finds the files that are mapped where the entries are; false where one is in no file that can still be opened.
-bool NamedWeights::locate() {
-    const std::vector<Mapping> mappings = read_mappings();
-    for (Entry &entry : entries_) {
-        const auto address = reinterpret_cast<uintptr_t>(entry.address);
-        const auto found = std::find_if(mappings.begin(), mappings.end(), [&](const Mapping &one) {
-            return one.start <= address && address + entry.nbytes <= one.stop;
-        });
-        if (found == mappings.end()) return false;
-        entry.offset = found->offset + static_cast<int64_t>(address - found->start);
-        entry.file = file_number(found->path, found->inode);
-        if (entry.file < 0) return false;
+// Finds the files that are mapped where the entries are; false where one is in no file that can still be opened. One entry
+// at a time, because there are loaders that lock or copy what they give.
+bool NamedWeights::locate(const NamedDataMap &map, const Json &files) {
+    for (const Json &file : files) {
+        const FreeableBuffer bytes = take(map, file);
+        const std::optional<Mapping> found = find_mapping(bytes);
+        const int number = found ? file_number(found->path, found->inode) : -1;
+        if (number < 0) {
+            entries_.clear(), opened_.clear(), paths_.clear(), sizes_.clear(), descriptors_.clear();
+            return false;
+        }
+        const auto address = reinterpret_cast<uintptr_t>(bytes.data());
+        const int64_t offset = found->offset + static_cast<int64_t>(address - found->start);
+        if (offset % ALIGNMENT)
+            throw Failure(PS_SOURCE, "weights lie at byte " + std::to_string(offset) + " of " + found->path +
+                                         ", which is no multiple of " + std::to_string(ALIGNMENT) +
+                                         ": export with ExecutorchBackendConfig(segment_alignment=4096)");
+        entries_.push_back({nullptr, static_cast<int64_t>(bytes.size()), offset, number});
     }
     return true;
+}
+
+// Keeps entries that are memory of the caller's, and refuses copies, which a loader that reads makes anew each time.
+void NamedWeights::hold(const NamedDataMap &map, const Json &files) {
+    for (const Json &file : files) {
+        buffers_.push_back(take(map, file));
+        const FreeableBuffer &bytes = buffers_.back();
+        if (!find_mapping(bytes) && take(map, file).data() != bytes.data())
+            throw Failure(PS_SOURCE, "all weights would be read into memory, whatever the budget: load the program with "
+                                     "LoadMode::Mmap, or give the path of " + name_of(file) + " as the load option \"weights\"");
+        entries_.push_back({static_cast<const char *>(bytes.data()), static_cast<int64_t>(bytes.size()), 0, -1});
+    }
 }
 
 int NamedWeights::file_number(const std::string &path, uint64_t inode) {

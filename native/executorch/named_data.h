@@ -50,14 +50,13 @@ class NamedWeights {
     };
 
     void open_data_file(const std::string &path);
-    void take(const NamedDataMap &map, const nlohmann::json &file);
-    void refuse_copy(const NamedDataMap &map, const nlohmann::json &file) const;
-    bool locate();
+    bool locate(const NamedDataMap &map, const nlohmann::json &files);
+    void hold(const NamedDataMap &map, const nlohmann::json &files);
     int file_number(const std::string &path, uint64_t inode);
 
     std::unique_ptr<executorch::extension::MmapDataLoader> loader_;
     std::unique_ptr<executorch::extension::FlatTensorDataMap> data_file_;
-    std::vector<FreeableBuffer> buffers_;  // one for each entry, none once all are found in files
+    std::vector<FreeableBuffer> buffers_;  // one for each entry that is memory
     std::vector<Entry> entries_;
     std::vector<std::string> paths_;
     std::vector<Descriptor> descriptors_;
