@@ -18,18 +18,18 @@ using Json = nlohmann::json;
 
 namespace {
 
-constexpr int VERSION = 6;             // of payloads
-constexpr int64_t LARGEST_PHASE = 64;  // an address modulo this is a storage's phase
+constexpr int VERSION = 6;         // of payloads
+constexpr int64_t ALIGNMENT = 64;  // an address modulo this is a storage's phase
 constexpr const char *CODE = "penstock.program.";
 
-// Loaded programs by their own data: two that were loaded from one file have two.
 struct Registry {
     std::mutex lock;
-    std::map<const NamedDataMap *, std::map<std::string, std::weak_ptr<LoadedProgram>>> loaded;
+    std::map<ProgramKey, std::weak_ptr<LoadedProgram>> loaded;
 };
 
+// It is never destroyed: an application may destroy its programs after everything that is static here.
 Registry &registry() {
-    static Registry one;
+    static Registry &one = *new Registry;
     return one;
 }
 
@@ -46,6 +46,11 @@ std::string text_of(const BackendOption &option, const char *example) {
     return std::string(text.data(), strnlen(text.data(), text.size()));
 }
 
+int reader_count(int asked) {
+    if (asked < 1) throw Failure(PS_PLAN, "the load option \"readers\" is " + std::to_string(asked) + ": give one thread or more");
+    return asked;
+}
+
 Json read_payload(const NamedDataMap &map, const std::string &key) {
     const FreeableBuffer bytes = read_checked(map, key);
     Json payload = parse_json({static_cast<const char *>(bytes.data()), bytes.size()}, "the program's " + key);
@@ -55,12 +60,11 @@ Json read_payload(const NamedDataMap &map, const std::string &key) {
     return payload;
 }
 
-// Zeros, of which the first byte lies `phase` behind a multiple of the largest phase.
-std::pair<std::unique_ptr<char[]>, char *> make_memory(int64_t nbytes, int64_t phase) {
-    auto memory = std::make_unique<char[]>(nbytes + 2 * LARGEST_PHASE);
-    const auto start = reinterpret_cast<uintptr_t>(memory.get());
-    char *const address = memory.get() + (LARGEST_PHASE - start % LARGEST_PHASE) + phase;
-    return {std::move(memory), address};
+// Zeros, aligned.
+Memory make_memory(int64_t nbytes) {
+    void *memory = nullptr;
+    if (posix_memalign(&memory, ALIGNMENT, std::max<int64_t>(nbytes, 1)) != 0) throw std::bad_alloc();
+    return Memory(static_cast<char *>(std::memset(memory, 0, nbytes)));
 }
 
 }  // namespace
@@ -73,34 +77,53 @@ LoadOptions::LoadOptions(Span<const BackendOption> given) {
         else if (key == "weights")
             weights = text_of(option, "the path of the .ptd");
         else if (key == "readers")
-            readers = value_of<int>(option, "a number of threads");
+            readers = reader_count(value_of<int>(option, "a number of threads"));
         else
             throw Failure(PS_PLAN, "there is no load option \"" + key + "\": give budget, weights or readers");
     }
 }
 
+void LoadOptions::refuse_others(const LoadOptions &others) const {
+    const auto refuse_other = [](const char *option, const std::string &first, const std::string &other) {
+        if (first != other)
+            throw Failure(PS_PLAN, "a method of the program is loaded with the " + std::string(option) + " '" + first +
+                                       "', and another one with '" + other + "': give all methods the same load options");
+    };
+    refuse_other("budget", budget, others.budget);
+    refuse_other("weights", weights, others.weights);
+    refuse_other("readers", std::to_string(readers), std::to_string(others.readers));
+}
+
 std::shared_ptr<LoadedProgram> LoadedProgram::of(const NamedDataMap &map, const std::string &payload, int64_t budget,
                                                  const LoadOptions &options) {
     if (!has_key(map, payload)) throw Failure(PS_PAYLOAD, "the program lacks its " + payload + ": export it again");
+    const ProgramKey key{own_map(map, payload), payload};
+    std::shared_ptr<LoadedProgram> found;  // outlives the guard: a last owner locks the registry, too
     std::lock_guard<std::mutex> guard(registry().lock);
-    std::weak_ptr<LoadedProgram> &known = registry().loaded[own_map(map, payload)][payload];
-    if (const auto found = known.lock()) {
-        if (found->options_.budget != options.budget)
-            throw Failure(PS_PLAN, "the program runs within a budget of '" + found->options_.budget + "', not '" +
-                                       options.budget + "': load all its methods with one budget");
-        return found;
+    const auto known = registry().loaded.find(key);
+    if (known != registry().loaded.end()) found = known->second.lock();
+    if (found) {
+        found->options_.refuse_others(options);
+    } else {
+        found = std::make_shared<LoadedProgram>(map, key, budget, options);
+        registry().loaded[key] = found;
     }
-    auto made = std::make_shared<LoadedProgram>(map, payload, budget, options);
-    known = made;
-    return made;
+    return found;
+}
+
+// Others may have loaded the program again since its last delegate has gone.
+LoadedProgram::~LoadedProgram() {
+    std::lock_guard<std::mutex> guard(registry().lock);
+    const auto known = registry().loaded.find(key_);
+    if (known != registry().loaded.end() && known->second.expired()) registry().loaded.erase(known);
 }
 
 std::vector<std::shared_ptr<LoadedProgram>> LoadedProgram::all() {
-    std::lock_guard<std::mutex> guard(registry().lock);
     std::vector<std::shared_ptr<LoadedProgram>> found;
-    for (const auto &[map, programs] : registry().loaded)
-        for (const auto &[payload, one] : programs)
-            if (auto loaded = one.lock()) found.push_back(std::move(loaded));
+    std::lock_guard<std::mutex> guard(registry().lock);
+    found.reserve(registry().loaded.size());
+    for (const auto &[key, one] : registry().loaded)
+        if (auto loaded = one.lock()) found.push_back(std::move(loaded));
     return found;
 }
 
@@ -112,10 +135,9 @@ static void refuse_empty(const Json &storages) {
                                    "not run; export the model with its weights");
 }
 
-LoadedProgram::LoadedProgram(const NamedDataMap &map, const std::string &payload_key, int64_t budget,
-                             const LoadOptions &options)
-    : options_(options) {
-    const Json payload = read_payload(map, payload_key);
+LoadedProgram::LoadedProgram(const NamedDataMap &map, ProgramKey key, int64_t budget, const LoadOptions &options)
+    : key_(std::move(key)), options_(options) {
+    const Json payload = read_payload(map, key_.second);
     refuse_empty(payload.at("storages"));
     if (!options.budget.empty()) budget = parse_size(options.budget, weight_nbytes(payload));
     const Json &plan =
@@ -149,11 +171,13 @@ void LoadedProgram::open(const Json &payload, const Json &plan, const LoadOption
 void LoadedProgram::fill_outside(const Json &plan, const Json &storages) {
     for (const Json &one : plan.at("outside")) {
         const int storage = one;
-        const Json &facts = storages.at(storage);
-        auto &memory = outside_[storage] = make_memory(catalog_->nbytes(storage), facts.value("phase", int64_t{0}));
-        outside_bytes_ += catalog_->nbytes(storage);
+        const int64_t nbytes = catalog_->nbytes(storage), phase = storages.at(storage).value("phase", int64_t{0});
+        Memory memory = make_memory(phase + nbytes);
+        char *const address = memory.get() + phase;
+        outside_[storage] = {std::move(memory), address};
+        outside_bytes_ += phase + nbytes;
         char error[4096];
-        const ps_status status = ps_fetch(engine_.get(), storage, memory.second, error, sizeof error);
+        const ps_status status = ps_fetch(engine_.get(), storage, address, error, sizeof error);
         if (status != PS_OK) throw Failure(status, error);
     }
 }
@@ -187,9 +211,8 @@ void LoadedProgram::reserve_scratch(const NamedDataMap &map) {
         }
     }
     for (const int64_t nbytes : most) {
-        auto [memory, address] = make_memory(nbytes, 0);
-        scratch_memory_.push_back(std::move(memory));
-        scratch_spans_.emplace_back(reinterpret_cast<uint8_t *>(address), nbytes);
+        scratch_memory_.push_back(make_memory(nbytes));
+        scratch_spans_.emplace_back(reinterpret_cast<uint8_t *>(scratch_memory_.back().get()), nbytes);
     }
     scratch_ = HierarchicalAllocator({scratch_spans_.data(), scratch_spans_.size()});
 }

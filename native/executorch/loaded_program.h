@@ -6,6 +6,7 @@
 #include <executorch/runtime/core/hierarchical_allocator.h>
 #include <executorch/runtime/executor/program.h>
 
+#include <cstdlib>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -25,11 +26,22 @@ struct LoadOptions {
 
     // Raises PS_PLAN for an option that there is not, or of another type.
     explicit LoadOptions(executorch::runtime::Span<const executorch::runtime::BackendOption> given);
+
+    // Raises PS_PLAN for options of another method of the program that are not these.
+    void refuse_others(const LoadOptions &others) const;
 };
 
 struct EngineCloser {
     void operator()(ps_engine *engine) const { ps_close(engine); }
 };
+
+struct MemoryFreer {
+    void operator()(char *memory) const { std::free(memory); }
+};
+using Memory = std::unique_ptr<char, MemoryFreer>;
+
+// A program's payload, by the program's own data: two that were loaded from one file have two.
+using ProgramKey = std::pair<const NamedDataMap *, std::string>;
 
 class LoadedProgram {
   public:
@@ -41,8 +53,9 @@ class LoadedProgram {
     // Those that are loaded now.
     static std::vector<std::shared_ptr<LoadedProgram>> all();
 
-    LoadedProgram(const NamedDataMap &map, const std::string &payload, int64_t budget, const LoadOptions &options);
+    LoadedProgram(const NamedDataMap &map, ProgramKey key, int64_t budget, const LoadOptions &options);
     LoadedProgram(const LoadedProgram &) = delete;
+    ~LoadedProgram();
 
     // Where a storage lies while it is acquired; a state and what the plan keeps outside of the arena, always.
     char *address(int storage) const;
@@ -76,13 +89,14 @@ class LoadedProgram {
     void reserve_scratch(const NamedDataMap &map);
     void check(ps_status status) const;
 
+    const ProgramKey key_;
     const LoadOptions options_;
     std::unique_ptr<NamedWeights> weights_;  // before the engine, which reads from it
     std::unique_ptr<ps_engine, EngineCloser> engine_;
     std::optional<Catalog> catalog_;
-    std::map<int, std::pair<std::unique_ptr<char[]>, char *>> outside_;
+    std::map<int, std::pair<Memory, char *>> outside_;  // and where the storage begins in it
     std::map<std::string, std::unique_ptr<Code>> codes_;
-    std::vector<std::unique_ptr<char[]>> scratch_memory_;
+    std::vector<Memory> scratch_memory_;
     std::vector<executorch::runtime::Span<uint8_t>> scratch_spans_;
     executorch::runtime::HierarchicalAllocator scratch_{{}};
     std::mutex running_;

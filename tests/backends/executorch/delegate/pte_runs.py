@@ -34,7 +34,8 @@ class Call:
     """A call of a method of program number `program`.
 
     Without inputs, `method` is unloaded, or the whole program if it is empty. `options` replace those of the
-    program from here on. With `shell`, this command runs instead.
+    program from here on. With `shell`, this command runs instead; with `reload`, the program is loaded and
+    destroyed so many times.
     """
 
     inputs: Sequence[Tensor] = ()
@@ -42,18 +43,21 @@ class Call:
     program: int = 0
     options: dict[str, object] = field(default_factory=dict)
     shell: str = ""
+    reload: int = 0
 
 
 @dataclass(frozen=True)
 class Answer:
     """What a call gave, and the delegate's figures after it, over all programs that are loaded.
 
-    `process_bytes` is the most memory that the process has taken until then.
+    `process_bytes` is the most memory that the process has taken until then, and `heap_bytes` what its heap
+    has.
     """
 
     error: str
     outputs: list[Tensor]
     process_bytes: int
+    heap_bytes: int
     programs: int = 0
     plan_budget: int = 0
     bytes_moved: int = 0
@@ -71,13 +75,20 @@ class Runner:
     said: list[str] = field(default_factory=list)
 
     def __call__(
-        self, programs: Sequence[Program], calls: Sequence[Call], *, with_library: bool = True
+        self,
+        programs: Sequence[Program],
+        calls: Sequence[Call],
+        *,
+        with_library: bool = True,
+        threads: bool = False,
     ) -> list[Answer]:
+        """Runs calls, one after another; with `threads`, those of each program in a thread of its own."""
         asked = [self._asked(number, call) for number, call in enumerate(calls)]
         request = {
             "libraries": [str(self.library)] if with_library else [],
             "programs": [one.to_json() for one in programs],
             "calls": asked,
+            "threads": threads,
         }
         path = self.folder / "request.json"
         path.write_text(json.dumps(request))
@@ -90,6 +101,8 @@ class Runner:
     def _asked(self, number: int, call: Call) -> dict[str, Any]:
         if call.shell:
             return {"program": call.program, "shell": call.shell}
+        if call.reload:
+            return {"program": call.program, "method": call.method, "reload": call.reload}
         if not call.inputs:
             return {"program": call.program, "unload": call.method or True}
         inputs, outputs = self.folder / f"inputs{number}", self.folder / f"outputs{number}"

@@ -1,10 +1,11 @@
 // Runs ExecuTorch programs as an application would, and says what happened as JSON.
 //   run_pte REQUEST.json
-// The request: `libraries` to load first; `programs`, each {pte, data: [FILES], mode: "mmap" | "file" | "memory",
+// The request: `libraries` to load first; `programs`, each {pte, data: [FILES], mode: "mmap" | "mlock" | "file" | "memory",
 // share, options}, where `share` has methods share the memory of buffers;
 // `calls` in order, each {program, method, inputs: FILE, outputs: FILE} or {program, unload: METHOD or true} or
-// {program, shell: COMMAND}; `options` of a call replace those of its program. The answer has, for each call, ExecuTorch's
-// `error`, the most memory that the process has taken, and the delegate's figures.
+// {program, shell: COMMAND} or {program, method, reload: TIMES}; `options` of a call replace those of its program. With
+// `threads`, the calls of each program run in a thread of its own. The answer has, for each call, ExecuTorch's `error`, the
+// most memory that the process has taken, what its heap takes now, and the delegate's figures.
 
 #include <dlfcn.h>
 #include <executorch/extension/data_loader/buffer_data_loader.h>
@@ -16,8 +17,11 @@
 #include <cstdlib>
 #include <fstream>
 #include <iostream>
+#include <malloc.h>
 #include <map>
+#include <mutex>
 #include <nlohmann/json.hpp>
+#include <thread>
 
 #include "../../../../native/run/safetensors.h"
 
@@ -51,6 +55,8 @@ BackendOption make_option(const std::string &key, const Json &value) {
 // A file in memory, once however many programs are made of it.
 const std::string &in_memory(const std::string &path) {
     static std::map<std::string, std::string> files;
+    static std::mutex lock;
+    const std::lock_guard<std::mutex> guard(lock);
     if (!files.count(path)) files[path] = penstock::read_file(path);
     return files[path];
 }
@@ -69,7 +75,9 @@ struct Program {
             };
             module = std::make_unique<Module>(loader(asked.at("pte")), nullptr, nullptr, nullptr, loader(data.at(0)));
         } else {
-            const auto how = mode == "mmap" ? Module::LoadMode::Mmap : Module::LoadMode::File;
+            const auto how = mode == "mmap"    ? Module::LoadMode::Mmap
+                             : mode == "mlock" ? Module::LoadMode::MmapUseMlockIgnoreErrors
+                                               : Module::LoadMode::File;
             module = std::make_unique<Module>(asked.at("pte").get<std::string>(), data, how, nullptr, nullptr, nullptr,
                                               asked.at("share").get<bool>());
         }
@@ -77,7 +85,8 @@ struct Program {
     }
 
     Error load(const std::string &method, const Json &changed) {
-        for (const auto &[key, value] : changed.items()) options = {make_option(key, value)};
+        if (!changed.empty()) options.clear();
+        for (const auto &[key, value] : changed.items()) options.push_back(make_option(key, value));
         executorch::runtime::LoadBackendOptionsMap map;
         if (!options.empty()) (void)map.set_options(BACKEND, {options.data(), options.size()});
         const Error error = module->is_loaded() && changed.empty() ? Error::Ok : module->load(map);
@@ -111,6 +120,19 @@ Error call(Program &program, const Json &asked) {
     return Error::Ok;
 }
 
+int64_t spare_bytes = 0;  // of the heap, of which nothing else is made
+
+// Loads a program and destroys it, again and again. Each lies at another address than the one before.
+Error reload(const Json &program, const Json &asked) {
+    Error error = Error::Ok;
+    for (int left = asked.at("reload"); left && error == Error::Ok; --left) {
+        error = Program(program).load(asked.at("method"), Json::object());
+        void *const spare = std::malloc(sizeof(executorch::runtime::Program));
+        spare_bytes += static_cast<int64_t>(malloc_usable_size(spare) + sizeof(size_t));
+    }
+    return error;
+}
+
 int64_t process_bytes() {
     std::ifstream file("/proc/self/status");
     for (std::string line; std::getline(file, line);)
@@ -129,6 +151,25 @@ Json figures() {
     return found;
 }
 
+Json run(const Json &asked, const Json &description, std::unique_ptr<Program> &program) {
+    Error error = Error::Ok;
+    if (asked.contains("shell"))
+        error = std::system(asked.at("shell").get<std::string>().c_str()) ? Error::Internal : Error::Ok;
+    else if (asked.contains("reload"))
+        error = reload(description, asked);
+    else if (!asked.contains("unload"))
+        error = call(*program, asked);
+    else if (asked.at("unload").is_string())
+        program->module->unload_method(asked.at("unload"));
+    else
+        program.reset();
+    Json said = figures();
+    said["error"] = executorch::runtime::to_string(error);
+    said["process_bytes"] = process_bytes();
+    said["heap_bytes"] = static_cast<int64_t>(mallinfo2().uordblks) - spare_bytes;
+    return said;
+}
+
 }  // namespace
 
 int main(int, char **words) {
@@ -137,22 +178,18 @@ int main(int, char **words) {
         if (!dlopen(library.get<std::string>().c_str(), RTLD_NOW | RTLD_GLOBAL)) return std::cerr << dlerror() << "\n", 1;
     std::vector<std::unique_ptr<Program>> programs;
     for (const Json &one : asked.at("programs")) programs.push_back(std::make_unique<Program>(one));
-    Json answer = Json::array();
-    for (const Json &one : asked.at("calls")) {
-        auto &program = programs.at(one.at("program"));
-        Error error = Error::Ok;
-        if (one.contains("shell"))
-            error = std::system(one.at("shell").get<std::string>().c_str()) ? Error::Internal : Error::Ok;
-        else if (!one.contains("unload"))
-            error = call(*program, one);
-        else if (one.at("unload").is_string())
-            program->module->unload_method(one.at("unload"));
-        else
-            program.reset();
-        Json said = figures();
-        said["error"] = executorch::runtime::to_string(error);
-        said["process_bytes"] = process_bytes();
-        answer.push_back(said);
-    }
-    std::cout << answer.dump() << std::endl;
+    const Json &calls = asked.at("calls");
+    std::vector<Json> answers(calls.size());
+    const auto run_calls = [&](size_t first, size_t last) {  // of these programs
+        for (size_t k = 0; k < calls.size(); ++k)
+            if (const size_t number = calls[k].at("program"); number >= first && number < last)
+                answers[k] = run(calls[k], asked.at("programs")[number], programs[number]);
+    };
+    std::vector<std::thread> threads;
+    if (asked.value("threads", false))
+        for (size_t k = 0; k < programs.size(); ++k) threads.emplace_back(run_calls, k, k + 1);
+    else
+        run_calls(0, programs.size());
+    for (std::thread &one : threads) one.join();
+    std::cout << Json(answers).dump() << std::endl;
 }

@@ -111,7 +111,7 @@ def test_a_state_lives_as_long_as_any_method_of_its_program_is_loaded(runner, ex
     assert torch.equal(runner([program], [word])[0].outputs[0], fresh)
 
 
-@pytest.mark.parametrize("mode", ["mmap", "file", "memory"])
+@pytest.mark.parametrize("mode", ["mmap", "mlock", "file", "memory"])
 def test_weights_are_read_from_the_file_or_from_memory(runner, exported, mode):
     files, plain = exported("mlp")
     options = {"budget": "50%", "readers": 2}
@@ -128,9 +128,19 @@ def test_the_process_takes_the_memory_of_the_budget(runner, exported):
     total = sum(storage.nbytes for storage in read(files.pte).payload.storages)
     calls = [Call([rows(width=512)])] * 3
     small, large = (runner([Program(files, {"budget": share})], calls) for share in ("25%", "100%"))
+    locked = runner([Program(files, {"budget": "25%"}, "mlock")], calls)
     _assert_equal(small, runner([Program(plain)], calls))
     _assert_equal(small, large)
+    _assert_equal(small, locked)
     assert large[-1].process_bytes - small[-1].process_bytes > 0.6 * total
+    assert locked[-1].process_bytes - small[-1].process_bytes < 0.3 * total
+
+
+def test_nothing_is_left_of_a_program_that_is_destroyed(runner, exported):
+    files, _ = exported("mlp")
+    few, many = runner([Program(files)], [Call(reload=100), Call(reload=1000)])
+    assert (few.error, many.error, many.programs) == ("Error::Ok", "Error::Ok", 0)
+    assert many.heap_bytes - few.heap_bytes < 16 << 10
 
 
 def test_sizes_may_differ_from_call_to_call(runner, exported):

@@ -50,22 +50,29 @@ def _changed(path: Path, old: bytes, new: bytes) -> None:
         ({"budget": "lots"}, "the budget 'lots' is not a size: write bytes, '32MiB', '8GB' or '50%'"),
         ({"budget": 4096}, 'the load option "budget" has another type: give text, such as "32MiB"'),
         ({"bugdet": "1MiB"}, 'there is no load option "bugdet": give budget, weights or readers'),
-        ({"readers": 0}, "expected one reader or more"),
+        ({"readers": 0}, 'the load option "readers" is 0: give one thread or more'),
     ],
 )
 def test_wrong_options(runner, files, options, sentence):
     floor = read(files.pte).payload.plans[0].budget
-    error = "OutOfResources" if "readers" in options else "InvalidArgument"
-    _refused(runner, Program(files, options), error, sentence.format(floor=floor))
+    _refused(runner, Program(files, options), "InvalidArgument", sentence.format(floor=floor))
 
 
-def test_another_budget_for_another_method(runner, exported):
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        ({"budget": "90%"}, "loaded with the budget '50%', and another one with '90%': give all methods the"),
+        ({"budget": "50%", "readers": 2}, "loaded with the readers '3', and another one with '2': give all"),
+        ({"budget": "50%", "weights": "w.ptd"}, "the weights '', and another one with 'w.ptd': give all"),
+    ],
+)
+def test_other_options_for_another_method(runner, exported, other, sentence):
     files, _ = exported("decoder")
-    calls = [Call(PROMPT, "prefill"), Call(PROMPT, "decode", options={"budget": "90%"})]
+    calls = [Call(PROMPT, "prefill"), Call(PROMPT, "decode", options=other)]
     answers = runner([Program(files, {"budget": "50%"})], calls)
     assert [one.error for one in answers] == ["Error::Ok", "Error::InvalidArgument"]
     (said,) = runner.sentences()
-    assert "within a budget of '50%', not '90%': load all its methods with one budget" in said
+    assert sentence in said
 
 
 def test_no_data_file(runner, files):
