@@ -3,6 +3,7 @@
 #include <executorch/runtime/core/exec_aten/util/scalar_type_util.h>
 
 #include <algorithm>
+#include <array>
 
 #include "../failure.h"
 
@@ -78,14 +79,13 @@ Catalog::Catalog(const Json &payload, const Json &plan) {
 void Catalog::check(const Json &region) const {
     const auto steps = reads_.find(region.at("graph").get<int64_t>());
     if (steps == reads_.end()) refuse(region, "graph", "that of a method", region.at("graph"));
-    const auto range = region.at("steps").get<std::array<int64_t, 2>>();
-    const auto [first, behind] = range;
-    const auto count = static_cast<int64_t>(steps->second.size());
-    if (first < 0 || behind < first || behind > count || behind - first > 1)
+    const auto [first, behind] = region.at("steps").get<std::array<int64_t, 2>>();
+    const auto count = static_cast<int64_t>(steps->second.size()), most = region.at("kernels") == "executorch" ? 1 : count;
+    if (first < 0 || behind < first || behind > count || behind - first > most)
         refuse(region, "steps", "one of " + std::to_string(count) + " steps, or none", region.at("steps"));
-    const std::set<int64_t> none;
-    for (size_t k = 0; k < region.at("appended").size(); ++k)
-        check_appended(region, k, first == behind ? none : steps->second[first]);
+    std::set<int64_t> reads;
+    for (int64_t k = first; k < behind; ++k) reads.insert(steps->second[k].begin(), steps->second[k].end());
+    for (size_t k = 0; k < region.at("appended").size(); ++k) check_appended(region, k, reads);
 }
 
 void Catalog::check_appended(const Json &region, size_t index, const std::set<int64_t> &reads) const {
