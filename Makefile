@@ -31,8 +31,8 @@ soak: $(STAMP) ## random problems, plans and orders, many times as many as in th
 zoo: $(STAMP) ## architectures that a seed chooses, tiny, through apply: an hour (SEED=7)
 	@$(VENV)/bin/python benchmarks/zoo_random.py $(if $(SEED),--seed $(SEED))
 
-sanitize: $(STAMP) ## the native engine under the sanitizers of threads, addresses and undefined behaviour
-	@$(VENV)/bin/python -m pytest -n 0 -m sanitize --timeout=0 tests/native
+sanitize: $(STAMP) ## the native engine and ExecuTorch's delegate under sanitizers of threads, addresses, undefined behaviour
+	@$(VENV)/bin/python -m pytest -n 0 -m sanitize --timeout=0 tests/native tests/backends/executorch/delegate
 
 gpu: $(STAMP) ## on a machine with CUDA: the devices' tests, then benchmarks/gpu.py
 	@$(VENV)/bin/python -m pytest -n 0 tests/runtime/device/test_device.py tests/integrations/test_apply_on_devices.py

@@ -14,6 +14,7 @@
 #include <executorch/runtime/backend/interface.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <fstream>
 #include <iostream>
@@ -120,7 +121,8 @@ Error call(Program &program, const Json &asked) {
     return Error::Ok;
 }
 
-int64_t spare_bytes = 0;  // of the heap, of which nothing else is made
+std::atomic<int64_t> spare_bytes{0};  // of the heap, of which nothing else is made
+std::atomic<void *> last_spare{nullptr};
 
 // Loads a program and destroys it, again and again. Each lies at another address than the one before.
 Error reload(const Json &program, const Json &asked) {
@@ -128,6 +130,7 @@ Error reload(const Json &program, const Json &asked) {
     for (int left = asked.at("reload"); left && error == Error::Ok; --left) {
         error = Program(program).load(asked.at("method"), Json::object());
         void *const spare = std::malloc(sizeof(executorch::runtime::Program));
+        *static_cast<void **>(spare) = last_spare.exchange(spare);  // in a chain, so that they are no leaks
         spare_bytes += static_cast<int64_t>(malloc_usable_size(spare) + sizeof(size_t));
     }
     return error;
