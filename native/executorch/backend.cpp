@@ -18,11 +18,6 @@ using executorch::runtime::BackendOption;
 using executorch::runtime::BackendOptionContext;
 using executorch::runtime::CompileSpec;
 using executorch::runtime::DelegateHandle;
-using executorch::runtime::Error;
-using executorch::runtime::EValue;
-using executorch::runtime::Result;
-using executorch::runtime::Span;
-using Json = nlohmann::json;
 
 namespace {
 
@@ -81,7 +76,7 @@ class PenstockBackend final : public BackendInterface {
   public:
     bool is_available() const override { return true; }
 
-    Result<DelegateHandle *> init(BackendInitContext &context, executorch::runtime::FreeableBuffer *processed,
+    Result<DelegateHandle *> init(BackendInitContext &context, FreeableBuffer *processed,
                                   ArrayRef<CompileSpec>) const override {
         Region *region = nullptr;
         const Error error = guarded([&] {

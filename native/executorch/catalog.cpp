@@ -9,9 +9,6 @@
 
 namespace penstock {
 
-using executorch::aten::ScalarType;
-using Json = nlohmann::json;
-
 ScalarType scalar_type(const std::string &dtype) {
     static const std::map<std::string, ScalarType> types{
         {"bool", ScalarType::Bool},   {"uint8", ScalarType::Byte},     {"int8", ScalarType::Char},

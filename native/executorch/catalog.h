@@ -1,27 +1,26 @@
 // What a payload says of steps and weights, with which the regions of its program have to agree.
 #pragma once
 
-#include <executorch/runtime/core/exec_aten/exec_aten.h>
-
 #include <map>
-#include <nlohmann/json.hpp>
 #include <set>
 #include <string>
 #include <vector>
 
+#include "names.h"
+
 namespace penstock {
 
 // ExecuTorch's name of a dtype. Raises PS_PLAN for one that it does not have.
-executorch::aten::ScalarType scalar_type(const std::string &dtype);
+ScalarType scalar_type(const std::string &dtype);
 
 class Catalog {
   public:
     // Of a payload, for a plan of it that runs.
-    Catalog(const nlohmann::json &payload, const nlohmann::json &plan);
+    Catalog(const Json &payload, const Json &plan);
 
     // Raises PS_PAYLOAD, with the name of the field, for a region that contradicts the payload: docs/payload.md, "A region",
     // has the rules, and backends/executorch/region.py checks the same of all regions at once.
-    void check(const nlohmann::json &region) const;
+    void check(const Json &region) const;
 
     int64_t nbytes(int storage) const { return storages_.at(storage).nbytes; }
 
@@ -31,11 +30,11 @@ class Catalog {
         bool state, outside;  // of the arena
     };
 
-    void check_appended(const nlohmann::json &region, size_t index, const std::set<int64_t> &reads) const;
+    void check_appended(const Json &region, size_t index, const std::set<int64_t> &reads) const;
 
     std::vector<Storage> storages_;
     std::map<int64_t, std::vector<std::set<int64_t>>> reads_;  // of the steps of each graph
-    std::map<std::string, nlohmann::json> parts_;               // by the names of tensors
+    std::map<std::string, Json> parts_;                        // by the names of tensors
 };
 
 }  // namespace penstock

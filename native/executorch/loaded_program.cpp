@@ -12,9 +12,6 @@ using executorch::runtime::BackendOption;
 using executorch::runtime::HierarchicalAllocator;
 using executorch::runtime::MethodMeta;
 using executorch::runtime::Program;
-using executorch::runtime::Result;
-using executorch::runtime::Span;
-using Json = nlohmann::json;
 
 namespace {
 

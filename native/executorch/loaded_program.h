@@ -25,7 +25,7 @@ struct LoadOptions {
     int readers = 3;
 
     // Raises PS_PLAN for an option that there is not, or of another type.
-    explicit LoadOptions(executorch::runtime::Span<const executorch::runtime::BackendOption> given);
+    explicit LoadOptions(Span<const executorch::runtime::BackendOption> given);
 
     // Raises PS_PLAN for options of another method of the program that are not these.
     void refuse_others(const LoadOptions &others) const;
@@ -84,8 +84,8 @@ class LoadedProgram {
         std::unique_ptr<executorch::runtime::Program> program;
     };
 
-    void open(const nlohmann::json &payload, const nlohmann::json &plan, const LoadOptions &options);
-    void fill_outside(const nlohmann::json &plan, const nlohmann::json &storages);
+    void open(const Json &payload, const Json &plan, const LoadOptions &options);
+    void fill_outside(const Json &plan, const Json &storages);
     void reserve_scratch(const NamedDataMap &map);
     void check(ps_status status) const;
 
@@ -97,7 +97,7 @@ class LoadedProgram {
     std::map<int, std::pair<Memory, char *>> outside_;  // and where the storage begins in it
     std::map<std::string, std::unique_ptr<Code>> codes_;
     std::vector<Memory> scratch_memory_;
-    std::vector<executorch::runtime::Span<uint8_t>> scratch_spans_;
+    std::vector<Span<uint8_t>> scratch_spans_;
     executorch::runtime::HierarchicalAllocator scratch_{{}};
     std::mutex running_;
     int64_t plan_budget_ = 0, outside_bytes_ = 0;

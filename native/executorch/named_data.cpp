@@ -19,8 +19,6 @@ namespace penstock {
 using executorch::extension::FlatTensorDataMap;
 using executorch::extension::MmapDataLoader;
 using executorch::runtime::internal::MergedDataMap;
-using executorch::runtime::Result;
-using Json = nlohmann::json;
 
 namespace {
 
@@ -108,7 +106,7 @@ const NamedDataMap *own_map(const NamedDataMap &given, const std::string &key) {
 }
 
 FreeableBuffer read_checked(const NamedDataMap &map, const std::string &key) {
-    Result<FreeableBuffer> found = has_key(map, key) ? map.get_data(key) : executorch::runtime::Error::NotFound;
+    Result<FreeableBuffer> found = has_key(map, key) ? map.get_data(key) : Error::NotFound;
     if (!found.ok())
         throw Failure(PS_PAYLOAD, "the program lacks its " + key + ": export it again");
     if (key.substr(key.rfind('.') + 1) != sha256({static_cast<const char *>(found->data()), found->size()}))
@@ -134,7 +132,7 @@ void NamedWeights::open_data_file(const std::string &path) {
     Result<MmapDataLoader> loader = MmapDataLoader::from(path.c_str(), MmapDataLoader::MlockConfig::NoMlock);
     if (loader.ok()) loader_ = std::make_unique<MmapDataLoader>(std::move(loader.get()));
     Result<FlatTensorDataMap> map =
-        loader_ ? FlatTensorDataMap::load(loader_.get()) : executorch::runtime::Error::AccessFailed;
+        loader_ ? FlatTensorDataMap::load(loader_.get()) : Error::AccessFailed;
     if (!map.ok()) throw Failure(PS_SOURCE, path + " is no .ptd file, or is damaged: export it again");
     data_file_ = std::make_unique<FlatTensorDataMap>(std::move(map.get()));
 }

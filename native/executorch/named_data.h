@@ -3,19 +3,15 @@
 
 #include <executorch/extension/data_loader/mmap_data_loader.h>
 #include <executorch/extension/flat_tensor/flat_tensor_data_map.h>
-#include <executorch/runtime/core/named_data_map.h>
 
 #include <memory>
-#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
 #include "../files.h"
+#include "names.h"
 
 namespace penstock {
-
-using executorch::runtime::FreeableBuffer;
-using executorch::runtime::NamedDataMap;
 
 bool has_key(const NamedDataMap &map, const std::string &key);
 
@@ -30,10 +26,10 @@ class NamedWeights {
   public:
     // Finds the entries of a payload's weight files in the .ptd at `path`, or in what the runtime has loaded where that is
     // empty. Raises PS_SOURCE where one is missing, has another size, or is not aligned as reads need it.
-    NamedWeights(const NamedDataMap &loaded, const std::string &path, const nlohmann::json &files);
+    NamedWeights(const NamedDataMap &loaded, const std::string &path, const Json &files);
 
     // The payload as the engine takes it: its files are those that the entries lie in.
-    nlohmann::json placed(nlohmann::json payload) const;
+    Json placed(Json payload) const;
 
     // The files of that payload, open for as long as this; none where the entries are memory.
     const std::vector<ps_file> &opened() const { return opened_; }
@@ -50,8 +46,8 @@ class NamedWeights {
     };
 
     void open_data_file(const std::string &path);
-    bool locate(const NamedDataMap &map, const nlohmann::json &files);
-    void hold(const NamedDataMap &map, const nlohmann::json &files);
+    bool locate(const NamedDataMap &map, const Json &files);
+    void hold(const NamedDataMap &map, const Json &files);
     int file_number(const std::string &path, uint64_t inode);
 
     std::unique_ptr<executorch::extension::MmapDataLoader> loader_;

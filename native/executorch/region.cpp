@@ -11,13 +11,6 @@
 
 namespace penstock {
 
-using executorch::aten::Tensor;
-using executorch::runtime::Error;
-using executorch::runtime::EValue;
-using executorch::runtime::Result;
-using executorch::runtime::Span;
-using Json = nlohmann::json;
-
 namespace {
 
 void check(Error error, const std::string &what) {

@@ -13,22 +13,22 @@
 namespace penstock {
 
 // What `processed_bytes` say of a region, behind the sha256 of it. Raises Failure for bytes that are damaged.
-nlohmann::json region_facts(const std::string &processed);
+Json region_facts(const std::string &processed);
 
 class Region {
   public:
     // `facts` are those of docs/payload.md, "A region". Raises Failure.
-    Region(const NamedDataMap &map, const nlohmann::json &facts, const LoadOptions &options);
+    Region(const NamedDataMap &map, const Json &facts, const LoadOptions &options);
     Region(const Region &) = delete;
 
     // Runs once. `arguments` are the delegate's inputs and, behind them, its outputs. Raises Failure.
-    void run(executorch::runtime::Span<executorch::runtime::EValue *> arguments);
+    void run(Span<EValue *> arguments);
 
   private:
-    void load(const NamedDataMap &map, const nlohmann::json &facts);
-    void append(const nlohmann::json &facts);
-    void set_arguments(executorch::runtime::Span<executorch::runtime::EValue *> arguments);
-    void give_outputs(executorch::runtime::Span<executorch::runtime::EValue *> arguments);
+    void load(const NamedDataMap &map, const Json &facts);
+    void append(const Json &facts);
+    void set_arguments(Span<EValue *> arguments);
+    void give_outputs(Span<EValue *> arguments);
 
     int graph_, region_, step_;
     size_t inputs_, outputs_, states_ = 0;

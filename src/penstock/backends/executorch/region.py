@@ -105,7 +105,7 @@ class _Catalog:
             yield f"$.graph: expected that of a method, one of {sorted(self.steps)}, got {region.graph}"
             return
         steps, (first, behind) = self.steps[region.graph], region.steps
-        most = 1 if region.kernels == "executorch" else len(steps)
+        most = {"executorch": 1}.get(region.kernels, len(steps))
         if not 0 <= first <= behind <= min(first + most, len(steps)):
             yield f"$.steps: expected one of {len(steps)} steps, or none, got {[first, behind]}"
             return
