@@ -9,7 +9,7 @@
 #include <iostream>
 
 #include "ladder.h"
-#include "operators.h"
+#include "pass.h"
 #include "program.h"
 
 C10_DECLARE_int(caffe2_log_level);

@@ -1,26 +1,18 @@
 #include "program.h"
 
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
-#include <ATen/Version.h>
 #include <c10/core/InferenceMode.h>
-#include <sys/utsname.h>
-#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
-#include <torch/headeronly/version.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
 #include <cstring>
-#include <fstream>
 #include <iostream>
+#include <map>
 #include <mutex>
-#include <condition_variable>
 #include <regex>
-#include <sstream>
 #include <thread>
 
-#include "operators.h"
+#include "../aoti/package.h"
+#include "pass.h"
 
 namespace penstock {
 
@@ -29,115 +21,6 @@ using Json = nlohmann::json;
 namespace {
 
 constexpr int PATIENCE_MS = 50;
-constexpr int64_t SHARED_OUT = 1 << 17;  // elements for which torch uses several threads
-
-at::ScalarType scalar_type(const std::string &name) {
-    static const std::map<std::string, at::ScalarType> types{
-        {"bool", at::kBool},       {"uint8", at::kByte},          {"int8", at::kChar},
-        {"int16", at::kShort},     {"int32", at::kInt},           {"int64", at::kLong},
-        {"uint16", at::kUInt16},   {"uint32", at::kUInt32},       {"uint64", at::kUInt64},
-        {"float16", at::kHalf},    {"bfloat16", at::kBFloat16},   {"float32", at::kFloat},
-        {"float64", at::kDouble},  {"complex64", at::kComplexFloat}, {"complex128", at::kComplexDouble},
-        {"float8_e4m3fn", at::kFloat8_e4m3fn}, {"float8_e5m2", at::kFloat8_e5m2},
-        {"float8_e8m0fnu", at::kFloat8_e8m0fnu},
-    };
-    const auto found = types.find(name);
-    if (found == types.end()) throw Failure(PS_PAYLOAD, "weights of " + name + " need Python: run it with penstock run");
-    return found->second;
-}
-
-std::string name_of(at::ScalarType type) {
-    for (const char *name : {"bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16",
-                             "bfloat16", "float32", "float64", "complex64", "complex128", "float8_e4m3fn",
-                             "float8_e5m2", "float8_e8m0fnu"})
-        if (scalar_type(name) == type) return name;
-    return at::toString(type);
-}
-
-bool has_instructions(const std::string &name) {
-    const std::string level = at::get_cpu_capability();
-    if (name == "AVX512") return level == "AVX512";
-    if (name == "AVX2") return level == "AVX512" || level == "AVX2";
-#ifdef __x86_64__
-    if (name == "AVX512_VNNI") return __builtin_cpu_supports("avx512vnni");
-    if (name == "AMX_TILE") return __builtin_cpu_supports("amx-tile");
-#endif
-    return name == "DEFAULT";
-}
-
-// The version of torch, and the processor, that the code was compiled for (docs/payload.md, "Program").
-void check_machine(const Json &payload) {
-    const std::string here = std::to_string(TORCH_VERSION_MAJOR) + "." + std::to_string(TORCH_VERSION_MINOR) + "." +
-                             std::to_string(TORCH_VERSION_PATCH);
-    if (payload.at("torch") != here)
-        throw Failure(PS_PAYLOAD, "the program was compiled by torch " + payload.at("torch").get<std::string>() +
-                                      ", and this is torch " + here + ": compile it again");
-    std::istringstream machine(payload.at("program").value("machine", ""));
-    std::string device, system, processor, instructions;
-    if (!(machine >> device >> system >> processor)) return;
-    utsname found;
-    if (uname(&found) == 0 && processor != found.machine)
-        throw Failure(PS_PAYLOAD, "the program was compiled for " + processor + ", and this is " + found.machine +
-                                      ": compile it here");
-    if (device != "cpu") throw Failure(PS_PLAN, "the program was compiled for " + device + ", and this runs on a CPU");
-    while (machine >> instructions)
-        if (!has_instructions(instructions))
-            throw Failure(PS_PAYLOAD, "the program was compiled for a processor with " + instructions +
-                                          ", which this one lacks: compile it here, or there for less "
-                                          "(ATEN_CPU_CAPABILITY=avx2)");
-}
-
-// torch's loader takes a file, not bytes, and unpacks it into a folder of its own.
-std::unique_ptr<torch::inductor::AOTIModelPackageLoader> load_package(const std::string &bytes,
-                                                                      const std::string &method) {
-    const char *const folder = std::getenv("TMPDIR");
-    std::string path = std::string(folder && *folder ? folder : "/tmp") + "/penstock-run-XXXXXX.pt2";
-    const int fd = mkstemps(path.data(), 4);
-    if (fd < 0) throw Failure(PS_SOURCE, path + " could not be written (" + std::strerror(errno) + "): set TMPDIR");
-    ::close(fd);
-    struct Removed {
-        const std::string &path;
-        ~Removed() { unlink(path.c_str()); }
-    } removed{path};
-    std::ofstream file(path, std::ios::binary);
-    file.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
-    file.close();
-    if (!file) throw Failure(PS_SOURCE, path + " could not be written: set TMPDIR to a folder with room");
-    return std::make_unique<torch::inductor::AOTIModelPackageLoader>(path, method, false, 1, -1);
-}
-
-// A second OpenMP team, asleep until the end. Threads of a team spin for milliseconds between kernels, and take the
-// processor from those that read weights; where there are more threads in teams than cores, libgomp has them spin for a
-// moment only. Teams that compute keep their size, so results are the same.
-class ParkedTeam {
-  public:
-    ParkedTeam() {
-        if (at::get_num_threads() == 1) return;
-        thread_ = std::thread([this] {
-            at::ones({SHARED_OUT}).add_(1);
-            std::unique_lock<std::mutex> guard(lock_);
-            parked_ = true;
-            turned_.notify_all();
-            turned_.wait(guard, [this] { return leave_; });
-        });
-        std::unique_lock<std::mutex> guard(lock_);
-        turned_.wait(guard, [this] { return parked_; });
-    }
-    ~ParkedTeam() {
-        {
-            std::lock_guard<std::mutex> guard(lock_);
-            leave_ = true;
-        }
-        turned_.notify_all();
-        if (thread_.joinable()) thread_.join();
-    }
-
-  private:
-    std::mutex lock_;
-    std::condition_variable turned_;
-    bool parked_ = false, leave_ = false;
-    std::thread thread_;
-};
 
 // Compiled code writes a line of its own to std::cerr where a call in it fails. What failed is said once, at the end.
 class Silence {
@@ -192,10 +75,8 @@ struct StreamedProgram::State {
     const volatile std::sig_atomic_t &interrupted;
     std::vector<at::Tensor> buffers;  // of storages outside of the arena
     std::unique_ptr<ps_engine, EngineCloser> engine;
-    std::unordered_map<std::string, at::Tensor> weights;
-    std::unique_ptr<torch::inductor::AOTIModelPackageLoader> package;  // destroyed before what it reads
+    std::unique_ptr<Package> package;  // destroyed before what it reads
     std::vector<at::Tensor> inputs, outputs;
-    ParkedTeam team;
 
     explicit State(const volatile std::sig_atomic_t &flag) : interrupted(flag) {}
 
@@ -245,7 +126,7 @@ void StreamedProgram::State::read_outside(const Json &storages, const Json &plan
     if (interrupted) throw Interrupted();
 }
 
-// Gives the compiled code its weights where they lie: it takes no copy and no reference.
+// Gives the compiled code its weights where they lie.
 void StreamedProgram::State::bind_weights(const Json &payload) {
     std::map<std::string, const Json *> parts;
     for (const Json &weight : payload.at("weights"))
@@ -253,7 +134,8 @@ void StreamedProgram::State::bind_weights(const Json &payload) {
             const std::string name = part.at("name");
             parts[weight.at("fqn").get<std::string>() + (name.empty() ? "" : "." + name)] = &part;
         }
-    for (const std::string &name : package->get_constant_fqns()) {
+    std::unordered_map<std::string, at::Tensor> weights;
+    for (const std::string &name : package->weights()) {
         const auto found = parts.find(name);
         if (found == parts.end())
             throw Failure(PS_PAYLOAD, "the compiled code reads a weight " + name + " that the payload lacks: compile again");
@@ -268,7 +150,7 @@ void StreamedProgram::State::bind_weights(const Json &payload) {
         weights[name] = address && !empty ? at::from_blob(address + offset, shape, stride, at::TensorOptions(dtype))
                                           : at::empty_strided(shape, stride, at::TensorOptions(dtype));
     }
-    package->load_constants(weights, false, true, true);
+    package->bind(std::move(weights));
 }
 
 StreamedProgram::StreamedProgram(const Artifact &artifact, const Json &plan, const RunOptions &options,
@@ -276,7 +158,7 @@ StreamedProgram::StreamedProgram(const Artifact &artifact, const Json &plan, con
     : state_(std::make_unique<State>(interrupted)) {
     const c10::InferenceMode guard;
     const Json &payload = artifact.payload();
-    check_machine(payload);
+    check_machine(payload.at("torch"), payload.at("program").value("machine", ""));
     state_->method = artifact.method(options.method);
     const std::string name = state_->method.at("name"), stored = artifact.program_file(name + ".json");
     const Json code = stored.empty() ? Json::object() : Json::parse(stored);
@@ -286,7 +168,7 @@ StreamedProgram::StreamedProgram(const Artifact &artifact, const Json &plan, con
     state_->signature = code.at("signature"), state_->names = code.at("outputs");
     state_->open(artifact, plan, options);
     state_->read_outside(payload.at("storages"), plan, options.readers);
-    state_->package = load_package(artifact.program_file("compiled.pt2"), name);
+    state_->package = std::make_unique<Package>(artifact.program_file("compiled.pt2"), name);
     state_->bind_weights(payload);
 }
 
@@ -330,12 +212,10 @@ double StreamedProgram::run() {
     const Silence silence;
     try {
         pass.begin();
-        state.outputs = state.package->boxed_run(std::vector<at::Tensor>(state.inputs));
+        state.outputs = state.package->run(state.inputs, pass);
         pass.end();
     } catch (...) {
         ps_abort(state.engine.get());
-        if (pass.was_interrupted) throw Interrupted();
-        if (pass.failure) throw Failure(*pass.failure);
         throw;
     }
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
