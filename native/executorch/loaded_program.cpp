@@ -141,6 +141,8 @@ LoadedProgram::LoadedProgram(const NamedDataMap &map, ProgramKey key, int64_t bu
         find_plan(payload, budget < 0 ? INT64_MAX : budget, "the program", "export it again");
     plan_budget_ = plan.at("budget");
     catalog_.emplace(payload, plan);
+    torch_ = payload.at("torch");
+    if (!payload.at("program").is_null()) machine_ = payload.at("program").value("machine", "");
     weights_ = std::make_unique<NamedWeights>(map, options.weights, payload.at("files"));
     open(weights_->placed(payload), plan, options);
     fill_outside(plan, payload.at("storages"));

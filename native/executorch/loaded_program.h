@@ -70,10 +70,15 @@ class LoadedProgram {
     void enter(int graph, int region, int step);
     void leave(int graph, int step, bool last);
     void abort();
+    void probe(int graph, int32_t call) const { check(ps_probe(engine_.get(), graph, call)); }  // of compiled code
     std::mutex &running() { return running_; }
 
     ps_statistics statistics() const;
     int64_t plan_budget() const { return plan_budget_; }
+
+    // The version of torch that has compiled its code, and what for; empty where nothing is compiled.
+    const std::string &torch() const { return torch_; }
+    const std::string &machine() const { return machine_; }
 
   private:
     // The bytes of a program, which stay where they are, and the program.
@@ -91,6 +96,7 @@ class LoadedProgram {
 
     const ProgramKey key_;
     const LoadOptions options_;
+    std::string torch_, machine_;
     std::unique_ptr<NamedWeights> weights_;  // before the engine, which reads from it
     std::unique_ptr<ps_engine, EngineCloser> engine_;
     std::optional<Catalog> catalog_;

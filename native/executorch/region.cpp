@@ -44,12 +44,19 @@ Region::Region(const NamedDataMap &map, const Json &facts, const LoadOptions &op
       memory_(&structures_, program_->scratch(), &temporary_) {
     if (facts.at("format") != "penstock-region" || facts.at("version") != 1)
         throw Failure(PS_PAYLOAD, "the delegate's bytes are not those of version 1: export the program again");
-    if (facts.at("kernels") != "executorch")
-        throw Failure(PS_PLAN, "this delegate runs ExecuTorch's kernels, and the program has those of " +
-                                   facts.at("kernels").get<std::string>() + ": export it with kernels=\"executorch\"");
     program_->catalog().check(facts);
-    load(map, facts);
-    append(facts);
+    if (facts.at("kernels") == "aotinductor") {
+        step_ = -1;  // its code calls the probes of its steps
+        std::vector<Placed> weights;
+        for (const Json &one : facts.at("appended")) weights.push_back(placed(one));
+        compiled_.emplace(map, *program_, facts.at("program"), facts.at("method"), weights);
+    } else if (facts.at("kernels") == "executorch") {
+        load(map, facts);
+        append(facts);
+    } else {
+        throw Failure(PS_PLAN, "this delegate has no kernels of " + facts.at("kernels").get<std::string>() +
+                                   ": export the program for \"executorch\" or \"aotinductor\"");
+    }
 }
 
 void Region::load(const NamedDataMap &map, const Json &facts) {
@@ -59,15 +66,21 @@ void Region::load(const NamedDataMap &map, const Json &facts) {
     method_.emplace(std::move(found.get()));
 }
 
+// Where a weight or a state lies.
+Placed Region::placed(const Json &one) const {
+    char *const address = program_->address(one.at("storage"));
+    if (!address) throw Failure(PS_PAYLOAD, title(graph_, region_) + " reads a weight that no plan brings: export it again");
+    return {one.at("name"), address + one.at("offset").get<int64_t>(), one.at("shape"), one.at("dim_order"),
+            scalar_type(one.at("dtype"))};
+}
+
 // Gives the method its weights and states where they lie: it takes no copy.
 void Region::append(const Json &facts) {
     size_t input = inputs_;
     for (const Json &one : facts.at("appended")) {
-        char *const address = program_->address(one.at("storage"));
-        if (!address) throw Failure(PS_PAYLOAD, title(graph_, region_) + " reads a weight that no plan brings: export it again");
-        const auto tensor = executorch::extension::make_tensor_ptr(
-            one.at("shape").get<std::vector<int32_t>>(), address + one.at("offset").get<int64_t>(),
-            one.at("dim_order").get<std::vector<uint8_t>>(), {}, scalar_type(one.at("dtype")));
+        const Placed found = placed(one);
+        const auto tensor =
+            executorch::extension::make_tensor_ptr(found.shape, found.address, found.dim_order, {}, found.type);
         check(method_->set_input(EValue(*tensor), input++), "giving " + title(graph_, region_) + " its weights");
         states_ += one.at("mutable").get<bool>();
     }
@@ -82,9 +95,13 @@ void Region::run(Span<EValue *> arguments) {
     std::lock_guard<std::mutex> guard(program_->running());
     try {
         program_->enter(graph_, region_, step_);
-        set_arguments(arguments);
-        check(method_->execute(), title(graph_, region_));
-        give_outputs(arguments);
+        if (compiled_) {
+            compiled_->run(*program_, graph_, arguments, inputs_);
+        } else {
+            set_arguments(arguments);
+            check(method_->execute(), title(graph_, region_));
+            give_outputs(arguments);
+        }
         program_->leave(graph_, step_, last_);
     } catch (...) {
         program_->abort();

@@ -8,7 +8,7 @@
 
 #include <optional>
 
-#include "loaded_program.h"
+#include "compiled.h"
 
 namespace penstock {
 
@@ -27,6 +27,7 @@ class Region {
   private:
     void load(const NamedDataMap &map, const Json &facts);
     void append(const Json &facts);
+    Placed placed(const Json &appended) const;
     void set_arguments(Span<EValue *> arguments);
     void give_outputs(Span<EValue *> arguments);
 
@@ -37,6 +38,7 @@ class Region {
     executorch::extension::MallocMemoryAllocator structures_, temporary_;
     executorch::runtime::MemoryManager memory_;
     std::optional<executorch::runtime::Method> method_;
+    std::optional<CompiledMethod> compiled_;  // in place of `method_`
 };
 
 }  // namespace penstock

@@ -164,17 +164,22 @@ def save(compiled: Compiled, annotated: Annotated, folder: Path) -> str:
 
     Returns the file's name in `folder`. The programs are needed for the methods' call signatures.
     """
-    from torch._inductor.package.package import package_aoti
-
     with (
         zipfile.ZipFile(folder / PROGRAM, "w", zipfile.ZIP_STORED) as archive,
         tempfile.TemporaryDirectory() as temporary,
     ):
         package = Path(temporary) / PACKAGE
-        package_aoti(str(package), {name: list(one.files) for name, one in compiled.emitted.items()})
+        write_package(compiled, package)
         archive.write(package, PACKAGE)
         write_programs(archive, annotated)
     return PROGRAM
+
+
+def write_package(compiled: Compiled, path: Path) -> None:
+    """Writes the package of AOTInductor with a model for each method, by the method's name."""
+    from torch._inductor.package.package import package_aoti
+
+    package_aoti(str(path), {name: list(one.files) for name, one in compiled.emitted.items()})
 
 
 def _compile(compiled: Compiled, method: Method) -> Emitted:

@@ -111,8 +111,11 @@ def _program(payload: Payload) -> Iterator[str]:
     if program is not None:
         yield from _path(program.path, "$.program.path", absolute=False)
         yield from _sha256(program.sha256, "$.program.sha256")
-        if payload.lowering in ("none", "executorch"):
-            yield f"$.program: expected null, as $.lowering is {payload.lowering!r}, got {program.path!r}"
+        if payload.lowering == "none":
+            yield f"$.program: expected null, as $.lowering is 'none', got {program.path!r}"
+        key = f"penstock.compiled.{program.sha256}"
+        if payload.lowering == "executorch" and program.path != key:
+            yield f"$.program.path: expected {key!r}, as $.lowering is 'executorch', got {program.path!r}"
 
 
 def _probes(payload: Payload) -> Iterator[str]:

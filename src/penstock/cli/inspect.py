@@ -147,6 +147,7 @@ def _delegate_facts(program: _Inspected) -> dict[str, Any]:
 
 def _totals(program: _Inspected) -> list[tuple[str, str]]:
     payload = program.payload
+    machine = payload.program.machine if payload.program else ""
     named = {(f.path, f.key): f for f in payload.files if f.kind == "named"}
     sizes = [(f.path, f.nbytes) for f in payload.files if f.kind == "file"]
     for name in dict.fromkeys(path for path, _ in named):
@@ -155,6 +156,7 @@ def _totals(program: _Inspected) -> list[tuple[str, str]]:
         ("lowering", f"{payload.lowering} (torch {payload.torch})"),
         ("weights", f"{format_size(program.weight_bytes)} in {len(payload.storages)} storages"),
         *((f"floor, {name}", format_size(program.floor(arena=name))) for name in program.arenas()),
+        *([("compiled for", machine)] if machine else []),
         *(("file", f"{name} ({format_size(nbytes)})") for name, nbytes in sizes[:_ROWS]),
     ]
 

@@ -77,7 +77,7 @@ SYMBOL = {"name": "b", "lower": 1, "upper": 4, "example": 5}
     ("path", "value", "sentence"),
     [
         ("lowering", "none", "$.program: expected null, as $.lowering is 'none'"),
-        ("lowering", "executorch", "$.program: expected null, as $.lowering is 'executorch'"),
+        ("lowering", "executorch", "$.program.path: expected 'penstock.compiled."),
         ("probes.0.graph", 7, "$.probes[0].graph: expected the graph of a trace, one of [0], got 7"),
         ("probes.0.opens", [0, 2], "$.probes[0].opens: expected a call for each of 3 steps, got 2"),
         ("probes.0.closes", [3, 3, -1], "$.probes[0].closes: expected different calls, each -1 or more"),

@@ -12,10 +12,17 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from penstock.backends.executorch.code import METHOD, region_program, text_of
+from penstock.backends.executorch.compiled import compile_methods
 from penstock.backends.executorch.facts import Facts, RegionProgram, find_facts
 from penstock.backends.executorch.named import add_storages, hashed_key
-from penstock.backends.executorch.options import MethodFacts, RegionFacts, from_specs, settings_of
-from penstock.backends.executorch.plain import with_plain_operators
+from penstock.backends.executorch.options import (
+    MethodFacts,
+    RegionFacts,
+    Settings,
+    from_specs,
+    settings_of,
+)
+from penstock.backends.executorch.plain import with_plain_operators, with_views
 from penstock.backends.executorch.plans import BLOCK, make_plans
 from penstock.backends.executorch.region import PAYLOAD, PROGRAM, Appended, RegionCode
 from penstock.backends.executorch.regions import dim_order_of
@@ -55,15 +62,14 @@ class PenstockBackend(BackendDetails):  # type: ignore[misc]
         settings = settings_of([spec for specs in compile_specs.values() for spec in specs])
         regions = _regions(edge_programs, compile_specs)
         methods = {name: _method_facts(specs) for name, specs in compile_specs.items()}
-        facts = find_facts(regions, methods, settings)
         store = NamedDataStore()
+        facts, codes = _lower(store, edge_programs, regions, methods, settings)
         storages, files = add_storages(store, facts.payload.storages, facts.values, settings.data_file, BLOCK)
         payload = replace(facts.payload, storages=storages, files=files)
         plans, budget = make_plans(payload, kept_storages(payload, settings.keep), settings)
         data = replace(payload, plans=plans).to_bytes()
         key = hashed_key(PAYLOAD, data)
         store.add_named_data(key, data)
-        programs = _add_programs(store, edge_programs)
         results: dict[str, list[PreprocessResult]] = {name: [] for name in edge_programs}
         for region in regions:
             edge = edge_programs[region.method][region.number]
@@ -77,8 +83,8 @@ class PenstockBackend(BackendDetails):  # type: ignore[misc]
                 steps=facts.steps[region.name],
                 budget=budget,
                 kernels=settings.kernels,
-                program=programs[region.name],
-                method=METHOD,
+                program=codes[region.name],
+                method=METHOD if settings.kernels == "executorch" else region.method,
                 inputs=len(edge.graph_signature.user_inputs),
                 outputs=len(edge.graph_signature.user_outputs),
                 appended=_appended(edge, facts, region),
@@ -87,6 +93,24 @@ class PenstockBackend(BackendDetails):  # type: ignore[misc]
         first = next(iter(results.values()))[0]
         first.data_store_output = store.get_named_data_store_output()
         return results
+
+
+def _lower(
+    store: NamedDataStore,
+    edge_programs: Mapping[str, Sequence[ExportedProgram]],
+    regions: Sequence[RegionProgram],
+    methods: Mapping[str, MethodFacts],
+    settings: Settings,
+) -> tuple[Facts, dict[str, str]]:
+    """The facts of all regions, and the keys of their code by the names of regions."""
+    if settings.kernels == "executorch":
+        return find_facts(regions, methods, settings), _add_programs(store, edge_programs)
+    for region in regions:
+        with_views(region.program)
+    facts, code = compile_methods(regions, methods, settings)
+    assert facts.payload.program is not None
+    store.add_named_data(facts.payload.program.path, code)
+    return facts, {region.name: facts.payload.program.path for region in regions}
 
 
 def _regions(
@@ -122,15 +146,26 @@ def _add_programs(store: NamedDataStore, programs: Mapping[str, Sequence[Exporte
 
 
 def _appended(edge: ExportedProgram, facts: Facts, region: RegionProgram) -> tuple[Appended, ...]:
-    """The weights and states of a region, in the order of its program's inputs."""
+    """The weights and states of a region, in the order of its program's inputs.
+
+    A compiled method has none that its code does not read.
+    """
     signature = edge.graph_signature
+    compiled = facts.payload.program is not None
+    reads = {
+        s for one in facts.payload.traces if one.method == region.method for k in one.steps for s in k.reads
+    }
     written = [spec.target for spec in signature.output_specs if spec.kind is OutputKind.BUFFER_MUTATION]
     found = []
     for spec in signature.input_specs:
         if spec.kind is InputKind.USER_INPUT:
             continue
-        weight = facts.tensors.get(str(spec.target)) or facts.tensors[f"{region.name}.{spec.target}"]
+        names = (str(spec.target), f"{region.name}.{spec.target}", f"{region.method}.{spec.target}")
+        weight = next(facts.tensors[name] for name in names if name in facts.tensors)
         part = weight.parts[0]
+        streams = facts.payload.storages[part.storage].kind == "streamable"
+        if compiled and streams and part.storage not in reads:
+            continue
         order = dim_order_of(part)
         if order is None:
             raise PassError(

@@ -57,18 +57,13 @@ def find_facts(
 
     Raises PassError for a region without weights.
     """
-    for region in regions:
-        if not (region.program.state_dict or region.program.constants):
-            raise PassError(
-                f"region {region.number} of method {region.method!r} reads no weights, so there is nothing "
-                "to stream in it: tag only nodes that read weights, as PenstockPartitioner does"
-            )
+    refuse_without_weights(regions)
     found = annotate_with_values({one.name: one.program for one in regions}, hardware=settings.hardware)
     storages = tuple(_kind(storage) for storage in found.payload.storages)
     tensors = {weight.fqn: weight for weight in found.payload.tensors}
     parts = {part.name: (part.fqn, part.part) for one in methods.values() for part in one.parts}
     named = _named(tensors, regions)
-    weights = join_parts([*named.values(), *_aliases(named, methods)], parts)
+    weights = join_parts([*named.values(), *aliases_of(named, methods)], parts)
     traces: list[Trace] = []
     steps: dict[str, tuple[int, int]] = {}
     of_region = {trace.method: trace for trace in found.payload.traces}
@@ -92,6 +87,16 @@ def find_facts(
     return Facts(payload, found.values, steps, tensors)
 
 
+def refuse_without_weights(regions: Sequence[RegionProgram]) -> None:
+    """Raises PassError for a region that reads no weights."""
+    for region in regions:
+        if not (region.program.state_dict or region.program.constants):
+            raise PassError(
+                f"region {region.number} of method {region.method!r} reads no weights, so there is nothing "
+                "to stream in it: tag only nodes that read weights, as PenstockPartitioner does"
+            )
+
+
 def _kind(storage: Storage) -> Storage:
     small = storage.kind == "streamable" and storage.nbytes < SMALL
     return replace(storage, kind="small") if small else storage
@@ -111,7 +116,7 @@ def _named(tensors: Mapping[str, Weight], regions: Sequence[RegionProgram]) -> d
     return named
 
 
-def _aliases(known: Mapping[str, Weight], methods: Mapping[str, MethodFacts]) -> list[Weight]:
+def aliases_of(known: Mapping[str, Weight], methods: Mapping[str, MethodFacts]) -> list[Weight]:
     """The weights that are other names of known ones."""
     found: dict[str, Weight] = {}
     for facts in methods.values():

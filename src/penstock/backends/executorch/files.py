@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.backends.executorch.containers import Pte, read_ptd, read_pte
 from penstock.backends.executorch.plans import BLOCK, arenas, floors, kept_by_all
-from penstock.backends.executorch.region import PAYLOAD, PROGRAM, RegionCode, check_regions
+from penstock.backends.executorch.region import COMPILED, PAYLOAD, PROGRAM, RegionCode, check_regions
 from penstock.runtime.system.atomic import replace_file
 from penstock.schedule.facts.errors import BudgetError, PayloadError, PlanError, SourceError
 from penstock.schedule.facts.model import Part
@@ -186,7 +186,7 @@ def _exported(path: Path, contents: Pte) -> Exported:
     for key in {key for one in regions for key in (one.payload, one.program)}:
         _checked(path, named, key)
     check_regions(regions, payload, str(path))
-    programs = {key: value for key, value in named.items() if key.startswith(PROGRAM)}
+    programs = {key: value for key, value in named.items() if key.startswith((PROGRAM, COMPILED))}
     return Exported(path, payload, regions, programs, {})
 
 

@@ -13,7 +13,7 @@ from penstock.schedule.payload.text import decode, encode, parse
 if TYPE_CHECKING:
     from executorch.exir.backend.compile_spec_schema import CompileSpec
 
-Kernels = Literal["executorch"]
+Kernels = Literal["executorch", "aotinductor"]
 NO_WORK = Work()
 
 

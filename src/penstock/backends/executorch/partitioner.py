@@ -20,8 +20,8 @@ from penstock.backends.executorch.options import (
     Settings,
     to_spec,
 )
-from penstock.backends.executorch.plain import compiled_late, with_plain_operators
-from penstock.backends.executorch.regions import Regions, Worth, find_regions, tag
+from penstock.backends.executorch.plain import compiled_late, operators_of, with_plain_operators
+from penstock.backends.executorch.regions import Regions, Worth, find_regions, tag, whole_method
 from penstock.backends.executorch.uses import with_own_uses
 from penstock.passes.building.fake_export import with_computed_buffers
 from penstock.passes.calls.inputs import describe_method
@@ -47,7 +47,9 @@ class PenstockPartitioner(Partitioner):  # type: ignore[misc]
 
     `budget` (bytes, `"32MiB"` or `"50%"` of the weights) is what a program runs with that is loaded without
     one; None keeps all weights in memory then. `keep` has patterns of FQNs that stay in memory. `kernels`
-    are those that run what is tagged, ExecuTorch's own. `hardware` is what times are modelled for, a
+    are those that run what is tagged: ExecuTorch's own around single reads of weights ("executorch"), or code
+    that AOTInductor compiles of whole methods ("aotinductor"), which is for this torch and this processor.
+    `hardware` is what times are modelled for, a
     preset's name or a Hardware. `data_file` is the name of the `.ptd`. Storages of fewer than `least` bytes
     are not worth a delegate. Give one partitioner for all methods of a program.
     """
@@ -88,7 +90,11 @@ class PenstockPartitioner(Partitioner):  # type: ignore[misc]
         if not all(map(has_values, opened.state_dict.values())):
             self._settings = replace(self._settings, least=1)
         self._aliases.extend(_aliases(opened, len(self._aliases)))
-        return with_own_uses(opened)
+        return opened if self._compiles else with_own_uses(opened)
+
+    @property
+    def _compiles(self) -> bool:
+        return self._settings.kernels == "aotinductor"
 
     def ops_to_not_decompose(
         self, ep: ExportedProgram
@@ -97,10 +103,13 @@ class PenstockPartitioner(Partitioner):  # type: ignore[misc]
 
         ExecuTorch asks this of every method before any is partitioned, when the signature says what is
         written. It asks again in the end, and refuses such an operator outside of delegates, although it
-        has a kernel for it: a weight that is not worth a region is read there.
+        has a kernel for it: a weight that is not worth a region is read there. AOTInductor decomposes what it
+        is given by itself.
         """
         if self._partitioned:
             return _KEPT_WHOLE, lambda node: False
+        if self._compiles:
+            return operators_of(ep), None
         self._written |= set(ep.graph_signature.buffers_to_mutate.values())
         return _KEPT_WHOLE, None
 
@@ -110,13 +119,7 @@ class PenstockPartitioner(Partitioner):  # type: ignore[misc]
         Raises PassError for a program with weights that are no inputs, or have no values.
         """
         self._partitioned = True
-        plain = with_plain_operators(exported_program)
-        catalog = Catalog()
-        held = catalog.add(plain)
-        usage = find_usage(plain, Weights(held, catalog.storages))
-        wholes = {name: weight for name, (weight, _) in self._parts.items()}
-        worth = Worth(self._settings.least, frozenset(self._written), wholes)
-        found = find_regions(plain, usage, held, worth)
+        found = whole_method(exported_program) if self._compiles else self._regions(exported_program)
         tags = tag(exported_program, found.regions, "penstock")
         specs = self._specs(exported_program, found)
         return PartitionResult(
@@ -126,6 +129,15 @@ class PenstockPartitioner(Partitioner):  # type: ignore[misc]
                 for tag, spec in zip(tags, specs, strict=True)
             },
         )
+
+    def _regions(self, exported: ExportedProgram) -> Regions:
+        plain = with_plain_operators(exported)
+        catalog = Catalog()
+        held = catalog.add(plain)
+        usage = find_usage(plain, Weights(held, catalog.storages))
+        wholes = {name: weight for name, (weight, _) in self._parts.items()}
+        worth = Worth(self._settings.least, frozenset(self._written), wholes)
+        return find_regions(plain, usage, held, worth)
 
     def _specs(self, exported: ExportedProgram, found: Regions) -> list[list[Any]]:
         """The compile specs of every region."""
@@ -160,8 +172,10 @@ def _checked(
         parse_size(budget, total=100)
     if isinstance(keep, str):
         raise PlanError(f"keep= takes a list of patterns, got {keep!r}: give [{keep!r}]")
-    if kernels != "executorch":
-        raise PlanError(f"kernels= is 'executorch', whose own run what is delegated, got {kernels!r}")
+    if kernels not in ("executorch", "aotinductor"):
+        raise PlanError(
+            f"kernels= is 'executorch', whose own run what is delegated, or 'aotinductor', got {kernels!r}"
+        )
     return Settings(
         hardware=find_hardware(hardware),
         budget="" if budget is None else str(budget),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 
+import torch
 from executorch.exir.dialects.edge._ops import EdgeOpOverload
+from executorch.exir.dim_order_utils import get_memory_format
 from torch import fx
+from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
@@ -28,6 +31,60 @@ def with_plain_operators(exported: ExportedProgram) -> ExportedProgram:
     result = copy.copy(exported)
     result._graph_module = graph_module
     return result
+
+
+def operators_of(exported: ExportedProgram) -> list[OpOverload]:
+    """The operators that a program calls, in the bodies of control flow too."""
+    modules = [module for module in exported.graph_module.modules() if isinstance(module, fx.GraphModule)]
+    targets = {node.target: None for module in modules for node in module.graph.nodes}
+    return [target for target in targets if isinstance(target, OpOverload)]
+
+
+def with_views(exported: ExportedProgram) -> ExportedProgram:
+    """Returns a program with ATen's operators as it was before ExecuTorch made copies of its views.
+
+    The graph is changed in place; it writes nothing, so a view and a copy have the same values. Orders of
+    dimensions are memory formats again, which compilers know.
+    """
+    for module in exported.graph_module.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                if isinstance(node.target, OpOverload):
+                    _restore(node, node.target)
+            module.recompile()
+    return exported
+
+
+def _restore(node: fx.Node, target: OpOverload) -> None:
+    namespace, _, name = target._schema.name.partition("::")
+    if namespace == "aten" and name.endswith("_copy"):
+        view = getattr(getattr(torch.ops.aten, name.removesuffix("_copy"), None), target._overloadname, None)
+        if view is not None and any(one.alias_info is not None for one in view._schema.returns):
+            node.target = view
+    elif namespace == "dim_order_ops":
+        order = node.kwargs.get("dim_order")
+        node.target = _FORMATTED[name]
+        kept = {key: value for key, value in node.kwargs.items() if key != "dim_order"}
+        node.kwargs = {**kept, "memory_format": _memory_format(node, order)}
+
+
+_FORMATTED = {
+    "_to_dim_order_copy": torch.ops.aten._to_copy.default,
+    "_clone_dim_order": torch.ops.aten.clone.default,
+    "_empty_dim_order": torch.ops.aten.empty.memory_format,
+}
+
+
+def _memory_format(node: fx.Node, order: object) -> torch.memory_format:
+    """The memory format that an order of dimensions stands for: that of the input, or one of torch's."""
+    source = node.args[0]
+    given = source.meta.get("val") if isinstance(source, fx.Node) else None
+    if not isinstance(order, list | tuple):
+        return torch.preserve_format
+    if isinstance(given, torch.Tensor) and given.dim_order() == tuple(order):
+        return torch.preserve_format
+    found: torch.memory_format = get_memory_format(list(order))
+    return found
 
 
 def copied_graph(graph_module: fx.GraphModule) -> fx.GraphModule:

@@ -15,6 +15,7 @@ from penstock.schedule.payload.codec import Payload
 from penstock.schedule.payload.text import decode, encode, parse
 
 PAYLOAD, PROGRAM, STORAGE = "penstock.payload.", "penstock.program.", "penstock.storage."
+COMPILED = "penstock.compiled."
 """How the keys of named data begin; a hash of the data follows."""
 
 
@@ -45,7 +46,7 @@ class RegionCode:
     regions: int
     steps: tuple[int, int]
     budget: int | None
-    kernels: Literal["executorch"]
+    kernels: Literal["executorch", "aotinductor"]
     program: str
     method: str
     inputs: int

@@ -18,13 +18,14 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 from torch.export import ExportedProgram
-from torch.export.graph_signature import OutputKind
+from torch.export.graph_signature import ConstantArgument, OutputKind, TensorArgument
 
 from penstock.backends.executorch.options import NO_WORK
 from penstock.backends.executorch.uses import named_without_use
 from penstock.passes.graph.nodes import placeholders_of
 from penstock.passes.trace import sum_of, work_of
 from penstock.passes.weights.usage import Usage
+from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.model import Part, Weight, Work
 
 _log = logging.getLogger(__name__)
@@ -327,6 +328,31 @@ def _in_order(usage: Usage, groups: Iterable[set[fx.Node]]) -> Regions:
     return Regions(tuple(regions), lead)
 
 
+def whole_method(exported: ExportedProgram) -> Regions:
+    """Returns one region of all nodes of a program that compute.
+
+    Raises PassError for results that no delegate of ExecuTorch can have: a number, or a buffer that the
+    program writes too.
+    """
+    specs = exported.graph_signature.output_specs
+    for spec in specs:
+        if spec.kind is OutputKind.USER_OUTPUT and not isinstance(
+            spec.arg, TensorArgument | ConstantArgument
+        ):
+            raise PassError(
+                f"the program returns the number {spec.arg.name!r}, which a compiled method cannot: return "
+                'tensors only, or export with kernels="executorch"'
+            )
+        if spec.kind is OutputKind.BUFFER_MUTATION and sum(s.arg.name == spec.arg.name for s in specs) > 1:
+            raise PassError(
+                f"the program writes buffer {spec.target!r} and returns it, which a compiled method cannot: "
+                'return a copy of it (clone), or export with kernels="executorch"'
+            )
+    graph = exported.graph_module.graph
+    names = tuple(node.name for node in graph.nodes if node.op in ("call_function", "get_attr"))
+    return Regions((Region(names),) if names else ())
+
+
 def tag(exported: ExportedProgram, regions: Sequence[Region], prefix: str) -> list[str]:
     """Marks the nodes of each region, and the weights that they read, for ExecuTorch; returns the tags."""
     tags = [f"{prefix}_{number}" for number in range(len(regions))]
@@ -338,6 +364,7 @@ def tag(exported: ExportedProgram, regions: Sequence[Region], prefix: str) -> li
     weights = {spec.arg.name for spec in signature.input_specs if spec.target is not None}
     for node in placeholders_of(exported.graph):
         first = next((of[user.name] for user in node.users if user.name in of), None)
-        if node.name in weights and first is not None:
+        returned = any(user.op == "output" for user in node.users)  # then it stays in the .pte
+        if node.name in weights and first is not None and not returned:
             node.meta["delegation_tag"] = first
     return tags

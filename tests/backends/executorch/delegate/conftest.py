@@ -14,7 +14,7 @@ pytest.importorskip(
     "executorch", reason="executorch is not installed: nothing to export to", exc_type=ImportError
 )
 
-from torch.export import export
+from torch.export import ExportedProgram, export
 
 from tests.backends.executorch.delegate.pte_models import (
     Files,
@@ -28,6 +28,13 @@ from tests.backends.executorch.delegate.pte_models import (
 from tests.backends.executorch.delegate.pte_runs import Runner
 
 ROOT = Path(__file__).parents[4]
+METHODS: dict[str, Callable[[], dict[str, ExportedProgram]]] = {
+    "mlp": lambda: {"forward": export(Mlp().eval(), (rows(),))},
+    "quantised": lambda: {"forward": export(quantised_mlp().eval(), (rows(),))},
+    "wide": lambda: {"forward": export(Mlp(width=512, layers=16).eval(), (rows(width=512),))},
+    "dynamic": dynamic_mlp,
+    "decoder": decoder_methods,
+}
 
 
 @pytest.fixture(scope="session")
@@ -48,18 +55,23 @@ def runner(built: Path, tmp_path: Path) -> Runner:
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Files, Files]]:
     """By a model's name, its files with penstock's delegates, and without any."""
-    methods = {
-        "mlp": lambda: {"forward": export(Mlp().eval(), (rows(),))},
-        "quantised": lambda: {"forward": export(quantised_mlp().eval(), (rows(),))},
-        "wide": lambda: {"forward": export(Mlp(width=512, layers=16).eval(), (rows(width=512),))},
-        "dynamic": dynamic_mlp,
-        "decoder": decoder_methods,
-    }
 
     @cache
     def made(name: str) -> tuple[Files, Files]:
         folder = tmp_path_factory.mktemp(name)
-        plain = write_files(folder / "plain", methods[name](), delegated=False)
-        return write_files(folder / "delegated", methods[name]()), plain
+        plain = write_files(folder / "plain", METHODS[name](), delegated=False)
+        return write_files(folder / "delegated", METHODS[name]()), plain
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Files]:
+    """By a model's name, its files with code of AOTInductor's."""
+
+    @cache
+    def made(name: str) -> Files:
+        folder = tmp_path_factory.mktemp(name)
+        return write_files(folder / "compiled", METHODS[name](), kernels="aotinductor")
 
     return made

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from executorch.exir import (
@@ -143,11 +144,14 @@ def write_files(
     delegated: bool = True,
     budget: str | None = None,
     alignment: int = 4096,
+    kernels: Literal["executorch", "aotinductor"] = "executorch",
 ) -> Files:
     """Writes the files of a program to a new folder, without the checks of `save`."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # ExecuTorch's own
-        partitioners = [PenstockPartitioner(budget=budget, least=LEAST)] if delegated else None
+        partitioners = (
+            [PenstockPartitioner(budget=budget, kernels=kernels, least=LEAST)] if delegated else None
+        )
         edge = to_edge_transform_and_lower(
             dict(methods), partitioner=partitioners, compile_config=_LINEAR_STAYS
         )

@@ -1,0 +1,174 @@
+"""Whole methods of AOTInductor's code in ExecuTorch's run time: the bits of penstock's compiled artifact."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from itertools import chain, pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import penstock
+from penstock.backends.executorch import read
+from penstock.backends.executorch.facts import SMALL
+from penstock.passes.lowering.inductor import Compiled
+from tests.backends.executorch.delegate.conftest import METHODS
+from tests.backends.executorch.delegate.pte_models import NEXT, PROMPT, Files, Mlp, rows, write_files
+from tests.backends.executorch.delegate.pte_runs import Answer, Call, Program, Runner
+
+pytestmark = pytest.mark.timeout(300)
+
+CALLS = {
+    "dynamic": [Call([rows(count)]) for count in (3, 8, 1, 5)],
+    "quantised": [Call([rows()])] * 3,
+    "decoder": [Call(PROMPT, "prefill"), *(Call(one, "decode") for one in NEXT)],
+}
+
+
+@pytest.fixture(scope="session")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[torch.Tensor]]:
+    """By a model's name, what penstock's own compiled artifact of it gives for the calls."""
+
+    @cache
+    def outputs(name: str) -> list[torch.Tensor]:
+        path = tmp_path_factory.mktemp("artifact") / f"{name}.penstock"
+        program = penstock.compile(METHODS[name](), path, lowering="inductor", resident_below=SMALL)
+        with program.load("100%") as module:
+            return [getattr(module, call.method)(*call.inputs).clone() for call in CALLS[name]]
+
+    return outputs
+
+
+def outputs_of(answers: list[Answer]) -> list[torch.Tensor]:
+    assert [one.error for one in answers] == ["Error::Ok"] * len(answers)
+    return [tensor for one in answers for tensor in one.outputs]
+
+
+def assert_equal(answers: list[Answer], expected: list[torch.Tensor]) -> None:
+    assert all(torch.equal(one, other) for one, other in zip(outputs_of(answers), expected, strict=True))
+
+
+def moved_by(files: Files, budget: int, calls: list[Call]) -> tuple[int, int]:
+    """The least and the most bytes that the plan for a budget brings in these calls."""
+    payload = read(files.pte).payload
+    plan = max((one for one in payload.plans if one.budget <= budget), key=lambda one: one.budget)
+    graphs = {one.name: one.graph for one in payload.methods}
+    passes = fresh = 0
+    for before, call in pairwise([Call(method=""), *calls]):
+        (schedule,) = (one for one in plan.schedules if one.graph == graphs[call.method])
+        passes += sum(one.stop - one.start for one in schedule.transfers)
+        # What the next pass begins with may have come already, and is brought anew where the method changes.
+        boundary = plan.boundary if schedule.boundary is None else schedule.boundary
+        fresh += (before.method != call.method) * sum(one.stop - one.start for one in boundary)
+    return passes, passes + fresh
+
+
+@pytest.mark.parametrize("share", [0, 0.5, 1])
+@pytest.mark.parametrize("model", ["dynamic", "quantised", "decoder"])
+def test_outputs_are_those_of_penstocks_artifact_within_the_budget(runner, compiled, expected, model, share):
+    files = compiled(model)
+    exported = read(files.pte)
+    assert {(one.kernels, one.regions) for one in exported.regions} == {("aotinductor", 1)}
+    lowest, highest = exported.payload.plans[0].budget, exported.payload.plans[-1].budget
+    budget = lowest + int(share * (highest - lowest))
+    answers = runner([Program(files, {"budget": str(budget)})], CALLS[model])
+    assert_equal(answers, expected(model))
+    assert [(one.programs, one.misses) for one in answers] == [(1, 0)] * len(answers)
+    assert answers[-1].peak_bytes <= budget
+    least, most = moved_by(files, budget, CALLS[model])
+    assert least <= answers[-1].bytes_moved <= most
+    assert (least > 0) == (share < 1)
+
+
+def test_programs_of_one_file_share_nothing(runner, compiled, expected):
+    program = Program(compiled("decoder"), {"budget": "60%"})
+    calls = CALLS["decoder"]
+    others = [replace(calls[k], program=1) for k in (0, 3, 1, 2, 4)]
+    both = runner([program, program], list(chain.from_iterable(zip(calls, others, strict=False))))
+    assert_equal(both[::2], expected("decoder"))
+    assert not torch.equal(both[3].outputs[0], both[2].outputs[0])
+    assert (both[-1].programs, both[-1].misses) == (2, 0)
+
+
+def test_weights_are_not_copied(runner, compiled):
+    files = compiled("wide")
+    total = sum(storage.nbytes for storage in read(files.pte).payload.storages)
+    calls = [Call([rows(width=512)])] * 3
+    small, large = (runner([Program(files, {"budget": share})], calls) for share in ("25%", "100%"))
+    assert_equal(small, outputs_of(large))
+    assert 0.6 * total < large[-1].process_bytes - small[-1].process_bytes < total
+
+
+def refused(runner: Runner, files: Files, error: str, sentence: str, budget: str = "100%") -> None:
+    (answer,) = runner([Program(files, {"budget": budget})], [Call([rows()])])
+    assert answer.error == f"Error::{error}"
+    (said,) = runner.sentences()
+    assert sentence in said
+    assert (said.count(". "), answer.programs) == (0, 0)
+
+
+def test_a_budget_below_the_floor(runner, compiled):
+    files = compiled("dynamic")
+    floor = read(files.pte).payload.plans[0].budget
+    sentence = f"below the lowest plan of the program, which takes {floor}: give at least that"
+    refused(runner, files, "InvalidArgument", sentence, str(floor - 1))
+
+
+@pytest.mark.parametrize("beside", [None, b"no library"])
+def test_a_library_that_is_missing_or_cannot_be_loaded(runner, compiled, tmp_path, beside):
+    alone = Path(shutil.copy(runner.library, tmp_path))
+    if beside:
+        alone.with_name("libpenstock_aoti.so").write_bytes(beside)
+    sentence = 'build it with scripts/build-delegate beside torch, or export the program with kernels="exec'
+    refused(replace(runner, library=alone), compiled("dynamic"), "InvalidArgument", sentence)
+
+
+def test_damaged_code(runner, compiled, tmp_path):
+    files = compiled("dynamic")
+    shutil.copytree(files.pte.parent, tmp_path / "copy")
+    damaged = Files(tmp_path / "copy/model.pte", (tmp_path / "copy/weights.ptd",))
+    key = read(files.pte).regions[0].program
+    code = read(files.pte).programs[key]
+    damaged.pte.write_bytes(files.pte.read_bytes().replace(code, code[:-1000] + b"\1" + code[-999:]))
+    refused(runner, damaged, "InvalidProgram", f"the program's {key} is damaged: its sha256 differs; copy")
+
+
+def test_code_for_another_processor(runner, tmp_path, monkeypatch):
+    monkeypatch.setattr(Compiled, "machine", "cpu linux z80")
+    methods = {"forward": torch.export.export(Mlp(layers=1).eval(), (rows(),))}
+    files = write_files(tmp_path / "other", methods, kernels="aotinductor")
+    sentence = "the program was compiled for z80, and this is"
+    refused(runner, files, "InvalidProgram", sentence)
+
+
+def test_in_executorchs_python_without_penstock(built, compiled, expected, tmp_path):
+    files = compiled("dynamic")
+    save_file({"x": CALLS["dynamic"][0].inputs[0]}, tmp_path / "inputs")
+    code = """
+import ctypes, sys
+from executorch.extension.pybindings.portable_lib import _load_for_executorch
+from safetensors.torch import load_file, save_file
+ctypes.CDLL(sys.argv[1])
+module = _load_for_executorch(sys.argv[2], sys.argv[3])
+save_file({"y": module.forward([load_file(sys.argv[4])["x"]])[0].clone()}, sys.argv[5])
+"""
+    library = built / "libpenstock_executorch.so"
+    arguments = [str(one) for one in (library, files.pte, files.weights, tmp_path / "inputs", tmp_path / "y")]
+
+    def run(text: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", text, *arguments]
+        return subprocess.run(command, check=False, capture_output=True, text=True)
+
+    done = run(code)
+    assert done.returncode == 0, done.stderr
+    assert torch.equal(load_file(tmp_path / "y")["y"], expected("dynamic")[0])
+    beside = run(f"import penstock.passes.probes\n{code}")
+    assert beside.returncode != 0
+    assert "this process has penstock's operators already" in beside.stderr

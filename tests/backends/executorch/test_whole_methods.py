@@ -1,0 +1,104 @@
+"""Methods for AOTInductor: what they are compiled from, without values too, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from executorch.exir import to_edge
+from torch import Tensor, nn
+
+import penstock
+from penstock.backends.executorch import PenstockPartitioner
+from penstock.backends.executorch.plain import operators_of, with_plain_operators, with_views
+from tests.backends.executorch.conftest import Lower
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]  # ExecuTorch's own
+
+
+class Formats(nn.Module):
+    """Views, copies that keep an order of dimensions or make another, and another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).view(4, 16, 2, 2).permute(0, 3, 1, 2)
+        wide = y.to(memory_format=torch.channels_last).to(torch.float64)
+        return y.clone() + wide + self.linear.weight[:2, :16].unsqueeze(0).expand(4, 2, 16).select(1, 0)[0, 0]
+
+
+def test_views_and_memory_formats_are_those_of_the_model() -> None:
+    x = torch.randn(4, 64)
+    program = torch.export.export(Formats().eval(), (x,))
+    expected = program.module()(x)
+    edge = with_plain_operators(to_edge(program).exported_program())
+    copies = {target.name() for target in operators_of(edge)}
+    assert {"aten::permute_copy", "dim_order_ops::_to_dim_order_copy"} <= copies
+    restored = with_views(edge)
+    names = {target.name() for target in operators_of(restored)}
+    assert {"aten::permute", "aten::select.int", "aten::_to_copy"} <= names
+    assert not any(name.endswith("view_copy") or name.startswith("dim_order_ops") for name in names)
+    found = restored.module()(x)
+    assert torch.equal(found, expected)
+    assert found.stride() == expected.stride()
+
+
+def test_a_program_without_values_is_compiled_and_planned(lower: Lower) -> None:
+    program = penstock.fake_export(lambda: nn.Linear(128, 128), (torch.randn(2, 128),))
+    exported = lower(program, kernels="aotinductor").exported
+    (region,) = exported.regions
+    assert (region.kernels, exported.payload.files) == ("aotinductor", ())
+    assert exported.payload.program is not None
+    assert list(exported.programs) == [exported.payload.program.path] == [region.program]
+    assert exported.floor(arena="contiguous") >= 4 * 128 * 128
+    assert exported.plan("100%").streamed_bytes == 0
+
+
+class Returning(nn.Module):
+    """Returns a buffer that it writes, or a number."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.linear, self.what = nn.Linear(64, 64), what
+        self.register_buffer("sum", torch.zeros(64))
+
+    def forward(self, x: Tensor) -> object:
+        y = self.linear(x)
+        if self.what == "number":
+            return y, x.shape[0]
+        self.sum.add_(y.sum(0))
+        return self.sum
+
+
+@pytest.mark.parametrize(
+    ("what", "sentence"),
+    [
+        ("number", r"returns the number '\w+', which a compiled method cannot: return tensors only"),
+        (
+            "buffer",
+            r"writes buffer 'sum' and returns it, which a compiled method cannot: return a copy of it",
+        ),
+    ],
+)
+def test_results_that_a_compiled_method_cannot_have(what: str, sentence: str) -> None:
+    rows = torch.export.Dim("rows", min=2, max=8)
+    program = torch.export.export(Returning(what), (torch.randn(4, 64),), dynamic_shapes=({0: rows},))
+    edge = to_edge(program).exported_program()
+    with pytest.raises(penstock.PassError, match=sentence):
+        PenstockPartitioner(kernels="aotinductor").partition(edge)
+
+
+def test_a_number_among_the_inputs_is_refused(lower: Lower) -> None:
+    class Times(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor, times: int) -> Tensor:
+            return self.linear(x) * times
+
+    shapes = {"x": None, "times": torch.export.Dim.DYNAMIC}
+    program = torch.export.export(Times(), (torch.randn(4, 64), 3), dynamic_shapes=shapes)
+    with pytest.raises(penstock.PassError, match="input 'times' is a number that each call chooses"):
+        lower(program, kernels="aotinductor")
