@@ -267,6 +267,28 @@ def test_a_plan_trades_resident_bytes_for_copies_on_their_way(kind: ArenaKind) -
     assert gains >= 8
 
 
+@pytest.mark.parametrize(
+    ("n", "compute", "share", "weights", "periods"),
+    [
+        (40, 0.9, 0.25, 10, (36_000, 36_000)),  # care costs nothing; without it, 37.9 us on the slow link
+        (60, 0.897, 0.25, 10, (54_735, 55_485)),  # it costs 0.6 %; without it, 54.4 and 58.8 us
+        (40, 0.9, 1.0, 6, (38_900, 59_000)),  # it would cost 2.8 %, for 40.0 and 41.9 us
+    ],
+)
+def test_a_plan_takes_care_of_a_slow_link_for_a_hundredth_of_its_period(
+    n: int, compute: float, share: float, weights: int, periods: tuple[int, int]
+) -> None:
+    """Nanoseconds on its link, and on a slow one, where it takes four times as long until bytes flow."""
+    p = equal_problem(n, compute)
+    arena = packed_arena(p.storages, p.traces, kind="contiguous", granule=64, alignment=64)
+    hardware = replace(p.hardware, link_in_flight_bytes=int(share * UNIT))
+    plan = make_plan(replace(p, arena=arena, hardware=hardware), weights * UNIT)
+    verify_plan(p.storages, p.traces, plan)
+    slow = replace(hardware, link_in_flight_bytes=4 * hardware.link_in_flight_bytes)
+    ((trace,), (schedule,)) = p.traces, plan.schedules
+    assert (plan.predicted_ns, steady_period_ns(trace, schedule, slow, p.wrap)) == periods
+
+
 def test_a_plan_as_long_as_its_bound_copies_seldom() -> None:
     """Where compute hides all copies, few large ones are less work for the machine."""
     p = equal_problem(64, 3.0)
