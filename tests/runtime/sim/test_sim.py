@@ -11,13 +11,16 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 import penstock
+from penstock.runtime.device.protocol import Move
 from penstock.runtime.loading import LoadOptions, load_module
+from penstock.runtime.sim.device import SimDevice
+from penstock.schedule.clock.event_graph import steady_period_ns
 from penstock.schedule.facts.hardware import find_hardware
 from penstock.schedule.facts.model import Extent
 from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.planner import floor, make_plan
 from tests.hunt import scaled
-from tests.runtime.device.device_runs import Case, Run, cases
+from tests.runtime.device.device_runs import HARDWARE, Case, Run, cases, disk_cases
 from tests.runtime.sim.ordered_device import CapturedDevice, OrderedDevice
 from tests.schedule.traces import RandomProblem, problems
 
@@ -39,6 +42,34 @@ def test_outputs_are_bit_equal_and_passes_take_what_is_predicted(stack, share, w
         assert module.stats.held_bytes <= budget
         if plan.arena_bytes:
             assert times[-1] - times[-2] == pytest.approx(plan.predicted_seconds, abs=1e-9)
+
+
+def test_a_link_fills_from_when_a_copy_may_start():
+    """At a byte a nanosecond: each copy takes 100 ns and its bytes, which flow 50 ns after it may start."""
+    device = SimDevice(replace(HARDWARE, link_in_flight_bytes=50))
+    copies, kernels = device.open_stream("copies"), device.current_stream()
+    target, source = device.allocate(400, "the arena"), device.allocate_host(400)
+    ended = []
+    for computing in (0, 0, 610, 150, 10):  # until 0, 0, 610, 760 and 770
+        device.compute(computing)
+        device.wait(copies, device.record(kernels))
+        device.copy(copies, target, [Move(source, 0, 0, 200)], "a copy")
+        ended.append(copies.time_ns)
+    # Nothing hides the first 50 ns, and the second copy follows at once. The third may start at 610, before
+    # that one ends at 650, and flows from 660. The others may start early enough.
+    assert ended == [350, 650, 960, 1260, 1560]
+    assert device.copied_ns == 5 * 300
+    device.close()
+
+
+@pytest.mark.parametrize("nbytes", [60, 700, 3000])
+@pytest.mark.parametrize("one", [*cases()[:6], *disk_cases()[:5]], ids=lambda case: case.name)
+def test_passes_take_what_is_predicted_where_the_link_fills_late(one, nbytes):
+    hardware = replace(HARDWARE, link_in_flight_bytes=nbytes)
+    trace, schedule = one.plan.traces[0], one.plan.schedules[0]
+    predicted = steady_period_ns(trace, schedule, hardware, one.plan.wrap)
+    times = Run(replace(one, passes=one.passes * 4), OrderedDevice(hardware, policy="latest")).go().times
+    assert times[-1] == predicted > (schedule.predicted_ns if nbytes > 60 else 0)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.6])
