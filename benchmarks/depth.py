@@ -114,9 +114,11 @@ def main(
     """
     with tempfile.TemporaryDirectory(dir=".") as folder:
         program = compile_linears(Path(folder), parse_size(size), tokens)
+        given = program.plan(budget, arena=arena)
+        if not given.streamed_bytes:
+            raise typer.BadParameter(f"nothing streams within {budget} of {size}: give less")
         computing = in_memory(program, tokens)
-        given = program.plan(budget, arena=arena).hardware
-        link = replace(given, link_bytes_per_s=rate, link_in_flight_bytes=int(rate * answer / 1e9))
+        link = replace(given.hardware, link_bytes_per_s=rate, link_in_flight_bytes=int(rate * answer / 1e9))
         plans = {}
         for depth in depths.split(","):
             hardware = replace(link, link_in_flight_bytes=0 if depth == "0" else parse_size(depth))

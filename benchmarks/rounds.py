@@ -189,15 +189,8 @@ class Bench:
             for name, job in jobs.items():
                 if name in result["failures"]:
                     continue
-                group = None
-                if result["cgroup_bytes"] and job.competitor not in ("memory", "raw"):
-                    group = stack.enter_context(_require_group(self._bare(job) + result["cgroup_bytes"]))
-                worker = stack.enter_context(contextlib.closing(self._start(job, group)))
-                # What is warm later a competitor's own pass has read. And pages that others have cached are
-                # charged to them, not to a cgroup.
-                drop_cache(self._list_files(job))
                 with self._tolerate(name, result):
-                    loaded = worker.ask("load")
+                    worker, loaded = self._load(job, result["cgroup_bytes"], stack)
                     result["competitors"][name] = {
                         "kind": job.competitor,
                         "budget_bytes": job.budget,
@@ -210,6 +203,19 @@ class Bench:
                     "peak_anonymous": worker.peak_anonymous,
                 }
         return result
+
+    def _load(
+        self, job: Job, cgroup_bytes: int | None, stack: contextlib.ExitStack
+    ) -> tuple[Worker, dict[str, Any]]:
+        """The process of a competitor that has loaded, and what it says; `stack` ends it."""
+        group = None
+        if cgroup_bytes and job.competitor not in ("memory", "raw"):
+            group = stack.enter_context(_require_group(self._bare(job) + cgroup_bytes))
+        worker = stack.enter_context(contextlib.closing(self._start(job, group)))
+        # What is warm later a competitor's own pass has read. And pages that others have cached are
+        # charged to them, not to a cgroup.
+        drop_cache(self._list_files(job))
+        return worker, worker.ask("load")
 
     def _list_files(self, job: Job) -> list[Path]:
         """What a competitor may read: the weights, and what was prepared for it."""
@@ -231,7 +237,7 @@ class Bench:
         rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
         names = list(workers)
         for number in range(self.options.rounds):
-            turn = number % len(names)
+            turn = number % max(1, len(names))
             for name in names[turn:] + names[:turn]:
                 if name in result["failures"]:
                     continue

@@ -1,0 +1,21 @@
+"""The benchmark of depth refuses what cannot be measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks import depth
+
+
+def test_a_budget_within_which_nothing_streams_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    app = depth.typer.Typer()
+    app.command()(depth.main)
+    done = CliRunner().invoke(app, ["--size", "4MiB", "--budget", "100%", "--tokens", "1", "--rounds", "1"])
+    assert done.exit_code == 2
+    assert "nothing streams within 100% of 4MiB" in " ".join(done.output.split())

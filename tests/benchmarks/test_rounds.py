@@ -1,0 +1,77 @@
+"""One competitor that fails leaves its case, whenever it fails; all others are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks import rounds
+from benchmarks.process import WorkerError
+from benchmarks.rounds import Bench, Case, Options
+
+
+class Answering:
+    """A process that answers at once, and fails at the command that `failing` names for its competitor."""
+
+    peak_anonymous = 7
+
+    def __init__(self, competitor: str, failing: dict[str, str]) -> None:
+        self.competitor, self._failing = competitor, failing
+
+    def ask(self, command: str, **_: object) -> Any:
+        if self._failing.get(self.competitor) == command:
+            raise WorkerError(f"{self.competitor} was killed during {command!r}")
+        return {"bare": 100, "prepare": None, "load": {}, "train": {"samples": [{"seconds": 1.0}]}}[command]
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A bench of a small model that is never read. Fill its `failing`; `limits` has the groups' bytes."""
+
+    @contextmanager
+    def group(limit_bytes: int) -> Iterator[Path]:
+        limits.append(limit_bytes)
+        yield tmp_path
+
+    failing: dict[str, str] = {}
+    limits: list[int] = []
+    made = Bench(Options(1 << 20, 2, 1, tmp_path, pack=True), lambda said: None)
+    monkeypatch.setattr(made, "_start", lambda job, _: Answering(job.competitor, failing))
+    monkeypatch.setattr(rounds, "_require_group", group)
+    monkeypatch.setattr(rounds, "drop_cache", lambda paths: None)
+    monkeypatch.setattr(rounds, "measure_readers", lambda path: [])
+    return SimpleNamespace(run=made.run, failing=failing, limits=limits)
+
+
+CASE = Case("linears", 4, "cgroup", ("50%",), ("mmap", "accelerate"))
+
+
+@pytest.mark.parametrize("command", ["bare", "prepare", "load", "train"])
+def test_one_that_fails_leaves_the_others(bench: Any, command: str) -> None:
+    bench.failing["accelerate"] = command
+    result = bench.run(CASE)
+    assert result["failures"] == {"accelerate": f"accelerate was killed during {command!r}"}
+    measured = {name: len(one["rounds"]) for name, one in result["competitors"].items()}
+    assert measured == {"memory": 2, "mmap": 2, "penstock 50%": 2} | (
+        {"accelerate": 0} if command == "train" else {}
+    )
+
+
+def test_a_group_has_the_bare_process_and_a_share_of_the_weights(bench: Any) -> None:
+    result = bench.run(CASE)
+    assert bench.limits == [100 + result["weight_bytes"] // 4] * 3  # not what is in memory
+    assert result["failures"] == {}
+
+
+def test_where_all_fail_nothing_is_measured(bench: Any) -> None:
+    bench.failing.update(dict.fromkeys(("memory", "mmap", "accelerate", "penstock"), "load"))
+    result = bench.run(CASE)
+    assert (len(result["failures"]), result["competitors"]) == (4, {})
