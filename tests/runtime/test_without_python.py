@@ -216,6 +216,8 @@ def test_an_interrupt_ends_it_and_leaves_nothing_behind(runner, laddered, inputs
         text=True,
         env=environment,
     )
+    while set(tmp_path.iterdir()) == before and running.poll() is None:
+        time.sleep(0.01)  # torch's libraries are loaded first, in seconds where it is built for CUDA
     time.sleep(1)
     running.send_signal(signal.SIGINT)
     out, err = running.communicate(timeout=60)
