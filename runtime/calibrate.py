@@ -52,7 +52,7 @@ def measure_cpu(weights: Sequence[Weight], arrival: Arrival | None, why: str = "
     there is no file), together with `why`, a reason that is added to the note.
     """
     products, memory = compute_rates(common_dtype(weights))
-    rate = arrival.rate if arrival else None
+    rate, answer = (arrival.rate, arrival.answer) if arrival else (None, None)
     said = f"{rate.subject.title} at {rate.amount}" if rate else ""
     threads = torch.get_num_threads()
     where = f"measured on this machine with {threads} thread{'' if threads == 1 else 's'}"
@@ -63,7 +63,7 @@ def measure_cpu(weights: Sequence[Weight], arrival: Arrival | None, why: str = "
         link_bytes_per_s=NO_FILES if rate is None else rate.median,
         link_latency_ns=_LATENCY_NS,
         link_in_flight_bytes=arrival.in_flight_bytes if arrival else 0,
-        note=noted(where, (said, why), (products, memory, rate)),
+        note=noted(where, (said, why), (products, memory, rate, answer)),
     )
 
 

@@ -33,6 +33,13 @@ WEEK, HOUR = 7 * 24 * 3600, 3600
 WIDE = 0.25
 """The spread of trials above which their median is doubtful."""
 
+WIDE_ANSWERS = 3.0
+"""The same for answers, of which some are late beside computing.
+
+Plans take care of answers four times as late as their median (schedule/planner.py). Above this spread a
+quarter of the trials or more may be later still.
+"""
+
 BUSY = 0.1
 """The share of the time spent waiting for a processor above which a figure is doubtful."""
 
@@ -121,7 +128,7 @@ class Measurement:
 
     def doubts(self) -> Iterator[str]:
         """Yields the reasons to doubt the figure, in words."""
-        if self.spread > WIDE and self.subject.quantity != "answer":  # which varies beside computing
+        if self.spread > (WIDE_ANSWERS if self.subject.quantity == "answer" else WIDE):
             yield f"varied by {self.spread:.0%} between {self.trials} trials"
         if self.waited > BUSY:
             yield f"waited for a processor {self.waited:.0%} of the time"

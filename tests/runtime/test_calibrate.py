@@ -30,9 +30,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-def arriving(rate: float, spread: float = 0.0) -> Arrival:
+def arriving(rate: float, spread: float = 0.0, answers: float = 0.9) -> Arrival:
     reads = Measurement(Subject("reads", this_machine(), cache="past"), rate, spread, 0.0, 9, 0)
-    answer = Measurement(Subject("answer", this_machine(), cache="past"), 50_000.0, 0.9, 0.0, 9, 0)
+    answer = Measurement(Subject("answer", this_machine(), cache="past"), 50_000.0, answers, 0.0, 9, 0)
     return Arrival(reads, answer)
 
 
@@ -49,7 +49,7 @@ def test_rates_are_measured_once_and_arrival_is_as_given(measured: list[str]) ->
     assert first.note.endswith("threads; direct reads at 3.00 GB/s; so")
     assert (first.link_in_flight_bytes, second.link_in_flight_bytes) == (150_000, 200_000)
     assert first.link_fill_ns == second.link_fill_ns == 50_000
-    assert not first.uneven  # however much answers vary
+    assert not first.uneven  # answers vary beside computing
     without = measure_cpu((), None, "no file")
     assert (without.link_bytes_per_s, without.link_in_flight_bytes) == (NO_FILES, 0)
 
@@ -73,6 +73,7 @@ def test_a_busy_machine_is_told_of_in_the_plan(monkeypatch: pytest.MonkeyPatch) 
     steady = measure_cpu((), arriving(3e9), "")
     assert steady.note == "measured on this machine with 1 thread; direct reads at 3.00 GB/s"
     assert not steady.uneven
+    assert measure_cpu((), arriving(3e9, answers=3.1), "").uneven
 
 
 def test_this_machine_has_rates(monkeypatch: pytest.MonkeyPatch) -> None:

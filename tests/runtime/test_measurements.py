@@ -164,5 +164,8 @@ def test_every_doubt_says_why(cache: Path) -> None:
     disk = replace(steady, subject=Subject("reads", this_machine(), cache="past"), median=495e9)
     assert disk.median > DISK_MOST
     assert list(disk.doubts()) == ["faster than any disk, so a cache answered"]
+    late = replace(steady, subject=Subject("answer", this_machine(), cache="past"), median=1e5, spread=2.9)
+    assert list(late.doubts()) == []  # plans take care of some that are late
+    assert list(replace(late, spread=3.2).doubts()) == ["varied by 320% between 9 trials"]
     warm = replace(disk, subject=Subject("mapping", this_machine(), cache="warm"))
     assert list(warm.doubts()) == []  # the page cache may be as fast as that
