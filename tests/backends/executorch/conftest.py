@@ -22,6 +22,7 @@ from penstock.backends.executorch import Exported, PenstockPartitioner, read, sa
 from tests.backends.executorch.et_models import Decoder, Mlp, methods_of
 
 LEAST = 4096
+CONSTRAINTS = Path(__file__).parents[3] / "constraints.txt"
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,29 @@ def lower_to(folder: Path, programs: Programs, **options: Any) -> Lowered:
 def lower(tmp_path: Path) -> Lower:
     """Lowers programs to files of the test's own."""
     return lambda programs, **options: lower_to(tmp_path, programs, **options)
+
+
+@pytest.fixture(scope="session")
+def executorch_python() -> None:
+    """For what runs in ExecuTorch's Python, whose module is compiled for one version of torch.
+
+    Beside another one it may refuse the tensors of any program, without penstock in it.
+    """
+    from executorch.exir import to_edge
+    from executorch.extension.pybindings.portable_lib import _load_for_executorch_from_buffer
+
+    x = torch.ones(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # ExecuTorch's own
+        plain = to_edge(torch.export.export(torch.nn.ReLU(), (x,))).to_executorch()
+    try:
+        (found,) = _load_for_executorch_from_buffer(plain.buffer).run_method("forward", (x,))
+    except RuntimeError as error:
+        release, (reason, *_) = torch.__version__.partition("+")[0], str(error).splitlines()
+        if f"torch=={release}\n" in CONSTRAINTS.read_text():
+            raise
+        pytest.skip(f"ExecuTorch's Python runs none of its own programs beside torch {release}: {reason}")
+    assert torch.equal(found, x)
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,7 @@ def storage_of(lowered: Lowered, fqn: str) -> int:
     return weight.parts[0].storage
 
 
+@pytest.mark.usefixtures("executorch_python")
 def test_an_mlp_computes_from_its_files(lowered_mlp: Lowered, mlp: Mlp) -> None:
     x, delegates = torch.randn(2, 128), Delegates(lowered_mlp.exported)
     torch.testing.assert_close(Outer(lowered_mlp.edge, delegates)(x), mlp(x), rtol=1e-5, atol=1e-5)
@@ -54,6 +55,7 @@ def test_hashes_are_those_of_the_bytes(lowered_mlp: Lowered) -> None:
         assert storage.sha256 == found
 
 
+@pytest.mark.usefixtures("executorch_python")
 def test_a_cache_is_one_state_for_all_methods(lowered_decoder: Lowered, decoder: Decoder) -> None:
     delegates, alone = Delegates(lowered_decoder.exported), copy.deepcopy(decoder)
     calls = [("prefill", torch.arange(8) * 7, torch.arange(8))]
@@ -133,6 +135,7 @@ def test_the_budget_that_is_asked_for_has_a_plan(lowered_mlp: Lowered) -> None:
         exported.plan(4096)
 
 
+@pytest.mark.usefixtures("executorch_python")
 @pytest.mark.parametrize("kind", [Shown, Hidden])
 def test_quantised_weights_are_read_by_parts(lower: Lower, kind: type[Packed]) -> None:
     model, x = quantise(linears(64, 2), kind), torch.randn(2, 64)
@@ -167,6 +170,7 @@ class Reader(nn.Module):
         return self.linear(x) + self.seen
 
 
+@pytest.mark.usefixtures("executorch_python")
 @pytest.mark.parametrize("order", [("read", "write"), ("write", "read")])
 def test_a_method_reads_what_another_writes(lower: Lower, order: tuple[str, str]) -> None:
     counter, x = Counter().eval(), torch.randn(2, 64)
@@ -191,6 +195,7 @@ class Constants(nn.Module):
         return self.linear(x) @ self.value
 
 
+@pytest.mark.usefixtures("executorch_python")
 def test_constants_of_one_name_do_not_collide(lower: Lower) -> None:
     one, other = Constants(0.5), Constants(2.0)
     other.linear = one.linear
@@ -203,6 +208,7 @@ def test_constants_of_one_name_do_not_collide(lower: Lower) -> None:
     assert names == ["linear.bias", "linear.weight", "one.value", "other.value"]
 
 
+@pytest.mark.usefixtures("executorch_python")
 def test_sizes_may_be_dynamic(lower: Lower) -> None:
     model, batch = Mlp().eval(), torch.export.Dim("batch", min=1, max=16)
     lowered = lower(torch.export.export(model, (torch.randn(4, 128),), dynamic_shapes=({0: batch},)))

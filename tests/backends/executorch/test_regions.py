@@ -118,6 +118,7 @@ def test_a_state_is_in_one_region_with_all_between_its_uses() -> None:
     assert found.operators[0][:3] == ["mul.Tensor", "linear.default", "tanh.default"]
 
 
+@pytest.mark.usefixtures("executorch_python")
 def test_states_are_written_once_a_call(lower: Lower) -> None:
     model, x = Recurrent().eval(), torch.randn(4, 16)
     lowered = lower(torch.export.export(model, (x,)), least=256)

@@ -159,6 +159,7 @@ def test_a_program_without_options_runs_within_the_budget_of_its_export(runner, 
     assert answer.plan_budget == _plan(files, total // 2).budget < total
 
 
+@pytest.mark.usefixtures("executorch_python")
 def test_it_runs_in_executorchs_python(built, runner, exported, tmp_path):
     files, _ = exported("mlp")
     save_file({"x": rows()}, tmp_path / "inputs")
