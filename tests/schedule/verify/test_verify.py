@@ -304,10 +304,10 @@ def long_plan(steps: int, chunks: int, ahead: int) -> tuple[tuple[Storage, ...],
 def test_thousands_of_transfers_take_half_a_second() -> None:
     storages, plan = long_plan(1_100, 4, 8)
     seconds = []
-    for _ in range(3):  # the fastest of three: another process may take the core for one
-        started = time.perf_counter()
+    for _ in range(3):  # of the processor: other processes may take the core
+        started = time.process_time()
         verify_plan(storages, plan.traces, plan)
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.process_time() - started)
     assert min(seconds) < 0.5
     with pytest.raises(PlanError, match=r"the boundary of 128 bytes does not fit"):
         verify_plan(storages, plan.traces, replace(plan, arena_bytes=127))
