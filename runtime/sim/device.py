@@ -102,7 +102,8 @@ class SimDevice:
 
     def allocate(self, nbytes: int, purpose: str) -> torch.Tensor:
         self.reserve(nbytes, purpose)
-        return self._named(aligned_bytes(nbytes), f"{purpose} on {self.name}")
+        # What nothing was copied to is nobody's, not what happened to lie there, such as the same weights.
+        return self._named(aligned_bytes(nbytes).fill_(POISON), f"{purpose} on {self.name}")
 
     def reserve(self, nbytes: int, purpose: str) -> None:
         """Count memory that the device holds, such as activations, which nobody allocates here."""

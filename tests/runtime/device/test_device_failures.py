@@ -147,14 +147,14 @@ def test_thousands_of_passes_hold_no_more_memory(host: int | None) -> None:
             streamer.acquire(0, step)
             streamer.release(0, step)
         streamer.end(0)
-        if number in (1_000, 2_999):
+        if number in (1_000, 2_000, 2_999):
             gc.collect()
             held.append((len(gc.get_objects()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
     streamer.close()
     device.close()
-    (objects, peak), (objects_later, peak_later) = held
-    assert objects_later - objects < 1000  # one in two passes; other tests' garbage comes and goes
-    assert peak_later - peak < 1024  # KiB
+    (objects, peak), (_, peak_later), (objects_last, peak_last) = held
+    assert objects_last - objects < 1000  # one in two passes; other tests' garbage comes and goes
+    assert min(peak_later - peak, peak_last - peak_later) < 512  # KiB; what comes once is not the passes'
 
 
 def test_memory_that_cannot_be_locked_is_refused_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
