@@ -15,7 +15,7 @@ import venv
 import zipfile
 from email import message_from_bytes
 from functools import partial
-from importlib.metadata import distribution
+from importlib.metadata import PackageNotFoundError, distribution
 from itertools import chain
 from pathlib import Path
 
@@ -33,6 +33,24 @@ def run_python(code: str) -> str:
     """What a fresh interpreter prints."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return done.stdout.strip()
+
+
+def test_makes_environment_has_all_that_tests_are_skipped_without() -> None:
+    """The one place that says it: tests of an extra skip themselves where the extra is not installed."""
+    if not Path(sys.prefix, ".installed").exists():
+        pytest.skip("this environment is not one of `make`")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = chain.from_iterable(project["optional-dependencies"][name] for name in ("demo", "bench", "dev"))
+    missing = [name for one in extras if not is_installed(name := Requirement(one).name)]
+    assert not missing, "make the environment again: rm .venv/.installed; make"
+
+
+def is_installed(name: str) -> bool:
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def test_importing_penstock_does_not_import_torch() -> None:

@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch.export import ExportedProgram
 
+pytest.importorskip("executorch", reason="executorch is not installed: pip install 'penstock[executorch]'")
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # ExecuTorch's own, as it is imported
     for name in ("exir", "extension.pybindings.portable_lib"):
