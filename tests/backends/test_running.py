@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import fx
 
 import penstock
 from penstock.backends.fx import Backend, FxBackend
 from penstock.backends.running import payload_key
+from penstock.passes.graph.nodes import copy_graph_module
 from penstock.schedule.facts.errors import BudgetError, PassError, PayloadError, SourceError, StreamError
 from tests.backends.backend_models import PROMPT, TOKEN, Layers, decoder, layers
 
@@ -200,6 +202,75 @@ def test_what_does_not_belong_together_is_refused(packed, tmp_path) -> None:
     (tmp_path / "weights.safetensors").write_bytes(b"0" * 4096)
     with pytest.raises(SourceError):
         backend.load((key, data), "50%")
+
+
+def with_late_read(graph: fx.GraphModule, how: str) -> fx.GraphModule:
+    """The graph, behind which a pass has added a read of the first layer's weight."""
+    changed = copy_graph_module(graph)
+    nodes = {node.name: node for node in changed.graph.nodes}
+    first, weight = nodes["linear"], nodes["p_layers_0_weight"]
+    if how == "view":  # made where it may be made, and read where the weight may have left
+        with changed.graph.inserting_before(first):
+            weight = changed.graph.call_function(torch.ops.aten.t.default, (weight,))
+    output = changed.graph.output_node()
+    with changed.graph.inserting_before(output):
+        if how == "compiled":
+            changed.add_submodule("late", torch.compile(torch.nn.Linear(1, 1), backend="eager"))
+            late = changed.graph.call_module("late", (first, weight))
+        elif how == "returned":
+            late = weight
+        else:
+            late = changed.graph.call_function(torch.ops.aten.mm.default, (first, weight))
+    output.args = ((late,),)
+    changed.recompile()
+    return changed
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("how", ["direct", "view", "compiled", "returned"])
+def test_a_read_that_a_pass_has_added_behind_the_lowering_is_refused(packed, how, recorded) -> None:
+    backend, lowered, payload, model, x = packed
+    changed = with_late_read(lowered, how)
+    for node in changed.graph.nodes if not recorded else ():
+        node.meta.pop("val", None)  # which a graph loses that is made from code
+    reader = {"compiled": "late", "returned": "output"}.get(how, "mm_default")
+    with backend.load(payload, "25%", arena="contiguous") as weights:
+        with pytest.raises(
+            PayloadError,
+            match=rf"node '{reader}' of method 'forward' reads the weight 'layers\.0\.weight' outside of its",
+        ):
+            weights.bind(changed)
+        assert torch.equal(weights.bind(lowered)(x)[0], model(x))
+
+
+def test_compiled_code_between_probes_is_trusted(packed) -> None:
+    """Nobody can see what it reads beside what it is given."""
+    backend, lowered, payload, model, x = packed
+    changed = copy_graph_module(lowered)
+    (node,) = (one for one in changed.graph.nodes if one.name == "linear_2")
+    changed.add_submodule("region", torch.compile(Linear(), backend="eager"))
+    with changed.graph.inserting_before(node):
+        node.replace_all_uses_with(changed.graph.call_module("region", node.args))
+    changed.graph.erase_node(node)
+    changed.recompile()
+    with backend.load(payload, "25%", arena="contiguous") as weights:
+        assert torch.equal(weights.bind(changed)(x)[0], model(x))
+
+
+class Linear(torch.nn.Module):
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(*inputs)
+
+
+def test_other_numbers_of_inputs_are_refused(packed) -> None:
+    backend, lowered, payload, _, x = packed
+    with backend.load(payload, "50%") as weights:
+        run = weights.bind(lowered)
+        for inputs in ((), (x, x)):
+            with pytest.raises(
+                StreamError, match=rf"'forward' takes 1 inputs \(x\), got {len(inputs)}: give it"
+            ):
+                run(*inputs)
 
 
 def test_the_files_of_a_checkpoint_are_used_in_place(tmp_path) -> None:

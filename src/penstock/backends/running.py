@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
+from penstock.backends.reads import check_probes, check_reads
 from penstock.passes.graph.nodes import placeholders_of
-from penstock.passes.probes import ACQUIRE, CompiledCalls
+from penstock.passes.probes import CompiledCalls
 from penstock.passes.weights.naming import weights_among
 from penstock.runtime.choice import PlanRequest, find_plan
 from penstock.runtime.loading import LoadOptions, load_weights
@@ -87,14 +88,24 @@ class LoadedPayload:
     def bind(self, graph_module: fx.GraphModule, method: str = "forward") -> Callable[..., Any]:
         """Returns a function that runs a lowered graph on the inputs of its method, over these weights.
 
-        It returns what the graph returns. Raises PayloadError if graph and payload do not belong together.
+        It returns what the graph returns. Raises PayloadError if graph and payload do not belong together,
+        and for a graph that reads a weight outside of the weight's probes; the function raises StreamError
+        for more or fewer inputs than the method has.
         """
         trace = trace_of(self.payload, method)
         held = weights_among(graph_module, self.payload, method)
-        _check_probes(graph_module, self.payload, trace)
-        entries = [held.get(node.name) for node in placeholders_of(graph_module.graph)]
+        check_probes(graph_module, self.payload, trace, held)
+        check_reads(graph_module, self.payload, trace, held)
+        nodes = placeholders_of(graph_module.graph)
+        entries = [held.get(node.name) for node in nodes]
+        names = [node.name for node in nodes if node.name not in held]
 
         def call(*inputs: Any) -> Any:
+            if len(inputs) != len(names):
+                raise StreamError(
+                    f"method {method!r} takes {len(names)} inputs ({', '.join(names) or 'none'}), got "
+                    f"{len(inputs)}: give it a value for each, and leave weights to the payload"
+                )
             if torch.is_grad_enabled() and any(getattr(one, "requires_grad", False) for one in inputs):
                 raise StreamError(
                     "an input requires grad and grad mode is on: gradients through streamed weights are not "
@@ -172,21 +183,3 @@ def trace_of(payload: Payload, method: str) -> Trace:
         if trace.method == method:
             return trace
     raise PassError(f"there is no method {method!r}: the payload has {[t.method for t in payload.traces]}")
-
-
-def _check_probes(graph_module: fx.GraphModule, payload: Payload, trace: Trace) -> None:
-    """Raises PayloadError unless the probes of the graph are those of the trace, around the same weights."""
-    held = weights_among(graph_module, payload, trace.method)
-    found = {
-        int(node.args[2]): {held[one.name].parts[0].storage for one in node.args[0]}
-        for node in graph_module.graph.nodes
-        if node.target is ACQUIRE
-    }
-    names = payload.storage_names()
-    for k, step in enumerate(trace.steps):
-        if not found.get(k, set()).issuperset(step.reads):
-            raise PayloadError(
-                f"step {k} of method {trace.method!r} reads {', '.join(names[s] for s in step.reads)}, and "
-                f"the graph holds {', '.join(names[s] for s in found.get(k, ())) or 'nothing'} there: lower "
-                "the graph, and load the payload that was written after that"
-            )
