@@ -41,15 +41,16 @@ Programs = ExportedProgram | dict[str, ExportedProgram]
 Lower = Callable[..., Lowered]
 
 
-def lower_to(folder: Path, programs: Programs, **options: Any) -> Lowered:
+def lower_to(
+    folder: Path, programs: Programs, partitioner: PenstockPartitioner | None = None, **options: Any
+) -> Lowered:
     """Lowers programs for penstock with what users call, and writes the files."""
     from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # ExecuTorch's own
-        edge = to_edge_transform_and_lower(
-            programs, partitioner=[PenstockPartitioner(**{"least": LEAST, **options})]
-        )
+        given = partitioner or PenstockPartitioner(**{"least": LEAST, **options})
+        edge = to_edge_transform_and_lower(programs, partitioner=[given])
         program = edge.to_executorch(ExecutorchBackendConfig(segment_alignment=4096))
         path = save(program, folder / "model.pte", force=True)
     return Lowered(edge, program, path, read(path))
@@ -58,7 +59,7 @@ def lower_to(folder: Path, programs: Programs, **options: Any) -> Lowered:
 @pytest.fixture
 def lower(tmp_path: Path) -> Lower:
     """Lowers programs to files of the test's own."""
-    return lambda programs, **options: lower_to(tmp_path, programs, **options)
+    return lambda *given, **options: lower_to(tmp_path, *given, **options)
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import penstock
+from penstock.backends.executorch import PenstockPartitioner
 from penstock.schedule.payload.codec import verify_payload
-from tests.backends.executorch.conftest import Lower, Lowered
+from tests.backends.executorch.conftest import LEAST, Lower, Lowered
 from tests.backends.executorch.delegating import Delegates, Outer
 from tests.backends.executorch.et_models import Decoder, Mlp
 from tests.quantised_models import Hidden, Packed, Shown, linears, quantise
@@ -228,3 +229,24 @@ def test_a_program_without_values_is_planned(lower: Lower) -> None:
     assert len(payload.weights) == 6  # the norm's too: ExecuTorch cannot store what it does not have
     assert not list(lowered.path.parent.glob("*.ptd"))
     assert replace(payload.storages[0]).nbytes == 128 * 256 * 4
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.other = nn.Linear(128, 256, bias=False), nn.Linear(128, 256, bias=False)
+        self.other.weight = self.up.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x) + self.other(x)
+
+
+def test_a_partitioner_forgets_the_program_before(lower: Lower, mlp: Mlp) -> None:
+    """Of which names, and that it had no values, would show in the next."""
+    used, x = PenstockPartitioner(least=LEAST), torch.randn(2, 128)
+    lower(penstock.fake_export(Tied, (x,)), used)
+    found = lower(torch.export.export(mlp, (x,)), used).exported
+    expected = lower(torch.export.export(mlp, (x,)), PenstockPartitioner(least=LEAST)).exported
+    assert [one.fqn for one in found.payload.weights] == [one.fqn for one in expected.payload.weights]
+    assert found.payload == expected.payload
+    assert len(found.regions) == 2

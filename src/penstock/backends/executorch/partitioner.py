@@ -51,7 +51,8 @@ class PenstockPartitioner(Partitioner):  # type: ignore[misc]
     that AOTInductor compiles of whole methods ("aotinductor"), which is for this torch and this processor.
     `hardware` is what times are modelled for, a
     preset's name or a Hardware. `data_file` is the name of the `.ptd`. Storages of fewer than `least` bytes
-    are not worth a delegate. Give one partitioner for all methods of a program.
+    are not worth a delegate. Give one partitioner for all methods of a program; it may then be given for
+    another program.
     """
 
     def __init__(
@@ -65,14 +66,27 @@ class PenstockPartitioner(Partitioner):  # type: ignore[misc]
         least: int = LEAST,
     ) -> None:
         super().__init__()
-        self._settings = _checked(
-            budget=budget,
-            keep=keep,
+        if budget is not None:
+            parse_size(budget, total=100)
+        if isinstance(keep, str):
+            raise PlanError(f"keep= takes a list of patterns, got {keep!r}: give [{keep!r}]")
+        if kernels not in ("executorch", "aotinductor"):
+            raise PlanError(
+                f"kernels= is 'executorch', whose own run what is delegated, or 'aotinductor', got {kernels!r}"
+            )
+        self._asked = Settings(
+            hardware=find_hardware(hardware),
+            budget="" if budget is None else str(budget),
+            keep=tuple(keep),
             kernels=kernels,
-            hardware=hardware,
-            data_file=data_file,
+            data_file=data_file if data_file.endswith(".ptd") else f"{data_file}.ptd",
             least=least,
         )
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forgets the program before, of which names and settings would be taken for those of the next."""
+        self._settings = self._asked
         self._aliases: list[Alias] = []
         self._parts: dict[str, tuple[str, str]] = {}
         self._written: set[str] = set()
@@ -83,7 +97,8 @@ class PenstockPartitioner(Partitioner):  # type: ignore[misc]
 
         Weights without values all go to regions: ExecuTorch cannot store what it does not have.
         """
-        self._partitioned = False
+        if self._partitioned:
+            self._begin()
         opened = with_plain_parts(with_computed_buffers(exported_program))
         self._parts |= parts_of(opened)
         self._parts |= {name: pair for name in opened.state_dict if (pair := _unwrapped(name))}
@@ -157,33 +172,6 @@ class PenstockPartitioner(Partitioner):  # type: ignore[misc]
         method = describe_method(exported, "method", 0)
         parts = tuple(PartName(name, *pair) for name, pair in self._parts.items())
         return MethodFacts(method.inputs, method.symbols, tuple(self._aliases), parts)
-
-
-def _checked(
-    *,
-    budget: int | str | None,
-    keep: Sequence[str],
-    kernels: Kernels,
-    hardware: Hardware | str,
-    data_file: str,
-    least: int,
-) -> Settings:
-    if budget is not None:
-        parse_size(budget, total=100)
-    if isinstance(keep, str):
-        raise PlanError(f"keep= takes a list of patterns, got {keep!r}: give [{keep!r}]")
-    if kernels not in ("executorch", "aotinductor"):
-        raise PlanError(
-            f"kernels= is 'executorch', whose own run what is delegated, or 'aotinductor', got {kernels!r}"
-        )
-    return Settings(
-        hardware=find_hardware(hardware),
-        budget="" if budget is None else str(budget),
-        keep=tuple(keep),
-        kernels=kernels,
-        data_file=data_file if data_file.endswith(".ptd") else f"{data_file}.ptd",
-        least=least,
-    )
 
 
 def _unwrapped(name: str) -> tuple[str, str] | None:
