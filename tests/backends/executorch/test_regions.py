@@ -60,10 +60,52 @@ class Copies(nn.Module):
         return torch.relu(y) @ scaled
 
 
-def test_what_is_computed_from_weights_alone_goes_with_its_first_reader() -> None:
+def test_each_reader_computes_its_own_copy_of_a_weight() -> None:
+    """No delegate hands it to another, in memory that no budget counts."""
     found = Partitioned(Copies(), torch.randn(2, 16))
-    assert found.weights == [["first"], ["second", "scale"]]
-    assert found.operators == [["mm.default"], ["mul.Tensor", "permute_copy.default", "mm.default"]]
+    uses = [f"{name}_penstock_use_1" for name in ("second", "scale")]
+    assert found.weights == [["first"], ["second", "scale"], uses]
+    copied = ["mul.Tensor", "permute_copy.default", "mm.default"]
+    assert found.operators == [["mm.default"], copied, copied]
+    assert [len(one.graph_signature.user_outputs) for one in found.regions] == [1, 1, 1]
+
+
+def test_copies_of_copies_are_computed_once_a_reader(lower: Lower) -> None:
+    model, x = Twice().eval(), torch.randn(2, 16)
+    lowered = lower(torch.export.export(model, (x,)), least=256)
+    found = Outer(lowered.edge, Delegates(lowered.exported))(x)
+    torch.testing.assert_close(found, model(x), rtol=1e-4, atol=1e-4)
+    assert [one.outputs for one in lowered.exported.regions] == [1, 1, 1]
+    assert [len(one.appended) for one in lowered.exported.regions] == [2, 2, 2]
+    assert len(lowered.exported.payload.storages) == 2
+
+
+class Twice(nn.Module):
+    """Reads a copy, and another that is computed from it on two ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.other = nn.Parameter(torch.randn(16, 16)), nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        copy = self.weight.t() * self.other
+        both = copy + copy.t()
+        return torch.relu(x @ both) @ both + torch.tanh(x @ copy)
+
+
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.weight[:1]
+        return (x + first) * first
+
+
+def test_a_small_copy_is_computed_once_and_passed_on() -> None:
+    found = Partitioned(Rows(), torch.randn(2, 16))
+    assert found.weights == [["weight"]]
 
 
 class Sizes(nn.Module):
@@ -126,25 +168,6 @@ def test_states_are_written_once_a_call(lower: Lower) -> None:
     with torch.no_grad():
         for _ in range(3):
             torch.testing.assert_close(Outer(lowered.edge, delegates)(x), model(x), rtol=1e-5, atol=1e-5)
-
-
-class Returned(nn.Module):
-    """Returns what it writes, which no delegate may own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = nn.Linear(16, 16, bias=False)
-        self.register_buffer("count", torch.zeros(16))
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        self.count.add_(x.sum(0))
-        return self.out(x), self.count
-
-
-def test_a_state_that_is_returned_stays_with_executorch(caplog: pytest.LogCaptureFixture) -> None:
-    found = Partitioned(Returned(), torch.randn(4, 16))
-    assert found.weights == [["out.weight"]]
-    assert "buffer 'count' stays with ExecuTorch, which keeps one for each method" in caplog.text
 
 
 class Many(nn.Module):

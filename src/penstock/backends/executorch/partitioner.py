@@ -105,7 +105,7 @@ class PenstockPartitioner(Partitioner):  # type: ignore[misc]
         if not all(map(has_values, opened.state_dict.values())):
             self._settings = replace(self._settings, least=1)
         self._aliases.extend(_aliases(opened, len(self._aliases)))
-        return opened if self._compiles else with_own_uses(opened)
+        return opened if self._compiles else with_own_uses(opened, self._asked.least)
 
     @property
     def _compiles(self) -> bool:

@@ -14,14 +14,12 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import fx
-from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, OutputKind, TensorArgument
 
 from penstock.backends.executorch.options import NO_WORK
-from penstock.backends.executorch.uses import named_without_use
+from penstock.backends.executorch.uses import named_without_use, takes_part
 from penstock.passes.graph.nodes import placeholders_of
 from penstock.passes.trace import sum_of, work_of
 from penstock.passes.weights.usage import Usage
@@ -140,24 +138,6 @@ class _Graph:
         return all(dim_order_of(part) is not None for part in parts)
 
 
-def _takes_part(node: fx.Node) -> bool:
-    """Tells whether a node can be in a region: it computes tensors from tensors, by an operator."""
-    if node.op != "call_function":
-        return False
-    if not isinstance(node.target, OpOverload) and node.target is not operator.getitem:
-        return False
-    if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
-        return False
-    values = [node.meta.get("val"), *(one.meta.get("val") for one in node.all_input_nodes)]
-    return all(_is_tensors(value) for value in values)
-
-
-def _is_tensors(value: object) -> bool:
-    if isinstance(value, list | tuple):
-        return all(one is None or isinstance(one, torch.Tensor) for one in value)
-    return isinstance(value, torch.Tensor)
-
-
 def _readers(graph: _Graph, left: set[int]) -> Iterator[set[fx.Node]]:
     """Yields a group for each node that reads a storage that is worth it and not `left` to ExecuTorch."""
     worth = graph.worth - left
@@ -170,7 +150,7 @@ def _readers(graph: _Graph, left: set[int]) -> Iterator[set[fx.Node]]:
                 read[node] = {s}
             continue
         inputs = node.all_input_nodes
-        if not inputs or not _takes_part(node):
+        if not inputs or not takes_part(node):
             continue
         if all(one in read for one in inputs):
             read[node] = set().union(*(read[one] for one in inputs))
@@ -197,7 +177,7 @@ def _whole_weights(graph: _Graph, groups: Sequence[set[fx.Node]]) -> list[set[fx
     for numbers in of_whole.values():
         hull = _hull(graph, set().union(*(groups[number] for number in numbers)))
         others = set().union(*(group for number, group in enumerate(groups) if number not in numbers))
-        if len(numbers) > 1 and hull.isdisjoint(others) and all(_takes_part(node) for node in hull):
+        if len(numbers) > 1 and hull.isdisjoint(others) and all(takes_part(node) for node in hull):
             joined.append(hull)
     return [*groups, *joined]
 
@@ -222,9 +202,10 @@ def _states(graph: _Graph) -> Iterator[set[fx.Node]]:
     for spec in outputs:
         if spec.kind is not OutputKind.BUFFER_MUTATION or spec.target not in inputs:
             continue
-        group = _hull(graph, _users(graph, [graph.nodes[inputs[spec.target]], graph.nodes[spec.arg.name]]))
-        unusual = names.count(spec.arg.name) > 1 or len(_inputs_of(graph, inputs[spec.target])) > 1
-        if unusual or not all(_takes_part(node) for node in group):
+        state, new = graph.nodes[inputs[spec.target]], graph.nodes[spec.arg.name]
+        group = _hull(graph, _users(graph, [state, new]))
+        unusual = names.count(new.name) > 1 or len(_inputs_of(graph, state.name)) > 1
+        if unusual or new not in group or not all(takes_part(node) for node in group):
             _log.warning(
                 _STAYS, spec.target, "returns what it writes, or uses it in a way that no delegate can"
             )
@@ -256,7 +237,8 @@ def _inputs_of(graph: _Graph, name: str) -> list[str]:
 
 def _hull(graph: _Graph, nodes: set[fx.Node]) -> set[fx.Node]:
     """The nodes, and all that lie on a way from one of them to another."""
-    first, last = min(map(graph.order.__getitem__, nodes)), max(map(graph.order.__getitem__, nodes))
+    positions = sorted(graph.order[node] for node in nodes) or [0]
+    first, last = positions[0], positions[-1]
     between = [node for node, position in graph.order.items() if first <= position <= last]
     below, above = set(nodes), set(nodes)
     for node in between:
@@ -290,12 +272,12 @@ def _with_results(graph: _Graph, groups: Sequence[set[fx.Node]]) -> list[set[fx.
         first = min(map(graph.order.__getitem__, group))
         for other in sorted(kept, key=lambda one: abs(min(map(graph.order.__getitem__, one)) - first)):
             joined = _hull(graph, group | other)
-            if all(_takes_part(node) for node in joined):
+            if all(takes_part(node) for node in joined):
                 kept = _merged(graph, [*(one for one in kept if one is not other), joined])
                 break
         else:
-            written = [one.name for node in group for one in node.all_input_nodes if one.name in graph.held]
-            names = ", ".join(dict.fromkeys(graph.held[name].fqn for name in written))
+            outputs = graph.exported.graph_signature.output_specs
+            names = ", ".join(str(one.target) for one in outputs if graph.nodes.get(one.arg.name) in group)
             _log.warning(_STAYS, names, "delegates nothing else that it could be written with")
     return kept
 
@@ -361,9 +343,11 @@ def tag(exported: ExportedProgram, regions: Sequence[Region], prefix: str) -> li
         if node.name in of:
             node.meta["delegation_tag"] = of[node.name]
     signature = exported.graph_signature
-    weights = {spec.arg.name for spec in signature.input_specs if spec.target is not None}
+    weights = {spec.arg.name: spec.target for spec in signature.input_specs if spec.target is not None}
+    updates = {target: name for name, target in signature.buffers_to_mutate.items()}
     for node in placeholders_of(exported.graph):
-        first = next((of[user.name] for user in node.users if user.name in of), None)
+        users = [user.name for user in node.users] or [updates.get(weights.get(node.name), "")]
+        first = next((of[user] for user in users if user in of), None)
         returned = any(user.op == "output" for user in node.users)  # then it stays in the .pte
         if node.name in weights and first is not None and not returned:
             node.meta["delegation_tag"] = first
