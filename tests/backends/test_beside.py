@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import penstock
 from penstock.backends.beside import beside
@@ -99,6 +100,31 @@ def test_openvino_computes_between_the_reads(encoder: Any) -> None:
     regions = [one for part in execute.partitioned_modules.values() for one in part.children()]
     assert len(regions) == len(execute.compiled_cache)
     assert not any(region.perm_fallback for region in regions)
+
+
+@pytest.mark.parametrize("other", ["openvino", "specialising"])
+def test_regions_of_dynamic_sizes_are_compiled_for_each(encoder: Any, other: str) -> None:
+    """Both compilers take the sizes of the first inputs for those of all."""
+    model, _, path = encoder
+    compiled: list[fx.GraphModule] = []
+
+    def specialising(graph_module: fx.GraphModule, inputs: list[Any]) -> Any:
+        compiled.append(graph_module)
+        return make_fx(graph_module)(*inputs)
+
+    module, counts = copy.deepcopy(model), []
+    record = penstock.offload(module, path)
+    given = FLOAT32 if other == "openvino" else {}
+    backend = beside(other if other == "openvino" else specialising)
+    options = {"budget": "45%", "resident_below": "1KiB", **given}
+    run = torch.compile(module, backend=backend, options=options, dynamic=True, fullgraph=True)
+    for rows in (5, 7, 5, 9):
+        inputs = torch.randn(1, rows, WIDTH)
+        torch.testing.assert_close(run(inputs), model(inputs), rtol=1e-4, atol=1e-4)
+        counts.append(len(compiled))
+    assert record.stats.misses == 0
+    record.close()
+    assert counts == [times * counts[0] for times in (1, 2, 2, 3)]
 
 
 def test_the_other_compiler_gets_no_weight_that_streams(encoder: Any) -> None:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import has_free_symbols
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 
 from penstock.backends.fx import NamedNodes
@@ -130,8 +131,9 @@ def _with_regions(
     )
     partitioner = CapabilityBasedPartitioner(graph_module, NamedNodes(rest))
     fused = partitioner.fuse_partitions(partitioner.propose_partitions(), prefix="region_")
-    for name, region in [(n, m) for n, m in fused.named_children() if n.startswith("region_")]:
-        setattr(fused, name, _Region(region, compiler))
+    for name, region in list(fused.named_children()):
+        if name.startswith("region_") and isinstance(region, fx.GraphModule):
+            setattr(fused, name, _Region(region, compiler))
     _own_outputs(fused.graph)
     add_sites(fused.graph, piece.number, sites)
     fused.recompile()
@@ -162,14 +164,35 @@ def _without_weights(propagated: fx.GraphModule, streamed: set[str]) -> frozense
 
 
 class _Region(torch.nn.Module):
-    """A region that the other compiler compiles when it is first called, on real inputs."""
+    """A region that the other compiler compiles when it is first called, on real inputs.
 
-    def __init__(self, graph_module: torch.nn.Module, compiler: Compiler) -> None:
+    Compilers take the sizes of these for all that come, so one with dynamic sizes is compiled for each.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule, compiler: Compiler) -> None:
         super().__init__()
         self._graph_module, self._compiler = graph_module, compiler
-        self._run: Callable[..., Any] | None = None
+        self._runs: dict[object, Callable[..., Any]] = {}
+        values = [node.meta.get("val") for node in placeholders_of(graph_module.graph)]
+        self._dynamic = any(has_free_symbols(value) for value in values if value is not None)
 
     def forward(self, *inputs: Any) -> Any:
-        if self._run is None:
-            self._run = self._compiler(self._graph_module, list(inputs))
-        return self._run(*inputs)
+        if not self._dynamic:
+            if not self._runs:
+                self._runs[()] = self._compiler(self._graph_module, list(inputs))
+            return self._runs[()](*inputs)
+        tensors = [one for one in inputs if isinstance(one, torch.Tensor)]
+        sizes = tuple(tuple(one.shape) if isinstance(one, torch.Tensor) else one for one in inputs)
+        if sizes not in self._runs:
+            self._runs[sizes] = self._compiler(_with_sizes(self._graph_module, inputs), tensors)
+        return self._runs[sizes](*tensors)
+
+
+def _with_sizes(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    """Returns a copy of a region whose inputs are tensors alone: it has the given sizes inside."""
+    graph, made = fx.Graph(), dict[fx.Node, Any]()
+    given = dict(zip(placeholders_of(graph_module.graph), inputs, strict=True))
+    for node in graph_module.graph.nodes:
+        is_size = node in given and not isinstance(given[node], torch.Tensor)
+        made[node] = given[node] if is_size else graph.node_copy(node, made.__getitem__)
+    return fx.GraphModule(graph_module, graph)
