@@ -49,7 +49,8 @@ class PenstockPartitioner(Partitioner):  # type: ignore[misc]
     one; None keeps all weights in memory then. `keep` has patterns of FQNs that stay in memory. `kernels`
     are those that run what is tagged: ExecuTorch's own around single reads of weights ("executorch"), or code
     that AOTInductor compiles of whole methods ("aotinductor"), which is for this torch and this processor.
-    `hardware` is what times are modelled for, a preset's name or a Hardware. `data_file` is the name of the `.ptd`. Storages of fewer than `least` bytes
+    `hardware` is what times are modelled for, a preset's name or a Hardware. `data_file` is the name of the
+    `.ptd`. Storages of fewer than `least` bytes
     are not worth a delegate. Give one partitioner for all methods of a program; it may then be given for
     another program.
     """
