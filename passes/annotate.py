@@ -18,6 +18,7 @@ from penstock.passes.graph.grad_regions import without_grad_regions
 from penstock.passes.graph.retarget import exported_device
 from penstock.passes.pipeline import Pipeline, declare
 from penstock.passes.trace import PRESET_CPU, observe
+from penstock.passes.training.facts import Training
 from penstock.passes.weights.lifted import Catalog, Weights, refuse_lost_values, with_own_constants
 from penstock.passes.weights.subclasses import parts_of, with_plain_parts
 from penstock.passes.weights.usage import Usage, find_usage
@@ -38,7 +39,8 @@ class Annotated:
     `values[s]` is a tensor whose untyped storage is storage s. `computed` are the FQNs of buffers whose
     values no checkpoint has. `programs` are the programs by method, without regions of another grad mode,
     and `propagated` are copies of their graphs, with fake values. A method that was read from storage is in
-    neither of them, but in `codes`: the part of it that runs, as JSON.
+    neither of them, but in `codes`: the part of it that runs, as JSON. A program that is trained has
+    `training`, and in `trained` the values of its parameters by FQN.
     """
 
     payload: Payload
@@ -47,6 +49,8 @@ class Annotated:
     programs: Mapping[str, ExportedProgram] = field(default_factory=dict)
     propagated: Mapping[str, fx.GraphModule] = field(default_factory=dict)
     codes: Mapping[str, bytes] = field(default_factory=dict)
+    training: Training | None = None
+    trained: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def annotate(

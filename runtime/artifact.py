@@ -32,6 +32,7 @@ from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
 from penstock.runtime.program import open as open_program
 from penstock.runtime.system.atomic import write_artifact
+from penstock.runtime.training.parameters import write_parameters
 from penstock.schedule.facts.errors import PassError, SourceError
 from penstock.schedule.facts.model import ALIGNMENT, Extent, Method, Part, Storage, Weight, WeightFile
 from penstock.schedule.facts.parts import storages_together
@@ -131,6 +132,8 @@ def write_weights(annotated: Annotated, folder: Path, weights: Paths | None = No
 
 
 def _save_program(annotated: Annotated, compiled: inductor.Compiled | None, folder: Path) -> ProgramFile:
+    if annotated.trained:
+        write_parameters(annotated.trained, folder)
     if compiled is None:
         programs, machine = eager.save(annotated, folder), ""
     else:

@@ -39,6 +39,8 @@ from penstock.runtime.stream.native import NativeStreamer
 from penstock.runtime.stream.passes import LoadedWeights, Resources
 from penstock.runtime.stream.streamer import ArenaStreamer
 from penstock.runtime.system.threads import ParkedTeam
+from penstock.runtime.training.module import TrainingModule
+from penstock.runtime.training.parameters import read_parameters
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Method, Part
 from penstock.schedule.payload.codec import Payload
@@ -122,6 +124,9 @@ def load_module(
     except BaseException:
         weights.close()
         raise
+    if program.training is not None:
+        values = read_parameters(program.path)
+        return TrainingModule(methods, weights, program.path.name, program.training, values)
     sightings = None
     if device is None and plan.hardware.name == THIS_CPU and not (options.debug or options.poison):
         sightings = Sightings(program.path, payload, plan, lambda: weights.counters)

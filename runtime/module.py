@@ -83,10 +83,13 @@ class StreamedModule(torch.nn.Module):
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Run the method of that name; `module.decode(...)` is `module.call("decode", ...)`."""
+        return self.run(method, _checked(self._method(method).program, args, kwargs))
+
+    def run(self, method: str, leaves: Sequence[Any]) -> Any:
+        """Run a method on leaves that its program has checked, whatever autograd may want of them."""
         loaded = self._method(method)
         with self._call_gate():
             calls, graph = self._calls.get(method), loaded.trace.graph
-            leaves = _checked(loaded.program, args, kwargs)
             run = _running(loaded.program, leaves, calls)
             self._weights.wait()
             try:
@@ -195,9 +198,9 @@ def _refuse_change(what: str, instead: str) -> NoReturn:
     raise StreamError(f"{what} is not possible on a streamed module: {instead}")
 
 
-def _running(program: MethodProgram, leaves: list[Any], calls: CompiledCalls | None) -> Callable[[], Any]:
+def _running(program: MethodProgram, leaves: Sequence[Any], calls: CompiledCalls | None) -> Callable[[], Any]:
     """Returns the pass as a function; in compiled code, reads outside of all probe calls are enclosed too."""
-    run = partial(program.run, leaves)
+    run = partial(program.run, list(leaves))
     return run if calls is None else partial(calls.enclose, run)
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.passes.lowering import eager
-from penstock.passes.lowering.archive import open_programs, read_code
+from penstock.passes.lowering.archive import open_programs, read_code, read_training
+from penstock.passes.training.facts import Training
 from penstock.runtime.choice import (
     PlanRequest,
     cpu_arenas,
@@ -210,6 +211,12 @@ class Program:
         with open_programs(self.path, self.payload) as archive:
             codes = [read_code(archive, method.name) for method in self.payload.methods]
             return max(code.activations().peak() for code in codes)
+
+    @cached_property
+    def training(self) -> Training | None:
+        """What joins the methods of a program that is trained; None for any other program."""
+        with open_programs(self.path, self.payload) as archive:
+            return read_training(archive)
 
     @cached_property
     def lowered(self) -> eager.LoweredProgram:

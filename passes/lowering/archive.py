@@ -17,11 +17,12 @@ from penstock.passes.annotate import Annotated
 from penstock.passes.building.refusals import sentence
 from penstock.passes.calls.stored_program import load_stored, with_types
 from penstock.passes.lowering.method_code import MethodCode, decode_method, encode_method, method_code
+from penstock.passes.training.facts import Training
 from penstock.passes.weights.values import with_values
 from penstock.schedule.facts.errors import PassError, PayloadError, SourceError
 from penstock.schedule.payload.codec import Payload
 
-PROGRAM = "program.zip"
+PROGRAM, TRAINING = "program.zip", "training.json"
 
 
 def write_programs(archive: zipfile.ZipFile, annotated: Annotated) -> None:
@@ -34,6 +35,8 @@ def write_programs(archive: zipfile.ZipFile, annotated: Annotated) -> None:
             archive.writestr(f"{name}.json", code)
         else:
             archive.writestr(f"{name}.pt2", _saved(code, name))
+    if annotated.training is not None:
+        archive.writestr(TRAINING, annotated.training.to_bytes())
 
 
 def encoded_methods(annotated: Annotated) -> dict[str, bytes | ExportedProgram]:
@@ -93,6 +96,11 @@ def read_code(archive: zipfile.ZipFile, method: str) -> MethodCode:
     if stored in archive.namelist():
         return with_types(lambda: decode_method(archive.read(stored)))
     return method_code(load_stored(archive.read(f"{method}.pt2")))
+
+
+def read_training(archive: zipfile.ZipFile) -> Training | None:
+    """Returns what joins forward and backward, None for a program that is not trained."""
+    return Training.from_bytes(archive.read(TRAINING)) if TRAINING in archive.namelist() else None
 
 
 def _emptied(name: str, value: Any) -> Any:

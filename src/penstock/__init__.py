@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from penstock.runtime.checkpoint.bind_values import bind
     from penstock.runtime.dynamo.offload import offload
     from penstock.runtime.program import open
+    from penstock.runtime.training.artifact import compile_training
     from penstock.schedule.facts.errors import (
         BudgetError,
         MissingExtraError,
@@ -50,6 +51,7 @@ __all__ = [
     "annotate",
     "bind",
     "compile",
+    "compile_training",
     "declare",
     "deferred_init",
     "fake_export",
@@ -66,6 +68,7 @@ _HOMES = {
     "annotate": "penstock.passes.annotate",
     "bind": "penstock.runtime.checkpoint.bind_values",
     "compile": "penstock.runtime.artifact",
+    "compile_training": "penstock.runtime.training.artifact",
     "declare": "penstock.passes.pipeline",
     "deferred_init": "penstock.passes.building.deferred",
     "fake_export": "penstock.passes.building.fake_export",

@@ -1,0 +1,236 @@
+"""The two programs of training: forward and backward as exported programs, and how values go between them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
+from torch.export.graph_signature import (
+    ConstantArgument,
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    SymFloatArgument,
+    SymIntArgument,
+    TensorArgument,
+)
+from torch.utils import _pytree as pytree
+
+from penstock.passes.calls.signature import output_names, signature_of
+from penstock.passes.graph.nodes import placeholders_of
+from penstock.passes.training.facts import TRAINABLE, Training
+from penstock.passes.training.joint import Joint, result_positions, trace_joint
+from penstock.passes.training.partition import Partition, partition
+from penstock.passes.weights.lifted import Catalog, Weights
+from penstock.schedule.facts.errors import PassError
+
+
+@dataclass(frozen=True)
+class Halves:
+    """The forward and the backward of a program as programs of their own, and what joins them."""
+
+    forward: ExportedProgram
+    backward: ExportedProgram
+    training: Training
+
+
+def divide(
+    exported: ExportedProgram, trainable: Collection[str], losses: Collection[str] | None = None
+) -> Halves:
+    """Returns forward and backward of a program, for the gradients of its parameters `trainable`, by FQN.
+
+    Inputs that required grad when the program was exported have gradients too. They come from the results
+    `losses`, by name: None stands for the floating-point numbers of no dimension among them, or for all
+    floating-point tensors if there is no such number. Raises PassError where autograd cannot trace the
+    program, and if nothing has a gradient.
+    """
+    catalog = Catalog()
+    weights = Weights(catalog.add(exported), catalog.storages)
+    specs = exported.graph_signature.input_specs
+    trained = [spec for spec in specs if spec.kind is InputKind.PARAMETER and spec.target in trainable]
+    leaves = [spec for spec in specs if spec.kind is InputKind.USER_INPUT] + trained
+    names = {spec.arg.name for spec in trained}.union(_inputs_with_grad(exported))
+    results = output_names(signature_of(exported))
+    joint = trace_joint(exported, weights, names, _chosen(exported, results, losses))
+    if not joint.gradients:
+        raise PassError("no result of the program depends on what is trained: name other parameters")
+    crossing = partition(joint)
+    order = {spec.arg.name: k for k, spec in enumerate(leaves)}
+    taken = [order[node.name] for node in crossing.inputs if node.name in order]
+    return Halves(
+        _forward(exported, joint, crossing, leaves),
+        _backward(exported, joint, crossing, leaves),
+        Training(
+            tuple(str(spec.target) for spec in trained),
+            (*taken, *[None] * len(crossing.kept)),
+            tuple(k for k, node in enumerate(joint.tangents) if node is not None),
+            tuple(order[specs[k].arg.name] for k in joint.gradients),
+            results,
+        ),
+    )
+
+
+def _chosen(exported: ExportedProgram, names: Sequence[str], losses: Collection[str] | None) -> list[int]:
+    """The numbers of the results that gradients come from."""
+    if losses is not None:
+        unknown = [loss for loss in losses if loss not in names]
+        if isinstance(losses, str) or unknown:
+            raise PassError(f"losses={losses!r}: expected a list of results, which are {', '.join(names)}")
+        return [k for k, name in enumerate(names) if name in losses]
+    returned: Any = exported.graph.output_node().args[0]
+    values = [returned[position].meta["val"] for position in result_positions(exported)]
+    floats = [k for k, one in enumerate(values) if isinstance(one, torch.Tensor) and one.is_floating_point()]
+    return [k for k in floats if not values[k].dim()] or floats
+
+
+def _inputs_with_grad(exported: ExportedProgram) -> list[str]:
+    given = pytree.tree_leaves(exported.example_inputs)
+    specs = [one for one in exported.graph_signature.input_specs if one.kind is InputKind.USER_INPUT]
+    pairs = zip(specs, given, strict=True)
+    return [s.arg.name for s, one in pairs if isinstance(one, torch.Tensor) and one.requires_grad]
+
+
+def _forward(
+    exported: ExportedProgram, joint: Joint, parts: Partition, leaves: Sequence[InputSpec]
+) -> ExportedProgram:
+    specs = exported.graph_signature.input_specs
+    made = _Program(exported, joint)
+    given = {spec.arg.name for spec in leaves}
+    for spec in (*(one for one in specs if one.arg.name not in given), *leaves):
+        made.add_input(spec, trained=spec.arg.name in given)
+    made.add_nodes(parts.early)
+    for number, node in joint.written.items():
+        made.add_written(specs[number], node)
+    results = iter(joint.results)
+    for result in exported.graph_signature.output_specs:
+        if result.kind is OutputKind.USER_OUTPUT:
+            made.add_result(result.arg if isinstance(result.arg, ConstantArgument) else next(results))
+    for node in parts.kept:
+        made.add_result(node)
+    (args, kwargs), (result, _) = _called(exported)
+    trained = [one for one in leaves if one.kind is not InputKind.USER_INPUT]
+    if TRAINABLE in kwargs:
+        raise PassError(
+            f"the program takes an argument {TRAINABLE!r}, by which penstock gives parameters: rename it"
+        )
+    entry = exported.module_call_graph[0].signature
+    names = entry and entry.forward_arg_names
+    program = made.program(
+        names and [*names, TRAINABLE], (args, {**kwargs, TRAINABLE: trained}), (result, [*parts.kept])
+    )
+    program._guards_code = exported._guards_code
+    return program
+
+
+def _backward(
+    exported: ExportedProgram, joint: Joint, parts: Partition, leaves: Sequence[InputSpec]
+) -> ExportedProgram:
+    made = _Program(exported, joint, parts.same)
+    given = {spec.arg.name for spec in leaves}
+    weights = {node.name for node in parts.inputs} - given
+    for spec in exported.graph_signature.input_specs:
+        if spec.arg.name in weights:
+            made.add_input(spec)
+    kept = [*(node for node in parts.inputs if node.name in given), *parts.kept]
+    tangents = [node for node in joint.tangents if node is not None]
+    for node in (*kept, *tangents):
+        made.add_value(node)
+    made.add_nodes(parts.late)
+    for node in joint.gradients.values():
+        made.add_result(node)
+    return made.program(["kept", "tangents"], ((kept, tangents), {}), [*joint.gradients])
+
+
+def _called(exported: ExportedProgram) -> tuple[Any, Any]:
+    """The arguments and the result of a program as trees of numbers, with a place for a second result."""
+    spec = exported.call_spec
+    args, kwargs = pytree.tree_unflatten(list(range(spec.in_spec.num_leaves)), spec.in_spec)
+    return (args, kwargs), (pytree.tree_unflatten(list(range(spec.out_spec.num_leaves)), spec.out_spec), None)
+
+
+class _Program:
+    """An exported program that is made of nodes of a joint graph; `same` has another node of equal value."""
+
+    def __init__(
+        self, exported: ExportedProgram, joint: Joint, same: Mapping[fx.Node, fx.Node] = MappingProxyType({})
+    ) -> None:
+        self._exported, self._joint, self._same = exported, joint, same
+        self._graph = fx.Graph()
+        self._given = {node.name: node for node in placeholders_of(exported.graph)}
+        self._joined = {node.name: node for node in placeholders_of(joint.graph_module.graph)}
+        self._here: dict[fx.Node, fx.Node] = {}
+        self._inputs: list[InputSpec] = []
+        self._outputs: list[OutputSpec] = []
+        self._returned: list[Any] = []
+
+    def add_input(self, spec: InputSpec, *, trained: bool = False) -> None:
+        """Adds an input of the original program; one that is `trained` is given with each call."""
+        name = spec.arg.name
+        placeholder = self._graph.placeholder(name)
+        placeholder.meta = {"val": self._given[name].meta.get("val")}
+        if name in self._joined:  # which has tensors and sizes only
+            self._here[self._joined[name]] = placeholder
+        self._inputs.append(InputSpec(InputKind.USER_INPUT, spec.arg, None) if trained else spec)
+
+    def add_value(self, node: fx.Node) -> None:
+        """Adds an input that is a value of the joint graph."""
+        self._here[node] = self._graph.placeholder(node.name)
+        self._here[node].meta = {"val": node.meta["val"]}
+        self._inputs.append(InputSpec(InputKind.USER_INPUT, _argument(self._here[node]), None))
+
+    def add_nodes(self, nodes: Iterable[fx.Node]) -> None:
+        for node in nodes:
+            self._here[node] = self._graph.node_copy(node, self._value)
+
+    def add_written(self, spec: InputSpec, node: fx.Node) -> None:
+        """Adds the new value of an input that the program writes to."""
+        weight = spec.kind is not InputKind.USER_INPUT
+        kind = OutputKind.BUFFER_MUTATION if weight else OutputKind.USER_INPUT_MUTATION
+        self._add_output(kind, node, str(spec.target) if weight else spec.arg.name)
+
+    def add_result(self, result: Any) -> None:
+        """Adds a node's value, or a constant, to what is returned."""
+        self._add_output(OutputKind.USER_OUTPUT, result, None)
+
+    def _add_output(self, kind: OutputKind, result: Any, target: str | None) -> None:
+        value = self._value(result) if isinstance(result, fx.Node) else result.value
+        self._returned.append(value)
+        argument = _argument(value) if isinstance(result, fx.Node) else result
+        self._outputs.append(OutputSpec(kind, argument, target))
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        return self._here[self._same.get(node, node)]
+
+    def program(self, names: list[str] | None, called_with: Any, returning: Any) -> ExportedProgram:
+        """The program, given the names of its arguments, and its call and its result as trees."""
+        self._graph.output(tuple(self._returned))
+        targets = {str(spec.target) for spec in self._inputs}
+        old = self._exported
+        _, in_spec = pytree.tree_flatten(called_with)
+        _, out_spec = pytree.tree_flatten(returning)
+        made = ExportedProgram(
+            self._joint.graph_module,
+            self._graph,
+            ExportGraphSignature(self._inputs, self._outputs),
+            {name: value for name, value in old.state_dict.items() if name in targets},
+            old.range_constraints,
+            [ModuleCallEntry("", ModuleCallSignature([], [], in_spec, out_spec, names))],
+            None,
+            {name: value for name, value in old.constants.items() if name in targets},
+        )
+        return made
+
+
+def _argument(node: fx.Node) -> Any:
+    value = node.meta["val"]
+    if isinstance(value, torch.SymInt):
+        return SymIntArgument(node.name)
+    return SymFloatArgument(node.name) if isinstance(value, torch.SymFloat) else TensorArgument(node.name)

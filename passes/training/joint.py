@@ -1,0 +1,206 @@
+"""A program's forward and the gradients of its results in one graph, as an exported program itself.
+
+Autograd traces it (`aot_export_joint_with_descriptors`) with no decompositions, so that both parts call the
+operators that eager PyTorch calls. It is traced on the fake values that export recorded, whose sizes stay
+symbolic, and no weight needs to have a value.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument
+
+from penstock.passes.building.refusals import sentence
+from penstock.passes.graph.nodes import placeholders_of
+from penstock.passes.graph.propagation import fake_inputs, propagate
+from penstock.passes.weights.lifted import Weights
+from penstock.schedule.facts.errors import PassError
+
+aten = torch.ops.aten
+
+Value = fx.Node | None
+
+
+@dataclass(frozen=True)
+class Joint:
+    """The graph of forward and backward, and what its inputs and outputs mean.
+
+    `inputs[k]` is the placeholder of input k of the program, None where the input is no tensor and no size.
+    `results[k]` is the value of result k, None for a constant, and `tangents[k]` the placeholder of the
+    gradient of it, None if it has none. `written[k]` is the new value of input k, where the program writes to
+    it. `gradients[k]` is the gradient of input k, for those that have one.
+    """
+
+    graph_module: fx.GraphModule
+    inputs: tuple[Value, ...]
+    results: tuple[Value, ...]
+    tangents: tuple[Value, ...]
+    written: dict[int, fx.Node]
+    gradients: dict[int, fx.Node]
+
+
+class _Flat(nn.Module):
+    """The graph of a program as a module of the inputs and results that autograd may see.
+
+    Each result is a copy, so that none shares memory with another or with an input: autograd would then take
+    the gradient of something else. `trace_joint` removes the copies.
+    """
+
+    def __init__(self, exported: ExportedProgram, inputs: Sequence[Any], losses: Collection[int]) -> None:
+        super().__init__()
+        self._graph_module = exported.graph_module
+        self.inputs = list(inputs)
+        self.shown = [k for k, value in enumerate(inputs) if is_value(value)]
+        self._results, self._losses = result_positions(exported), frozenset(losses)
+
+    def forward(self, *values: Any) -> list[Any]:
+        inputs = list(self.inputs)
+        for k, value in zip(self.shown, values, strict=True):
+            inputs[k] = value
+        outputs = self._graph_module(*inputs)
+        results = [outputs[position] for position in self._results]
+        for k, one in enumerate(results):
+            if isinstance(one, torch.Tensor):
+                results[k] = (one if k in self._losses else one.detach()).clone()
+        return results
+
+
+def is_value(value: object) -> bool:
+    """Tells whether an input is a tensor or a size, and not a constant of the program."""
+    return isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat)
+
+
+def trace_joint(
+    exported: ExportedProgram, weights: Weights, trainable: Collection[str], losses: Collection[int]
+) -> Joint:
+    """Returns the joint graph of a program, for the gradients of its inputs of the names `trainable`.
+
+    Names are those of placeholders: of parameters, and of user inputs. The gradients are those of the results
+    of the numbers `losses`, which leave constants out. Raises PassError where autograd cannot trace
+    the program.
+    """
+    recorded = fake_inputs(exported.graph_module, weights)
+    names = [node.name for node in placeholders_of(exported.graph)]
+    inputs = [_seen(value, name in trainable) for name, value in zip(names, recorded, strict=True)]
+    flat = _Flat(exported, inputs, losses)
+    with ExitStack() as entered:
+        entered.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # torch's own, about gradients of fake tensors that are no leaves
+        entered.enter_context(torch.enable_grad())
+        known = _Sizes(inputs)
+        try:
+            made = aot_export_joint_with_descriptors(
+                entered, flat, tuple(inputs[k] for k in flat.shown), decompositions={}
+            )
+        except Exception as error:
+            raise PassError(
+                f"autograd cannot trace the program ({type(error).__name__}: {sentence(error)}): export what "
+                "it trains without this operation"
+            ) from error
+        known.check()
+    graph = made.graph_module.graph
+    _erase_assertions(graph)
+    for node in placeholders_of(graph):
+        if isinstance(node.meta["desc"], PlainAOTInput):
+            node._rename(names[flat.shown[node.meta["desc"].idx]])
+    graph_module = propagate(made.graph_module, fake_inputs(made.graph_module, weights))
+    return _described(graph_module, flat, len(result_positions(exported)))
+
+
+def _seen(value: Any, trained: bool) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if trained and not value.is_floating_point():
+        raise PassError(f"an input of dtype {value.dtype} has no gradient: leave it out of trainable=")
+    return value.detach().requires_grad_(trained)
+
+
+class _Sizes:
+    """The symbolic sizes of inputs, which autograd's trace must not make narrower."""
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        tensors = [one for one in inputs if isinstance(one, torch.Tensor)]
+        sizes = [size for one in tensors for size in one.shape] + [
+            one for one in inputs if not isinstance(one, torch.Tensor)
+        ]
+        self._sizes = [
+            size for size in sizes if isinstance(size, torch.SymInt) and size.node.expr.free_symbols
+        ]
+
+    def check(self) -> None:
+        for size in self._sizes:
+            if not size.node.shape_env.replace(size.node.expr).free_symbols:
+                raise PassError(
+                    f"the gradients hold for {size.node.expr} = {size.node.hint} only, a size that the "
+                    "program takes as dynamic: export it with that size fixed"
+                )
+
+
+def result_positions(exported: ExportedProgram) -> list[int]:
+    """The positions of results that are tensors or sizes among the flat outputs of a program's graph."""
+    specs = exported.graph_signature.output_specs
+    user = [k for k, spec in enumerate(specs) if spec.kind.name == "USER_OUTPUT"]
+    return [k for k in user if not isinstance(specs[k].arg, ConstantArgument)]
+
+
+def _erase_assertions(graph: fx.Graph) -> None:
+    """Removes assertions about metadata, which calls are checked for anyway.
+
+    They count as effects: left in place, they would bring the products whose values they look at into the
+    backward, which would then compute these again.
+    """
+    for node in reversed(list(graph.nodes)):
+        if getattr(node.target, "overloadpacket", None) is aten._assert_tensor_metadata:
+            graph.erase_node(node)
+
+
+def _described(graph_module: fx.GraphModule, flat: _Flat, results: int) -> Joint:
+    graph = graph_module.graph
+    inputs: list[Value] = [None] * len(flat.inputs)
+    tangents: list[Value] = [None] * results
+    for node in placeholders_of(graph):
+        meaning = node.meta["desc"]
+        if isinstance(meaning, PlainAOTInput):
+            inputs[flat.shown[meaning.idx]] = node
+        elif isinstance(meaning, TangentAOTInput) and isinstance(meaning.output, PlainAOTOutput):
+            tangents[meaning.output.idx] = node
+        else:
+            raise PassError(f"autograd's trace takes {meaning}, expected inputs and gradients of results")
+    output = graph.output_node()
+    values: list[Value] = [None] * results
+    written: dict[int, fx.Node] = {}
+    gradients: dict[int, fx.Node] = {}
+    for node, meaning in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
+        if isinstance(meaning, PlainAOTOutput):
+            values[meaning.idx] = _original(node)
+        elif isinstance(meaning, InputMutationAOTOutput):
+            written[flat.shown[meaning.mutated_input.idx]] = node  # type: ignore[attr-defined]
+        elif isinstance(meaning, GradAOTOutput):
+            if node is not None:
+                gradients[flat.shown[meaning.grad_of.idx]] = node  # type: ignore[attr-defined]
+        elif node is not None:
+            raise PassError(f"autograd's trace returns {meaning}, expected results, mutations and gradients")
+    return Joint(graph_module, tuple(inputs), tuple(values), tuple(tangents), written, gradients)
+
+
+def _original(result: Any) -> Any:
+    """The value that `_Flat` copied to return it."""
+    if isinstance(result, fx.Node) and result.target is aten.clone.default:
+        return result.args[0]
+    return result

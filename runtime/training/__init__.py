@@ -1,0 +1,1 @@
+"""Programs that are trained: frozen weights stream in forward and backward."""

@@ -1,0 +1,94 @@
+"""Compiles a program for training: a forward and a backward method, and the parameters that are trained."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from penstock.passes.annotate import annotate_with_values
+from penstock.passes.building.fake_export import with_computed_buffers
+from penstock.passes.pipeline import Pipeline
+from penstock.passes.training.facts import BACKWARD, FORWARD
+from penstock.passes.training.halves import divide
+from penstock.passes.weights.lifted import refuse_lost_values
+from penstock.passes.weights.subclasses import with_plain_parts
+from penstock.runtime.artifact import compile
+from penstock.schedule.facts.errors import PassError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.export import ExportedProgram
+
+    from penstock.runtime.program import Program
+
+_log = logging.getLogger(__name__)
+
+
+def compile_training(
+    model: ExportedProgram | torch.nn.Module,
+    path: str | PathLike[str],
+    *,
+    trainable: Sequence[str],
+    example: Sequence[Any] | Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    losses: Sequence[str] | None = None,
+    **options: Any,
+) -> Program:
+    """Compile a program into the artifact folder `path`, whose module computes gradients like the model's.
+
+    `model` is an exported program, or a module, which is exported with the arguments `example` (a sequence of
+    positional ones, or a mapping of keyword arguments) and `dynamic_shapes`, as `torch.export.export` takes
+    them, in the mode in which it is: train() or eval(). `trainable` holds patterns of the FQNs of parameters.
+    They are inputs of both methods, belong to the module that `load` returns as its parameters, and stay in
+    memory; all other weights are frozen and stream. Inputs that require grad in `example` get gradients too.
+
+    `losses` names the results from which gradients may come: by default those that are floating-point numbers
+    of no dimension, or all floating-point tensors if there is no such number. `options` are those of
+    `compile`.
+
+    Raises PassError for a program whose gradients cannot be traced, a pattern that matches no parameter, and
+    what `compile` raises.
+    """
+    exported = _exported(model, example, dynamic_shapes)
+    plain: Pipeline[ExportedProgram] = Pipeline((refuse_lost_values, with_computed_buffers, with_plain_parts))
+    exported = plain(exported)
+    halves = divide(exported, _chosen(exported, trainable), losses)
+    annotated = annotate_with_values({FORWARD: halves.forward, BACKWARD: halves.backward})
+    values = {fqn: exported.state_dict[fqn] for fqn in halves.training.parameters}
+    return compile(replace(annotated, training=halves.training, trained=values), path, **options)
+
+
+def _exported(model: Any, example: Any, dynamic_shapes: Any) -> ExportedProgram:
+    from torch import nn
+    from torch.export import ExportedProgram, export
+
+    if isinstance(model, ExportedProgram):
+        if example is not None or dynamic_shapes is not None:
+            raise PassError(
+                "an exported program has its example inputs: leave out example= and dynamic_shapes="
+            )
+        return model
+    if not isinstance(model, nn.Module):
+        raise PassError(f"expected an exported program or a module, got {type(model).__name__}")
+    if example is None:
+        raise PassError("a module is exported with the arguments of a call: give example=(x,)")
+    args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
+    return export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+
+
+def _chosen(exported: ExportedProgram, patterns: Sequence[str]) -> list[str]:
+    """The FQNs of the parameters that match a pattern."""
+    if isinstance(patterns, str):
+        raise PassError(f"trainable= takes a list of patterns, got {patterns!r}: give [{patterns!r}]")
+    parameters = list(exported.graph_signature.parameters)
+    for pattern in patterns:
+        if not any(fnmatchcase(fqn, pattern) for fqn in parameters):
+            raise PassError(
+                f"trainable={pattern!r} matches no parameter; the first of them is "
+                f"{next(iter(parameters), None)!r}"
+            )
+    return [fqn for fqn in parameters if any(fnmatchcase(fqn, pattern) for pattern in patterns)]

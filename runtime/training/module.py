@@ -1,0 +1,147 @@
+"""The streamed module of a training program: its calls return tensors with a `grad_fn`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from penstock.passes.training.facts import BACKWARD, FORWARD, TRAINABLE, Training
+from penstock.runtime.module import LoadedMethod, StreamedModule
+from penstock.runtime.stream.passes import LoadedWeights
+from penstock.schedule.facts.errors import StreamError
+
+
+class TrainingModule(StreamedModule):
+    """A streamed module whose parameters, which stay in memory, are trained like those of any module.
+
+    `parameters()`, `state_dict()` and `load_state_dict()` are those of the parameters that the program was
+    compiled to train, under their FQNs. Frozen weights stream through the forward, and again through the
+    backward. Under `torch.no_grad()` nothing is kept for a backward.
+    """
+
+    def __init__(
+        self,
+        methods: Mapping[str, LoadedMethod],
+        weights: LoadedWeights,
+        name: str,
+        training: Training,
+        values: Mapping[str, torch.Tensor],
+    ) -> None:
+        super().__init__(methods, weights, name)
+        self.training = True
+        self._facts = training
+        self._trained = [nn.Parameter(values[fqn]) for fqn in training.parameters]
+        for fqn, parameter in zip(training.parameters, self._trained, strict=True):
+            _register(self, fqn, parameter)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward. Gradients go to the parameters, and to inputs that were exported with grad."""
+        convention = self._method(FORWARD).program.convention
+        leaves = convention.flatten(args, {**kwargs, TRAINABLE: self._trained})
+        wants = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if not torch.is_grad_enabled() or not wants:
+            result, _ = self.run(FORWARD, leaves)
+            return result
+        self._refuse_lost_gradients(leaves, convention.names)
+        call = _Call(self, self._facts)
+        flat = _Pass.apply(call, *leaves)  # type: ignore[no-untyped-call]
+        return pytree.tree_unflatten(list(flat), call.spec)
+
+    def train(self, mode: bool = True) -> TrainingModule:
+        if not mode:
+            raise StreamError(
+                "eval() is not possible on a program that was compiled to train: load one that was compiled "
+                "for inference, or call this one under torch.no_grad()"
+            )
+        return self
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        if assign:
+            raise StreamError("assign=True would replace parameters: leave it out, and values are copied")
+        return nn.Module.load_state_dict(self, state_dict, strict)
+
+    def _refuse_lost_gradients(self, leaves: Sequence[Any], names: Sequence[str]) -> None:
+        trained = {*self._facts.gradients, *range(len(leaves) - len(self._trained), len(leaves))}
+        for k, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
+            if k not in trained and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                raise StreamError(
+                    f"input {name} requires grad, and the program was compiled without a gradient for it: "
+                    "detach it, or compile with an example that requires grad"
+                )
+
+
+class _Call:
+    """One call of a training program: the facts, and the structure of its result."""
+
+    spec: pytree.TreeSpec
+
+    def __init__(self, module: TrainingModule, facts: Training) -> None:
+        self.module, self.facts = module, facts
+
+    def forward(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Returns the results, flat, and what the backward needs: tensors, and sizes."""
+        result, values = self.module.run(FORWARD, leaves)
+        flat, self.spec = pytree.tree_flatten(result)
+        made = iter(values)
+        return flat, [next(made) if leaf is None else leaves[leaf] for leaf in self.facts.kept]
+
+    def tangents(self, flat: Sequence[Any]) -> list[int]:
+        """The positions of the results among the flat ones that gradients come from."""
+        tensors = [k for k, one in enumerate(flat) if isinstance(one, torch.Tensor)]
+        return [tensors[k] for k in self.facts.tangents]
+
+
+class _Pass(torch.autograd.Function):
+    """The forward and the backward of a training program, as one node of autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *leaves: Any) -> tuple[Any, ...]:
+        flat, kept = call.forward(leaves)
+        ctx.call, ctx.leaves = call, len(leaves)
+        ctx.numbers = [None if isinstance(one, torch.Tensor) else one for one in kept]
+        ctx.save_for_backward(*(one for one in kept if isinstance(one, torch.Tensor)))
+        ctx.results = call.tangents(flat)
+        ctx.set_materialize_grads(False)
+        others = [one for k, one in enumerate(flat) if k not in ctx.results and isinstance(one, torch.Tensor)]
+        ctx.mark_non_differentiable(*others)
+        return tuple(flat)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise StreamError(
+                "gradients of gradients through streamed weights are not supported: call backward without "
+                "create_graph=True"
+            )
+        facts: Training = ctx.call.facts
+        tangents = [grads[k] for k in ctx.results]
+        expected = [facts.results[k] for k in facts.tangents]
+        missing = [name for name, one in zip(expected, tangents, strict=True) if one is None]
+        if missing:
+            raise StreamError(
+                f"no gradient has come to {', '.join(missing)}, and the program was compiled for gradients "
+                f"from {', '.join(expected)}: compile it with losses= naming those that backward is called on"
+            )
+        saved = iter(ctx.saved_tensors)
+        kept = [next(saved) if number is None else number for number in ctx.numbers]
+        made = ctx.call.module.run(
+            BACKWARD, [*kept, *(one.contiguous() for one in tangents if one is not None)]
+        )
+        results: list[Any] = [None] * ctx.leaves
+        for leaf, gradient in zip(facts.gradients, made, strict=True):
+            results[leaf] = gradient
+        return (None, *results)
+
+
+def _register(module: nn.Module, fqn: str, parameter: nn.Parameter) -> None:
+    """Registers a parameter under its FQN, in modules that hold nothing else."""
+    *path, name = fqn.split(".")
+    for part in path:
+        module = module._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
+    module._parameters[name] = parameter
