@@ -226,6 +226,7 @@ class _Program:
             None,
             {name: value for name, value in old.constants.items() if name in targets},
         )
+        made._guards_code = []
         return made
 
 

@@ -8,13 +8,14 @@ symbolic, and no weight needs to have a value.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._C import DispatchKey
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     InputMutationAOTOutput,
@@ -35,6 +36,14 @@ from penstock.schedule.facts.errors import PassError
 aten = torch.ops.aten
 
 Value = fx.Node | None
+
+_DEFINED_TWICE = (
+    *("dropout", "gru", "lstm", "rnn_relu", "rnn_tanh"),
+    *(f"{name}{n}d" for name in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3)),
+    *("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"),
+    *("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
+)
+"""Operators that torch defines in C++ and, for its tracers, in Python by other operators."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,7 @@ def trace_joint(
         entered.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # torch's own, about gradients of fake tensors that are no leaves
         entered.enter_context(torch.enable_grad())
+        entered.enter_context(_as_eager())
         known = _Sizes(inputs)
         try:
             made = aot_export_joint_with_descriptors(
@@ -115,12 +125,36 @@ def trace_joint(
             ) from error
         known.check()
     graph = made.graph_module.graph
+    graph.set_codegen(fx.graph.CodeGen())  # its own has the structure of the trace's arguments
     _erase_assertions(graph)
     for node in placeholders_of(graph):
         if isinstance(node.meta["desc"], PlainAOTInput):
             node._rename(names[flat.shown[node.meta["desc"].idx]])
     graph_module = propagate(made.graph_module, fake_inputs(made.graph_module, weights))
     return _described(graph_module, flat, len(result_positions(exported)))
+
+
+@contextmanager
+def _as_eager() -> Iterator[None]:
+    """Has operators divided into others as eager PyTorch divides them, and not as torch.compile does.
+
+    For these torch has a second definition in Python, which takes precedence while it traces, and whose
+    gradients differ in the last bits: dropout in bfloat16 is one.
+    """
+    taken: list[tuple[Any, Any, Any]] = []
+    for name in _DEFINED_TWICE:
+        packet = getattr(aten, name)
+        for operator in (getattr(packet, overload) for overload in packet.overloads()):
+            for key in (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd):
+                if key in operator.py_kernels:
+                    taken.append((operator, key, operator.py_kernels.pop(key)))
+            operator._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for operator, key, kernel in taken:
+            operator.py_kernels[key] = kernel
+            operator._dispatch_cache.clear()
 
 
 def _seen(value: Any, trained: bool) -> Any:

@@ -18,8 +18,9 @@ from penstock.schedule.facts.errors import StreamError
 class TrainingModule(StreamedModule):
     """A streamed module whose parameters, which stay in memory, are trained like those of any module.
 
-    `parameters()`, `state_dict()` and `load_state_dict()` are those of the parameters that the program was
-    compiled to train, under their FQNs. Frozen weights stream through the forward, and again through the
+    `parameters()` are those that the program was compiled to train, under their FQNs, and `buffers()` those
+    that it writes to, such as the statistics of batch norms; so are `state_dict()` and `load_state_dict()`.
+    Frozen weights stream through the forward, and again through the
     backward. Under `torch.no_grad()` nothing is kept for a backward.
     """
 
@@ -29,14 +30,19 @@ class TrainingModule(StreamedModule):
         weights: LoadedWeights,
         name: str,
         training: Training,
-        values: Mapping[str, torch.Tensor],
+        parameters: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
     ) -> None:
         super().__init__(methods, weights, name)
         self.training = True
         self._facts = training
-        self._trained = [nn.Parameter(values[fqn]) for fqn in training.parameters]
+        self._trained = [nn.Parameter(parameters[fqn]) for fqn in training.parameters]
         for fqn, parameter in zip(training.parameters, self._trained, strict=True):
-            _register(self, fqn, parameter)
+            holder, leaf = _holder(self, fqn)
+            holder._parameters[leaf] = parameter
+        for fqn, buffer in buffers.items():
+            holder, leaf = _holder(self, fqn)
+            holder._buffers[leaf] = buffer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward. Gradients go to the parameters, and to inputs that were exported with grad."""
@@ -86,7 +92,10 @@ class _Call:
 
     def forward(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Returns the results, flat, and what the backward needs: tensors, and sizes."""
-        result, values = self.module.run(FORWARD, leaves)
+        # Some kernels keep what a backward needs by the grad mode alone; a graph of their own has no use.
+        own = [one.detach() if isinstance(one, torch.Tensor) else one for one in leaves]
+        with torch.enable_grad():
+            result, values = self.module.run(FORWARD, own)
         flat, self.spec = pytree.tree_flatten(result)
         made = iter(values)
         return flat, [next(made) if leaf is None else leaves[leaf] for leaf in self.facts.kept]
@@ -139,9 +148,9 @@ class _Pass(torch.autograd.Function):
         return (None, *results)
 
 
-def _register(module: nn.Module, fqn: str, parameter: nn.Parameter) -> None:
-    """Registers a parameter under its FQN, in modules that hold nothing else."""
+def _holder(module: nn.Module, fqn: str) -> tuple[nn.Module, str]:
+    """The module, which is made if need be, that holds a weight by its FQN, and the last word of that."""
     *path, name = fqn.split(".")
     for part in path:
         module = module._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
-    module._parameters[name] = parameter
+    return module, name

@@ -1,0 +1,220 @@
+"""Forward and backward as programs of their own: values equal autograd's to the bit, and nothing is kept twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim, ExportedProgram, export
+from torch.nn import functional
+
+from penstock.passes.annotate import annotate
+from penstock.passes.training.facts import Training
+from penstock.passes.training.halves import Halves, divide
+from penstock.schedule.facts.errors import PassError
+from tests.training_models import DECODER, Decoder
+
+aten = torch.ops.aten
+
+
+class Resized(nn.Module):
+    """Interpolations in every mode, which torch defines twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.base = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.up(x)
+        for mode in ("nearest", "nearest-exact", "bilinear", "bicubic"):
+            x = functional.interpolate(self.base(x), scale_factor=2, mode=mode)
+        return x.square().mean()
+
+
+class Recurrent(nn.Module):
+    """A frozen LSTM and a GRU behind a trained layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+        self.lstm, self.gru = nn.LSTM(8, 16, num_layers=2, dropout=0.2), nn.GRU(16, 8, bidirectional=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gru(self.lstm(self.up(x))[0])[0].square().mean()
+
+
+class Moving(nn.Module):
+    """Reads a buffer that it writes to afterwards, so that the backward needs what the buffer was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+        self.register_buffer("scale", torch.full((16,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = (self.up(x) * self.scale.clone()).square().mean()
+        self.scale.add_(1)
+        return loss
+
+
+class Normed(nn.Module):
+    """Batch norm of frozen statistics, a constant, and a weight of two names whose view is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16).eval()
+        self.one, self.two = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+        self.two.weight = self.one.weight
+        self.shift = torch.arange(16.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.up(x)) + self.shift
+        for row in self.one.weight.t().split(8):
+            x = x + torch.tanh(self.two(x)) * row.sum()
+        return x.sin().sum()
+
+
+MODELS = {
+    "resized": (Resized, (2, 3, 10, 10)),
+    "recurrent": (Recurrent, (4, 2, 8)),
+    "moving": (Moving, (4, 16)),
+    "normed": (Normed, (4, 16)),
+}
+
+
+def trained(exported: ExportedProgram) -> list[str]:
+    return [fqn for fqn in exported.graph_signature.parameters if {"up", "down"} & set(fqn.split("."))]
+
+
+def run(program: ExportedProgram, leaves: list[Any]) -> list[Any]:
+    """The results of a program's graph, without what it writes back."""
+    signature = program.graph_signature
+    held = {**program.state_dict, **program.constants}
+    lifted = [held[spec.target].detach() for spec in signature.input_specs if spec.target is not None]
+    outputs = program.graph_module(*lifted, *leaves)
+    return outputs[len(outputs) - len(signature.user_outputs) :]
+
+
+def call(halves: Halves, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[Any, dict[str, Any]]:
+    """The first result and the gradients of the trained parameters, by way of the two programs."""
+    facts: Training = halves.training
+    leaves = [*inputs, *(module.get_parameter(fqn).detach() for fqn in facts.parameters)]
+    with torch.enable_grad():
+        outputs = run(halves.forward, leaves)
+    results, values = outputs[: len(facts.results)], outputs[len(facts.results) :]
+    weights = {value.untyped_storage().data_ptr() for value in halves.forward.state_dict.values()}
+    kept_memory = {one.untyped_storage().data_ptr() for one in values if isinstance(one, torch.Tensor)}
+    assert weights.isdisjoint(kept_memory), "a weight was kept"
+    made = iter(values)
+    kept = [next(made) if leaf is None else leaves[leaf] for leaf in facts.kept]
+    with torch.no_grad():
+        found = run(halves.backward, [*kept, *(torch.ones_like(results[k]) for k in facts.tangents)])
+    names = {leaf: fqn for leaf, fqn in enumerate(facts.parameters, len(inputs))}
+    return results[0], {names[leaf]: one for leaf, one in zip(facts.gradients, found, strict=True)}
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes self")
+@pytest.mark.parametrize("name", MODELS)
+def test_values_are_those_of_autograd(name: str) -> None:
+    torch.manual_seed(0)
+    kind, shape = MODELS[name]
+    module, x = kind(), torch.randn(shape)
+    halves = divide(exported := export(module, (x,), strict=False), trained(exported))
+    torch.manual_seed(1)
+    expected = exported.module()(x)
+    module.zero_grad()
+    torch.manual_seed(1)
+    plain = kind()
+    plain.load_state_dict({**module.state_dict()})
+    if name == "moving":
+        plain.scale.fill_(2.0)  # type: ignore[operator, union-attr]
+        exported.state_dict["scale"].fill_(2.0)
+    plain.train(name != "normed")
+    torch.manual_seed(1)
+    loss = plain(x)
+    loss.backward()
+    torch.manual_seed(1)
+    result, gradients = call(halves, module, (x,))
+    assert torch.equal(result, loss)
+    assert torch.equal(result, expected)
+    assert set(gradients) == set(trained(exported))
+    for fqn, gradient in gradients.items():
+        assert gradient.any()
+        assert torch.equal(gradient, plain.get_parameter(fqn).grad), fqn  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def decoder() -> tuple[nn.Module, Halves]:
+    length = Dim("length", min=2, max=64)
+    module = DECODER.model()
+    exported = export(module, DECODER.inputs(), dynamic_shapes=({1: length}, {1: length}), strict=False)
+    return module, divide(exported, trained(exported))
+
+
+def products(program: ExportedProgram) -> Iterator[str]:
+    return (node.name for node in program.graph.nodes if node.target in (aten.mm.default, aten.addmm.default))
+
+
+def test_the_backward_computes_no_product_of_the_forward_again(decoder: tuple[nn.Module, Halves]) -> None:
+    """Metadata assertions, left in place, made it compute three products again, to the same bits."""
+    blocks, per_block = 3, 3 + 3 + 3 + 1  # packed in three views, two adapted layers of three, one down
+    assert len(list(products(decoder[1].forward))) == blocks * per_block + 1
+    # One for each frozen product and four for each adapter. In the first block nothing in front of the adapter
+    # of the attention is trained: neither the packed weight nor what goes into that adapter has a gradient.
+    assert len(list(products(decoder[1].backward))) == blocks * (3 + 5 + 5 + 1) + 1 - 3 - 2
+
+
+def test_reads_of_the_backward_are_those_of_the_forward_reversed(decoder: tuple[nn.Module, Halves]) -> None:
+    halves = decoder[1]
+    payload = annotate({"forward": halves.forward, "backward": halves.backward})
+    names, large = payload.storage_names(), 32 << 10
+    orders = []
+    for trace in payload.traces:
+        reads = [s for step in trace.steps for s in step.reads if payload.storages[s].nbytes > large]
+        orders.append([names[s] for s in dict.fromkeys(reads)])
+    forward, backward = orders
+    assert "embed.weight" in forward
+    # The tied table is read at both ends of the forward, and nothing trained lies before the other two.
+    unread = {"embed.weight", "blocks.0.packed", "blocks.0.out.base.weight"}
+    assert [n for n in reversed(forward) if n not in unread] == [n for n in backward if n not in unread]
+    assert set(forward) - set(backward) == unread - {"embed.weight"}
+
+
+def test_sizes_stay_symbolic(decoder: tuple[nn.Module, Halves]) -> None:
+    module, halves = decoder
+    tokens = torch.randint(0, 96, (2, 37))
+    for parameter in module.parameters():
+        parameter.grad = None
+    torch.manual_seed(3)
+    module(tokens, tokens)[0].backward()
+    torch.manual_seed(3)
+    _, gradients = call(halves, module, (tokens, tokens))
+    for fqn, gradient in gradients.items():
+        assert torch.equal(gradient, module.get_parameter(fqn).grad), fqn  # type: ignore[arg-type]
+    numbers = [node for node in halves.backward.graph.nodes if isinstance(node.meta.get("val"), torch.SymInt)]
+    assert len([node for node in numbers if node.op == "placeholder"]) <= 2  # and not 36
+
+
+def test_no_weight_needs_a_value() -> None:
+    import penstock
+
+    exported = penstock.fake_export(Decoder, DECODER.inputs())
+    halves = divide(exported, trained(exported))
+    assert len(halves.training.gradients) == len(trained(exported)) == 12
+
+
+def test_an_operation_without_a_gradient() -> None:
+    class Cut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.up(x).detach().sum()
+
+    exported = export(Cut(), (torch.ones(2, 4),), strict=False)
+    with pytest.raises(PassError, match="no result of the program depends on what is trained"):
+        divide(exported, ["up.weight"])

@@ -1,0 +1,342 @@
+"""Training through a streamed module: gradients, parameters and statistics equal plain PyTorch's to the bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim, export
+
+import penstock
+from penstock.runtime.program import Program
+from penstock.runtime.training.module import TrainingModule
+from penstock.schedule.facts.errors import PassError, StreamError
+from tests.engines import ENGINES
+from tests.training_models import DECODER, NORMED, Trained
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, Program]:
+    """The decoder, compiled for batches of any length."""
+    folder, length = tmp_path_factory.mktemp("training"), Dim("length", min=2, max=64)
+    return {
+        dtype: penstock.compile_training(
+            DECODER.model(dtype),
+            folder / f"{dtype}.penstock",
+            example=DECODER.inputs(),
+            dynamic_shapes=({1: length}, {1: length}),
+            trainable=DECODER.patterns,
+        )
+        for dtype in DTYPES
+    }
+
+
+@pytest.fixture
+def plain() -> nn.Module:
+    return DECODER.model()
+
+
+@pytest.fixture(params=ENGINES)
+def module(programs: dict[torch.dtype, Program], request: pytest.FixtureRequest) -> Iterator[TrainingModule]:
+    """The decoder at its floor, with poisoned memory."""
+    program = programs[torch.float32]
+    with program.load(program.floor_bytes, engine=request.param, poison=True, arena="contiguous") as loaded:
+        yield loaded
+
+
+def gradients(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {name: one.grad for name, one in module.named_parameters() if one.requires_grad}
+
+
+def assert_equal(one: dict[str, torch.Tensor | None], other: dict[str, torch.Tensor | None]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert isinstance(value, torch.Tensor)
+        assert isinstance(other[name], torch.Tensor)
+        assert value.any(), f"{name} is zero, which hides what is missing"
+        assert torch.equal(value, other[name]), name
+
+
+def train(module: nn.Module, case: Trained, steps: int = 5) -> list[torch.Tensor]:
+    """The losses of some steps of AdamW, and the gradients of the last one left in place."""
+    optimiser = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for step in range(steps):
+        optimiser.zero_grad()
+        torch.manual_seed(step)
+        loss = case.loss(module(*case.inputs()))
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("budget", ["floor", "25%", "100%"])
+def test_five_steps(
+    programs: dict[torch.dtype, Program], dtype: torch.dtype, engine: str, budget: str
+) -> None:
+    program, plain = programs[dtype], DECODER.model(dtype)
+    expected = train(plain, DECODER)
+    with program.load(program.floor_bytes if budget == "floor" else budget, engine=engine) as module:
+        assert all(map(torch.equal, train(module, DECODER), expected))
+        assert_equal(gradients(module), gradients(plain))
+        assert_equal(
+            dict(module.state_dict()), {n: p for n, p in plain.named_parameters() if p.requires_grad}
+        )
+        assert module.stats.misses == 0
+        assert module.stats.passes == 10
+        moved = sum(one.stop - one.start for s in module.plan.schedules for one in s.transfers)
+        assert bool(moved) == (budget != "100%")
+
+
+def test_statistics_of_batch_norms(tmp_path: Path) -> None:
+    plain = NORMED.model()
+    program = penstock.compile_training(
+        NORMED.model(), tmp_path / "normed.penstock", example=NORMED.inputs(), trainable=NORMED.patterns
+    )
+    expected = train(plain, NORMED)
+    with program.load(program.floor_bytes) as module:
+        assert all(map(torch.equal, train(module, NORMED), expected))
+        assert_equal(gradients(module), gradients(plain))
+        assert set(dict(module.named_buffers())) == set(dict(plain.named_buffers()))
+        for name, statistic in plain.named_buffers():
+            assert torch.equal(statistic, dict(module.named_buffers())[name]), name
+
+
+@pytest.mark.parametrize("length", [2, 40, 64])
+def test_other_lengths(plain: nn.Module, module: TrainingModule, length: int) -> None:
+    tokens = torch.randint(0, 96, (2, length))
+    for one in (plain, module):
+        torch.manual_seed(0)
+        one(tokens, tokens)[0].backward()
+    assert_equal(gradients(module), gradients(plain))
+
+
+def test_two_calls_before_their_backwards(plain: nn.Module, module: TrainingModule) -> None:
+    tokens, labels = DECODER.inputs()
+    for one in (plain, module):
+        torch.manual_seed(0)
+        first, second = one(tokens, labels)[0], one(labels, tokens)[0]
+        (first * 2).backward()
+        second.backward()
+    assert_equal(gradients(module), gradients(plain))
+
+
+def test_one_backward_of_two_calls(plain: nn.Module, module: TrainingModule) -> None:
+    tokens, labels = DECODER.inputs()
+    for one in (plain, module):
+        torch.manual_seed(0)
+        (one(tokens, labels)[0] + one(labels, tokens)[0]).backward()
+    assert_equal(gradients(module), gradients(plain))
+
+
+def test_a_backward_twice(plain: nn.Module, module: TrainingModule) -> None:
+    for one in (plain, module):
+        torch.manual_seed(0)
+        loss = one(*DECODER.inputs())[0]
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            loss.backward()
+    assert_equal(gradients(module), gradients(plain))
+
+
+def test_dropped_forwards_and_evaluation_in_between(plain: nn.Module, module: TrainingModule) -> None:
+    for one in (plain, module):
+        torch.manual_seed(0)
+        one(*DECODER.inputs())
+        with torch.no_grad():
+            loss, logits = one(*DECODER.inputs())
+            assert not loss.requires_grad
+            assert not logits.requires_grad
+        one(*DECODER.inputs())[0].backward()
+    assert_equal(gradients(module), gradients(plain))
+
+
+def test_a_pass_that_raised(plain: nn.Module, module: TrainingModule) -> None:
+    loss = module(*DECODER.inputs())[0]
+    loss.register_hook(lambda _: (_ for _ in ()).throw(KeyError("a hook")))
+    with pytest.raises(KeyError, match="a hook"):
+        loss.backward()
+    for one in (plain, module):
+        torch.manual_seed(0)
+        one(*DECODER.inputs())[0].backward()
+    assert_equal(gradients(module), gradients(plain))
+
+
+def test_grad_scaler_and_clipping(plain: nn.Module, module: TrainingModule) -> None:
+    for one in (plain, module):
+        torch.manual_seed(0)
+        trained = [p for p in one.parameters() if p.requires_grad]
+        optimiser, scaler = torch.optim.SGD(trained, lr=0.1), torch.amp.GradScaler("cpu")
+        scaler.scale(one(*DECODER.inputs())[0]).backward()
+        scaler.unscale_(optimiser)
+        nn.utils.clip_grad_norm_(trained, 0.1)
+        scaler.step(optimiser)
+        scaler.update()
+    assert_equal(gradients(module), gradients(plain))
+    trained_plain = {n: p for n, p in plain.named_parameters() if p.requires_grad}
+    assert_equal(dict(module.named_parameters()), trained_plain)
+
+
+def test_gradients_asked_for_by_name(plain: nn.Module, module: TrainingModule) -> None:
+    found = []
+    for one in (plain, module):
+        torch.manual_seed(0)
+        trained = [p for p in one.parameters() if p.requires_grad]
+        found.append(torch.autograd.grad(one(*DECODER.inputs())[0], trained))
+    assert all(map(torch.equal, *found))
+    assert all(gradient is None for gradient in gradients(module).values())
+
+
+def test_parameters_that_changed_before_the_backward(module: TrainingModule) -> None:
+    loss = module(*DECODER.inputs())[0]
+    with torch.no_grad():
+        next(p for n, p in module.named_parameters() if "up" in n).add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_hooks_of_saved_tensors(plain: nn.Module, module: TrainingModule) -> None:
+    packed: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor.nbytes)
+        return tensor.clone()
+
+    torch.manual_seed(0)
+    plain(*DECODER.inputs())[0].backward()
+    torch.manual_seed(0)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        module(*DECODER.inputs())[0].backward()
+    assert sum(packed) > 0
+    assert_equal(gradients(module), gradients(plain))
+
+
+def test_gradients_of_gradients_are_refused(module: TrainingModule) -> None:
+    loss = module(*DECODER.inputs())[0]
+    with pytest.raises(StreamError, match="gradients of gradients .* create_graph=True"):
+        torch.autograd.grad(loss, list(module.parameters()), create_graph=True)
+
+
+def test_closing_before_the_backward(programs: dict[torch.dtype, Program]) -> None:
+    with programs[torch.float32].load("50%") as module:
+        loss = module(*DECODER.inputs())[0]
+    with pytest.raises(StreamError, match="the module is closed"):
+        loss.backward()
+
+
+def test_eval_is_refused(module: TrainingModule) -> None:
+    assert module.train().training
+    with pytest.raises(StreamError, match=r"eval\(\) is not possible on a program .* compiled to train"):
+        module.eval()
+
+
+def test_state_dicts(plain: nn.Module, module: TrainingModule) -> None:
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.mul_(1.5) if parameter.requires_grad else None
+    trained = {name: one.detach() for name, one in plain.named_parameters() if one.requires_grad}
+    module.load_state_dict(trained)
+    assert_equal(dict(module.state_dict()), dict(trained))
+    for one in (plain, module):
+        torch.manual_seed(0)
+        one(*DECODER.inputs())[0].backward()
+    assert_equal(gradients(module), gradients(plain))
+    with pytest.raises(RuntimeError, match="Missing key"):
+        module.load_state_dict({})
+
+
+class Two(nn.Module):
+    """Two results, both of which depend on the trained parameter, and on the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.up = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.up(self.base(x))
+        return {"first": self.base(y), "second": y.sin()}
+
+
+WIDE = 64
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Program]:
+    torch.manual_seed(0)
+    model = Two()
+    model.base.requires_grad_(False)
+    x = torch.randn(3, WIDE, requires_grad=True)
+    path = tmp_path_factory.mktemp("two") / "two.penstock"
+    return model, penstock.compile_training(model, path, example=(x,), trainable=["up.*"])
+
+
+def test_two_results_and_the_gradient_of_an_input(two: tuple[nn.Module, Program]) -> None:
+    plain, program = copy.deepcopy(two[0]), two[1]
+    with program.load(program.floor_bytes) as module:
+        inputs = [torch.ones(3, WIDE, requires_grad=True) for _ in range(2)]
+        for one, x in zip((plain, module), inputs, strict=True):
+            result = one(x)
+            (result["first"].sum() + result["second"].square().sum()).backward()
+        assert_equal(gradients(module), gradients(plain))
+        assert torch.equal(inputs[0].grad, inputs[1].grad)  # type: ignore[arg-type]
+        with pytest.raises(StreamError, match="no gradient has come to second, .* compile it with losses="):
+            module(inputs[1])["first"].sum().backward()
+
+
+def test_losses_by_name(two: tuple[nn.Module, Program], tmp_path: Path) -> None:
+    plain = copy.deepcopy(two[0])
+    x = torch.randn(3, WIDE)
+    program = penstock.compile_training(
+        plain, tmp_path / "one.penstock", example={"x": x}, trainable=["up.*"], losses=["first"]
+    )
+    with program.load(program.floor_bytes) as module:
+        for one in (plain, module):
+            one(x=x)["first"].sum().backward()
+        assert_equal(gradients(module), gradients(plain))
+        assert not module(x=x)["second"].requires_grad
+        with pytest.raises(StreamError, match="input x requires grad, and the program was compiled without"):
+            module(x=x.clone().requires_grad_())
+
+
+def test_a_program_that_was_exported_before(two: tuple[nn.Module, Program], tmp_path: Path) -> None:
+    plain = copy.deepcopy(two[0])
+    x = torch.randn(3, WIDE)
+    exported = export(plain, (x,))
+    before = {name: one.requires_grad for name, one in plain.named_parameters()}
+    program = penstock.compile_training(exported, tmp_path / "one.penstock", trainable=["base.weight"])
+    assert {name: one.requires_grad for name, one in plain.named_parameters()} == before
+    plain.requires_grad_(False)
+    plain.base.weight.requires_grad_(True)  # type: ignore[union-attr]
+    with program.load(program.floor_bytes) as module:
+        for one in (plain, module):
+            sum(map(torch.sum, one(x).values())).backward()
+        assert_equal(gradients(module), gradients(plain))
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"trainable": ["lora*"]}, r"trainable='lora\*' matches no parameter; the first of them is 'base"),
+        ({"trainable": "up.*"}, "trainable= takes a list of patterns"),
+        ({"trainable": []}, "no result of the program depends on what is trained"),
+        ({"trainable": ["up.*"], "losses": ["third"]}, "expected a list of results, which are first, second"),
+        ({"trainable": ["up.*"], "example": None}, "a module is exported with the arguments of a call"),
+    ],
+)
+def test_refusals(
+    two: tuple[nn.Module, Program], tmp_path: Path, given: dict[str, object], sentence: str
+) -> None:
+    options: dict[str, object] = {"example": (torch.ones(3, WIDE),), **given}
+    with pytest.raises(PassError, match=sentence):
+        penstock.compile_training(two[0], tmp_path / "refused.penstock", **options)  # type: ignore[arg-type]
+    assert not (tmp_path / "refused.penstock").exists()
