@@ -55,6 +55,7 @@ docs/transformers
 docs/diffusers
 docs/large-models
 docs/quantised
+docs/training
 docs/lowering
 docs/without-python
 docs/executorch

@@ -117,6 +117,12 @@ def test_quantised_weights_can_be_walked(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
+def test_training_can_be_walked(tmp_path: Path) -> None:
+    output = walk("docs/training.md", tmp_path)
+    assert re.findall(r"([\d,]+) bytes kept", output) == ["427,520", "11,961,856", "427,520"]
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("library", ["transformers", "diffusers"])
 def test_what_is_said_of_a_library_can_be_walked(library: str, tmp_path: Path) -> None:
     output = walk(f"docs/{library}.md", tmp_path)
