@@ -1,0 +1,348 @@
+"""Steps of adapter training: plain, with mapped weights, by a Function that copies weights, by penstock.
+
+Each way runs in a process of its own, one step a round, in an order that rotates. All train the same decoder
+with the same adapters on the same tokens; the gradients of the first step are compared with those of plain
+PyTorch, to the bit. Cold rounds drop the weights from the page cache before each step. In a control group all
+memory of the process counts, page cache included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import typer
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.nn import functional
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import penstock
+from benchmarks.machine import describe_machine, drop_cache, forget_peak, read_disk_bytes, read_memory
+from penstock.demo.cgroup import MemoryGroup, make_group
+
+WAYS = ("plain", "mapped", "function", "accelerate", "penstock")
+STATES = ("warm", "cold", "cgroup")
+TRAINED = ("*down*", "*up*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What one process does: a way to train, the sizes of the model, and where its weights are."""
+
+    way: str
+    layers: int
+    width: int
+    tokens: int
+    budget: str
+    folder: str
+
+    @property
+    def weights(self) -> Path:
+        """A file of its own for each way: what one process has mapped stays in the page cache."""
+        return Path(self.folder) / f"{self.way}.safetensors"
+
+    @property
+    def files(self) -> list[Path]:
+        return list(self.artifact.glob("*.safetensors")) if self.way == "penstock" else [self.weights]
+
+    @property
+    def artifact(self) -> Path:
+        return Path(self.folder) / "model.penstock"
+
+
+class CopiedIn(torch.autograd.Function):
+    """A product with a weight that is copied for each use, as many first write it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, elsewhere: torch.Tensor) -> torch.Tensor:
+        weight = elsewhere.clone()
+        ctx.save_for_backward(weight)
+        return functional.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return gradients[0] @ weight, None
+
+
+class Frozen(nn.Linear):
+    """A linear without bias whose weight is frozen; `copied` is set for the way of the Function."""
+
+    copied = False
+
+    def __init__(self, inner: int, outer: int) -> None:
+        super().__init__(inner, outer, bias=False)
+        self.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return CopiedIn.apply(x, self.weight) if Frozen.copied else functional.linear(x, self.weight)  # type: ignore[no-untyped-call]
+
+
+class Adapted(Frozen):
+    """A frozen linear with an adapter of rank 8."""
+
+    def __init__(self, inner: int, outer: int) -> None:
+        super().__init__(inner, outer)
+        self.down, self.up = nn.Linear(inner, 8, bias=False), nn.Linear(8, outer, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        adapted: torch.Tensor = super().forward(x) + self.up(self.down(x))
+        return adapted
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(width).requires_grad_(False) for _ in range(2))
+        self.query, self.value = Adapted(width, width), Adapted(width, width)
+        self.key, self.out = Frozen(width, width), Frozen(width, width)
+        self.gate, self.wide, self.back = (
+            Frozen(width, 3 * width),
+            Frozen(width, 3 * width),
+            Frozen(3 * width, width),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen, (batch, length, width) = self.norms[0](x), x.shape
+        heads = [
+            one(seen).view(batch, length, -1, 64).transpose(1, 2)
+            for one in (self.query, self.key, self.value)
+        ]
+        query, key, value = heads
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        seen = self.norms[1](x)
+        wide: torch.Tensor = self.back(functional.silu(self.gate(seen)) * self.wide(seen))
+        return x + wide
+
+
+class Decoder(nn.Module):
+    """Layers between an embedding and a head, in float32; its result is the loss of the next token."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8192, width).requires_grad_(False)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.head = Frozen(width, 8192)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens[:, :-1])
+        for layer in self.layers:
+            x = layer(x)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def batch(job: Job) -> torch.Tensor:
+    return torch.randint(0, 8192, (1, job.tokens + 1), generator=torch.Generator().manual_seed(0))
+
+
+def prepare(jobs: list[Job]) -> int:
+    """Writes the weights of every way once; returns the bytes of the frozen weights."""
+    torch.manual_seed(0)
+    job = jobs[0]
+    model = Decoder(job.layers, job.width)
+    for one in jobs:
+        if one.way != "penstock":
+            save_file(model.state_dict(), one.weights)
+    program = penstock.compile_training(model, job.artifact, example=(batch(job),), trainable=TRAINED)
+    return program.weight_bytes
+
+
+def load(job: Job) -> nn.Module:
+    """The model of a way, with the values of the file."""
+    if job.way == "penstock":
+        return penstock.open(job.artifact).load(job.budget)
+    with torch.device("meta"):
+        model = Decoder(job.layers, job.width)
+    values = load_file(job.weights)  # mapped
+    trained = [name for name, one in model.named_parameters() if one.requires_grad]
+    copied = values if job.way == "plain" else trained
+    values |= {name: values[name].clone() for name in copied}
+    model.load_state_dict(values, assign=True)
+    for name, one in model.named_parameters():
+        one.requires_grad_(name in trained)
+    Frozen.copied = job.way == "function"
+    if job.way == "accelerate":
+        from accelerate import disk_offload
+
+        disk_offload(model, Path(job.folder) / "offloaded", execution_device=torch.device("cpu"))
+    return model
+
+
+def serve(job: Job) -> None:
+    """The process of one way: loads at once, then runs a step for each line of input, and answers in JSON."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    penstock.Payload  # noqa: B018 - its libraries count as bare, as those of the others do
+    tokens, bare = batch(job), read_memory().anonymous
+    model = load(job)
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-4)
+    print(json.dumps({"bare": bare}), flush=True)
+    for line in sys.stdin:
+        if line.strip() == "cold":
+            drop_cache(job.files, unmap=job.way != "penstock")
+        forget_peak()
+        optimizer.zero_grad()
+        read, start = read_disk_bytes(), time.perf_counter()
+        loss = model(tokens)
+        loss.backward()
+        optimizer.step()
+        seconds = time.perf_counter() - start
+        digest = hashlib.sha256()
+        found = [name for name, one in trained.items() if one.grad is not None]
+        for name in sorted(found):
+            digest.update(trained[name].grad.numpy().tobytes())  # type: ignore[union-attr]
+        answer = {
+            "seconds": seconds,
+            "read": read_disk_bytes() - read,
+            "gradients": f"{len(found)} of {len(trained)}",
+            "digest": digest.hexdigest(),
+            "anonymous": read_memory().anonymous - bare,
+            "peak": read_memory().peak,
+        }
+        print(json.dumps(answer), flush=True)
+
+
+class Way:
+    """The process of one way, in a control group if there is one."""
+
+    def __init__(self, job: Job, group: Path | None) -> None:
+        command = [sys.executable, __file__, "--serve", json.dumps(dataclasses.asdict(job))]
+        if group is not None:
+            command = ["/bin/sh", "-c", 'echo $$ >"$0" && exec "$@"', str(group / "cgroup.procs"), *command]
+        self.steps: list[dict[str, Any]] = []
+        self.failure = ""
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "PASSIVE"},
+        )
+        loaded = self._answer()
+        self.bare = int(loaded["bare"]) if loaded else 0
+
+    def step(self, how: str) -> None:
+        if self.failure:
+            return
+        with contextlib.suppress(BrokenPipeError):
+            assert self._process.stdin
+            self._process.stdin.write(f"{how}\n")
+            self._process.stdin.flush()
+        answer = self._answer()
+        if answer is not None:
+            self.steps.append(answer)
+
+    def _answer(self) -> dict[str, Any] | None:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if line:
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+        assert self._process.stderr
+        status, said = self._process.wait(), self._process.stderr.read().strip().splitlines()
+        self.failure = "was killed" if status == -9 else (said or [f"ended with status {status}"])[-1][:100]
+        return None
+
+    def close(self) -> None:
+        assert self._process.stdin
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def started(jobs: list[Job], limit: int | None) -> Iterator[dict[str, Way]]:
+    """The processes of all ways, each in a control group of `limit` bytes beside a bare process."""
+    with contextlib.ExitStack() as stack:
+        ways = {}
+        for job in jobs:
+            group: MemoryGroup | None = None
+            if limit is not None:
+                with contextlib.closing(Way(job, None)) as bare:
+                    group = stack.enter_context(make_group(bare.bare + limit))
+            ways[job.way] = stack.enter_context(contextlib.closing(Way(job, group.folder if group else None)))
+        yield ways
+
+
+def rows(ways: dict[str, Way]) -> Iterator[str]:
+    """The rows of a table: the first step warms up and gives the gradients, the others the time."""
+    plain = ways.get("plain")
+    expected = plain.steps[0]["digest"] if plain and plain.steps else None
+    base = median(step["seconds"] for step in plain.steps[1:]) if plain and plain.steps[1:] else None
+    for name, way in ways.items():
+        if way.failure:
+            yield f"| {name} | {way.failure} | | | | |"
+            continue
+        first, rest = way.steps[0], way.steps[1:]
+        seconds = [step["seconds"] for step in rest]
+        ratio = f"{median(seconds) / base:.2f}" if base else ""
+        read = median(step["read"] for step in rest)
+        held = max(step["anonymous"] for step in way.steps)
+        peak = max(step["peak"] for step in way.steps)
+        equal = "equal" if first["digest"] == expected else "different"
+        yield (
+            f"| {name} | {median(seconds):.3f} ({min(seconds):.3f} to {max(seconds):.3f}) | {ratio} "
+            f"| {read / 2**20:.0f} | {held / 2**20:.0f}; {peak / 2**20:.0f} | {first['gradients']}, {equal} |"
+        )
+
+
+def main(
+    *,
+    layers: Annotated[int, typer.Option(min=1)] = 12,
+    width: Annotated[int, typer.Option(min=64, help="A multiple of 64.")] = 1024,
+    tokens: Annotated[int, typer.Option(min=1, help="In a step.")] = 128,
+    budget: Annotated[str, typer.Option(help="Of penstock, for weights.")] = "25%",
+    rounds: Annotated[int, typer.Option(min=1)] = 5,
+    states: Annotated[str, typer.Option(help=f"Some of {', '.join(STATES)}.")] = ",".join(STATES),
+    ways: Annotated[str, typer.Option(help=f"Some of {', '.join(WAYS)}.")] = ",".join(WAYS),
+    serve_job: Annotated[str, typer.Option("--serve", hidden=True)] = "",
+) -> None:
+    """Measure steps of training.
+
+    Example: python benchmarks/training.py --layers 24 --states cold
+    """
+    if serve_job:
+        serve(Job(**json.loads(serve_job)))
+        return
+    machine = describe_machine()
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = [Job(way, layers, width, tokens, budget, folder) for way in ways.split(",")]
+        nbytes = prepare(jobs)
+        typer.echo(
+            f"{nbytes / 2**20:.0f} MiB of frozen weights in {layers} layers, {tokens} tokens; "
+            f"{machine['cpu']}, {machine['cores']} cores, {machine['date']}; {rounds} rounds, "
+            f"penstock within {budget}."
+        )
+        for state in states.split(","):
+            limit = nbytes // 2 if state == "cgroup" else None
+            with started(jobs, limit) as running:
+                for number in range(rounds + 1):
+                    names = [*running]
+                    for name in names[number % len(names) :] + names[: number % len(names)]:
+                        running[name].step("cold" if state != "warm" else "warm")
+                typer.echo(f"\n### {state}\n")
+                typer.echo(
+                    "| way | seconds a step | of plain | MiB read | MiB held; with libraries | gradients |"
+                )
+                typer.echo("|---|---|---|---|---|---|")
+                typer.echo("\n".join(rows(running)))
+
+
+if __name__ == "__main__":
+    typer.run(main)
