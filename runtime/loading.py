@@ -128,7 +128,9 @@ def load_module(
         written = {s for s, storage in enumerate(payload.storages) if storage.kind == "mutable"}
         buffers = {w.fqn: weights.tensors[w.fqn] for w in payload.tensors if w.parts[0].storage in written}
         parameters = read_parameters(program.path)
-        return TrainingModule(methods, weights, program.path.name, program.training, parameters, buffers)
+        return TrainingModule(
+            methods, weights, program.path.name, program.training, parameters=parameters, buffers=buffers
+        )
     sightings = None
     if device is None and plan.hardware.name == THIS_CPU and not (options.debug or options.poison):
         sightings = Sightings(program.path, payload, plan, lambda: weights.counters)

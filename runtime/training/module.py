@@ -30,6 +30,7 @@ class TrainingModule(StreamedModule):
         weights: LoadedWeights,
         name: str,
         training: Training,
+        *,
         parameters: Mapping[str, torch.Tensor],
         buffers: Mapping[str, torch.Tensor],
     ) -> None:

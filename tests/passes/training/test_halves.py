@@ -1,4 +1,4 @@
-"""Forward and backward as programs of their own: values equal autograd's to the bit, and nothing is kept twice."""
+"""Forward and backward as two programs: values equal autograd's to the bit, and no weight is kept."""
 
 from __future__ import annotations
 
@@ -162,8 +162,8 @@ def test_the_backward_computes_no_product_of_the_forward_again(decoder: tuple[nn
     """Metadata assertions, left in place, made it compute three products again, to the same bits."""
     blocks, per_block = 3, 3 + 3 + 3 + 1  # packed in three views, two adapted layers of three, one down
     assert len(list(products(decoder[1].forward))) == blocks * per_block + 1
-    # One for each frozen product and four for each adapter. In the first block nothing in front of the adapter
-    # of the attention is trained: neither the packed weight nor what goes into that adapter has a gradient.
+    # One for each frozen product, four for each adapter. In the first block nothing in front of the
+    # attention's adapter is trained: neither the packed weight nor that adapter's input has a gradient.
     assert len(list(products(decoder[1].backward))) == blocks * (3 + 5 + 5 + 1) + 1 - 3 - 2
 
 

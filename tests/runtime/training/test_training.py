@@ -1,4 +1,4 @@
-"""Training through a streamed module: gradients, parameters and statistics equal plain PyTorch's to the bit."""
+"""Training through a streamed module: gradients, parameters and statistics equal PyTorch's to the bit."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_hooks_of_saved_tensors(plain: nn.Module, module: TrainingModule) -> Non
 
 def test_gradients_of_gradients_are_refused(module: TrainingModule) -> None:
     loss = module(*DECODER.inputs())[0]
-    with pytest.raises(StreamError, match="gradients of gradients .* create_graph=True"):
+    with pytest.raises(StreamError, match=r"gradients of gradients .* create_graph=True"):
         torch.autograd.grad(loss, list(module.parameters()), create_graph=True)
 
 
@@ -289,7 +289,7 @@ def test_two_results_and_the_gradient_of_an_input(two: tuple[nn.Module, Program]
             (result["first"].sum() + result["second"].square().sum()).backward()
         assert_equal(gradients(module), gradients(plain))
         assert torch.equal(inputs[0].grad, inputs[1].grad)  # type: ignore[arg-type]
-        with pytest.raises(StreamError, match="no gradient has come to second, .* compile it with losses="):
+        with pytest.raises(StreamError, match=r"no gradient has come to second, .* compile it with losses="):
             module(inputs[1])["first"].sum().backward()
 
 
