@@ -43,11 +43,15 @@ class Halves:
 
 
 def divide(
-    exported: ExportedProgram, trainable: Collection[str], losses: Collection[str] | None = None
+    exported: ExportedProgram,
+    trainable: Collection[str],
+    losses: Collection[str] | None = None,
+    inputs: Collection[str] | None = None,
 ) -> Halves:
     """Returns forward and backward of a program, for the gradients of its parameters `trainable`, by FQN.
 
-    Inputs that required grad when the program was exported have gradients too. They come from the results
+    The inputs of the names `inputs` have gradients too; None stands for those that required grad when the
+    program was exported. Gradients come from the results
     `losses`, by name: None stands for the floating-point numbers of no dimension among them, or for all
     floating-point tensors if there is no such number. Raises PassError where autograd cannot trace the
     program, and if nothing has a gradient.
@@ -57,7 +61,8 @@ def divide(
     specs = exported.graph_signature.input_specs
     trained = [spec for spec in specs if spec.kind is InputKind.PARAMETER and spec.target in trainable]
     leaves = [spec for spec in specs if spec.kind is InputKind.USER_INPUT] + trained
-    names = {spec.arg.name for spec in trained}.union(_inputs_with_grad(exported))
+    names = {spec.arg.name for spec in trained}
+    names.update(_inputs_with_grad(exported) if inputs is None else inputs)
     results = output_names(signature_of(exported))
     joint = trace_joint(exported, weights, names, _chosen(exported, results, losses))
     if not joint.gradients:
@@ -227,6 +232,7 @@ class _Program:
             {name: value for name, value in old.constants.items() if name in targets},
         )
         made._guards_code = []
+        made.graph_module.meta.update(old.graph_module.meta)  # parts of weights, and values of buffers
         return made
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,9 +54,7 @@ class TrainingModule(StreamedModule):
             result, _ = self.run(FORWARD, leaves)
             return result
         self._refuse_lost_gradients(leaves, convention.names)
-        call = _Call(self, self._facts)
-        flat = _Pass.apply(call, *leaves)  # type: ignore[no-untyped-call]
-        return pytree.tree_unflatten(list(flat), call.spec)
+        return TrainingCall(self._facts, self.run).result(leaves)
 
     def train(self, mode: bool = True) -> TrainingModule:
         if not mode:
@@ -83,20 +81,41 @@ class TrainingModule(StreamedModule):
                 )
 
 
-class _Call:
-    """One call of a training program: the facts, and the structure of its result."""
+class TrainingCall:
+    """One call of a training program: the facts, and the structure of its result.
+
+    `run` runs a method, of the names that are given, on leaves.
+    """
 
     spec: pytree.TreeSpec
 
-    def __init__(self, module: TrainingModule, facts: Training) -> None:
-        self.module, self.facts = module, facts
+    def __init__(
+        self,
+        facts: Training,
+        run: Callable[[str, Sequence[Any]], Any],
+        *,
+        forward: str = FORWARD,
+        backward: str = BACKWARD,
+    ) -> None:
+        self.facts = facts
+        self._run, self._forward, self._backward = run, forward, backward
+
+    def result(self, leaves: Sequence[Any]) -> Any:
+        """Run the forward on leaves; the result has a `grad_fn`, whose backward gives leaves their gradients."""
+        flat = _Pass.apply(self, *leaves)  # type: ignore[no-untyped-call]
+        return pytree.tree_unflatten(list(flat), self.spec)
+
+    def backward(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Run the backward, which returns the gradients of the leaves `facts.gradients`."""
+        made: Sequence[Any] = self._run(self._backward, leaves)
+        return made
 
     def forward(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Returns the results, flat, and what the backward needs: tensors, and sizes."""
         # Some kernels keep what a backward needs by the grad mode alone; a graph of their own has no use.
         own = [one.detach() if isinstance(one, torch.Tensor) else one for one in leaves]
         with torch.enable_grad():
-            result, values = self.module.run(FORWARD, own)
+            result, values = self._run(self._forward, own)
         flat, self.spec = pytree.tree_flatten(result)
         made = iter(values)
         return flat, [next(made) if leaf is None else leaves[leaf] for leaf in self.facts.kept]
@@ -111,7 +130,7 @@ class _Pass(torch.autograd.Function):
     """The forward and the backward of a training program, as one node of autograd's graph."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *leaves: Any) -> tuple[Any, ...]:
+    def forward(ctx: Any, call: TrainingCall, *leaves: Any) -> tuple[Any, ...]:
         flat, kept = call.forward(leaves)
         ctx.call, ctx.leaves = call, len(leaves)
         ctx.numbers = [None if isinstance(one, torch.Tensor) else one for one in kept]
@@ -140,9 +159,7 @@ class _Pass(torch.autograd.Function):
             )
         saved = iter(ctx.saved_tensors)
         kept = [next(saved) if number is None else number for number in ctx.numbers]
-        made = ctx.call.module.run(
-            BACKWARD, [*kept, *(one.contiguous() for one in tangents if one is not None)]
-        )
+        made = ctx.call.backward([*kept, *(one.contiguous() for one in tangents if one is not None)])
         results: list[Any] = [None] * ctx.leaves
         for leaf, gradient in zip(facts.gradients, made, strict=True):
             results[leaf] = gradient

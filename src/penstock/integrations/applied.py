@@ -52,6 +52,7 @@ from penstock.integrations.libraries import (
 from penstock.integrations.own_files import keep_weights
 from penstock.integrations.progress import seconds_since
 from penstock.integrations.streamed import Component, Where
+from penstock.integrations.training.parameters import Trained
 from penstock.passes.building.fake_export import Built
 from penstock.runtime.cache import Cache
 from penstock.schedule.facts.errors import BudgetError, PassError, PenstockError, StreamError
@@ -104,6 +105,11 @@ class Applied:
         return sum(hollow.nbytes for hollow in self._hollow.values())
 
     @property
+    def trains(self) -> bool:
+        """Whether calls with grad mode on have gradients."""
+        return self.cap.reserved > 0
+
+    @property
     def prepared(self) -> dict[str, tuple[str, ...]]:
         """By component, the kinds of calls that are exported, in words; none where it is not checked yet.
 
@@ -117,10 +123,11 @@ class Applied:
         module: nn.Module,
         blank: Callable[[], Built],
         weights: Sequence[KeptWeights],
+        trained: Trained | None = None,
     ) -> None:
         """Let a module be called through a new component of its name, and free the memory of its parameters.
 
-        `blank` and `weights` are those of `Component`.
+        `blank`, `weights` and `trained` are those of `Component`.
         """
         named = module.named_parameters(remove_duplicate=False)
         with_grad = [fqn for fqn, value in named if value.requires_grad]
@@ -135,7 +142,9 @@ class Applied:
             methods={entry: inspect.signature(method_of(module, entry)) for entry in entries},
             made_for=owner_of(name, module),
             with_grad=with_grad,
+            trained=trained,
         )
+        own = trained.parameters if trained else ()
         self.components[name] = component
         self._modules[name] = module
         for entry in entries:
@@ -146,8 +155,8 @@ class Applied:
             not_compiled: Any = torch.compiler.disable  # torch.compile leaves the call as it is
             part.__dict__[method] = not_compiled(call)
         with uninterrupted():
-            self._hollow[name] = Hollow(module, self._instead, self._where.target)
-        component.check = Watch(module, self._again).check
+            self._hollow[name] = Hollow(module, self._instead, self._where.target, own)
+        component.check = Watch(module, self._again, own).check
 
     def _key(self, module: nn.Module, entries: Sequence[str]) -> Callable[[], str | None]:
         """Says the key of what is exported of a module; None where nothing can be kept, which is logged."""
@@ -157,6 +166,16 @@ class Applied:
         with self.cap.working():
             made = _unless_unknown(kind, lambda: ModuleKey(module, entries, self._where.target))
         return lambda: None if made is None else _unless_unknown(kind, made.now)
+
+    def reserve(self, nbytes: int) -> None:
+        """Leave memory to trained parameters and what comes with them. Raises BudgetError for too much."""
+        if nbytes >= self.cap.nbytes:
+            raise BudgetError(
+                f"trained parameters, their gradients and two moments of AdamW take {format_size(nbytes)} of "
+                f"memory={format_budget(self.cap.nbytes)}: train fewer, or give more"
+            )
+        self.cap.reserved = nbytes
+        _log.info("%s are for trained parameters, their gradients and AdamW", format_size(nbytes))
 
     def evaluate(self, module: nn.Module) -> None:
         """Put a module in eval mode until it is restored."""
@@ -238,6 +257,8 @@ class Applied:
         SourceError for what cannot be read; no component has changed then.
         """
         self._refuse_restored()
+        if self.trains:
+            raise StreamError("adapters that are trained are in memory: load_adapter() of peft replaces them")
         chosen, given = named_adapter(self._modules, name), Adapter.read(Path(source))
         modules = by_prefix(self._modules, given, alone=isinstance(self.target, nn.Module))
         values = other_values(modules, given, chosen)
@@ -380,6 +401,7 @@ def apply(
     example: Example | None = None,
     lowering: str = "eager",
     cache: str | PathLike[str] | None = None,
+    train: bool = False,
 ) -> Applied:
     """Let a module, a transformers model or a diffusers pipeline run in `memory` bytes, as it is.
 
@@ -393,11 +415,19 @@ def apply(
     example those of a tiny call are, where the model is of transformers or diffusers; with `"padded"` also
     those of a padded one, whose export otherwise takes seconds when it first comes.
 
+    With `train`, parameters of a model that require grad now stay in memory, and calls with grad mode on give
+    them the gradients of the model in memory, bit for bit. The model stays in the mode that it is in, and may
+    change it. `memory` also counts trained parameters four times, with their gradients and two moments of
+    AdamW, and all values that a forward saves for its backward. Nothing is exported before the first call
+    without an example.
+
     Raises PassError for what cannot be exported and BudgetError for a cap below what a call needs; the model
     is then as it was. Later calls may raise them too.
     """
     begun, nbytes = monotonic(), parse_size(memory, name="memory")
     parts = components_of(model)
+    if train and not isinstance(model, nn.Module):
+        raise PassError(f"train=True takes a model, and this {type(model).__name__} is a pipeline of several")
     for name, module in parts.items():
         refuse_wrapped(module, name)
     where = Where(Cache.at(cache), device, lowering)
@@ -405,16 +435,27 @@ def apply(
     with ExitStack() as on_error:
         on_error.push(applied)
         for name, module in parts.items():
-            applied.evaluate(module)
-            own, *adapters = by_adapter(module, stored_tensors(module))
+            trained = Trained.of(module, name, where.target) if train else None
+            held = stored_tensors(module)
+            if trained is None:
+                applied.evaluate(module)
+            else:
+                applied.reserve(trained.nbytes)
+                held = trained.frozen(held)
+            own, *adapters = by_adapter(module, held)
             made_for = owner_of(name, module)
             kept = keep_weights(module, own, where.cache, made_for)
             kept += [store(tensors, where.cache, made_for) for tensors in adapters]
             with applied.cap.working():
                 blank = blank_copy(module, where.target)
-            applied.add(name, module, functools.partial(_given, blank), kept)
+            if trained is not None:
+                trained.take_out(blank.module)
+            applied.add(name, module, functools.partial(_given, blank), kept, trained)
         _log.info("%s of parameters given back", format_size(applied.freed_bytes))
-        applied.prepare_tiny_call() if example is None else applied.prepare(example)
+        if example is not None:
+            applied.prepare(example)
+        elif not train:
+            applied.prepare_tiny_call()
         applied.log_ready(begun)
         on_error.pop_all()
     return applied

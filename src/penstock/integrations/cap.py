@@ -51,6 +51,7 @@ class Cap:
         self.nbytes = nbytes
         self.lock = threading.RLock()
         self.rehearsing = False
+        self.reserved = 0  # bytes of parameters that are trained, and of what comes with them
         self.beside = max(_LEAST, SLACK - _KERNELS[0] - nbytes // _KERNELS[1])
         self._counts_own = counts_own
         self._left = 0
@@ -67,7 +68,7 @@ class Cap:
     @property
     def room(self) -> int:
         """Bytes that remain for weights and calls."""
-        return max(0, self.nbytes - self.own)
+        return max(0, self.nbytes - self.reserved - self.own)
 
     def turn(self, holder: Holder) -> None:
         """Give the memory to `holder`; the one that had it unloads."""

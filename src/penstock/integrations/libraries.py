@@ -21,6 +21,9 @@ from penstock.schedule.facts.errors import PassError
 _MASKS = "transformers.masking_utils"
 _DECISIONS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 
+_PACKED = "find_packed_sequence_indices"
+"""What finds sequences behind one another in a row, where there is neither a mask nor a cache."""
+
 _UNDER_VMAP = "_vmap_expansion_sdpa"
 """What transformers makes masks with where a model gives functions of its own."""
 
@@ -64,13 +67,13 @@ def _not_compiling() -> Iterator[None]:
 
 @contextmanager
 def _answered(decisions: Assumptions) -> Iterator[None]:
-    """Let `decisions` answer what transformers asks about padding masks in this thread.
+    """Let `decisions` answer what transformers asks about padding masks and positions in this thread.
 
     Masks that it makes under `vmap` are made by broadcasting meanwhile, which gives the same ones.
     """
     thread = threading.get_ident()
     masks: Any = sys.modules.get(_MASKS)
-    originals = {name: getattr(masks, name) for name in (*_DECISIONS, _UNDER_VMAP)} if masks else {}
+    originals = {name: getattr(masks, name) for name in (*_DECISIONS, _PACKED, _UNDER_VMAP)} if masks else {}
 
     def decided(original: Any) -> Any:
         def decide(padding_mask: Any, *args: Any, **kwargs: Any) -> Any:
@@ -80,10 +83,16 @@ def _answered(decisions: Assumptions) -> Iterator[None]:
 
         return decide
 
+    def packed(position_ids: torch.Tensor) -> torch.Tensor | None:
+        made: torch.Tensor | None = originals[_PACKED](position_ids)
+        asked = made is not None and threading.get_ident() == thread
+        return None if asked and decisions.all(made[:, -1] == 0) else made  # type: ignore[index]
+
     for name in _DECISIONS if masks else ():
         setattr(masks, name, decided(originals[name]))
     if masks:
         setattr(masks, _UNDER_VMAP, _broadcast(masks))
+        setattr(masks, _PACKED, packed)
     try:
         yield
     finally:

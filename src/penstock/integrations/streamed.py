@@ -24,6 +24,9 @@ from penstock.integrations.collector import with_collector
 from penstock.integrations.kept import KeptWeights, names_of
 from penstock.integrations.libraries import EXPORTING
 from penstock.integrations.progress import seconds_since, shown
+from penstock.integrations.training.backward import Backward
+from penstock.integrations.training.parameters import Trained
+from penstock.integrations.training.steps import Steps
 from penstock.passes.building.fake_export import Built
 from penstock.passes.joining import join_methods
 from penstock.passes.lowering.eager import LoweredProgram
@@ -31,6 +34,7 @@ from penstock.runtime.cache import Cache, Hold
 from penstock.runtime.device.opening import device_kind, hardware_of
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
+from penstock.runtime.training.module import TrainingCall
 from penstock.schedule.facts.errors import (
     BudgetError,
     PassError,
@@ -88,7 +92,8 @@ class Component:
     says what its methods take. `weights` are what files keep of the values, and `calls` what the cache has of
     exported calls. What is put into the cache is `made_for` this module. Parameters in `with_grad` require
     grad, as the module's do, because torch chooses matrix products by that. `cap` is shared with the other
-    components, which unload when this one is called.
+    components, which unload when this one is called. `trained` are parameters that the module keeps in
+    memory, and that each call is given.
     """
 
     def __init__(
@@ -103,10 +108,12 @@ class Component:
         methods: Mapping[str, inspect.Signature],
         made_for: str,
         with_grad: Collection[str] = (),
+        trained: Trained | None = None,
     ) -> None:
         self.name, self._made_for = name, made_for
         self._signatures = methods
-        self._with_grad = with_grad
+        self._with_grad, self._trained = with_grad, trained
+        self._steps = Steps(name)
         self.check: Callable[[], None] = lambda: None
         self.own: Callable[[str], Any] | None = None  # the module's methods, once it is restored
         self.kept = list(weights)
@@ -158,15 +165,43 @@ class Component:
     def _call(self, entry: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         self.check()
         refuse_grad((args, kwargs))
-        call = Call.of(entry, named(self._signatures[entry], args, kwargs))
+        arguments = named(self._signatures[entry], args, kwargs)
+        if self._trained is None:
+            call = Call.of(entry, arguments)
+        else:
+            arguments = self._trained.settings(arguments, self._signatures[entry].parameters)
+            call = self._trained.joined(Call.of(entry, arguments))
         method = self._method_for(call)
         if self._cap.rehearsing:
             self._rehearsed = max(self._rehearsed, method.bytes_beside(call))
             return method.returned(call, method.zeros(call))
-        with torch.no_grad():
-            outputs = self._loaded(method.bytes_beside(call)).call(method.name, list(call.tensors))
+        if method.backward is None:
+            with torch.no_grad():
+                outputs = self._loaded(method.bytes_beside(call)).call(method.name, list(call.tensors))
+        else:
+            outputs = self._with_backward(method, method.backward, call)
         method.check(outputs)
         return method.returned(call, outputs)
+
+    def _with_backward(self, method: ExportedCall, backward: Backward, call: Call) -> Sequence[torch.Tensor]:
+        """Run the forward of a call; the results have a `grad_fn`, which runs the backward."""
+        beside = method.bytes_beside(call)
+
+        def run(name: str, leaves: Sequence[Any]) -> Any:
+            with self._cap.lock:
+                if self.own is not None:
+                    raise StreamError(
+                        f"{self.name} was restored between forward and backward: call forward again"
+                    )
+                module = self._loaded(beside)
+                made = module.run(name, leaves)
+                if name == backward.name:
+                    self._steps.add(module.stats)
+                return made
+
+        training = TrainingCall(backward.training, run, forward=method.name, backward=backward.name)
+        outputs: Sequence[torch.Tensor] = training.result(list(call.tensors))
+        return outputs
 
     def forget_rehearsal(self) -> None:
         """Forget the memory that calls of a failed rehearsal would have taken."""
@@ -307,7 +342,7 @@ class Component:
         if self._cap.own:
             program = self._compiled()
             with self._cap.working():
-                self._first_plan(program, self._budget(program, self._cap.nbytes, beside))
+                self._first_plan(program, self._budget(program, self._cap.nbytes - self._cap.reserved, beside))
 
     def _budget(self, program: Program, room: int, beside: int) -> int:
         """The bytes for weights in `room`, beside a call that takes `beside` bytes."""
@@ -318,7 +353,9 @@ class Component:
         """The error for a cap that has no room for the weights of one step and a call."""
         cap = self._cap
         own = f"{format_size(cap.own)} are in use by what penstock exported and planned, " if cap.own else ""
-        least = floor + beside + cap.own
+        if cap.reserved:
+            own += f"{format_size(cap.reserved)} are for trained parameters, their gradients and AdamW, "
+        least = floor + beside + cap.own + cap.reserved
         return BudgetError(
             f"{self.name} does not run in {format_budget(cap.nbytes)}: {own}a call takes "
             f"{format_size(beside)} beside weights, and {format_size(floor)} of weights are needed at once; "
@@ -362,18 +399,24 @@ class Component:
         if eager:  # code that Inductor compiled computes on aligned weights
             phases = {f"model.{fqn}": phase for one in self.kept for fqn, phase in one.phases.items()}
             program = with_phases(program, phases)
-        program.activation_bytes = max(method.activations.peak() for method in self._methods)
+        program.activation_bytes = max(one.code.activations().peak() for one in self._parts)
         if eager:
             with_grad = frozenset(f"model.{fqn}" for fqn in self._with_grad)
-            codes = {method.name: method.code for method in self._methods}
-            program.lowered = LoweredProgram(program.payload, codes, with_grad)
+            program.lowered = LoweredProgram(
+                program.payload, {one.name: one.code for one in self._parts}, with_grad
+            )
         return program
+
+    @property
+    def _parts(self) -> list[ExportedCall | Backward]:
+        """The methods of the artifact."""
+        return [part for one in self._methods for part in (one, one.backward) if part is not None]
 
     def _write(self, path: Path) -> Program:
         names = names_of(self.kept)
         with with_collector():
             return penstock.compile(
-                join_methods({method.name: method.annotated() for method in self._methods}),
+                join_methods({one.name: one.annotated() for one in self._parts}),
                 path,
                 lowering=self._where.lowering,
                 weights=self.weights,

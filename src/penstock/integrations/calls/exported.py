@@ -21,6 +21,8 @@ from penstock.integrations.calls.modes import FastPathError, modes_of_call
 from penstock.integrations.calls.stages import Stage, stages_of, within
 from penstock.integrations.calls.values import Values, has_values, known_in_trace, with_values
 from penstock.integrations.libraries import as_when_called
+from penstock.integrations.training.backward import Backward, Size, differentiate
+from penstock.integrations.training.parameters import given, in_modes
 from penstock.passes.activations import Activations
 from penstock.passes.annotate import Annotated, annotate_with_values
 from penstock.passes.building.fake_export import Built, with_computed_buffers
@@ -37,9 +39,6 @@ _log = logging.getLogger(__name__)
 
 _MOST_ANSWERS = 24
 """How often a call is exported until it decides what was assumed."""
-
-Size = int | Dimension
-
 
 @dataclass(frozen=True)
 class Result:
@@ -77,7 +76,7 @@ class ExportedCall:
 
     `truth` computes what the values of a call's tensors decide; None where that needs weights, or nothing
     is decided. `annotated()` is the program as facts, of which an artifact is made, and `content()` a hash of
-    all that it computes.
+    all that it computes. A call with gradients has a `backward`, and the program is its forward.
     """
 
     name: str
@@ -88,6 +87,7 @@ class ExportedCall:
     code: MethodCode
     annotated: Callable[[], Annotated]
     content: Callable[[], str]
+    backward: Backward | None = None
 
     @property
     def assumed(self) -> tuple[bool, ...]:
@@ -123,7 +123,9 @@ class ExportedCall:
 
     def bytes_beside(self, call: Call) -> int:
         """Bytes that the call takes beside weights, for the tensors that it is given too."""
-        return self.activations.peak(self.checks.check(list(call.tensors))) + call.nbytes
+        sizes = self.checks.check(list(call.tensors))
+        peaks = [one.peak(sizes) for one in (self.activations, self.backward) if one is not None]
+        return max(peaks) + call.nbytes
 
     def check(self, outputs: Sequence[torch.Tensor]) -> None:
         """Raise StreamError where the outputs tell that the call was not as it was assumed to be."""
@@ -190,15 +192,19 @@ def _export_in_stages(
 def _serving(call: Call, exported: ExportedProgram, result: Result) -> ExportedCall:
     name = _name(call, result)
     own = with_named_constants(exported, name)
+    program, backward = own, None
+    if call.differentiated:
+        program, backward = differentiate(own, name, len(call.trained), result.output)
     return ExportedCall(
         name,
         call.kind,
         result,
         _outputs_of(own),
         truth_of(own, len(result.assumed)) if result.assumed else None,
-        method_code(own),
-        lambda: annotate_with_values({name: own}),
-        lambda: _content(own),
+        method_code(program),
+        lambda: annotate_with_values({name: program}),
+        lambda: _content(own) + (repr(backward.training) if backward else ""),
+        backward,
     )
 
 
@@ -261,19 +267,22 @@ class _Flat(nn.Module):
         self._call, self._values, self._known, self._record = call, values, known, record
 
     def forward(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        builder = Builder(with_values(tensors, self._values))
-        arguments = builder.give(self._call.tree)
-        decisions = Assumptions(self._known, self._call.full_masks)
+        call, known = self._call, with_values(tensors, self._values)
+        builder = Builder(known)
+        arguments = builder.give(call.tree)
+        decisions = Assumptions(self._known, call.full_masks)
         with (
             as_when_called(decisions),
+            given(self.model, call.trained, known[len(known) - len(call.trained) :]),
+            in_modes(self.model, call.modes),
             watch_memory(self.model) as remembered,
-            modes_of_call(self._call.grad) as mode,
+            modes_of_call(call.grad, call.differentiated) as mode,
         ):
-            output = method_of(self.model, self._call.entry)(**arguments)
+            output = method_of(self.model, call.entry)(**arguments)
         collector = Collector(tensors, builder.states)
         tree = collector.take(output)
         states = tuple(collector.state(one) for one in builder.states)
-        grad = self._call.grad if mode.asked else None
+        grad = call.grad if mode.asked else None
         self._record(Result(tree, states, tuple(decisions.answers), self._values, grad), remembered)
         return [*collector.tensors, *decisions.tensors]
 

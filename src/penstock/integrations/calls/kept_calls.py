@@ -2,7 +2,8 @@
 
 A file holds one call as a zip of data: `call.json`, how the call is taken apart and put together;
 `method.json`, what runs of it; `payload.json`, the facts of which an artifact is made; `values.safetensors`,
-the values that no checkpoint has. Its name is a hash of the module's key (`keys/`), of the kind of call, and
+the values that no checkpoint has. A call that is trained has the last three of its backward too, in the
+folder `backward`, and `training.json`, what joins them. Its name is a hash of the module's key (`keys/`), of the kind of call, and
 of a number, since calls of one kind may need several programs. A damaged file counts as none.
 """
 
@@ -14,7 +15,7 @@ import json
 import logging
 import os
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -39,10 +40,13 @@ from penstock.integrations.calls.arguments import (
 )
 from penstock.integrations.calls.exported import ExportedCall, Output, Result
 from penstock.integrations.calls.kinds import Call
+from penstock.integrations.training.backward import Backward
+from penstock.passes.activations import Activations
 from penstock.passes.annotate import Annotated
 from penstock.passes.calls.stored_graph import decode_graph, decode_value, encode_graph, encode_value
 from penstock.passes.lowering.archive import encoded_methods
 from penstock.passes.lowering.method_code import decode_method
+from penstock.passes.training.facts import Training
 from penstock.passes.weights.values import has_values, storage_bytes
 from penstock.runtime.cache import Cache
 from penstock.runtime.system.atomic import replace_file
@@ -52,6 +56,8 @@ from penstock.schedule.payload.codec import Payload
 _log = logging.getLogger(__name__)
 
 _CALL, _METHOD, _PAYLOAD, _VALUES = "call.json", "method.json", "payload.json", "values.safetensors"
+
+_TRAINING, _BACKWARD = "training.json", "backward/"
 
 
 @dataclass(frozen=True)
@@ -126,11 +132,7 @@ def encode_call(method: ExportedCall) -> bytes:
 
     Raises PassError or NotImplementedError where something of it has no form in JSON.
     """
-    annotated = method.annotated()
-    (code,) = encoded_methods(annotated).values()
-    if not isinstance(code, bytes):
-        raise PassError("its program has arguments that JSON cannot hold")
-    values = {str(s): storage_bytes(one) for s, one in enumerate(annotated.values) if has_values(one)}
+    annotated, backward = method.annotated(), method.backward
     call = {
         "name": method.name,
         "kind": method.kind,
@@ -143,12 +145,14 @@ def encode_call(method: ExportedCall) -> bytes:
         "truth": None if method.truth is None else encode_graph(method.truth),
         "computed": sorted(annotated.computed),
     }
-    members = {
-        _CALL: json.dumps(call, separators=(",", ":"), allow_nan=False).encode(),
-        _METHOD: code,
-        _PAYLOAD: annotated.payload.to_bytes(),
-        _VALUES: save_tensors({name: value.contiguous() for name, value in values.items()}),
-    }
+    if backward is not None:
+        sizes, moments = backward.activations.sizes, backward.activations.moments
+        call["backward"] = [backward.name, *map(encode_value, (backward.kept, sizes, moments))]
+    members = {_CALL: json.dumps(call, separators=(",", ":"), allow_nan=False).encode()}
+    members |= _encode_method(annotated)
+    if backward is not None:
+        members[_TRAINING] = backward.training.to_bytes()
+        members |= {_BACKWARD + name: one for name, one in _encode_method(backward.annotated()).items()}
     data = io.BytesIO()
     with zipfile.ZipFile(data, "w", zipfile.ZIP_STORED) as archive:
         for name, member in members.items():
@@ -156,10 +160,22 @@ def encode_call(method: ExportedCall) -> bytes:
     return data.getvalue()
 
 
+def _encode_method(annotated: Annotated) -> dict[str, bytes]:
+    (code,) = encoded_methods(annotated).values()
+    if not isinstance(code, bytes):
+        raise PassError("its program has arguments that JSON cannot hold")
+    values = {str(s): storage_bytes(one) for s, one in enumerate(annotated.values) if has_values(one)}
+    return {
+        _METHOD: code,
+        _PAYLOAD: annotated.payload.to_bytes(),
+        _VALUES: save_tensors({name: value.contiguous() for name, value in values.items()}),
+    }
+
+
 def decode_call(data: bytes) -> ExportedCall:
     """An exported call again. Raises whatever error there is for data that are none."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        members = {name: archive.read(name) for name in (_CALL, _METHOD, _PAYLOAD, _VALUES)}
+        members = {name: archive.read(name) for name in archive.namelist()}
     call = json.loads(members[_CALL])
     result = Result(
         _decode_tree(call["output"]),
@@ -175,8 +191,21 @@ def decode_call(data: bytes) -> ExportedCall:
         tuple(Output(*decode_value(output)) for output in call["outputs"]),
         None if call["truth"] is None else _graph_module(call["truth"]),
         decode_method(members[_METHOD]),
-        lambda: _annotated(members, call),
+        lambda: _annotated(members, call["name"], call["computed"]),
         lambda: hashlib.sha256(data).hexdigest(),
+        _decode_backward(members, *call["backward"]) if "backward" in call else None,
+    )
+
+
+def _decode_backward(members: Mapping[str, bytes], name: str, kept: Any, sizes: Any, moments: Any) -> Backward:
+    own = {one.removeprefix(_BACKWARD): held for one, held in members.items() if one.startswith(_BACKWARD)}
+    return Backward(
+        name,
+        Training.from_bytes(members[_TRAINING]),
+        decode_method(own[_METHOD]),
+        decode_value(kept),
+        Activations(decode_value(sizes), decode_value(moments)),
+        lambda: _annotated(own, name, ()),
     )
 
 
@@ -185,15 +214,15 @@ def _graph_module(stored: Mapping[str, Any]) -> fx.GraphModule:
     return fx.GraphModule(bodies, graph)
 
 
-def _annotated(members: Mapping[str, bytes], call: Mapping[str, Any]) -> Annotated:
+def _annotated(members: Mapping[str, bytes], name: str, computed: Iterable[str]) -> Annotated:
     payload = Payload.from_bytes(members[_PAYLOAD], source=_PAYLOAD)
     known = load_tensors(members[_VALUES])
     absent = torch.empty(0, device="meta")
     return Annotated(
         payload,
         tuple(known.get(str(s), absent) for s in range(len(payload.storages))),
-        frozenset(call["computed"]),
-        codes={call["name"]: members[_METHOD]},
+        frozenset(computed),
+        codes={name: members[_METHOD]},
     )
 
 

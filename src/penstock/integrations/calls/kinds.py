@@ -34,6 +34,12 @@ class Call:
     """The arguments that were given, in words."""
     title: str
     """What a user calls such a call: `prompt`, `one token`, or the method and its arguments."""
+    trained: tuple[tuple[str, ...], ...] = ()
+    """Of a model that is trained: the names of the parameters that are the last tensors."""
+    modes: tuple[bool, ...] = ()
+    """Of a model that is trained: which parts are in training mode; empty if none is."""
+    differentiated: bool = False
+    """Whether the caller may ask for the gradients of the trained parameters."""
 
     @classmethod
     def of(cls, entry: str, arguments: Mapping[str, Any]) -> Call:
@@ -53,11 +59,15 @@ class Call:
         """A text that is equal for calls that one exported program may serve."""
         shapes = tuple((t.dtype, t.device.type, tuple(min(n, 2) for n in t.shape)) for t in self.tensors)
         orders = tuple(_order(tensor) for tensor in self.tensors)
-        return repr((self.entry, self.tree.key, shapes, orders, self.full_masks, _settings()))
+        facts: tuple[object, ...] = (self.entry, self.tree.key, shapes, orders, self.full_masks, _settings())
+        if self.trained:
+            facts = *facts, self.trained, bytes(self.modes), self.differentiated
+        return repr(facts)
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+        """Bytes of the tensors that the caller gave."""
+        return sum(tensor.nbytes for tensor in self.tensors[: len(self.tensors) - len(self.trained)])
 
 
 def _title(arguments: Mapping[str, Any], full: bool) -> str:

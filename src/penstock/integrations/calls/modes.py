@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from penstock.schedule.facts.errors import PassError
 
@@ -41,12 +42,13 @@ class FastPathError(PassError):
 class GradMode(TorchFunctionMode):
     """The grad mode of a call while its export runs: what the model sets is noted, and nothing is switched.
 
-    `asked` tells whether the model has asked for it.
+    `asked` tells whether the model has asked for it. Where the call is `differentiated`, what is computed
+    while the model has it off is detached.
     """
 
-    def __init__(self, on: bool) -> None:
+    def __init__(self, on: bool, differentiated: bool = False) -> None:
         super().__init__()
-        self._on, self._inside = on, False
+        self._on, self._inside, self._differentiated = on, False, differentiated
         self.asked = False
 
     def ask(self) -> bool | None:
@@ -64,17 +66,24 @@ class GradMode(TorchFunctionMode):
         if func is torch._C._set_grad_enabled:
             (self._on,) = args
             return None
+        if self._differentiated and func is torch.Tensor.requires_grad_:  # of a value, which an export has not
+            return args[0]
         self._inside = True  # torch removes this mode meanwhile, and so what is set inside is really set
         try:
-            return func(*args, **(kwargs or {}))
+            made = func(*args, **(kwargs or {}))
+            return made if self._on or not self._differentiated else pytree.tree_map(_detached, made)
         finally:
             self._inside = False
 
 
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
 @contextmanager
-def modes_of_call(grad: bool) -> Iterator[GradMode]:
+def modes_of_call(grad: bool, differentiated: bool = False) -> Iterator[GradMode]:
     """Answer this thread as in a call with this grad mode. Raises FastPathError where it takes that path."""
-    mode = GradMode(grad)
+    mode = GradMode(grad, differentiated)
     attention: Any = torch.nn.modules.activation
     answers: list[tuple[Any, str, Callable[..., Any]]] = [
         (torch, "is_grad_enabled", mode.ask),

@@ -44,11 +44,11 @@ class Stage:
 
 def stages_of(call: Call) -> list[Stage]:
     """The stages of a call, from the one that serves most calls on; each fixes more than the one before."""
-    inside = set(_tensors_in_states(call.tree, inside=False))
+    inside, given = set(_tensors_in_states(call.tree, inside=False)), len(call.tensors) - len(call.trained)
     found: list[Stage] = []
     for values, fixed, opens in _STAGES:
         sizes = tuple(
-            {d: Dim.AUTO for d, n in enumerate(one.shape) if n > 1 and opens(one, d, k in inside)}
+            {d: Dim.AUTO for d, n in enumerate(one.shape) if k < given and n > 1 and opens(one, d, k in inside)}
             for k, one in enumerate(call.tensors)
         )
         stage = Stage(fixed, sizes, values_of(call) if values else (), LIMIT_S if any(sizes) else None)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,13 +42,18 @@ def blank_copy(module: nn.Module, device: torch.device) -> Built:
 class Hollow:
     """A module whose parameters have no memory; uses that would need it raise StreamError.
 
-    Memory that a parameter shares with a buffer stays, as the memory of all buffers does.
+    Memory that a parameter shares with a buffer stays, as the memory of all buffers does. Parameters among
+    `trained` stay too, by whose names the module can be saved and loaded then.
     """
 
-    def __init__(self, module: nn.Module, sentence: str, device: torch.device) -> None:
-        plain = plain_parts(module.named_parameters())
+    def __init__(
+        self, module: nn.Module, sentence: str, device: torch.device, trained: Collection[nn.Parameter] = ()
+    ) -> None:
+        kept = {id(one) for one in trained}
+        plain = plain_parts((name, one) for name, one in module.named_parameters() if id(one) not in kept)
         parameters = {id(value) for value in plain.values()}
-        buffers = [one for one in plain_parts(module.named_buffers()).values() if id(one) not in parameters]
+        named = [*module.named_buffers(), *((name, one) for name, one in module.named_parameters() if id(one) in kept)]
+        buffers = [one for one in plain_parts(named).values() if id(one) not in parameters]
         self._shared = {one.untyped_storage()._cdata: one.untyped_storage() for one in buffers}
         self._absent: dict[str, Emptied] = {}
         self._undo = ExitStack()
@@ -68,8 +74,8 @@ class Hollow:
                 _replace(module, "extra_repr", lambda: ", ".join(filter(None, (own(), self.description))))
             )
             for path, one in module.named_modules():
-                if one._parameters or (one is module and plain):
-                    _refuse_uses(one, path, sentence, self._undo)
+                if any(id(held) not in kept for held in one._parameters.values()) or (one is module and plain):
+                    _refuse_uses(one, path, sentence, self._undo, trained=bool(kept))
             on_error.pop_all()
 
     @property
@@ -172,8 +178,15 @@ _SAVING = {"save_pretrained": "saved", "push_to_hub": "pushed to the hub"}
 """Methods that would change the configuration, or ask the network, before they fail."""
 
 
-def _refuse_uses(module: nn.Module, path: str, sentence: str, undo: ExitStack) -> None:
-    """Let uses of a module that need its parameters raise StreamError, until `undo` is closed."""
+_ADAPTED = "_hf_peft_config_loaded"
+"""Set on models of transformers whose `save_pretrained` saves their adapters only."""
+
+
+def _refuse_uses(module: nn.Module, path: str, sentence: str, undo: ExitStack, *, trained: bool) -> None:
+    """Let uses of a module that need its parameters raise StreamError, until `undo` is closed.
+
+    Where some of its parameters are `trained`, its state holds those, and the others without values.
+    """
     kind = type(module).__name__
     who = f"{path} ({kind})" if path else f"the {kind}"
 
@@ -184,16 +197,35 @@ def _refuse_uses(module: nn.Module, path: str, sentence: str, undo: ExitStack) -
         return refused
 
     hooks: Any = module
-    undo.callback(hooks.register_state_dict_pre_hook(refuse("read by state_dict()")).remove)
-    undo.callback(hooks.register_load_state_dict_pre_hook(refuse("written by load_state_dict()")).remove)
+    def refuse_values(_: nn.Module, state: Mapping[str, Any], prefix: str, *__: Any) -> None:
+        for key, held in module._parameters.items():
+            if isinstance(held, AbsentTensor) and state.get(prefix + key, held) is not held:
+                refuse("written by load_state_dict()")()
+
+    if trained:
+        undo.callback(_replace(module, "_save_to_state_dict", partial(_save_present, module)))
+        undo.callback(hooks.register_load_state_dict_pre_hook(refuse_values).remove)
+    else:
+        undo.callback(hooks.register_state_dict_pre_hook(refuse("read by state_dict()")).remove)
+        undo.callback(hooks.register_load_state_dict_pre_hook(refuse("written by load_state_dict()")).remove)
     if "forward" not in vars(module):
         undo.callback(hooks.register_forward_pre_hook(refuse("called by itself")).remove)
     undo.callback(_replace(module, "__deepcopy__", refuse("copied")))
     undo.callback(_replace(module, "__reduce_ex__", refuse("pickled")))
     undo.callback(_replace(module, "_apply", _unless_done(module, refuse("moved or converted"))))
     for method, done in _SAVING.items():
-        if hasattr(module, method):
+        if hasattr(module, method) and not (trained and getattr(module, _ADAPTED, False)):
             undo.callback(_replace(module, method, refuse(done)))
+
+
+def _save_present(module: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    """As `nn.Module._save_to_state_dict`, with absent parameters as they are: who reads them learns of it."""
+    lost = module._non_persistent_buffers_set
+    held = {**module._parameters, **{n: one for n, one in module._buffers.items() if n not in lost}}
+    for name, value in held.items():
+        if value is not None:
+            whole = keep_vars or isinstance(value, AbsentTensor)
+            destination[prefix + name] = value if whole else value.detach()
 
 
 def _unless_done(module: nn.Module, refused: Callable[[], NoReturn]) -> Callable[..., nn.Module]:

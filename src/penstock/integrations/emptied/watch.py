@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, is_
@@ -56,6 +56,11 @@ to `forward` as positions. A forward that reads one is refused when it is export
 
 _LEFT_OUT = _OWN | BESIDE | MEMORY
 
+_TRAINERS = frozenset(
+    {_TRAINING, "use_cache", "gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook"}
+)
+"""Attributes that change while a model is trained: calls are given those that count (training/parameters.py)."""
+
 _EVAL = "call eval() of the model"
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -78,36 +83,45 @@ class Watch:
     hooks.
 
     `again` tells a user how to begin again with the changed module. A check comes before each call: where the
-    module holds the very objects that it held, which `_Glance` sees, nothing is walked.
+    module holds the very objects that it held, which `_Glance` sees, nothing is walked. Values of parameters
+    in `trained` may change, and then modes too.
     """
 
-    def __init__(self, module: nn.Module, again: str) -> None:
+    def __init__(self, module: nn.Module, again: str, trained: Collection[nn.Parameter] = ()) -> None:
         self._module, self._again = module, again
+        self._changing = frozenset(map(id, trained))
         parts = list(module.named_modules())
         self._parts = _parts(parts)
-        self._settings = _settings(module)
+        self._settings = self._settings_now()
         self._adapters = _adapters(parts)
         self._definitions = Definitions(one for _, one in parts)
-        walk = _facts(parts)
+        walk = _facts(parts, self._changing)
         self._facts, self._glance = walk.found, _Glance(module, parts, walk)
+
+    def _settings_now(self) -> list[tuple[str, Any]]:
+        """The plain values of a transformers configuration, the implementation of attention among them."""
+        held = vars(getattr(self._module, "config", None) or object).items()
+        beside = _TRAINERS if self._changing else frozenset()
+        return [(name, value) for name, value in held if isinstance(value, _PLAIN) and name not in beside]
 
     def check(self) -> None:
         """Raise StreamError, naming what changed, where the program no longer does what the module says."""
         self._refuse_global_hook()
         replaced = self._definitions.changed()
-        if not replaced and not self._module.training and self._glance.is_same():
+        training = self._module.training and not self._changing
+        if not replaced and not training and self._glance.is_same():
             return
         changed, then = "", f"take that back, or {self._again}"
         parts = list(self._module.named_modules())
-        walk = _facts(parts)
-        if self._module.training:
+        walk = _facts(parts, self._changing)
+        if training:
             changed, then = "it is in training mode", _EVAL
         elif names := different(self._parts, now := _parts(parts)):
             changed = f"{self._part(names[0], now)} (an adapter?)"
         elif _adapters(parts) != self._adapters:
             changed = "adapters were switched"
-        elif _settings(self._module) != self._settings:
-            names = different(dict(self._settings), dict(_settings(self._module)))
+        elif self._settings_now() != self._settings:
+            names = different(dict(self._settings), dict(self._settings_now()))
             changed = f"its configuration changed ({', '.join(names)})"
         elif names := different(self._facts, walk.found):
             changed = f"{', '.join(names[:3])} changed"
@@ -161,7 +175,12 @@ def attributes(module: nn.Module) -> dict[str, object]:
 
 @dataclass
 class _Walk:
-    """What was found by path, and what was read: attributes of `owners`, and containers (`inside`)."""
+    """What was found by path, and what was read: attributes of `owners`, and containers (`inside`).
+
+    `changing` are the ids of tensors whose values may change.
+    """
+
+    changing: frozenset[int] = frozenset()
 
     found: dict[str, object] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
@@ -169,13 +188,14 @@ class _Walk:
     inside: list[Any] = field(default_factory=list)
 
 
-def _attributes(parts: Sequence[tuple[str, nn.Module]]) -> _Walk:
-    walk = _Walk()
+def _attributes(parts: Sequence[tuple[str, nn.Module]], changing: frozenset[int] = frozenset()) -> _Walk:
+    walk = _Walk(changing)
+    left_out = _LEFT_OUT | _TRAINERS if changing else _LEFT_OUT
     for name, child in parts:
         prefix = f"{name}." if name else ""
         walk.owners.append(child)
         for key, value in list(vars(child).items()):
-            if key not in _LEFT_OUT:
+            if key not in left_out:
                 _follow(prefix + key, value, walk, _DEPTH)
     return walk
 
@@ -189,9 +209,13 @@ def different(before: dict[str, object], now: dict[str, object]) -> list[str]:
 class _Same:
     """Equal for the same object only, and for a tensor only until something writes to it."""
 
-    def __init__(self, held: object) -> None:
+    def __init__(self, held: object, changing: frozenset[int] = frozenset()) -> None:
         self._held = held  # kept, so that no other object gets its id
-        self._state = _state(held)
+        self._changing = changing
+        self._state = self._state_now()
+
+    def _state_now(self) -> tuple[int, ...]:
+        return () if id(self._held) in self._changing else _state(self._held)
 
     @property
     def is_tensor(self) -> bool:
@@ -199,7 +223,7 @@ class _Same:
         return bool(self._state)
 
     def is_same(self) -> bool:
-        return self._state == _state(self._held)
+        return self._state == self._state_now()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same) and self._held is other._held and self._state == other._state
@@ -227,7 +251,7 @@ def _follow(path: str, value: Any, walk: _Walk, depth: int) -> None:
         inside = enumerate(value)
         walk.found[path] = (type(value), len(value))
     else:
-        walk.found[path] = _Same(value)
+        walk.found[path] = _Same(value, walk.changing)
         if not isinstance(value, nn.Module | torch.Tensor | type):
             inside = getattr(value, "__dict__", {}).items()
             walk.owners.append(value)
@@ -235,21 +259,22 @@ def _follow(path: str, value: Any, walk: _Walk, depth: int) -> None:
         return
     walk.seen.add(id(value))
     for key, held in list(inside):
-        _follow(f"{path}.{key}", held, walk, depth - 1)
+        if not walk.changing or key not in _TRAINERS:
+            _follow(f"{path}.{key}", held, walk, depth - 1)
 
 
-def _facts(parts: Sequence[tuple[str, nn.Module]]) -> _Walk:
+def _facts(parts: Sequence[tuple[str, nn.Module]], changing: frozenset[int] = frozenset()) -> _Walk:
     """`attributes`, and the parameters, buffers, hooks and methods `forward` by path.
 
     The hooks of the module itself are left out, and so is a `forward` that it is given: they are called as
     ever.
     """
-    walk = _attributes(parts)
+    walk = _attributes(parts, changing)
     found = walk.found
     for name, child in parts:
         prefix = f"{name}." if name else ""
         for held in (child._parameters, child._buffers):
-            found |= {prefix + key: _Same(value) for key, value in held.items()}
+            found |= {prefix + key: _Same(value, changing) for key, value in held.items()}
             quantised: list[tuple[str, Any]] = [one for one in held.items() if has_parts(one[1])]
             for key, value in quantised:
                 found |= {at: _Same(part) for at, part in plain_tensors(prefix + key, value).items()}
@@ -321,12 +346,6 @@ def _are(now: Iterable[object], before: Iterable[object]) -> bool:
 def _parts(parts: Sequence[tuple[str, nn.Module]]) -> dict[str, object]:
     """The submodules by path. The module itself, which is always the same one, is left out."""
     return {name: (type(one), _Same(one)) for name, one in parts if name}
-
-
-def _settings(module: nn.Module) -> list[tuple[str, Any]]:
-    """The plain values of a transformers configuration, the implementation of attention among them."""
-    held = vars(getattr(module, "config", None) or object).items()
-    return [(name, value) for name, value in held if isinstance(value, _PLAIN)]
 
 
 def _adapters(parts: Sequence[tuple[str, nn.Module]]) -> list[tuple[object, ...]]:

@@ -1,0 +1,1 @@
+"""Models whose adapters are trained while their frozen weights stream."""

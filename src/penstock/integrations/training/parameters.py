@@ -1,0 +1,176 @@
+"""The parameters of a model that are trained: they stay its own, and are inputs of its programs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.integrations.calls.kinds import Call
+from penstock.integrations.emptied.absent import AbsentTensor
+from penstock.passes.weights.subclasses import has_parts
+from penstock.schedule.facts.errors import PassError, StreamError
+
+_log = logging.getLogger(__name__)
+
+COPIES = 4
+"""What is counted for each trained parameter: itself, its gradient, and the two moments of AdamW."""
+
+_CHECKPOINTING = "gradient_checkpointing"
+
+_CACHE = "use_cache"
+"""The setting of transformers that trainers switch off; each call is given it."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The trained parameters of a module. `names[k]` are all the names that parameter k has in it."""
+
+    module: nn.Module
+    names: tuple[tuple[str, ...], ...]
+    parameters: tuple[nn.Parameter, ...]
+    _said: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, module: nn.Module, name: str, device: torch.device) -> Trained:
+        """The parameters that require grad now.
+
+        Raises PassError where there is none, and for one that cannot be trained beside weights that stream.
+        """
+        aliases: dict[int, list[str]] = {}
+        for fqn, value in module.named_parameters(remove_duplicate=False):
+            aliases.setdefault(id(value), []).append(fqn)
+        found = [value for value in module.parameters() if value.requires_grad]
+        if not found:
+            raise PassError(
+                f"{name} has no parameter that requires grad, so that there is nothing to train: give it an "
+                "adapter (get_peft_model of peft), or leave train=True out"
+            )
+        made = cls(module, tuple(tuple(aliases[id(value)]) for value in found), tuple(found))
+        made._refuse_shared()
+        for names, value in zip(made.names, found, strict=True):
+            if has_parts(value) or value.device != device:
+                kind = type(value).__name__ if has_parts(value) else f"on {value.device}"
+                raise PassError(
+                    f"{names[0]} requires grad and is {kind}: train plain parameters on {device}, or freeze it "
+                    "(requires_grad_(False))"
+                )
+        return made
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameters, their gradients, and the optimiser's state, which is assumed AdamW's."""
+        return COPIES * sum(one.nbytes for one in self.parameters)
+
+    def frozen(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors of a module, by FQN, that are not trained."""
+        own = {id(one) for one in self.parameters}
+        return {fqn: value for fqn, value in tensors.items() if id(value) not in own}
+
+    def take_out(self, blank: nn.Module) -> None:
+        """Take the parameters out of a blank copy of the module; each call is given them (`given`)."""
+        for owner, key in _places(blank, self.names):
+            del owner._parameters[key]
+
+    def joined(self, call: Call) -> Call:
+        """The call with the parameters as its last tensors, in the modes in which the parts are now.
+
+        It is one that is trained where grad mode is on. Raises StreamError for a weight that streams, and
+        requires grad now.
+        """
+        wanting = torch.is_grad_enabled()
+        if wanting:
+            self._refuse_others()
+        parts = [*self.module.modules()]
+        modes = tuple(part.training for part in parts)
+        self._say_checkpoints(parts)
+        words = f"{call.text}, {'training' if modes[0] else 'eval'}{', with gradients' if wanting else ''}"
+        return replace(
+            call,
+            tensors=(*call.tensors, *self.parameters),
+            trained=self.names,
+            modes=() if not any(modes) else modes,
+            differentiated=wanting,
+            text=words,
+            title=f"{call.entry} of {words}",
+        )
+
+    def settings(self, arguments: dict[str, Any], taken: Sequence[str]) -> dict[str, Any]:
+        """The arguments of a call, with the setting that trainers change in the configuration."""
+        held = getattr(getattr(self.module, "config", None), _CACHE, None)
+        if arguments.get(_CACHE) is None and _CACHE in taken and isinstance(held, bool):
+            return arguments | {_CACHE: held}
+        return arguments
+
+    def _refuse_shared(self) -> None:
+        """Raise PassError for a trained parameter in the memory of something that is frozen."""
+        own = {id(value): names[0] for names, value in zip(self.names, self.parameters, strict=True)}
+        places = {
+            value.untyped_storage()._cdata: own[id(value)]
+            for value in self.parameters
+            if not has_parts(value)
+        }
+        held = [*self.module.named_parameters(), *self.module.named_buffers()]
+        for fqn, value in held:
+            if id(value) not in own and not has_parts(value) and not isinstance(value, AbsentTensor):
+                other = places.get(value.untyped_storage()._cdata)
+                if other is not None:
+                    raise PassError(
+                        f"{other} requires grad and shares its memory with {fqn}, which is frozen and would "
+                        f"stream: freeze {other}, or give it a copy of its own"
+                    )
+
+    def _refuse_others(self) -> None:
+        own = {id(one) for one in self.parameters}
+        for fqn, value in self.module.named_parameters():
+            if id(value) not in own and value.requires_grad:
+                raise StreamError(
+                    f"{fqn} requires grad now, and it streams since penstock was applied: freeze it, or "
+                    "restore() and apply penstock again"
+                )
+
+    def _say_checkpoints(self, parts: Sequence[nn.Module]) -> None:
+        if not self._said and any(getattr(part, _CHECKPOINTING, False) for part in parts):
+            self._said.append(_CHECKPOINTING)
+            _log.warning(
+                "gradient checkpointing is on and changes nothing: penstock plans for the values that forward "
+                "saves for backward, all of which it keeps, and recomputes none"
+            )
+
+
+@contextmanager
+def given(model: nn.Module, names: Sequence[Sequence[str]], values: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Give a blank copy values for the parameters that were taken out of it."""
+    places = [(one, value) for name, value in zip(names, values, strict=True) for one in _places(model, [name])]
+    for (owner, key), value in places:
+        owner.__dict__[key] = value
+    try:
+        yield
+    finally:
+        for (owner, key), _ in places:
+            owner.__dict__.pop(key, None)
+
+
+@contextmanager
+def in_modes(model: nn.Module, modes: Sequence[bool]) -> Iterator[None]:
+    """Let the parts of a module be in training mode or not, and none of them recompute what it saves."""
+    parts = [*model.modules()] if modes else []
+    before = [{key: vars(one)[key] for key in ("training", _CHECKPOINTING) if key in vars(one)} for one in parts]
+    try:
+        for part, held, mode in zip(parts, before, modes, strict=True):
+            vars(part).update(held | {"training": mode} | ({_CHECKPOINTING: False} if len(held) > 1 else {}))
+        yield
+    finally:
+        for part, held in zip(parts, before, strict=True):
+            vars(part).update(held)
+
+
+def _places(module: nn.Module, names: Sequence[Sequence[str]]) -> Iterator[tuple[nn.Module, str]]:
+    for name in (one for each in names for one in each):
+        owner, _, key = name.rpartition(".")
+        yield module.get_submodule(owner), key

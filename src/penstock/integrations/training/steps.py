@@ -1,0 +1,44 @@
+"""What steps of training moved, said in the log less and less often."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.schedule.facts.sizes import format_size, format_time
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Steps:
+    """Counts the backward passes of a component, and logs the first of them, the second, the fourth, and so on.
+
+    A line says what was moved since the one before, on average. Where the weights were loaded again meanwhile,
+    it counts from then.
+    """
+
+    name: str
+    done: int = 0
+    _since: int = 0
+    _before: tuple[int, int, float, int] = (0, 0, 0.0, 0)
+
+    def add(self, stats: Any) -> None:
+        """Count a backward pass, after which the loaded module has these counters."""
+        self.done, self._since = self.done + 1, self._since + 1
+        now = stats.passes, stats.bytes_moved, stats.stall_seconds, stats.misses
+        if now[0] < self._before[0]:
+            self._before, self._since = (0, 0, 0.0, 0), 1
+        if self.done & (self.done - 1):
+            return
+        _, moved, stalled, misses = (a - b for a, b in zip(now, self._before, strict=True))
+        _log.info(
+            "%s, step %d: %s of weights moved and %s waited for them in each, misses %d",
+            self.name,
+            self.done,
+            format_size(int(moved // self._since)),
+            format_time(stalled / self._since * 1e9),
+            misses,
+        )
+        self._before, self._since = now, 0
