@@ -66,7 +66,7 @@ class GradMode(TorchFunctionMode):
         if func is torch._C._set_grad_enabled:
             (self._on,) = args
             return None
-        if self._differentiated and func is torch.Tensor.requires_grad_:  # of a value, which an export has not
+        if func is torch.Tensor.requires_grad_:  # trainers ask for it of values, and an export has no gradients
             return args[0]
         self._inside = True  # torch removes this mode meanwhile, and so what is set inside is really set
         try:

@@ -57,9 +57,19 @@ to `forward` as positions. A forward that reads one is refused when it is export
 _LEFT_OUT = _OWN | BESIDE | MEMORY
 
 _TRAINERS = frozenset(
-    {_TRAINING, "use_cache", "gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook"}
+    {
+        _TRAINING,
+        "use_cache",
+        "gradient_checkpointing",
+        "_gradient_checkpointing_func",
+        "_require_grads_hook",
+        "_require_grads_hooks",
+    }
 )
 """Attributes that change while a model is trained: calls are given those that count (training/parameters.py)."""
+
+_WANTS_GRAD = "make_inputs_require_grad"
+"""In the name of a hook of transformers and peft, by which values require grad that no gradient comes to."""
 
 _EVAL = "call eval() of the model"
 
@@ -280,7 +290,8 @@ def _facts(parts: Sequence[tuple[str, nn.Module]], changing: frozenset[int] = fr
                 found |= {at: _Same(part) for at, part in plain_tensors(prefix + key, value).items()}
         hooks = [vars(child)[one] for one in _HOOKS] if name else []
         for kind, registered in zip(_HOOKS, hooks, strict=False):  # none of the module itself
-            found |= {f"{prefix}{kind}.{key}": _Same(hook) for key, hook in registered.items()}
+            hooked = {k: one for k, one in registered.items() if not changing or _WANTS_GRAD not in name_of(one)}
+            found |= {f"{prefix}{kind}.{key}": _Same(hook) for key, hook in hooked.items()}
         own = vars(child).get("forward") if name else None
         found[f"{prefix}forward"] = _Same(own), _Same(type(child).forward)
         walk.inside += [child._modules, child._parameters, child._buffers, *hooks]
