@@ -101,7 +101,7 @@ class TrainingCall:
         self._run, self._forward, self._backward = run, forward, backward
 
     def result(self, leaves: Sequence[Any]) -> Any:
-        """Run the forward on leaves; the result has a `grad_fn`, whose backward gives leaves their gradients."""
+        """Run the forward on leaves; the result has a `grad_fn`, which gives leaves their gradients."""
         flat = _Pass.apply(self, *leaves)  # type: ignore[no-untyped-call]
         return pytree.tree_unflatten(list(flat), self.spec)
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import signal
-import threading
 import types
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -28,6 +26,7 @@ from penstock.integrations.calls.tiny_calls import PADDED, Example, example_for,
 from penstock.integrations.cap import Cap
 from penstock.integrations.collector import without_collector
 from penstock.integrations.emptied.hollow import Hollow, blank_copy
+from penstock.integrations.emptied.uninterrupted import uninterrupted
 from penstock.integrations.emptied.watch import Watch
 from penstock.integrations.folders import (
     Stored,
@@ -333,22 +332,6 @@ class Applied:
             error.add_note(f"penstock is still applied, as it could not restore the model: {failure}")
 
 
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Let Ctrl-C, which only the main thread gets, wait until the body is done."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    pending: list[tuple[Any, ...]] = []
-    before = signal.signal(signal.SIGINT, lambda *given: pending.append(given))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
-        if pending and callable(before):
-            before(*pending[0])
-
-
 def closing(target: Any) -> Any:
     """Let an object of a library, which stays what it is, be a context manager that closes what it runs on.
 
@@ -389,8 +372,24 @@ def _with_grad(blank: Callable[[], Built], names: Collection[str]) -> Built:
     return made
 
 
-def _given(blank: Built) -> Built:
-    return blank
+def _stream(applied: Applied, name: str, module: nn.Module, where: Where, *, train: bool) -> None:
+    """Keep the weights of a module in files, and let it stream them."""
+    trained = Trained.of(module, name, where.target) if train else None
+    held = stored_tensors(module)
+    if trained is None:
+        applied.evaluate(module)
+    else:
+        applied.reserve(trained.nbytes)
+        held = trained.frozen(held)
+    own, *adapters = by_adapter(module, held)
+    made_for = owner_of(name, module)
+    kept = keep_weights(module, own, where.cache, made_for)
+    kept += [store(tensors, where.cache, made_for) for tensors in adapters]
+    with applied.cap.working():
+        blank = blank_copy(module, where.target)
+    if trained is not None:
+        trained.take_out(blank.module)
+    applied.add(name, module, lambda: blank, kept, trained)
 
 
 def apply(
@@ -428,6 +427,8 @@ def apply(
     parts = components_of(model)
     if train and not isinstance(model, nn.Module):
         raise PassError(f"train=True takes a model, and this {type(model).__name__} is a pipeline of several")
+    if train and lowering != "eager":
+        raise PassError(f'train=True computes what eager PyTorch does: leave lowering="{lowering}" out')
     for name, module in parts.items():
         refuse_wrapped(module, name)
     where = Where(Cache.at(cache), device, lowering)
@@ -435,22 +436,7 @@ def apply(
     with ExitStack() as on_error:
         on_error.push(applied)
         for name, module in parts.items():
-            trained = Trained.of(module, name, where.target) if train else None
-            held = stored_tensors(module)
-            if trained is None:
-                applied.evaluate(module)
-            else:
-                applied.reserve(trained.nbytes)
-                held = trained.frozen(held)
-            own, *adapters = by_adapter(module, held)
-            made_for = owner_of(name, module)
-            kept = keep_weights(module, own, where.cache, made_for)
-            kept += [store(tensors, where.cache, made_for) for tensors in adapters]
-            with applied.cap.working():
-                blank = blank_copy(module, where.target)
-            if trained is not None:
-                trained.take_out(blank.module)
-            applied.add(name, module, functools.partial(_given, blank), kept, trained)
+            _stream(applied, name, module, where, train=train)
         _log.info("%s of parameters given back", format_size(applied.freed_bytes))
         if example is not None:
             applied.prepare(example)

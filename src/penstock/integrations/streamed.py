@@ -165,12 +165,9 @@ class Component:
     def _call(self, entry: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         self.check()
         refuse_grad((args, kwargs))
-        arguments = named(self._signatures[entry], args, kwargs)
-        if self._trained is None:
-            call = Call.of(entry, arguments)
-        else:
-            arguments = self._trained.settings(arguments, self._signatures[entry].parameters)
-            call = self._trained.joined(Call.of(entry, arguments))
+        call = Call.of(entry, named(self._signatures[entry], args, kwargs))
+        if self._trained is not None:
+            call = self._trained.joined(call)
         method = self._method_for(call)
         if self._cap.rehearsing:
             self._rehearsed = max(self._rehearsed, method.bytes_beside(call))
@@ -342,7 +339,9 @@ class Component:
         if self._cap.own:
             program = self._compiled()
             with self._cap.working():
-                self._first_plan(program, self._budget(program, self._cap.nbytes - self._cap.reserved, beside))
+                self._first_plan(
+                    program, self._budget(program, self._cap.nbytes - self._cap.reserved, beside)
+                )
 
     def _budget(self, program: Program, room: int, beside: int) -> int:
         """The bytes for weights in `room`, beside a call that takes `beside` bytes."""

@@ -92,7 +92,7 @@ def test_a_part_in_training_mode_is_refused_until_it_is_not(tmp_path):
 def test_a_module_is_walked_again_only_where_an_object_is_another(tmp_path, monkeypatch):
     walks = []
     facts = watch._facts
-    monkeypatch.setattr(watch, "_facts", lambda parts: (walks.append(1), facts(parts))[1])
+    monkeypatch.setattr(watch, "_facts", lambda *given: (walks.append(1), facts(*given))[1])
     model = tiny()
     with apply(model, "1MB", example=models.nothing, cache=tmp_path):
         model(X)

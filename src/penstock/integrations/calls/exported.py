@@ -40,6 +40,7 @@ _log = logging.getLogger(__name__)
 _MOST_ANSWERS = 24
 """How often a call is exported until it decides what was assumed."""
 
+
 @dataclass(frozen=True)
 class Result:
     """What a call returned and left in the states that it was given, and what it assumed of its tensors.
@@ -274,7 +275,7 @@ class _Flat(nn.Module):
         with (
             as_when_called(decisions),
             given(self.model, call.trained, known[len(known) - len(call.trained) :]),
-            in_modes(self.model, call.modes),
+            in_modes(self.model, call.modes, call.settings),
             watch_memory(self.model) as remembered,
             modes_of_call(call.grad, call.differentiated) as mode,
         ):

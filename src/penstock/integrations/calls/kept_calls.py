@@ -3,8 +3,9 @@
 A file holds one call as a zip of data: `call.json`, how the call is taken apart and put together;
 `method.json`, what runs of it; `payload.json`, the facts of which an artifact is made; `values.safetensors`,
 the values that no checkpoint has. A call that is trained has the last three of its backward too, in the
-folder `backward`, and `training.json`, what joins them. Its name is a hash of the module's key (`keys/`), of the kind of call, and
-of a number, since calls of one kind may need several programs. A damaged file counts as none.
+folder `backward`, and `training.json`, what joins them. Its name is a hash of the module's key (`keys/`), of
+the kind of call, and of a number, since calls of one kind may need several programs. A damaged file counts as
+none.
 """
 
 from __future__ import annotations
@@ -197,7 +198,9 @@ def decode_call(data: bytes) -> ExportedCall:
     )
 
 
-def _decode_backward(members: Mapping[str, bytes], name: str, kept: Any, sizes: Any, moments: Any) -> Backward:
+def _decode_backward(
+    members: Mapping[str, bytes], name: str, kept: Any, sizes: Any, moments: Any
+) -> Backward:
     own = {one.removeprefix(_BACKWARD): held for one, held in members.items() if one.startswith(_BACKWARD)}
     return Backward(
         name,

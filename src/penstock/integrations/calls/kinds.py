@@ -38,6 +38,8 @@ class Call:
     """Of a model that is trained: the names of the parameters that are the last tensors."""
     modes: tuple[bool, ...] = ()
     """Of a model that is trained: which parts are in training mode; empty if none is."""
+    settings: tuple[tuple[str, object], ...] = ()
+    """Of a model that is trained: what its configuration says now, of what trainers change in it."""
     differentiated: bool = False
     """Whether the caller may ask for the gradients of the trained parameters."""
 
@@ -61,7 +63,7 @@ class Call:
         orders = tuple(_order(tensor) for tensor in self.tensors)
         facts: tuple[object, ...] = (self.entry, self.tree.key, shapes, orders, self.full_masks, _settings())
         if self.trained:
-            facts = *facts, self.trained, bytes(self.modes), self.differentiated
+            facts = *facts, self.trained, bytes(self.modes), self.settings, self.differentiated
         return repr(facts)
 
     @property

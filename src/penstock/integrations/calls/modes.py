@@ -66,7 +66,9 @@ class GradMode(TorchFunctionMode):
         if func is torch._C._set_grad_enabled:
             (self._on,) = args
             return None
-        if func is torch.Tensor.requires_grad_:  # trainers ask for it of values, and an export has no gradients
+        if (
+            func is torch.Tensor.requires_grad_
+        ):  # trainers ask for it of values, and an export has no gradients
             return args[0]
         self._inside = True  # torch removes this mode meanwhile, and so what is set inside is really set
         try:

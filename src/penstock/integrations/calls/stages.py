@@ -48,7 +48,11 @@ def stages_of(call: Call) -> list[Stage]:
     found: list[Stage] = []
     for values, fixed, opens in _STAGES:
         sizes = tuple(
-            {d: Dim.AUTO for d, n in enumerate(one.shape) if k < given and n > 1 and opens(one, d, k in inside)}
+            {
+                d: Dim.AUTO
+                for d, n in enumerate(one.shape)
+                if k < given and n > 1 and opens(one, d, k in inside)
+            }
             for k, one in enumerate(call.tensors)
         )
         stage = Stage(fixed, sizes, values_of(call) if values else (), LIMIT_S if any(sizes) else None)

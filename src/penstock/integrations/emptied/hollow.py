@@ -52,7 +52,10 @@ class Hollow:
         kept = {id(one) for one in trained}
         plain = plain_parts((name, one) for name, one in module.named_parameters() if id(one) not in kept)
         parameters = {id(value) for value in plain.values()}
-        named = [*module.named_buffers(), *((name, one) for name, one in module.named_parameters() if id(one) in kept)]
+        named = [
+            *module.named_buffers(),
+            *((name, one) for name, one in module.named_parameters() if id(one) in kept),
+        ]
         buffers = [one for one in plain_parts(named).values() if id(one) not in parameters]
         self._shared = {one.untyped_storage()._cdata: one.untyped_storage() for one in buffers}
         self._absent: dict[str, Emptied] = {}
@@ -74,7 +77,9 @@ class Hollow:
                 _replace(module, "extra_repr", lambda: ", ".join(filter(None, (own(), self.description))))
             )
             for path, one in module.named_modules():
-                if any(id(held) not in kept for held in one._parameters.values()) or (one is module and plain):
+                if any(id(held) not in kept for held in one._parameters.values()) or (
+                    one is module and plain
+                ):
                     _refuse_uses(one, path, sentence, self._undo, trained=bool(kept))
             on_error.pop_all()
 
@@ -197,8 +202,10 @@ def _refuse_uses(module: nn.Module, path: str, sentence: str, undo: ExitStack, *
         return refused
 
     hooks: Any = module
+
     def refuse_values(_: nn.Module, state: Mapping[str, Any], prefix: str, *__: Any) -> None:
-        for key, held in module._parameters.items():
+        parameters: dict[str, Any] = dict(module._parameters)
+        for key, held in parameters.items():
             if isinstance(held, AbsentTensor) and state.get(prefix + key, held) is not held:
                 refuse("written by load_state_dict()")()
 

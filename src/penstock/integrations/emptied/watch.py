@@ -32,6 +32,7 @@ _OWN = (frozenset(vars(nn.Module())) - {_TRAINING}) | {
 BESIDE = frozenset(
     {
         "generation_config",
+        "model_tags",
         "_compiled_call",
         "_compiled_call_impl",
         "_is_torch_compile",
@@ -56,17 +57,20 @@ to `forward` as positions. A forward that reads one is refused when it is export
 
 _LEFT_OUT = _OWN | BESIDE | MEMORY
 
+SETTINGS = ("use_cache", "pad_token_id", "bos_token_id", "eos_token_id")
+"""Settings that trainers change in a configuration; calls of a trained model are exported with them."""
+
 _TRAINERS = frozenset(
     {
         _TRAINING,
-        "use_cache",
+        *SETTINGS,
         "gradient_checkpointing",
         "_gradient_checkpointing_func",
         "_require_grads_hook",
         "_require_grads_hooks",
     }
 )
-"""Attributes that change while a model is trained: calls are given those that count (training/parameters.py)."""
+"""Attributes that change while a model is trained; training/parameters.py gives calls those that count."""
 
 _WANTS_GRAD = "make_inputs_require_grad"
 """In the name of a hook of transformers and peft, by which values require grad that no gradient comes to."""
@@ -290,7 +294,9 @@ def _facts(parts: Sequence[tuple[str, nn.Module]], changing: frozenset[int] = fr
                 found |= {at: _Same(part) for at, part in plain_tensors(prefix + key, value).items()}
         hooks = [vars(child)[one] for one in _HOOKS] if name else []
         for kind, registered in zip(_HOOKS, hooks, strict=False):  # none of the module itself
-            hooked = {k: one for k, one in registered.items() if not changing or _WANTS_GRAD not in name_of(one)}
+            hooked = {
+                k: one for k, one in registered.items() if not changing or _WANTS_GRAD not in name_of(one)
+            }
             found |= {f"{prefix}{kind}.{key}": _Same(hook) for key, hook in hooked.items()}
         own = vars(child).get("forward") if name else None
         found[f"{prefix}forward"] = _Same(own), _Same(type(child).forward)

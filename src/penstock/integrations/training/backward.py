@@ -60,13 +60,13 @@ def differentiate(
     written = [spec.target for spec in halves.forward.graph_signature.output_specs if spec.target is not None]
     if written:
         raise PassError(
-            f"in training mode the model writes to its buffer {written[0]}, which only its program would see: "
-            "put that part into eval mode"
+            f"in training mode the model writes to its buffer {written[0]}, which only its program would "
+            "see: put that part into eval mode"
         )
     returned: Any = halves.forward.graph.output_node().args[0]
     kept = returned[len(halves.training.results) :]
     storages = {s: one for node in kept for one in tensors_of(node.meta["val"]) for s in storages_of(one)}
-    sizes = [one.untyped_storage().nbytes() for one in storages.values()]
+    sizes: list[Any] = [one.untyped_storage().nbytes() for one in storages.values()]
     backward = halves.backward
     return halves.forward, Backward(
         f"{name}_backward",

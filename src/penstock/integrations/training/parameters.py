@@ -13,6 +13,7 @@ from torch import nn
 
 from penstock.integrations.calls.kinds import Call
 from penstock.integrations.emptied.absent import AbsentTensor
+from penstock.integrations.emptied.watch import SETTINGS
 from penstock.passes.weights.subclasses import has_parts
 from penstock.schedule.facts.errors import PassError, StreamError
 
@@ -22,9 +23,6 @@ COPIES = 4
 """What is counted for each trained parameter: itself, its gradient, and the two moments of AdamW."""
 
 _CHECKPOINTING = "gradient_checkpointing"
-
-_CACHE = "use_cache"
-"""The setting of transformers that trainers switch off; each call is given it."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +55,8 @@ class Trained:
             if has_parts(value) or value.device != device:
                 kind = type(value).__name__ if has_parts(value) else f"on {value.device}"
                 raise PassError(
-                    f"{names[0]} requires grad and is {kind}: train plain parameters on {device}, or freeze it "
-                    "(requires_grad_(False))"
+                    f"{names[0]} requires grad and is {kind}: train plain parameters on {device}, or freeze "
+                    "it (requires_grad_(False))"
                 )
         return made
 
@@ -80,32 +78,29 @@ class Trained:
     def joined(self, call: Call) -> Call:
         """The call with the parameters as its last tensors, in the modes in which the parts are now.
 
-        It is one that is trained where grad mode is on. Raises StreamError for a weight that streams, and
-        requires grad now.
+        It is one that is trained where grad mode is on, and a parameter belongs to the part called. Raises
+        StreamError for a weight that streams, and requires grad now.
         """
-        wanting = torch.is_grad_enabled()
-        if wanting:
+        if torch.is_grad_enabled():
             self._refuse_others()
+        owner = call.entry.rpartition(".")[0]
+        inside = any(name.startswith(f"{owner}." if owner else "") for names in self.names for name in names)
+        wanting = torch.is_grad_enabled() and inside
         parts = [*self.module.modules()]
         modes = tuple(part.training for part in parts)
         self._say_checkpoints(parts)
+        held = vars(getattr(self.module, "config", None) or object)
         words = f"{call.text}, {'training' if modes[0] else 'eval'}{', with gradients' if wanting else ''}"
         return replace(
             call,
             tensors=(*call.tensors, *self.parameters),
             trained=self.names,
             modes=() if not any(modes) else modes,
+            settings=tuple((name, held[name]) for name in SETTINGS if name in held),
             differentiated=wanting,
             text=words,
             title=f"{call.entry} of {words}",
         )
-
-    def settings(self, arguments: dict[str, Any], taken: Sequence[str]) -> dict[str, Any]:
-        """The arguments of a call, with the setting that trainers change in the configuration."""
-        held = getattr(getattr(self.module, "config", None), _CACHE, None)
-        if arguments.get(_CACHE) is None and _CACHE in taken and isinstance(held, bool):
-            return arguments | {_CACHE: held}
-        return arguments
 
     def _refuse_shared(self) -> None:
         """Raise PassError for a trained parameter in the memory of something that is frozen."""
@@ -138,15 +133,17 @@ class Trained:
         if not self._said and any(getattr(part, _CHECKPOINTING, False) for part in parts):
             self._said.append(_CHECKPOINTING)
             _log.warning(
-                "gradient checkpointing is on and changes nothing: penstock plans for the values that forward "
-                "saves for backward, all of which it keeps, and recomputes none"
+                "gradient checkpointing is on and changes nothing: penstock counts the values that a forward "
+                "saves for its backward, keeps all of them, and recomputes none"
             )
 
 
 @contextmanager
 def given(model: nn.Module, names: Sequence[Sequence[str]], values: Sequence[torch.Tensor]) -> Iterator[None]:
     """Give a blank copy values for the parameters that were taken out of it."""
-    places = [(one, value) for name, value in zip(names, values, strict=True) for one in _places(model, [name])]
+    places = [
+        (one, value) for name, value in zip(names, values, strict=True) for one in _places(model, [name])
+    ]
     for (owner, key), value in places:
         owner.__dict__[key] = value
     try:
@@ -157,15 +154,26 @@ def given(model: nn.Module, names: Sequence[Sequence[str]], values: Sequence[tor
 
 
 @contextmanager
-def in_modes(model: nn.Module, modes: Sequence[bool]) -> Iterator[None]:
-    """Let the parts of a module be in training mode or not, and none of them recompute what it saves."""
+def in_modes(
+    model: nn.Module, modes: Sequence[bool], settings: Sequence[tuple[str, object]]
+) -> Iterator[None]:
+    """Let the parts of a module be in training mode or not, and none of them recompute what it saves.
+
+    Its configuration has some `settings` meanwhile.
+    """
+    config: Any = vars(model.config) if settings else {}
+    own = {name: config[name] for name, _ in settings}
     parts = [*model.modules()] if modes else []
-    before = [{key: vars(one)[key] for key in ("training", _CHECKPOINTING) if key in vars(one)} for one in parts]
+    before = [
+        {key: vars(one)[key] for key in ("training", _CHECKPOINTING) if key in vars(one)} for one in parts
+    ]
     try:
+        config.update(settings)
         for part, held, mode in zip(parts, before, modes, strict=True):
             vars(part).update(held | {"training": mode} | ({_CHECKPOINTING: False} if len(held) > 1 else {}))
         yield
     finally:
+        config.update(own)
         for part, held in zip(parts, before, strict=True):
             vars(part).update(held)
 

@@ -13,10 +13,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Steps:
-    """Counts the backward passes of a component, and logs the first of them, the second, the fourth, and so on.
+    """Counts the backward passes of a component, and logs the first, the second, the fourth, and so on.
 
-    A line says what was moved since the one before, on average. Where the weights were loaded again meanwhile,
-    it counts from then.
+    A line says what was moved since the one before, on average. Where the weights were loaded again
+    meanwhile, it counts from then.
     """
 
     name: str

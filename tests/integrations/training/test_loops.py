@@ -1,0 +1,171 @@
+"""What training loops do with a model beside forward, backward and a step, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+
+from penstock.integrations import apply
+from penstock.schedule.facts.errors import BudgetError, PassError, StreamError
+from tests.integrations import models
+from tests.integrations.training.adapted import MEMORY, adapted, batch, equal, gradients, steps, trained
+
+pytestmark = pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*`:FutureWarning")
+
+GIVEN = batch(16)
+
+
+@pytest.fixture(scope="module")
+def both(cache):
+    """A model in memory and one that streams, with equal adapters."""
+    model = adapted()
+    with apply(model, MEMORY, train=True, cache=cache):
+        yield adapted(), model
+
+
+def several(model):
+    """Backward twice, three forwards before the next one, of which one is dropped; all add up."""
+    model.zero_grad()
+    torch.manual_seed(4)
+    loss = model(**GIVEN).loss
+    loss.backward(retain_graph=True)
+    loss.backward()
+    first, _, second = (model(**batch(length, seed=length)).loss for length in (16, 20, 40))
+    (first + 2 * second).backward()
+    return [value.grad.clone() for value in trained(model).values()]
+
+
+def by_autograd(model):
+    torch.manual_seed(4)
+    return torch.autograd.grad(model(**GIVEN).loss, trained(model).values())
+
+
+def scaled(model):
+    """A step with clipping behind a scaler of losses, and back to the values before it."""
+    before = [value.detach().clone() for value in trained(model).values()]
+    optimizer = torch.optim.AdamW(trained(model).values(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer.zero_grad()
+    torch.manual_seed(4)
+    scaler.scale(model(**GIVEN).loss).backward()
+    scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    scaler.step(optimizer)
+    after = [value.detach().clone() for value in trained(model).values()]
+    with torch.no_grad():
+        for value, old in zip(trained(model).values(), before, strict=True):
+            value.copy_(old)
+    return [norm, *after]
+
+
+def of_logits(model):
+    """Gradients of a loss that is computed outside of the model."""
+    model.zero_grad()
+    torch.manual_seed(4)
+    given = {name: value for name, value in GIVEN.items() if name != "labels"}
+    model(**given).logits.square().sum().backward()
+    return [value.grad.clone() for value in trained(model).values()]
+
+
+def evaluated(model):
+    """What the model says and generates between two steps."""
+    model.eval()
+    with torch.no_grad():
+        found = [model(**GIVEN).loss, model.generate(input_ids=GIVEN["input_ids"][:1, :6], max_new_tokens=3)]
+    model.train()
+    return [*found, *gradients(model, GIVEN)]
+
+
+@pytest.mark.parametrize("loop", [several, by_autograd, scaled, of_logits, evaluated])
+def test_a_loop_computes_what_it_does_in_memory(loop, both):
+    reference, model = both
+    assert equal(loop(model), loop(reference))
+
+
+def test_gradient_checkpointing_changes_nothing_and_says_so(both, caplog):
+    reference, model = both
+    model.get_base_model().gradient_checkpointing_enable()
+    with caplog.at_level(logging.WARNING, "penstock"):
+        assert equal(gradients(model, GIVEN), gradients(reference, GIVEN))
+    (said,) = [one.message for one in caplog.records if "checkpointing" in one.message]
+    assert "changes nothing" in said
+    assert "recomputes none" in said
+    model.get_base_model().gradient_checkpointing_disable()
+
+
+def test_the_adapter_is_saved_and_loaded_by_its_library(both, tmp_path):
+    reference, model = both
+    reference.save_pretrained(tmp_path / "memory")
+    model.save_pretrained(tmp_path / "streamed")
+    saved = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("memory", "streamed")]
+    assert saved[0].keys() == saved[1].keys()
+    assert equal([*saved[0].values()], [*saved[1].values()])
+    read = PeftModel.from_pretrained(models.llama(), tmp_path / "streamed").state_dict()
+    assert all(
+        torch.equal(read[name.replace(".weight", ".default.weight")], saved[1][name]) for name in saved[1]
+    )
+    model.load_state_dict({n: v for n, v in reference.state_dict().items() if "lora" in n}, strict=False)
+    with pytest.raises(StreamError, match=r"embed_tokens\.weight is not in memory"):
+        torch.save(model.state_dict(), tmp_path / "all.pt")
+    with pytest.raises(StreamError, match=r"cannot be written by load_state_dict\(\)"):
+        model.load_state_dict(reference.state_dict())
+
+
+def test_what_has_no_gradient_is_refused_by_name(both):
+    _, model = both
+    loss = model(**GIVEN).loss
+    with pytest.raises(StreamError, match="gradients of gradients"):
+        torch.autograd.grad(loss, trained(model).values(), create_graph=True)
+    loss = model(**GIVEN).loss
+    with torch.no_grad():
+        for value in trained(model).values():
+            value.mul_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    frozen = model.get_base_model().lm_head.weight
+    frozen.requires_grad_(True)
+    with pytest.raises(StreamError, match=r"lm_head\.weight requires grad now, and it streams"):
+        model(**GIVEN)
+    frozen.requires_grad_(False)
+    with pytest.raises(StreamError, match="an input requires grad"):
+        model(inputs_embeds=torch.ones(1, 4, 64, requires_grad=True))
+
+
+def test_what_cannot_be_trained_is_refused_and_the_model_is_as_it_was(cache):
+    plain = models.llama()
+    with pytest.raises(PassError, match="no parameter that requires grad"):
+        apply(plain, MEMORY, train=True, cache=cache)
+    plain.lm_head.weight = torch.nn.Parameter(plain.model.embed_tokens.weight.detach())
+    with pytest.raises(
+        PassError, match=r"lm_head\.weight requires grad and shares its memory with model\.embed_tokens"
+    ):
+        apply(plain, MEMORY, train=True, cache=cache)
+
+    class Pipeline:
+        def __init__(self):
+            self.components = {"encoder": plain}
+
+    with pytest.raises(PassError, match="train=True takes a model"):
+        apply(Pipeline(), MEMORY, train=True, cache=cache)
+    model = adapted()
+    with pytest.raises(PassError, match='leave lowering="inductor" out'):
+        apply(model, MEMORY, train=True, lowering="inductor", cache=cache)
+    with pytest.raises(BudgetError, match=r"two moments of AdamW take 52\.00 KiB"):
+        apply(model, "50KB", train=True, cache=cache)
+    assert equal(gradients(model, GIVEN), gradients(adapted(), GIVEN))
+
+
+def test_memory_counts_what_a_forward_saves(cache):
+    model = adapted()
+    with apply(model, "1MB", train=True, cache=cache):
+        gradients(model, GIVEN)
+        with pytest.raises(BudgetError, match=r"KiB are for trained parameters.*beside weights"):
+            model(**batch(130))
+        loss = model(**GIVEN).loss
+    with pytest.raises(StreamError, match="restored between forward and backward"):
+        loss.backward()
+    assert equal(steps(model, [GIVEN]), steps(adapted(), [GIVEN]))

@@ -1,0 +1,80 @@
+"""transformers.Trainer as it is, on a model that streams."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Trainer, TrainingArguments
+
+from penstock.integrations import apply
+from tests.integrations.training.adapted import MEMORY, adapted, equal, trained
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+
+def rows(count, seed):
+    """Texts of different lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(5, 30, (count,), generator=generator).tolist()
+    return [{"input_ids": torch.randint(1, 128, (length,), generator=generator)} for length in lengths]
+
+
+def padded(chosen):
+    ids = torch.nn.utils.rnn.pad_sequence([one["input_ids"] for one in chosen], batch_first=True)
+    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
+
+
+def trainer(model, folder):
+    arguments = TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=4,
+        max_grad_norm=0.5,
+        learning_rate=1e-2,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_steps=2,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    data = {"train_dataset": rows(16, 1), "eval_dataset": rows(4, 2)}
+    return Trainer(model, arguments, data_collator=padded, **data)
+
+
+def logged(made):
+    """Losses and norms of gradients, without times."""
+    return [
+        {k: v for k, v in one.items() if k in ("loss", "grad_norm", "eval_loss")}
+        for one in made.state.log_history
+    ]
+
+
+def test_a_trainer_gives_the_weights_that_it_gives_in_memory(cache, tmp_path):
+    reference = trainer(adapted(), tmp_path / "memory")
+    reference.train()
+    expected = [*trained(reference.model).values()]
+
+    model = adapted()
+    with apply(model, MEMORY, train=True, cache=cache):
+        made = trainer(model, tmp_path / "streamed")
+        made.train()
+        assert equal([*trained(model).values()], expected)
+        assert logged(made) == logged(reference)
+    for step in (2, 4):
+        saved = [
+            load_file(tmp_path / name / f"checkpoint-{step}" / "adapter_model.safetensors")
+            for name in ("memory", "streamed")
+        ]
+        assert saved[0].keys() == saved[1].keys()
+        assert equal([*saved[0].values()], [*saved[1].values()])
+
+    resumed = adapted()
+    with apply(resumed, MEMORY, train=True, cache=cache):
+        trainer(resumed, tmp_path / "streamed").train(
+            resume_from_checkpoint=str(tmp_path / "streamed" / "checkpoint-2")
+        )
+        assert equal([*trained(resumed).values()], expected)
