@@ -20,17 +20,18 @@ std::shared_ptr<std::vector<int>> copy_of(const std::vector<int> &counts) {
 
 }  // namespace
 
-void Engine::Position::begin(const Method &next) {
-    if (method != &next) {
-        method = &next;
+void Engine::Position::begin(const Method &next, const Method &following) {
+    if (expected != &next) {
+        expected = &next;
         queue = &next.steady;
         left_ahead = copy_of(next.steady.counts);
     }
+    method = &next;
     left = left_ahead;
-    left_ahead = copy_of(next.steady.counts);
+    left_ahead = copy_of(following.steady.counts);
     ahead = false;
     ended = 0;
-    turn();
+    turn(following);
 }
 
 // Whether the step that a piece waits for has ended.
@@ -40,9 +41,10 @@ bool Engine::Position::may_start(size_t at) const {
     return ahead ? after < 0 && after + method->steps() < ended : after < ended;
 }
 
-void Engine::Position::turn() {
+void Engine::Position::turn(const Method &following) {
     if (!ahead && index >= queue->pieces.size()) {
-        queue = &method->steady;
+        expected = &following;
+        queue = &following.steady;
         index = 0;
         ahead = true;
     }
@@ -102,7 +104,7 @@ bool Engine::begin(int graph) {
     if (!is_clear_for(next)) start_over(next);
     {
         std::lock_guard<std::mutex> guard(lock_);
-        position_.begin(next);
+        position_.begin(next, following(next));
         expected_.assign(next.probed.rbegin(), next.probed.rend());
         running_ = true;
         fill_ready();
@@ -181,10 +183,10 @@ void Engine::fetch(int storage, char *address) const {
 bool Engine::is_clear_for(const Method &next) const {
     std::lock_guard<std::mutex> guard(lock_);
     if (running_ || paused_ || error_) return false;
-    if (position_.method == &next) return true;
+    if (position_.expected == &next) return true;
     // A first pass's queue brings the boundary, which the other method's steady one would not.
     const bool crossing = next.crosses_calls || position_.method->crosses_calls;
-    return !crossing && position_.index == 0 && position_.queue == &position_.method->steady;
+    return !crossing && position_.index == 0 && position_.queue == &following(*position_.method).steady;
 }
 
 void Engine::start_over(const Method &next) {
@@ -207,7 +209,7 @@ void Engine::drain() {
 void Engine::restart(const Method &next) {
     std::lock_guard<std::mutex> guard(lock_);
     Position position;
-    position.method = &next;
+    position.method = position.expected = &next;
     position.first = std::make_shared<const Queue>(plan_.first_pass(next, resident_loaded_));
     position.queue = position.first.get();
     position.left_ahead = copy_of(position.queue->counts);
@@ -282,7 +284,7 @@ bool Engine::take(Taken &taken) {
         ++position_.index;
     }
     ++in_flight_;
-    position_.turn();
+    position_.turn(following(*position_.method));
     wake_reader();
     return true;
 }
@@ -314,7 +316,7 @@ void Engine::fill_ready() {
         for (size_t k = first; k < end; ++k) --left[pieces[k].step];
         bytes_moved_ += *moved;
         position_.index = end;
-        position_.turn();
+        position_.turn(following(*position_.method));
     }
 }
 

@@ -41,7 +41,7 @@ class Engine {
     // Which piece is issued next, and how far the pass is. A piece is `ahead` when it is for the pass after the one
     // whose steps are counted by `ended`. `left` and `left_ahead` count, by step, the pieces that have not come.
     struct Position {
-        const Method *method = nullptr;
+        const Method *method = nullptr, *expected = nullptr;  // the pass that runs or ran, and the queue's
         std::shared_ptr<const Queue> first;  // of a first pass, which no method holds
         const Queue *queue = nullptr;
         std::shared_ptr<std::vector<int>> left, left_ahead;
@@ -49,9 +49,9 @@ class Engine {
         bool ahead = true;
         int ended = 0;
 
-        void begin(const Method &method);
+        void begin(const Method &method, const Method &following);
         bool may_start(size_t index) const;
-        void turn();
+        void turn(const Method &following);
     };
 
     struct Taken {
@@ -60,6 +60,7 @@ class Engine {
     };
 
     const Method &method(int graph) const;
+    const Method &following(const Method &method) const { return plan_.methods[method.following]; }
     void check();
     bool is_clear_for(const Method &method) const;
     void start_over(const Method &method);

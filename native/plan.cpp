@@ -106,7 +106,8 @@ Queue Plan::first_pass(const Method &method, bool resident_loaded) const {
     for (const Range &range : cut(subtract(method.boundary, merged(resident)))) {
         const auto first = std::find_if(method.probed.begin(), method.probed.end(),
                                         [&](int step) { return intersects(method.needs[step], range); });
-        pieces.push_back({range, first == method.probed.end() ? n : *first, -1});
+        const int last = method.probed.empty() ? n : method.probed.back();  // waits for what only others read
+        pieces.push_back({range, first == method.probed.end() ? last : *first, -1});
     }
     for (const Piece &piece : method.steady.pieces)
         if (piece.after >= 0) pieces.push_back(piece);
@@ -173,12 +174,40 @@ static void read_arena(Plan &plan, const Json &json) {
     }
 }
 
-static Method read_method(const Plan &plan, const Json &schedule, const Json &steps, const Json &boundary) {
+static const Json &trace_of(const Json &traces, int graph) {
+    const auto found =
+        std::find_if(traces.begin(), traces.end(), [&](const Json &one) { return one.at("graph") == graph; });
+    if (found == traces.end()) refuse("there is no trace of graph " + std::to_string(graph));
+    return *found;
+}
+
+static int graph_before(const Json &trace) {
+    const bool own = !trace.contains("follows") || trace.at("follows").is_null();
+    return trace.at(own ? "graph" : "follows");
+}
+
+// The steps of a method that a transfer of the pass behind it waits for.
+static std::set<int> waited_for(const Json &json, int graph, int steps) {
+    std::set<int> found;
+    for (const Json &schedule : json.at("schedules")) {
+        if (graph_before(trace_of(json.at("traces"), schedule.at("graph"))) != graph) continue;
+        for (const Json &transfer : schedule.at("transfers")) {
+            const int64_t after = transfer.at("after");
+            if (after < 0) found.insert(static_cast<int>(steps + after));
+        }
+    }
+    return found;
+}
+
+static Method read_method(const Plan &plan, const Json &json, const Json &schedule, const Json &boundary) {
     Method method{};
     method.graph = schedule.at("graph");
+    const Json &trace = trace_of(json.at("traces"), method.graph), &steps = trace.at("steps");
+    method.before = graph_before(trace);
     const int n = static_cast<int>(steps.size());
+    const int m = static_cast<int>(trace_of(json.at("traces"), method.before).at("steps").size());
     const Ranges resident = merged(plan.resident);
-    std::set<int> acting, leaving;
+    std::set<int> acting = waited_for(json, method.graph, n), leaving;
     for (int s = 0; s < static_cast<int>(plan.layout.size()); ++s) {
         const int64_t start = plan.layout[s];
         if (start >= 0 && !subtract({{start, start + plan.storages[s].nbytes}}, resident).empty()) leaving.insert(s);
@@ -198,8 +227,10 @@ static Method read_method(const Plan &plan, const Json &schedule, const Json &st
     check_inside(plan, method.boundary);
     method.crosses_calls = schedule.contains("boundary") && !schedule.at("boundary").is_null();
     for (const Json &transfer : schedule.at("transfers")) {
-        const int step = step_in(transfer, "step", 0, n), after = step_in(transfer, "after", step - n, step);
-        acting.insert({step, (after + n) % n});
+        const int step = step_in(transfer, "step", 0, n);
+        const int after = step_in(transfer, "after", method.before == method.graph ? step - n : -m, step);
+        acting.insert(step);
+        if (after >= 0) acting.insert(after);
         method.crosses_calls = method.crosses_calls || after < 0;
         const Ranges whole{read_range(transfer)};
         check_inside(plan, whole);
@@ -235,6 +266,15 @@ static void read_probes(Method &method, const Json &payload) {
     }
 }
 
+// The place of the method whose pass comes behind that of `graph`.
+static size_t place_behind(const Plan &plan, int graph) {
+    std::vector<size_t> found;
+    for (size_t k = 0; k < plan.methods.size(); ++k)
+        if (plan.methods[k].before == graph) found.push_back(k);
+    if (found.size() != 1) refuse("not one method follows graph " + std::to_string(graph));
+    return found.front();
+}
+
 Plan read_plan(const std::string &payload_text, const std::string &plan_text) {
     const Json payload = parse(payload_text, "payload"), json = parse(plan_text, "plan");
     try {
@@ -246,16 +286,12 @@ Plan read_plan(const std::string &payload_text, const std::string &plan_text) {
         plan.barrier = json.at("wrap") == "barrier";
         read_arena(plan, json);
         for (const Json &schedule : json.at("schedules")) {
-            const auto &traces = json.at("traces");
-            const auto trace = std::find_if(traces.begin(), traces.end(), [&](const Json &one) {
-                return one.at("graph") == schedule.at("graph");
-            });
-            if (trace == traces.end()) refuse("a schedule has no trace");
             const bool own = schedule.contains("boundary") && !schedule.at("boundary").is_null();
             const Json &boundary = own ? schedule.at("boundary") : json.at("boundary");
-            plan.methods.push_back(read_method(plan, schedule, trace->at("steps"), boundary));
+            plan.methods.push_back(read_method(plan, json, schedule, boundary));
             read_probes(plan.methods.back(), payload);
         }
+        for (Method &one : plan.methods) one.following = place_behind(plan, one.graph);
         int64_t moved = 0, all = 0;
         for (const Method &one : plan.methods) moved += one.moved_bytes;
         for (const Storage &one : plan.storages) all += one.nbytes;

@@ -43,6 +43,8 @@ struct Queue {
 
 struct Method {
     int graph;
+    int before;  // the number of the method whose pass comes before as planned, and the place of the one behind
+    size_t following;
     std::vector<Ranges> needs;  // by step: what it reads beside the resident ranges
     std::vector<int> probed;    // steps at which the plan acts, ascending
     std::vector<Ranges> drops;  // by step

@@ -158,11 +158,12 @@ def streaming_steps(plan: Plan, graph: int, storages: Sequence[Storage]) -> list
     schedule = next((schedule for schedule in plan.schedules if schedule.graph == graph), None)
     if trace is None or schedule is None:
         raise PassError(f"the plan has no schedule for graph {graph}: make a plan for this program")
-    count = len(trace.steps)
-    acting = {drop.step for drop in schedule.drops}
-    for transfer in schedule.transfers:
-        # A negative `after` is a step of the pass before.
-        acting |= {transfer.step, transfer.after % count}
+    acting = {drop.step for drop in schedule.drops} | {transfer.step for transfer in schedule.transfers}
+    acting |= {transfer.after for transfer in schedule.transfers if transfer.after >= 0}
+    # A negative `after` is a step of the pass before.
+    follows = {one.graph: one.graph if one.follows is None else one.follows for one in plan.traces}
+    following = next(one for one in plan.schedules if follows[one.graph] == graph)
+    acting |= {len(trace.steps) + transfer.after for transfer in following.transfers if transfer.after < 0}
     resident = merged(plan.resident)  # neighbouring ranges may cover a storage together
     leaving = {
         s

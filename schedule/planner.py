@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from penstock.schedule.bound.period import Relaxation, relax, tier_of, usable_bytes
 from penstock.schedule.bound.relaxation import Tier
 from penstock.schedule.bound.residency import needed_bytes
+from penstock.schedule.clock.turns import divided, joined, joined_traces
 from penstock.schedule.facts.errors import BudgetError, PlanError
-from penstock.schedule.facts.model import Schedule
+from penstock.schedule.facts.model import Schedule, Trace
 from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.facts.sizes import format_budget, format_size
 from penstock.schedule.facts.validity import facts_faults
@@ -62,7 +63,7 @@ class Floor:
 
 def floor(demand: Demand) -> Floor:
     """The smallest budget for a demand: `make_plan` accepts its `upper_bytes`, and not one byte less."""
-    return _floor(Pieces(demand))
+    return _floor(Pieces(_in_turn(demand)))
 
 
 def _floor(pieces: Pieces) -> Floor:
@@ -84,7 +85,7 @@ def _floor(pieces: Pieces) -> Floor:
 
 def check_floor(demand: Demand, budget: int, names: Sequence[str] | None) -> None:
     """Raise the BudgetError that `make_plan` would, without making a plan."""
-    _check_floor(Pieces(demand), budget, names)
+    _check_floor(Pieces(_in_turn(demand)), budget, names)
 
 
 def make_plan(
@@ -92,6 +93,7 @@ def make_plan(
 ) -> Plan:
     """The fastest plan that the search finds within `budget` bytes.
 
+    Methods whose calls come in turn are planned as one, unless copies may not cross the end of a call.
     `names[s]` is the name of storage s in messages. `effort` is how much to search, as a multiple of the
     usual amount: a plan that is run once need not be the best.
 
@@ -103,6 +105,13 @@ def make_plan(
     problem.hardware.check()
     for fault in facts_faults(problem.storages, problem.traces):
         raise PlanError(f"nothing can be planned: {fault}")
+    traces = _planned_traces(problem)
+    one_by_one = replace(problem, traces=joined_traces(traces))
+    return divided(_plan(one_by_one, budget, names, effort), traces)
+
+
+def _plan(problem: Problem, budget: int, names: Sequence[str] | None, effort: float) -> Plan:
+    """The plan of methods that may be called in any order."""
     outside = problem.outside
     cap = budget - problem.outside_bytes
     if problem.streamed_bytes <= cap:
@@ -137,6 +146,13 @@ def with_figures(plan: Plan, problem: Problem, nearness: float) -> Plan | None:
     hardware alone. The decisions are good if they take at most `nearness` times the new bound. This needs a
     bound and no search; the bound took a quarter of the planning of a Llama of 32 layers.
     """
+    traces = _planned_traces(problem)
+    timed = _timed_again(joined(plan), replace(problem, traces=joined_traces(traces)), nearness)
+    return divided(timed, traces) if timed else None
+
+
+def _timed_again(plan: Plan, problem: Problem, nearness: float) -> Plan | None:
+    """`with_figures` for methods that may be called in any order."""
     streams = tuple((schedule.transfers, schedule.drops) for schedule in plan.schedules)
     if problem.host is not None or not any(transfers for transfers, _ in streams):
         return None
@@ -150,6 +166,18 @@ def with_figures(plan: Plan, problem: Problem, nearness: float) -> Plan | None:
     timed = replace(plan, schedules=schedules, traces=problem.traces, hardware=problem.hardware)
     now = timed.lower_bound_ns
     return timed if now and timed.predicted_ns <= nearness * now else None
+
+
+def _in_turn(demand: Demand) -> Demand:
+    """The demand in which methods whose calls come in turn are one."""
+    return replace(demand, traces=joined_traces(demand.traces))
+
+
+def _planned_traces(problem: Problem) -> tuple[Trace, ...]:
+    """The traces of the plan: where no copy crosses the end of a call, each method is planned by itself."""
+    if problem.wrap == "overlap":
+        return problem.traces
+    return tuple(replace(trace, follows=None) for trace in problem.traces)
 
 
 def _relaxed(problem: Problem, pieces: Pieces, cap: int) -> tuple[Relaxation | None, ...]:

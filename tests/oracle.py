@@ -34,19 +34,17 @@ def check_plan(
     """Raise UnsafeError when `plan` can go wrong for any of its methods."""
     check_facts(storages, traces, plan)
     for schedule in plan.schedules:
-        trace = next(t for t in traces if t.graph == schedule.graph)
-        Machine(storages, trace, plan, schedule, eager).run()
-        Machine(storages, trace, plan, schedule, lazy).run()
+        Machine(storages, plan, schedule.graph, eager).run()
+        Machine(storages, plan, schedule.graph, lazy).run()
         for seed in seeds:
-            Machine(storages, trace, plan, schedule, shuffled(seed)).run()
+            Machine(storages, plan, schedule.graph, shuffled(seed)).run()
 
 
-def peak_bytes(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: Plan) -> int:
+def peak_bytes(storages: tuple[Storage, ...], plan: Plan) -> int:
     """The most bytes of a paged arena that `plan` ever holds, when copies start as soon as they may."""
     machines = []
     for schedule in plan.schedules:
-        trace = next(t for t in traces if t.graph == schedule.graph)
-        machines.append(Machine(storages, trace, plan, schedule, eager))
+        machines.append(Machine(storages, plan, schedule.graph, eager))
         machines[-1].run()
     return max((machine.peak for machine in machines), default=0)
 
@@ -83,8 +81,17 @@ def check_facts(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: 
                 must(0 <= at <= plan.arena_bytes - storage.nbytes, "a storage lies outside the arena")
                 apart = at - plan.arena.layout[s]
                 must(apart % plan.arena.granule == 0, "a storage is misaligned")
-    for schedule in plan.schedules:
-        check_order(schedule, len(reads[schedule.graph]))
+    must(sorted(map(trace_before, plan.traces)) == sorted(reads), "two calls that come after the same one")
+    for trace in plan.traces:
+        must(trace.follows is None or bool(trace.steps), "a call without steps that comes after another")
+        must(trace.follows is None or plan.wrap == "overlap", "a call after another, which nothing crosses")
+        schedule = next(s for s in plan.schedules if s.graph == trace.graph)
+        check_order(schedule, trace, len(reads[trace_before(trace)]))
+
+
+def trace_before(trace: Trace) -> int:
+    """The number of the method whose call comes before."""
+    return trace.graph if trace.follows is None else trace.follows
 
 
 def all_pieces(plan: Plan) -> list[Piece]:
@@ -133,10 +140,12 @@ def owner_of(storages: tuple[Storage, ...], plan: Plan, offset: int) -> int | No
     return next(s for s in owners if storages[s].nbytes and s not in plan.outside)
 
 
-def check_order(schedule: Schedule, steps: int) -> None:
+def check_order(schedule: Schedule, trace: Trace, before: int) -> None:
+    steps = len(trace.steps)
     for transfer in schedule.transfers:
         must(0 <= transfer.step < steps, "a transfer for no step")
-        must(transfer.step - steps <= transfer.after < transfer.step, "a transfer that waits too far")
+        least = transfer.step - steps if trace_before(trace) == trace.graph else -before
+        must(least <= transfer.after < transfer.step, "a transfer that waits too far")
     must(all(0 <= drop.step < steps for drop in schedule.drops), "a drop after no step")
 
 
@@ -168,20 +177,26 @@ def shuffled(seed: int) -> Scheduler:
 
 
 class Machine:
-    """Memory, a queue of copies, and one step after the other."""
+    """Memory, a queue of copies, and one step after the other, from a first call of method `graph` on."""
 
-    def __init__(
-        self, storages: tuple[Storage, ...], trace: Trace, plan: Plan, schedule: Schedule, choose: Scheduler
-    ) -> None:
-        self.storages, self.trace, self.plan, self.schedule = storages, trace, plan, schedule
-        self.choose = choose
+    def __init__(self, storages: tuple[Storage, ...], plan: Plan, graph: int, choose: Scheduler) -> None:
+        self.storages, self.plan, self.choose = storages, plan, choose
         self.paged = plan.arena.kind == "paged"
-        self.steps = len(trace.steps)
+        self.traces = {t.graph: t for t in plan.traces}
+        self.schedules = {s.graph: s for s in plan.schedules}
+        following = {trace_before(t): t.graph for t in plan.traces}
+        turn = [graph]
+        while following[turn[-1]] != graph:
+            turn.append(following[turn[-1]])
+        self.passes = PASSES * len(turn)
+        self.graphs = [turn[p % len(turn)] for p in range(self.passes + 1)]  # by pass
+        self.lengths = [len(self.traces[g].steps) for g in self.graphs]
+        self.begins = [sum(self.lengths[:p]) for p in range(self.passes + 1)]  # steps over all passes
         self.edges = sorted({edge for start, stop in self.all_spans() for edge in (start, stop)})
         self.ended = 0  # steps that have ended, over all passes
         # Copies that have not started, as (pass, transfer). Those that the first call finds under way
         # are replaced by the cold start.
-        self.queue = [(p, t) for p in range(PASSES + 1) for t in schedule.transfers if p > 0 or t.after >= 0]
+        self.queue = self.in_line()
         # Copies under way: the step, over all passes, that waits for them, and what they bring.
         self.flying: dict[int, tuple[int, set[Unit]]] = {}
         self.numbered = 0
@@ -189,6 +204,10 @@ class Machine:
         self.memory: set[int] = set()  # units of memory that are taken
         self.peak = 0  # bytes of them
         self.resident = {u for r in plan.resident for u, _ in self.units(r.start, r.stop)}
+
+    def in_line(self) -> list[tuple[int, Transfer]]:
+        transfers = ((p, t) for p, g in enumerate(self.graphs) for t in self.schedules[g].transfers)
+        return [(p, t) for p, t in transfers if p > 0 or t.after >= 0]
 
     # Places.
 
@@ -213,9 +232,9 @@ class Machine:
         lo, hi = bisect_left(self.edges, start + shift), bisect_left(self.edges, stop + shift)
         return {(u, self.edges[u] - shift) for u in range(lo, hi)}
 
-    def units_read(self, step: int) -> set[Unit]:
+    def units_read(self, graph: int, step: int) -> set[Unit]:
         found: set[Unit] = set()
-        for s in self.trace.steps[step].reads:
+        for s in self.traces[graph].steps[step].reads:
             if s not in self.plan.outside and self.storages[s].nbytes:
                 start = self.plan.arena.layout[s]
                 must(start >= 0, f"storage {s} is nowhere")
@@ -229,9 +248,8 @@ class Machine:
 
     def run(self) -> None:
         self.begin_cold()
-        boundary = self.loaded_or_flying()
-        for number in range(PASSES):
-            while self.ended < (number + 1) * self.steps:
+        for number in range(self.passes):
+            while self.ended < self.begins[number + 1]:
                 actions = self.legal_actions()
                 must(bool(actions), f"everything waits at step {self.ended}")
                 self.act(self.choose(actions, self.needed()))
@@ -239,23 +257,29 @@ class Machine:
                 self.start()
             late = [t for p, t in self.queue if p == number + 1 and t.after < 0]
             must(not late, "a copy that the next call finds under way cannot start before it")
-            must(self.loaded_or_flying() == boundary, f"pass {number} does not end at the boundary")
+            boundary = self.boundary_of(self.graphs[number + 1])
+            expected = set().union(*(self.units(r.start, r.stop) for r in boundary))
+            must(self.loaded_or_flying() == expected, f"pass {number} does not end at the boundary")
+
+    def boundary_of(self, graph: int) -> tuple[Range, ...]:
+        own = self.schedules[graph].boundary
+        return self.plan.boundary if own is None else own
 
     def begin_cold(self) -> None:
         """Every range of the boundary is on its way, and nobody knows how far."""
-        own = self.schedule.boundary
-        for piece in self.plan.boundary if own is None else own:
+        graph, steps = self.graphs[0], self.lengths[0]
+        for piece in self.boundary_of(graph):
             units = self.units(piece.start, piece.stop)
             must(not {u for u, _ in units} & self.memory, "the boundary holds bytes twice")
-            readers = (k for k in range(self.steps) if self.units_read(k) & units)
-            self.fly(next(readers, PASSES * self.steps + 1), units)
+            readers = (k for k in range(steps) if self.units_read(graph, k) & units)
+            self.fly(next(readers, steps - 1), units)
         must(self.resident <= self.memory, "resident bytes are not in the boundary")
 
     def next_may_start(self) -> bool:
         if not self.queue:
             return False
         number, transfer = self.queue[0]
-        return self.ended > number * self.steps + transfer.after
+        return self.ended > self.begins[number] + transfer.after
 
     def needed(self) -> set[int]:
         """Copies that the next step waits for."""
@@ -265,7 +289,7 @@ class Machine:
         actions = [("finish", i) for i in self.flying]
         if self.next_may_start():
             actions.append(("start", 0))
-        to_come = any(number * self.steps + t.step <= self.ended for number, t in self.queue)
+        to_come = any(self.begins[number] + t.step <= self.ended for number, t in self.queue)
         if not self.needed() and not to_come:
             actions.append(("step", 0))
         return actions
@@ -287,7 +311,7 @@ class Machine:
         must(not (self.paged and places & self.memory), "a transfer brings bytes that are there")
         written = {u for _, others in self.flying.values() for u, _ in others}
         must(not places & written, "two copies write the same bytes at once")
-        self.fly(number * self.steps + transfer.step, units)
+        self.fly(self.begins[number] + transfer.step, units)
 
     def fly(self, step: int, units: set[Unit]) -> None:
         for u, _ in units:
@@ -300,11 +324,12 @@ class Machine:
         must(taken <= self.plan.arena_bytes, "more memory than the arena has")
 
     def step(self) -> None:
-        step = self.ended % self.steps
-        for unit, data in self.units_read(step):
+        number = max(p for p in range(self.passes) if self.begins[p] <= self.ended and self.lengths[p])
+        graph, step = self.graphs[number], self.ended - self.begins[number]
+        for unit, data in self.units_read(graph, step):
             must(self.holds.get(unit) == data, f"step {self.ended} reads other data than its own")
         self.ended += 1
-        for drop in self.schedule.drops:
+        for drop in self.schedules[graph].drops:
             if drop.step == step:
                 self.drop(drop)
 
@@ -326,7 +351,8 @@ def check_log(
     storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: Plan, log: list[Event], *, readers: int
 ) -> None:
     """Raise UnsafeError where an engine that ran `plan` without a miss did what the plan does not allow."""
-    Replay(storages, traces, plan, log, readers).replay()
+    must({t.graph for t in traces} == {t.graph for t in plan.traces}, "made for other traces")
+    Replay(storages, plan, log, readers).replay()
 
 
 class Replay(Machine):
@@ -335,24 +361,25 @@ class Replay(Machine):
     def __init__(
         self,
         storages: tuple[Storage, ...],
-        traces: tuple[Trace, ...],
         plan: Plan,
         log: list[Event],
         readers: int,
     ) -> None:
-        self.log, self.traces = log, {t.graph: t for t in traces}
+        self.log = log
         # One of several threads that fill may tell later of an earlier copy.
         self.strict = readers == 1 and plan.arena.backing != "mapped"
         graphs = [graph for what, graph, _ in log if what == "begin"]
-        # An engine expects passes of the first schedule; where another comes it may start over, unlogged.
-        self.only = set(graphs) == {plan.schedules[0].graph}
-        schedule = next(s for s in plan.schedules if s.graph == graphs[0])
-        super().__init__(storages, self.traces[graphs[0]], plan, schedule, eager)
-        self.queue = [
-            (p, t) for p in range(len(graphs) + 1) for t in schedule.transfers if p > 0 or t.after >= 0
-        ]
-        own = schedule.boundary
-        cold = [*plan.resident, *(plan.boundary if own is None else own)]
+        super().__init__(storages, plan, graphs[0], eager)
+        # An engine expects calls in turn from the first schedule on; where another comes, it may start over,
+        # unlogged.
+        in_turn = all(trace_before(self.traces[b]) == a for a, b in pairwise(graphs))
+        self.only = graphs[0] == plan.schedules[0].graph and in_turn
+        following = {trace_before(t): t.graph for t in plan.traces}
+        self.graphs = [*graphs, following[graphs[-1]]]
+        self.lengths = [len(self.traces[graph].steps) for graph in self.graphs]
+        self.begins = [sum(self.lengths[:p]) for p in range(len(self.graphs))]
+        self.queue = self.in_line()
+        cold = [*plan.resident, *self.boundary_of(graphs[0])]
         self.cold = set().union(*(self.parts(r.start, r.stop) for r in cold))
         self.left: dict[int, set[Unit]] = {}  # by place in the queue: what has not started of a copy
 
@@ -374,13 +401,12 @@ class Replay(Machine):
         for what, a, b in self.log:
             if what == "begin":
                 passes += 1
-                self.trace, self.steps = self.traces[a], len(self.traces[a].steps)
-                self.ended = passes * self.steps
+                self.ended = self.begins[passes]
             elif what == "read":
-                held = all(self.holds.get(unit) == data for unit, data in self.units_read(b))
+                held = all(self.holds.get(unit) == data for unit, data in self.units_read(a, b))
                 must(held, f"step {b} of pass {passes} reads other data than its own")
             elif what == "ended":
-                self.ended = passes * self.steps + b + 1
+                self.ended = self.begins[passes] + b + 1
             else:
                 {"fill": self.fill, "filled": self.filled, "drop": self.leave}[what](self.parts(a, b))
 
@@ -399,7 +425,7 @@ class Replay(Machine):
         for place, (number, transfer) in enumerate(self.queue):
             left = self.left.setdefault(place, self.parts(transfer.start, transfer.stop))
             if units & left:
-                late = self.ended > number * self.steps + transfer.after
+                late = self.ended > self.begins[number] + transfer.after
                 must(late, "a copy starts before the step it waits for")
                 self.left[place], units = left - units, units - left
             if not units:

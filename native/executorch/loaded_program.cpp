@@ -15,8 +15,8 @@ using executorch::runtime::Program;
 
 namespace {
 
-constexpr int VERSION = 6;         // of payloads
-constexpr int64_t ALIGNMENT = 64;  // an address modulo this is a storage's phase
+constexpr int OLDEST = 6, NEWEST = 7;  // versions of payloads
+constexpr int64_t ALIGNMENT = 64;      // an address modulo this is a storage's phase
 constexpr const char *CODE = "penstock.program.";
 
 struct Registry {
@@ -51,9 +51,12 @@ int reader_count(int asked) {
 Json read_payload(const NamedDataMap &map, const std::string &key) {
     const FreeableBuffer bytes = read_checked(map, key);
     Json payload = parse_json({static_cast<const char *>(bytes.data()), bytes.size()}, "the program's " + key);
-    if (payload.at("format") != "penstock" || payload.at("version") != VERSION)
-        throw Failure(PS_PAYLOAD, "the program's payload has version " + payload.value("version", Json()).dump() +
-                                      ", and this delegate reads version " + std::to_string(VERSION) + ": export it again");
+    const Json &version = payload.at("version");
+    const bool known = version.is_number_integer() && version >= OLDEST && version <= NEWEST;
+    if (payload.at("format") != "penstock" || !known)
+        throw Failure(PS_PAYLOAD, "the program's payload has version " + version.dump() +
+                                      ", and this delegate reads versions " + std::to_string(OLDEST) + " and " +
+                                      std::to_string(NEWEST) + ": export it again");
     return payload;
 }
 

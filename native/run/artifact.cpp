@@ -11,7 +11,7 @@ using Json = nlohmann::json;
 
 namespace {
 
-constexpr int VERSIONS[] = {5, 6};  // of payloads
+constexpr int OLDEST = 5, NEWEST = 7;  // versions of payloads
 
 uint64_t number(const std::string &data, size_t at, int nbytes) {
     uint64_t value = 0;
@@ -30,9 +30,10 @@ Artifact::Artifact(const std::string &folder) : folder_(folder) {
     try {
         payload_ = parse_json(text_, path);
         const Json &version = payload_.at("version");
-        if (payload_.at("format") != "penstock" || (version != VERSIONS[0] && version != VERSIONS[1]))
+        const bool known = version.is_number_integer() && version >= OLDEST && version <= NEWEST;
+        if (payload_.at("format") != "penstock" || !known)
             throw Failure(PS_PAYLOAD, path + " has version " + version.dump() + ", and this program reads versions " +
-                                          std::to_string(VERSIONS[0]) + " and " + std::to_string(VERSIONS[1]) +
+                                          std::to_string(OLDEST) + " to " + std::to_string(NEWEST) +
                                           ": compile again");
         if (payload_.at("lowering") != "inductor")
             throw Failure(PS_PLAN, folder + " is a program for Python: compile it with --lowering inductor");

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from time import perf_counter_ns
 
 from penstock.runtime.arena.base import POISON
@@ -148,14 +149,17 @@ class DeviceStreamer(StreamEngine):
 
     def _can_follow(self, graph: int) -> bool:
         # The ring has read ahead for the method that was expected.
-        expected = self._position.method.graph == graph
+        expected = self._position.queue.graph == graph
         return (expected or not self._ring_bytes) and super()._can_follow(graph)
 
     def _start_over(self, graph: int) -> None:
         for event in self._last_read():  # passes before may have run on another stream than the next
             self._device.wait(self._copies, event)
         self._position = self._position_before(graph, resident_loaded=True, piece=self._ring_bytes)
-        self._staging.restart(_ranges(self._position.queue), _ranges(self._position.method.steady))
+        queues = [self.methods[graph].ahead]
+        while queues[-1].graph != graph:
+            queues.append(self.methods[queues[-1].graph].ahead)
+        self._staging.restart(_ranges(self._position.queue), list(chain(*map(_ranges, queues))))
         self._this = _Pass(entry=self._device.record(self._device.current_stream()))
         self._next = _Pass()
         self._forget_pass()
@@ -207,8 +211,10 @@ class DeviceStreamer(StreamEngine):
         """
         if piece.after >= 0:
             return self._this.ended[piece.after]
-        passed = self._this if self._position.ahead else self._before
-        return passed.end_of(piece.after + self._position.method.steps)
+        position = self._position
+        passed = self._this if position.ahead else self._before
+        before = self.methods[self.methods[position.queue.graph].before]
+        return passed.end_of(piece.after + before.steps)
 
     def _copy(self, item: Range, label: str, slot: StagedRead | None = None) -> None:
         weights = self._weights

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from penstock.runtime.stream.interface import Counters
-from penstock.runtime.stream.queue import PIECE, MethodTable, Position, first_pass, tabulate
+from penstock.runtime.stream.queue import PIECE, MethodTable, Position, first_pass, in_turn, tabulate
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Range, Storage
 from penstock.schedule.plan import Plan
@@ -33,9 +33,9 @@ class StreamEngine(ABC):
     def __init__(self, plan: Plan, storages: Sequence[Storage], *, piece: int | None = PIECE) -> None:
         self.counters = Counters()
         traces = {trace.graph: trace for trace in plan.traces}
-        self.methods: dict[int, MethodTable] = {
-            s.graph: tabulate(plan, s, traces[s.graph], storages, piece=piece) for s in plan.schedules
-        }
+        self.methods: dict[int, MethodTable] = in_turn(
+            [tabulate(plan, s, traces[s.graph], storages, piece=piece) for s in plan.schedules]
+        )
         self._plan = plan
         self._forget_pass()
 
@@ -104,11 +104,11 @@ class StreamEngine(ABC):
     def _can_follow(self, graph: int) -> bool:
         """Tells whether the transfers under way for the expected pass also serve a pass of `graph`."""
         now = self._position
-        if now.method.graph == graph:
+        if now.queue.graph == graph:
             return True
         crossing = self.methods[graph].crosses_calls or now.method.crosses_calls
         # The queue of a first pass brings the boundary, which the other method's steady queue does not.
-        return not crossing and now.index == 0 and now.queue is now.method.steady
+        return not crossing and now.index == 0 and now.queue is now.method.ahead
 
     # The methods of an engine.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.passes.probes import streaming_steps
 from penstock.schedule.facts.model import Arena, Range, Schedule, Storage, Trace
@@ -47,13 +47,19 @@ class Queue:
 
 @dataclass(frozen=True)
 class MethodTable:
-    """The steady pass of a method. `needs[k]` are the ranges that step k reads beside the resident ones."""
+    """The steady pass of a method. `needs[k]` are the ranges that step k reads beside the resident ones.
+
+    `before` is the number of the method whose pass comes before as planned, and `ahead` the queue of the pass
+    that comes next.
+    """
 
     graph: int
+    before: int
     needs: tuple[tuple[Range, ...], ...]
     probed: tuple[int, ...]
     drops: dict[int, list[Range]]
     steady: Queue
+    ahead: Queue
     boundary: tuple[Range, ...]
     crosses_calls: bool
 
@@ -66,8 +72,8 @@ class MethodTable:
 class Position:
     """Says which piece is issued next, and how far the pass is.
 
-    `queue.pieces[index]` is issued next. It is `ahead` when it is for the pass after the one whose
-    steps are counted by `ended`. `left` and `left_ahead` count, by step, the pieces that are not
+    `queue.pieces[index]` is issued next. It is `ahead` when it is for the pass after the one of `method`,
+    whose steps are counted by `ended`. `left` and `left_ahead` count, by step, the pieces that are not
     copied yet. Every change needs the streamer's lock.
     """
 
@@ -86,10 +92,10 @@ class Position:
 
     def begin(self, method: MethodTable) -> None:
         """Begin the pass that was ahead, as a pass of `method`."""
-        if self.method is not method:
-            self.queue, self.method = method.steady, method
-            self.left_ahead = list(method.steady.counts)
-        self.left, self.left_ahead = self.left_ahead, list(method.steady.counts)
+        if self.queue.graph != method.graph:
+            self.queue, self.left_ahead = method.steady, list(method.steady.counts)
+        self.method = method
+        self.left, self.left_ahead = self.left_ahead, list(method.ahead.counts)
         self.ahead, self.ended = False, 0
         self._turn()
 
@@ -131,13 +137,16 @@ class Position:
 
     def _turn(self) -> None:
         if not self.ahead and self.index >= len(self.queue.pieces):
-            self.queue, self.index, self.ahead = self.method.steady, 0, True
+            self.queue, self.index, self.ahead = self.method.ahead, 0, True
 
 
 def tabulate(
     plan: Plan, schedule: Schedule, trace: Trace, storages: Sequence[Storage], *, piece: int | None = PIECE
 ) -> MethodTable:
-    """Returns the table of a schedule, whose transfers are cut every `piece` bytes, or not at all (None)."""
+    """Returns the table of a schedule, whose transfers are cut every `piece` bytes, or not at all (None).
+
+    Its own pass comes next, until `in_turn` says otherwise.
+    """
     pieces = [
         Piece(r.start, r.stop, t.step, t.after)
         for t in schedule.transfers
@@ -146,17 +155,25 @@ def tabulate(
     drops: dict[int, list[Range]] = {}
     for drop in schedule.drops:
         drops.setdefault(drop.step, []).append(Range(drop.start, drop.stop))
-    n = len(trace.steps)
+    steady = Queue.of(schedule.graph, pieces, len(trace.steps))
     needs = tuple(tuple(_step_ranges(plan, storages, step.reads)) for step in trace.steps)
     return MethodTable(
         graph=schedule.graph,
+        before=schedule.graph if trace.follows is None else trace.follows,
         needs=needs,
         probed=tuple(streaming_steps(plan, schedule.graph, storages)),
         drops=drops,
-        steady=Queue.of(schedule.graph, pieces, n),
+        steady=steady,
+        ahead=steady,
         boundary=plan.boundary_of(schedule),
         crosses_calls=schedule.boundary is not None or any(t.after < 0 for t in schedule.transfers),
     )
+
+
+def in_turn(tables: Sequence[MethodTable]) -> dict[int, MethodTable]:
+    """Returns the tables by method, each with the queue of the pass that comes after its own."""
+    ahead = {table.before: table.steady for table in tables}
+    return {table.graph: replace(table, ahead=ahead[table.graph]) for table in tables}
 
 
 def first_pass(plan: Plan, method: MethodTable, *, resident_loaded: bool, piece: int | None = PIECE) -> Queue:
@@ -164,7 +181,7 @@ def first_pass(plan: Plan, method: MethodTable, *, resident_loaded: bool, piece:
 
     The queue has the method's boundary in its order, and then the transfers of the pass. The call waits for
     the resident ranges, and each step waits for the other ranges of the boundary that it is the first to
-    read.
+    read. The last probed step waits for those that only another method reads.
     """
     resident, n = merged(plan.resident), method.steps
     most = _piece_bytes(plan, piece)
@@ -183,7 +200,7 @@ def _first_read(method: MethodTable, item: Range) -> int:
         for step in method.probed
         if any(need.start < item.stop and item.start < need.stop for need in method.needs[step])
     )
-    return next(reading, method.steps)
+    return next(reading, method.probed[-1] if method.probed else method.steps)
 
 
 def _piece_bytes(plan: Plan, piece: int | None) -> int:

@@ -18,6 +18,7 @@ from penstock.passes.weights.lifted import refuse_lost_values
 from penstock.passes.weights.subclasses import with_plain_parts
 from penstock.runtime.artifact import compile
 from penstock.schedule.facts.errors import PassError
+from penstock.schedule.facts.model import Trace
 
 if TYPE_CHECKING:
     import torch
@@ -58,8 +59,19 @@ def compile_training(
     exported = plain(exported)
     halves = divide(exported, _chosen(exported, trainable), losses)
     annotated = annotate_with_values({FORWARD: halves.forward, BACKWARD: halves.backward})
+    annotated = replace(
+        annotated, payload=replace(annotated.payload, traces=_in_turn(annotated.payload.traces))
+    )
     values = {fqn: exported.state_dict[fqn] for fqn in halves.training.parameters}
     return compile(replace(annotated, training=halves.training, trained=values), path, **options)
+
+
+def _in_turn(traces: Sequence[Trace]) -> tuple[Trace, ...]:
+    """The traces of the forward and the backward, each of which follows the other where both read weights."""
+    forward, backward = traces
+    if not (forward.steps and backward.steps):
+        return forward, backward
+    return replace(forward, follows=backward.graph), replace(backward, follows=forward.graph)
 
 
 def _exported(model: Any, example: Any, dynamic_shapes: Any) -> ExportedProgram:

@@ -158,6 +158,7 @@ class Trace:
     `graph` is the number that the method's probes carry. `shape` names the shape point
     (`batch=1,sequence=16`; empty for a static program). `tail_ns` is the compute after the last
     step, and `gap_ns` the time between two calls. `times` says whether the times are modelled or measured.
+    `follows` is the number of the method whose call comes before each call of this one, if that is another.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -169,6 +170,7 @@ class Trace:
     gap_ns: int
     times: Timing
     tail_work: Work = Work()
+    follows: int | None = None
 
     @property
     def compute_ns(self) -> int:
@@ -338,9 +340,9 @@ class Transfer:
     """One copy of the layout range `start:stop` into the arena, for the read of step `step`.
 
     The copy may start once step `after` has ended. `after` is less than `step` and counts from the
-    start of the pass in which `step` runs: where a pass has n steps, a negative value is step
-    `n + after` of the pass before. It is never less than `step - n`, since a dependency reaches back
-    one pass at most.
+    start of the pass in which `step` runs: a negative value is step `n + after` of the pass before, which
+    has n steps. Where that is a pass of the same method, `after` is never less than `step - n`, since a
+    dependency reaches back one pass at most.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -376,8 +378,9 @@ class Schedule:
     `staged` is empty if the host holds the bytes of every transfer.
 
     `boundary` is what is on the device, or on its way, when a call of this method follows another call of
-    it. After a call of another method, only the resident ranges are there, and the rest of `boundary` is
-    loaded in its order. None stands for the boundary of the plan.
+    it, or a call of the method that its trace follows. After any other call, only the resident ranges are
+    there, and the rest of `boundary` is loaded in its order. None stands for the boundary of the plan. Of
+    methods whose calls come in turn, each has its part of the period and of the bound.
     """
 
     __pydantic_config__: ClassVar = STRICT

@@ -60,6 +60,23 @@ def facts_faults(storages: Sequence[Storage], traces: Sequence[Trace]) -> Iterat
         yield from negative_faults(f"storages[{i}]", nbytes=storage.nbytes)
     for i, trace in enumerate(traces):
         yield from trace_faults(trace, f"traces[{i}]", len(storages))
+    yield from turn_faults(traces, "traces")
+
+
+def turn_faults(traces: Sequence[Trace], path: str) -> Iterator[str]:
+    """Traces that follow others do so in turn, around to the first, and each has a step to wait for."""
+    steps = {trace.graph: len(trace.steps) for trace in traces}
+    followed = [trace.graph if trace.follows is None else trace.follows for trace in traces]
+    for i, trace in enumerate(traces):
+        here, before = f"{path}[{i}].follows", trace.follows
+        if before is None:
+            continue
+        if before == trace.graph or before not in steps:
+            yield f"{here}: expected the graph of another trace, one of {sorted(steps)}, got {before}"
+        elif followed.count(before) > 1 or trace.graph not in followed:
+            yield f"{here}: expected traces that follow one another in turn, got {followed}"
+        elif not steps[trace.graph]:
+            yield f"{here}: expected null, as the trace has no steps, got {before}"
 
 
 def machine_faults(hardware: Hardware, path: str) -> Iterator[str]:
@@ -91,6 +108,7 @@ def plan_faults(plan: Decisions, path: str, storages: int) -> Iterator[str]:
         yield from range_faults(s, 0, storages - 1, f"{path}.outside[{i}]")
     for i, trace in enumerate(plan.traces):
         yield from trace_faults(trace, f"{path}.traces[{i}]", storages)
+    yield from turn_faults(plan.traces, f"{path}.traces")
     yield from repeat_faults((t.graph for t in plan.traces), f"{path}.traces", "a graph number")
     yield from repeat_faults((s.graph for s in plan.schedules), f"{path}.schedules", "a graph number")
     yield from _ranges(plan, path)

@@ -28,6 +28,7 @@ from penstock.schedule.facts.validity import (
     repeat_faults,
     size_faults,
     trace_faults,
+    turn_faults,
 )
 
 if TYPE_CHECKING:
@@ -271,8 +272,11 @@ def _traces(payload: Payload) -> Iterator[str]:
     for method, graph in sorted(named ^ traced):
         has, lacks = ("method", "trace") if (method, graph) in named else ("trace", "method")
         yield f"$.{lacks}s: expected one of {method!r}, graph {graph}, which is in $.{has}s, got none"
+    yield from turn_faults(payload.traces, "$.traces")
     for i, trace in enumerate(payload.traces):
         yield from trace_faults(trace, f"$.traces[{i}]", len(payload.storages))
+        if payload.version < 7 and trace.follows is not None:
+            yield f"$.traces[{i}].follows: expected version 7 of a payload with it, got {payload.version}"
         for j, step in enumerate(trace.steps):
             for s in step.reads:
                 if payload.storages[s].kind != "streamable":

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.schedule.clock.event_graph import simulate
+from penstock.schedule.clock.turns import joined
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import Decisions
 from penstock.schedule.facts.sizes import format_time
@@ -39,6 +40,7 @@ def save_report(
 ) -> None:
     """Write the plan as one page of HTML that needs no network and no other file.
 
+    Methods whose calls come in turn are drawn as one, here and in the other pictures.
     `names` are the storages' names, those of the plan by default. `sweep` has the points of the
     budget curve: `budget`, `predicted_ns`, `lower_bound_ns` (or None) and `policies` (name to ns).
     `origin` says where the plan comes from. `force` replaces a file that exists.
@@ -47,7 +49,7 @@ def save_report(
         PlanError: `path` exists or cannot be written, or there is not one name for each storage.
     """
     target = _new_file(path, force=force)
-    _write(target, [render_page(plan, names_of(plan, names), origin or Origin(), sweep)], force=force)
+    _write(target, [render_page(joined(plan), names_of(plan, names), origin or Origin(), sweep)], force=force)
 
 
 def save_timeline(
@@ -69,7 +71,7 @@ def save_timeline(
     """
     if passes < 1:
         raise PlanError(f"a timeline of {passes} passes shows nothing; ask for at least 1")
-    called = names_of(plan, names)
+    plan, called = joined(plan), names_of(plan, names)
     target = _new_file(path, force=force)
     events = (event for which in range(len(plan.traces)) for event in _events(plan, which, called, passes))
     lines = (f"{',' if number else ''}\n{json.dumps(event)}" for number, event in enumerate(events))
@@ -82,7 +84,7 @@ def terminal_timeline(plan: Decisions, width: int = 100) -> str:
     A column stands for a stretch of time; the fuller its character, the more of that time compute or link is
     busy.
     """
-    parts = []
+    parts, plan = [], joined(plan)
     for which, trace in enumerate(plan.traces):
         if not trace.steps:
             continue

@@ -9,6 +9,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from penstock.schedule.clock.event_graph import build_graph
+from penstock.schedule.clock.turns import joined
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import Decisions
 from penstock.schedule.report.views import copied_by, names_of, views_of
@@ -32,11 +33,13 @@ def event_graph(plan: Decisions, method: str | None = None) -> networkx.DiGraph:
     """The graph of the events of a steady pass of one method; an edge leads to an event that waits.
 
     The plan was timed by this graph: the period is the largest ratio of `weight` to `height` over its cycles,
-    rounded up. `method` may be left out if the plan has only one.
+    rounded up. `method` may be left out if the plan has only one. Methods whose calls come in turn are one,
+    called `forward + backward`.
 
     Raises:
         PlanError: the plan has no method of that name, or several and no name is given.
     """
+    plan = joined(plan)
     which = _number_of(plan, method)
     trace, schedule = plan.traces[which], plan.schedules[which]
     graph = build_graph(trace, schedule, plan.hardware, plan.wrap)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
 
+from penstock.schedule.clock.turns import joined
 from penstock.schedule.facts.hardware import host_beside
 from penstock.schedule.facts.model import Decisions, Method
 from penstock.schedule.facts.sizes import format_budget, format_size, format_time
@@ -64,6 +65,7 @@ def verdict(
     It has one sentence or more, of which the first is a summary. `tokens` is as in Origin, and `policies` the
     result of `other_policies`, which is called if they are not given.
     """
+    plan = joined(plan)
     rates = " and ".join(
         f"{trace.method} makes {_rate(schedule.predicted_ns, tokens.get(trace.method))}"
         for trace, schedule in zip(plan.traces, plan.schedules, strict=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.schedule.clock.turns import joined
 from penstock.schedule.facts.hardware import host_beside
 from penstock.schedule.facts.model import Decisions, Hardware
 from penstock.schedule.report.baselines import Setting, compare
@@ -34,7 +35,7 @@ def other_policies(plan: Decisions, host: Hardware | None = None) -> dict[str, i
 
     The default of `host` is the host beside the plan's hardware. For a plan without sizes there is no result.
     """
-    host = host or host_beside(plan.hardware)
+    plan, host = joined(plan), host or host_beside(plan.hardware)
     found: dict[str, int] = {}
     for number, trace in enumerate(plan.traces if plan.sizes else ()):
         setting = Setting(plan.sizes, trace, plan.budget - _fixed(plan), plan.hardware)
@@ -88,7 +89,7 @@ def best_ns(plan: Decisions, budget: int) -> int:
     The bytes of the weights that a method reads and the budget cannot hold are copied in every pass.
     """
     found, rate = 0, plan.hardware.link_bytes_per_s / 1e9
-    for trace in plan.traces:
+    for trace in joined(plan).traces:
         total = sum(plan.sizes[s] for s in {s for step in trace.steps for s in step.reads})
         found += max(trace.compute_ns, int((total + _fixed(plan) - budget) / rate))
     return found

@@ -24,18 +24,33 @@ def verify_plan(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: 
     _check_traces(storages, traces, plan)
     _check_budget(storages, plan)
     for schedule, trace in _paired(plan):
-        _check_schedule(schedule, trace)
+        _check_schedule(schedule, trace, _before(plan, trace))
     _check_host(plan)
     memory = Memory(storages, plan)
     _check_resident(memory, plan)
-    for schedule, trace in _paired(plan):
-        Walk(memory, plan, schedule, trace).run()
+    for _, trace in _paired(plan):
+        Walk(memory, plan, _calls(plan, trace)).run()
 
 
 def _paired(plan: Decisions) -> list[tuple[Schedule, Trace]]:
     """Each schedule of a plan with the trace that it was made for."""
     traces = {t.graph: t for t in plan.traces}
     return [(s, traces[s.graph]) for s in plan.schedules]
+
+
+def _before(plan: Decisions, trace: Trace) -> Trace:
+    """The trace of the call that comes before a call of `trace` as planned."""
+    return trace if trace.follows is None else next(t for t in plan.traces if t.graph == trace.follows)
+
+
+def _calls(plan: Decisions, first: Trace) -> list[tuple[Schedule, Trace]]:
+    """The calls that come in turn from one of `first` on, until it would come again."""
+    calls: list[tuple[Schedule, Trace]] = []
+    now = first
+    while not calls or now is not first:
+        calls.append((next(s for s in plan.schedules if s.graph == now.graph), now))
+        now = next(t for t in plan.traces if _before(plan, t) is now)
+    return calls
 
 
 def _check_traces(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: Decisions) -> None:
@@ -59,6 +74,23 @@ def _check_traces(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan
             )
             raise PlanError(f"graph {trace.graph}: the plan was made for another program, which has {where}")
         _check_trace(storages, trace)
+    _check_turns(plan)
+
+
+def _check_turns(plan: Decisions) -> None:
+    """Each trace is followed by one, itself or another, and those that follow another have steps."""
+    graphs = sorted(t.graph for t in plan.traces)
+    followed = sorted(t.graph if t.follows is None else t.follows for t in plan.traces)
+    if followed != graphs:
+        raise PlanError(f"expected each of the graphs {graphs} to be followed once, got {followed}")
+    for trace in plan.traces:
+        if trace.follows is not None and (trace.follows == trace.graph or not trace.steps):
+            raise PlanError(
+                f"graph {trace.graph}: expected steps, and to follow another graph, got {len(trace.steps)} "
+                f"steps that follow graph {trace.follows}"
+            )
+    if plan.wrap == "barrier" and any(trace.follows is not None for trace in plan.traces):
+        raise PlanError("expected no trace to follow another where copies may not cross the end of a call")
 
 
 def _check_trace(storages: tuple[Storage, ...], trace: Trace) -> None:
@@ -93,8 +125,11 @@ def _check_budget(storages: tuple[Storage, ...], plan: Decisions) -> None:
         )
 
 
-def _check_schedule(schedule: Schedule, trace: Trace) -> None:
-    """Transfers and drops name steps of the trace, and no transfer waits for more than one pass."""
+def _check_schedule(schedule: Schedule, trace: Trace, before: Trace) -> None:
+    """Transfers and drops name steps of the trace, and no transfer waits for more than one pass.
+
+    `before` is the trace of the call before, of which a transfer may wait for a step.
+    """
     steps = len(trace.steps)
     if schedule.predicted_ns < 0:
         raise PlanError(
@@ -105,9 +140,10 @@ def _check_schedule(schedule: Schedule, trace: Trace) -> None:
             raise PlanError(f"graph {schedule.graph}: {name} names a step that is not one of {steps}")
     for i, transfer in enumerate(schedule.transfers):
         where = f"graph {schedule.graph}: transfer {i} for step {transfer.step}"
-        if not transfer.step - steps <= transfer.after < transfer.step:
+        least = transfer.step - steps if before is trace else -len(before.steps)
+        if not least <= transfer.after < transfer.step:
             raise PlanError(
-                f"{where} waits for step {transfer.after}, expected one from {transfer.step - steps} to "
+                f"{where} waits for step {transfer.after}, expected one from {least} to "
                 f"{transfer.step - 1}: before its own, and one pass back at most"
             )
         if (transfer.direction, transfer.link) != ("in", 0):

@@ -1,11 +1,12 @@
-"""The walk of one schedule through two passes, which covers every legal timing at once, for the verifier.
+"""The walk through two passes of a method, which covers every legal timing at once, for the verifier.
 
 A transfer may write at any time from the end of the step that it waits for until the read that it is for
 begins. The walk therefore takes its bytes to be unusable, and to occupy memory, for all of that time. Steps
 run in sequence, and drops happen when steps end, so it suffices to look at the ends of steps. A plan that
 passes is safe at any speed of any copy. At the start of a pass, the boundary is on the device or on its way.
 In the first pass, all that is known is that each of its ranges has arrived when it is first read. In the
-second pass, ranges arrive as in every later pass, so two passes prove all of them.
+second pass, ranges arrive as in every later pass, so two passes prove all of them. Methods whose calls come
+in turn run in turn, twice, from each of them on.
 """
 
 from __future__ import annotations
@@ -35,91 +36,135 @@ def lay(items: Sequence[Item], memory: Memory, what: str) -> list[int]:
     return owner
 
 
-def gates(schedule: Schedule, steps: int) -> list[int]:
-    """For each transfer, the step after whose end it may really start.
+Call = tuple[Schedule, Trace]
+"""One call of a method."""
 
-    This is its own `after`, or a later `after` of a transfer that is issued before it. Raises PlanError for a
-    transfer that would wait for a step that itself waits for the transfer.
+
+def gates(calls: Sequence[Call]) -> list[list[int]]:
+    """For each transfer of calls that come in turn, the step after whose end it may really start.
+
+    This is its own `after`, or a later one of a transfer that is issued before it, counted from the beginning
+    of the transfer's own call. Raises PlanError for a transfer that would wait for a step that itself waits
+    for the transfer.
     """
-    transfers = schedule.transfers
-    opened = max((t.after for t in transfers), default=0) - steps
-    leader = max(range(len(transfers)), key=lambda i: transfers[i].after, default=0)
-    result = []
-    for i, t in enumerate(transfers):
-        if t.after > opened:
-            opened, leader = t.after, i
+    line: list[tuple[int, int, Schedule, int]] = []
+    begins, begun = [], 0
+    for schedule, trace in calls:
+        begins.append(begun)
+        line += ((t.after + begun, begun, schedule, i) for i, t in enumerate(schedule.transfers))
+        begun += len(trace.steps)
+    last = max(line, key=lambda one: one[0], default=None)
+    opened = last[0] - begun if last else 0
+    result: list[list[int]] = [[] for _ in calls]
+    for after, begin, schedule, i in line:
+        if after > opened:
+            opened, last = after, (after, begin, schedule, i)
+        assert last is not None
+        t, step = schedule.transfers[i], opened - begin
         where = f"graph {schedule.graph}: {_transfer(schedule, i)}"
-        if opened >= t.step:
+        leader = f"transfer {last[3]}" + (f" of graph {last[2].graph}" if last[2] is not schedule else "")
+        if step >= t.step:
             raise PlanError(
-                f"{where} never starts: before it in line, transfer {leader} waits for the end of step "
-                f"{opened}, which is not before step {t.step}"
+                f"{where} never starts: before it in line, {leader} waits for the end of step "
+                f"{step}, which is not before step {t.step}"
             )
-        if t.after < 0 <= opened:
+        if t.after < 0 <= step:
             raise PlanError(
-                f"{where} should be on its way when a call begins, but before it in line transfer {leader} "
-                f"waits for the end of step {opened} of that call"
+                f"{where} should be on its way when a call begins, but before it in line {leader} "
+                f"waits for the end of step {step} of that call"
             )
-        result.append(opened)
+        result[begins.index(begin)].append(step)
     return result
 
 
-class Walk:
-    """The state of every cell while `schedule` runs; `run` raises PlanError at the first fault."""
+class _Steps:
+    """What happens when the steps of one call end: which transfers may start, and which drops are due.
 
-    def __init__(self, memory: Memory, plan: Decisions, schedule: Schedule, trace: Trace) -> None:
-        self._memory, self._plan, self._schedule, self._trace = memory, plan, schedule, trace
-        self._steps = len(trace.steps)
-        self._items = plan.boundary_of(schedule)
-        self._boundary = lay(self._items, memory, "boundary range")
-        self._reads = [self._read_places(step.reads) for step in trace.steps]
-        self._opened: dict[int, list[int]] = defaultdict(list)
-        for i, gate in enumerate(gates(schedule, self._steps)):
-            self._opened[gate].append(i)
-        self._dropped: dict[int, list[int]] = defaultdict(list)
-        for i, drop in enumerate(schedule.drops):
-            self._dropped[drop.step].append(i)
-        # The content of each cell, and the step, counted over all passes, by whose read it has arrived.
-        self._owner = list(self._boundary)
+    `opened` counts steps from the beginning of the call; negative ones are of the call before.
+    """
+
+    def __init__(self, call: Call, gates: Sequence[int], memory: Memory) -> None:
+        self.schedule, self.trace = call
+        self.reads = [_read_places(memory, step.reads) for step in self.trace.steps]
+        self.opened: dict[int, list[int]] = defaultdict(list)
+        for i, gate in enumerate(gates):
+            self.opened[gate].append(i)
+        self.dropped: dict[int, list[int]] = defaultdict(list)
+        for i, drop in enumerate(self.schedule.drops):
+            self.dropped[drop.step].append(i)
+
+    @property
+    def count(self) -> int:
+        return len(self.trace.steps)
+
+
+def _read_places(memory: Memory, reads: tuple[int, ...]) -> list[tuple[int, Place]]:
+    places = ((s, memory.place_storage(s)) for s in reads)
+    return [(s, place) for s, place in places if place is not None]
+
+
+class Walk:
+    """The state of every cell while calls run in turn; `run` raises PlanError at the first fault.
+
+    The first of `calls` begins from a cold device, and the first comes again behind the last.
+    """
+
+    def __init__(self, memory: Memory, plan: Decisions, calls: Sequence[Call]) -> None:
+        self._memory, self._plan = memory, plan
+        self._calls = [_Steps(*one, memory) for one in zip(calls, gates(calls), strict=True)]
+        self._items = plan.boundary_of(calls[0][0])
+        self._boundaries = [lay(plan.boundary_of(one), memory, "boundary range") for one, _ in calls]
+        # The content of each cell, and the step, counted over all calls, by whose read it has arrived.
+        self._owner = list(self._boundaries[0])
         self._due = self._cold_due()
         self._occupied = sum(r.nbytes for r in self._items)
 
     def run(self) -> None:
-        """Walk through two passes. Raises PlanError at the first fault."""
+        """Walk through two passes of every method. Raises PlanError at the first fault."""
+        self._call, self._pass = self._calls[0], 0
         self._check_room("at the beginning of a call")
-        for now in range(PASSES * self._steps):
-            begun, step = now - now % self._steps, now % self._steps
-            for s, place in self._reads[step]:
-                self._read(s, place, now)
-            for i in self._dropped[step]:
-                self._drop(i, now)
-            for i in self._opened[step]:
-                self._start(i, now, begun)
-            for i in self._opened[step - self._steps]:
-                self._start(i, now, begun + self._steps)
-            self._check_room(f"after {self._step(step)}")
-            if step == self._steps - 1:
-                self._check_boundary()
+        begun = 0
+        for number in range(PASSES * len(self._calls)):
+            self._pass, which = divmod(number, len(self._calls))
+            self._call = self._calls[which]
+            following = (which + 1) % len(self._calls)
+            self._run_call(self._calls[following], begun)
+            if self._call.count:
+                self._check_boundary(self._boundaries[following])
+            begun += self._call.count
 
-    def _read_places(self, reads: tuple[int, ...]) -> list[tuple[int, Place]]:
-        places = ((s, self._memory.place_storage(s)) for s in reads)
-        return [(s, place) for s, place in places if place is not None]
+    def _run_call(self, following: _Steps, begun: int) -> None:
+        call = self._call
+        for step in range(call.count):
+            now = begun + step
+            for s, place in call.reads[step]:
+                self._read(s, place, now, begun)
+            for i in call.dropped[step]:
+                self._drop(i, now)
+            for i in call.opened[step]:
+                self._start(call.schedule, i, now, begun)
+            for i in following.opened[step - call.count]:
+                self._start(following.schedule, i, now, begun + call.count)
+            self._check_room(f"after {self._step(step)}")
 
     def _cold_due(self) -> list[int]:
         """For each cell, the step by whose read a cold start has brought it.
 
-        A cold start brings a range of the boundary by the first read of any of its bytes.
+        A cold start brings a range of the boundary by the first read of any of its bytes, and a range that
+        the call does not read by its last step.
         """
-        first = [NEVER] * self._memory.cells
-        for step in reversed(range(self._steps)):
-            for content, lo, hi in (place for _, place in self._reads[step]):
-                first[lo:hi] = [step if self._boundary[c] == content else first[c] for c in range(lo, hi)]
+        call, boundary = self._calls[0], self._boundaries[0]
+        first = [max(call.count - 1, 0)] * self._memory.cells
+        for step in reversed(range(call.count)):
+            for content, lo, hi in (place for _, place in call.reads[step]):
+                first[lo:hi] = [step if boundary[c] == content else first[c] for c in range(lo, hi)]
         due = [NEVER] * self._memory.cells
         for item in self._items:
             _, lo, hi = self._memory.place(item)
             due[lo:hi] = [min(first[lo:hi])] * (hi - lo)
         return due
 
-    def _read(self, s: int, place: Place, now: int) -> None:
+    def _read(self, s: int, place: Place, now: int, begun: int) -> None:
         owner, due = self._owner, self._due
         if _uniform(owner, place, place.content) and max(due[place.lo : place.hi]) <= now:
             return
@@ -130,40 +175,36 @@ class Walk:
             found = f"then belong to storage {owner[cell]}"
         else:
             found = "a transfer may still be writing"
-        raise self._fault(
-            f"{self._step(now % self._steps)} reads storage {s}, of which {self._at(cell)} {found}", now
-        )
+        raise self._fault(f"{self._step(now - begun)} reads storage {s}, of which {self._at(cell)} {found}")
 
     def _drop(self, i: int, now: int) -> None:
-        drop = self._schedule.drops[i]
+        drop = self._call.schedule.drops[i]
         place = self._memory.place(drop)
         what = f"drop {i} of bytes {drop.start}:{drop.stop} after {self._step(drop.step)}"
         if not _uniform(self._owner, place, place.content):
             cell = next(c for c in range(place.lo, place.hi) if self._owner[c] != place.content)
-            raise self._fault(f"{what} takes {self._at(cell)}, which are not on the device", now)
+            raise self._fault(f"{what} takes {self._at(cell)}, which are not on the device")
         if max(self._due[place.lo : place.hi]) > now:
             cell = next(c for c in range(place.lo, place.hi) if self._due[c] > now)
-            raise self._fault(f"{what} takes {self._at(cell)} before they are sure to have arrived", now)
+            raise self._fault(f"{what} takes {self._at(cell)} before they are sure to have arrived")
         self._owner[place.lo : place.hi] = [ABSENT] * (place.hi - place.lo)
         self._occupied -= drop.stop - drop.start
 
-    def _start(self, i: int, now: int, begun: int) -> None:
-        transfer = self._schedule.transfers[i]
+    def _start(self, schedule: Schedule, i: int, now: int, begun: int) -> None:
+        transfer = schedule.transfers[i]
         place = self._memory.place(transfer)
         lo, hi = place.lo, place.hi
         for cell in range(lo, hi):
             if self._owner[cell] != ABSENT and self._due[cell] > now:
                 raise self._fault(
-                    f"{_transfer(self._schedule, i)} may write {self._at(cell)} while an earlier copy into "
-                    "them is under way",
-                    now,
+                    f"{_transfer(schedule, i)} may write {self._at(cell)} while an earlier copy into "
+                    "them is under way"
                 )
         if self._memory.paged and not _uniform(self._owner, place, ABSENT):
             cell = next(c for c in range(lo, hi) if self._owner[c] != ABSENT)
             raise self._fault(
-                f"{_transfer(self._schedule, i)} brings {self._at(cell)}, which are on the device already: "
-                "drop them before it starts",
-                now,
+                f"{_transfer(schedule, i)} brings {self._at(cell)}, which are on the device already: "
+                "drop them before it starts"
             )
         self._owner[lo:hi] = [place.content] * (hi - lo)
         self._due[lo:hi] = [begun + transfer.step] * (hi - lo)
@@ -172,32 +213,33 @@ class Walk:
     def _check_room(self, when: str) -> None:
         if self._memory.paged and self._occupied > self._plan.arena_bytes:
             raise PlanError(
-                f"graph {self._trace.graph}: {when} the ranges held may need {self._occupied} bytes, more "
-                f"than the {self._plan.arena_bytes} of the arena"
+                f"graph {self._call.trace.graph}: {when} the ranges held may need {self._occupied} bytes, "
+                f"more than the {self._plan.arena_bytes} of the arena"
             )
 
-    def _check_boundary(self) -> None:
-        if self._owner == self._boundary:
+    def _check_boundary(self, boundary: Sequence[int]) -> None:
+        """Raise PlanError unless exactly what the next call begins with is on the device or on its way."""
+        if self._owner == boundary:
             return
-        cell = next(c for c, content in enumerate(self._owner) if content != self._boundary[c])
-        held, expected = self._owner[cell] != ABSENT, self._boundary[cell] != ABSENT
+        cell = next(c for c, content in enumerate(self._owner) if content != boundary[c])
+        held, expected = self._owner[cell] != ABSENT, boundary[cell] != ABSENT
         relation = (
             "are not those of" if held and expected else "are missing from" if held else "are gone, but in"
         )
         raise PlanError(
-            f"graph {self._trace.graph}: at the end of a pass {self._at(cell)} {relation} the boundary"
+            f"graph {self._call.trace.graph}: at the end of a pass {self._at(cell)} {relation} the boundary"
         )
 
     def _step(self, step: int) -> str:
-        return f"step {step} ({self._trace.steps[step].name})"
+        return f"step {step} ({self._call.trace.steps[step].name})"
 
     def _at(self, cell: int) -> str:
         extent = self._memory.extent(cell)
         return f"{'bytes' if self._memory.paged else 'arena bytes'} {extent.start}:{extent.stop}"
 
-    def _fault(self, message: str, now: int) -> PlanError:
-        which = "first" if now < self._steps else "second"
-        return PlanError(f"graph {self._trace.graph}, {which} pass: {message}")
+    def _fault(self, message: str) -> PlanError:
+        which = "second" if self._pass else "first"
+        return PlanError(f"graph {self._call.trace.graph}, {which} pass: {message}")
 
 
 def _uniform(owner: list[int], place: Place, content: int) -> bool:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.schedule.clock.event_graph import steady_period_ns
+from penstock.schedule.clock.turns import joined
 from penstock.schedule.facts.errors import BudgetError, PlanError
 from penstock.schedule.facts.model import Arena, ArenaKind, Hardware, Range, Step, Storage, Trace
 from penstock.schedule.facts.problem import Demand, Problem, first_uses
@@ -130,7 +131,8 @@ def check(p: RandomProblem) -> None:
     for budget in (lowest.upper_bytes, p.budget(lowest.upper_bytes)):
         plan = make_plan(p, budget)
         verify_plan(p.storages, p.traces, plan)
-        for schedule, trace in zip(plan.schedules, p.traces, strict=True):
+        whole = joined(plan)
+        for schedule, trace in zip(whole.schedules, whole.traces, strict=True):
             assert schedule.predicted_ns == steady_period_ns(trace, schedule, p.hardware, p.wrap)
     if lowest.upper_bytes:
         with pytest.raises(BudgetError):

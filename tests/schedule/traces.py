@@ -73,8 +73,12 @@ def trace_of(draw: Any, storages: tuple[Storage, ...], graph: int = 0, max_steps
 
 @st.composite
 def storages_and_traces(draw: Any, methods: int = 1) -> tuple[tuple[Storage, ...], tuple[Trace, ...]]:
+    """Storages, and as many traces; in half of the draws calls of several methods come in turn."""
     storages = tuple(draw(storage_lists()))
-    return storages, tuple(draw(trace_of(storages, graph)) for graph in range(methods))
+    traces = tuple(draw(trace_of(storages, graph)) for graph in range(methods))
+    if methods > 1 and all(trace.steps for trace in traces) and draw(st.booleans()):
+        traces = tuple(replace(trace, follows=(trace.graph - 1) % methods) for trace in traces)
+    return storages, traces
 
 
 def in_files(

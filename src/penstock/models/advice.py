@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.runtime.program import Program
 from penstock.schedule.clock.event_graph import settle, stalls_of
+from penstock.schedule.clock.turns import joined
 from penstock.schedule.facts.errors import BudgetError
 from penstock.schedule.plan import Plan
 from penstock.schedule.report import whatif
@@ -64,7 +65,7 @@ def _comparison(point: whatif.Point) -> list[dict[str, Any]]:
 
 def simulated(plan: Plan) -> list[dict[str, Any]]:
     """The times in ns of the first and of a steady pass of each method on a virtual clock, as JSON."""
-    facts = []
+    facts, plan = [], joined(plan)
     for trace, schedule in zip(plan.traces, plan.schedules, strict=True):
         if not trace.steps:
             continue

@@ -28,7 +28,7 @@ from penstock.runtime.files.source import Source
 from penstock.runtime.stream.native import NativeStreamer
 from penstock.runtime.stream.streamer import ArenaStreamer
 from penstock.schedule.facts.errors import SourceError
-from penstock.schedule.facts.model import Hardware, Part, Step, Storage, Trace, WeightFile
+from penstock.schedule.facts.model import Hardware, Part, Step, Storage, Trace, WeightFile, Wrap
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.plan import Plan
 from penstock.schedule.planner import floor, make_plan
@@ -252,19 +252,30 @@ def cases(draw: Any, kind: str) -> Case:
     )
 
 
-def one_case(kind: str = "contiguous", *, wrap: str = "overlap", folder: Path | None = None) -> Case:
+def one_case(kind: str = "contiguous", *, wrap: Wrap = "overlap", folder: Path | None = None) -> Case:
     """Six storages, each read by one step of two methods, of which about half stream."""
-    return Case(*_six_storages(kind, wrap), folder=folder)
+    steps = tuple(Step(f"s{k}", (k,), 100, 300) for k in range(6))
+    traces = tuple(Trace(f"m{graph}", graph, "", steps, 0, 0, "modelled") for graph in range(2))
+    return Case(*_planned(kind, wrap, traces, 3), folder=folder)
+
+
+def turn_case(kind: str, units: int, *, folder: Path | None = None) -> Case:
+    """Twelve storages that a forward reads in order; a backward reads all but the first two in reverse.
+
+    Their calls come in turn, within the memory of `units` of them.
+    """
+    steps = tuple(Step(f"s{k}", (k,), 100, 300) for k in range(12))
+    forward = Trace("forward", 0, "", steps, 0, 0, "modelled", follows=1)
+    backward = replace(forward, method="backward", graph=1, steps=steps[:1:-1], follows=0)
+    return Case(*_planned(kind, "overlap", (forward, backward), units), folder=folder)
 
 
 @cache
-def _six_storages(
-    kind: str, wrap: str
+def _planned(
+    kind: str, wrap: Wrap, traces: tuple[Trace, ...], units: int
 ) -> tuple[tuple[Storage, ...], tuple[Trace, ...], tuple[WeightFile, ...], Plan]:
-    nbytes = UNITS[kind]
-    storages, files = in_files(tuple(Storage(nbytes, "streamable") for _ in range(6)))
-    steps = tuple(Step(f"s{k}", (k,), 100, 300) for k in range(6))
-    traces = tuple(Trace(f"m{graph}", graph, "", steps, 0, 0, "modelled") for graph in range(2))
+    nbytes, count = UNITS[kind], len(traces[0].steps)
+    storages, files = in_files(tuple(Storage(nbytes, "streamable") for _ in range(count)))
     shape = "contiguous" if kind == "contiguous" else "paged"
     alignment = HUGE_PAGE if kind == "pooled" else 64
     arena = packed_arena(storages, traces, kind=shape, granule=KINDS[kind], alignment=alignment)
@@ -273,7 +284,7 @@ def _six_storages(
         assert mapped is not None
         arena = mapped
     problem = Problem(storages, traces, arena, hardware=Hardware("test", 1e12, 1e11, 1e10, 10), wrap=wrap)
-    return storages, traces, files, make_plan(problem, max(3 * nbytes, floor(problem).upper_bytes))
+    return storages, traces, files, make_plan(problem, max(units * nbytes, floor(problem).upper_bytes))
 
 
 def run_pass(streamer: Any, case: Case, trace: Trace, order: Sequence[int] | None = None) -> None:

@@ -42,7 +42,23 @@ def test_version_5_is_read() -> None:
     tree["storages"][2]["extents"] = []
     old = Payload.from_bytes(json.dumps(tree).encode())
     storages = (*PAYLOAD.storages[:2], replace(PAYLOAD.storages[2], extents=()))
-    assert old == replace(PAYLOAD, files=PAYLOAD.files[:1], storages=storages)  # and its version is 6
+    assert old == replace(PAYLOAD, files=PAYLOAD.files[:1], storages=storages)  # and its version is 7
+
+
+def test_version_6_is_read_and_has_no_turns() -> None:
+    tree = json.loads(BYTES)
+    tree["version"] = 6
+    for trace in (*tree["traces"], *(trace for plan in tree["plans"] for trace in plan["traces"])):
+        del trace["follows"]
+    assert Payload.from_bytes(json.dumps(tree).encode()) == PAYLOAD
+    second = json.loads(json.dumps(tree["traces"][0])) | {"method": "backward", "graph": 1, "follows": 0}
+    tree["methods"].append(tree["methods"][0] | {"name": "backward", "graph": 1})
+    tree["traces"] = [tree["traces"][0] | {"follows": 1}, second]
+    tree["plans"] = []
+    with pytest.raises(PayloadError, match="follows: expected version 7 of a payload with it, got 6"):
+        Payload.from_bytes(json.dumps(tree).encode())
+    tree["version"] = 7
+    assert [trace.follows for trace in Payload.from_bytes(json.dumps(tree).encode()).traces] == [1, 0]
 
 
 TITLES = {"Payload": "## The top level", "ProgramFile": "### Program", "Decisions": "### Plan"}

@@ -17,6 +17,7 @@ from penstock.schedule.facts.model import (
     Storage,
     Trace,
     Transfer,
+    Wrap,
 )
 from penstock.schedule.plan import Plan
 
@@ -37,6 +38,9 @@ def random_case(dice: Random) -> Case:
     storages = tuple(Storage(dice.randint(0, 5 * GRANULE), "streamable") for _ in range(dice.randint(2, 6)))
     arena = _arena(dice, kind, storages)
     traces = tuple(_trace(dice, graph, len(storages)) for graph in range(dice.randint(1, 2)))
+    wrap: Wrap = dice.choice(["overlap", "barrier"])
+    if len(traces) == 2 and wrap == "overlap" and dice.random() < 0.5:
+        traces = tuple(replace(trace, follows=1 - trace.graph) for trace in traces)
     pieces = _pieces(dice, arena, storages)
     resident = [p for p in pieces if dice.random() < 0.2]
     boundary, schedules = list(resident), []
@@ -58,7 +62,7 @@ def random_case(dice: Random) -> Case:
         addresses=addresses,
         resident=tuple(resident),
         boundary=tuple(boundary),
-        wrap=dice.choice(["overlap", "barrier"]),
+        wrap=wrap,
         schedules=tuple(schedules),
         traces=traces,
         hardware=HARDWARE,
@@ -227,10 +231,19 @@ def _with_schedule(plan: Plan, number: int, schedule: Schedule) -> Plan:
 
 def _spoil_state(dice: Random, plan: Plan) -> Plan:
     """The boundary, what is resident, what is outside, the addresses."""
-    way = dice.choice(["boundary", "resident", "promote", "order", "outside", "address"])
+    way = dice.choice(["boundary", "resident", "promote", "order", "outside", "address", "own", "turns"])
     boundary, resident = list(plan.boundary), list(plan.resident)
     if way == "boundary" and boundary:
         boundary.pop(dice.randrange(len(boundary)))
+    elif way == "own" and (plan.schedules[-1].boundary or ()):
+        own = list(plan.schedules[-1].boundary or ())
+        own.pop(dice.randrange(len(own)))
+        number = len(plan.schedules) - 1
+        return _with_schedule(plan, number, replace(plan.schedules[-1], boundary=tuple(own)))
+    elif way == "turns" and len(plan.traces) > 1:
+        follows = (1, 0) if plan.traces[0].follows is None else (None, None)
+        found = (replace(t, follows=f) for t, f in zip(plan.traces, follows, strict=True))
+        return replace(plan, traces=tuple(found))
     elif way == "resident" and resident:
         resident.pop(dice.randrange(len(resident)))
     elif way == "promote" and boundary:

@@ -42,7 +42,7 @@ def tightened(case: Case) -> Case:
     if case.plan.arena.kind == "contiguous":
         return case
     try:
-        peak = oracle.peak_bytes(case.storages, case.traces, case.plan)
+        peak = oracle.peak_bytes(case.storages, case.plan)
     except oracle.UnsafeError:
         return case
     return replace(case, plan=replace(case.plan, arena_bytes=peak, budget=peak))

@@ -1,0 +1,247 @@
+"""Methods whose calls come in turn: joined into one trace to be planned and timed, and divided again.
+
+The forward and the backward of a program that is trained are two methods. The trace of each says that it
+`follows` the other. Planned as one trace, what is read at the end of the forward can stay for the beginning
+of the backward, and copies for either may start while the other runs. The plan of that one trace is then
+divided where control is the caller's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from penstock.schedule.clock.event_graph import settle, steady_period_ns
+from penstock.schedule.facts.model import Arena, Decisions, Drop, Range, Schedule, Trace, Transfer
+
+_P = TypeVar("_P", bound=Decisions)
+
+
+def turns_of(traces: Sequence[Trace]) -> list[list[int]]:
+    """The positions of traces whose calls come in turn, in the order of calls; every trace is in one list."""
+    following = {trace.follows: k for k, trace in enumerate(traces) if trace.follows is not None}
+    found: list[list[int]] = []
+    seen: set[int] = set()
+    for first in range(len(traces)):
+        turn, now = [], first
+        while now not in seen:
+            seen.add(now)
+            turn.append(now)
+            now = following.get(traces[now].graph, now)
+        if turn:
+            found.append(turn)
+    return found
+
+
+def joined_traces(traces: Sequence[Trace]) -> tuple[Trace, ...]:
+    """The traces, of which those whose calls come in turn are one: the steps of all in the order of calls."""
+    return tuple(_joined_trace([traces[k] for k in turn]) for turn in turns_of(traces))
+
+
+def joined(plan: _P) -> _P:
+    """The plan as it is timed and drawn: methods whose calls come in turn are one method."""
+    turns = turns_of(plan.traces)
+    if len(turns) == len(plan.traces):
+        return plan
+    schedules = {schedule.graph: schedule for schedule in plan.schedules}
+    parts = [[(plan.traces[k], schedules[plan.traces[k].graph]) for k in turn] for turn in turns]
+    return replace(
+        plan, traces=joined_traces(plan.traces), schedules=tuple(_joined_schedule(plan, one) for one in parts)
+    )
+
+
+def divided(plan: _P, traces: Sequence[Trace]) -> _P:
+    """The plan for `traces`, from one for their `joined_traces`."""
+    turns = turns_of(traces)
+    if len(turns) == len(traces):
+        return plan
+    found: dict[int, Schedule] = {}
+    for turn, trace, schedule in zip(turns, plan.traces, plan.schedules, strict=True):
+        parts = _parts(plan, trace, schedule, [traces[k] for k in turn]) if len(turn) > 1 else [schedule]
+        found |= zip(turn, parts, strict=True)
+    schedules = tuple(found[k] for k in range(len(traces)))
+    return replace(plan, traces=tuple(traces), schedules=schedules, boundary=plan.resident)
+
+
+def _joined_trace(turn: Sequence[Trace]) -> Trace:
+    """One trace of the steps of all, in which the time between two calls is compute before the next step."""
+    if len(turn) == 1:
+        return turn[0]
+    steps, idle = list(turn[0].steps), turn[0].tail_ns + turn[0].gap_ns
+    for trace in turn[1:]:
+        first, *others = trace.steps
+        steps += [replace(first, lead_ns=first.lead_ns + idle), *others]
+        idle = trace.tail_ns + trace.gap_ns
+    name = " + ".join(trace.method for trace in turn)
+    return replace(
+        turn[0],
+        method=name,
+        steps=tuple(steps),
+        tail_ns=idle - turn[-1].gap_ns,
+        gap_ns=turn[-1].gap_ns,
+        follows=None,
+    )
+
+
+def _joined_schedule(plan: Decisions, parts: Sequence[tuple[Trace, Schedule]]) -> Schedule:
+    """One schedule of methods whose calls come in turn, with the sum of their times."""
+    if len(parts) == 1:
+        return parts[0][1]
+    transfers: list[Transfer] = []
+    drops: list[Drop] = []
+    begin = 0
+    for trace, one in parts:
+        transfers += (replace(t, step=t.step + begin, after=t.after + begin) for t in one.transfers)
+        drops += (replace(d, step=d.step + begin) for d in one.drops)
+        begin += len(trace.steps)
+    bounds = [one.lower_bound_ns for _, one in parts if one.lower_bound_ns is not None]
+    first = parts[0][1]
+    return replace(
+        first,
+        transfers=tuple(transfers),
+        drops=tuple(drops),
+        predicted_ns=sum(one.predicted_ns for _, one in parts),
+        lower_bound_ns=sum(bounds) if len(bounds) == len(parts) else None,
+        staged=tuple(nbytes for _, one in parts for nbytes in one.staged),
+        boundary=plan.boundary_of(first),
+    )
+
+
+def _parts(plan: Decisions, trace: Trace, schedule: Schedule, turn: Sequence[Trace]) -> list[Schedule]:
+    """The schedules of methods whose calls come in turn, from that of the trace that joins them.
+
+    A copy that may start before the call before its own begins is put off until the first step of that call.
+    """
+    starts = [0, *itertools.accumulate(len(one.steps) for one in turn)]
+    schedule = _within_reach(schedule, starts)
+    period = steady_period_ns(trace, schedule, plan.hardware, plan.wrap)
+    times, bound = _times(plan, trace, schedule, turn), schedule.lower_bound_ns
+    periods = _shares(period, times)
+    bounds = [None if bound is None else bound * ns // (period or 1) for ns in periods]
+    boundaries = _boundaries(plan, schedule, starts, turn)
+    parts = []
+    for k, one in enumerate(turn):
+        begin, end = starts[k], starts[k + 1]
+        mine = [i for i, t in enumerate(schedule.transfers) if begin <= t.step < end]
+        moved = (schedule.transfers[i] for i in mine)
+        part = Schedule(
+            graph=one.graph,
+            transfers=tuple(replace(t, step=t.step - begin, after=t.after - begin) for t in moved),
+            drops=tuple(replace(d, step=d.step - begin) for d in schedule.drops if begin <= d.step < end),
+            predicted_ns=periods[k],
+            lower_bound_ns=bounds[k],
+            staged=tuple(schedule.staged[i] for i in mine) if schedule.staged else (),
+            staging_bytes=schedule.staging_bytes,
+            boundary=boundaries[k],
+        )
+        parts.append(part)
+    return parts
+
+
+def _times(plan: Decisions, trace: Trace, schedule: Schedule, turn: Sequence[Trace]) -> list[int]:
+    """Nanoseconds from the beginning of each call to the beginning of the next, in a steady round."""
+    steady = settle(trace, schedule, plan.hardware, plan.wrap).steady
+    begins, ended = [steady.call_start], 0
+    for one in turn:
+        ended += len(one.steps)
+        begins.append(steady.reads[ended - 1][1] + one.tail_ns + one.gap_ns)
+    return [after - before for before, after in itertools.pairwise(begins)]
+
+
+def _shares(total: int, times: Sequence[int]) -> list[int]:
+    """A total in proportion to times, as whole numbers with that sum."""
+    whole = sum(times) or 1
+    shares = [total * time // whole for time in times]
+    return [*shares[:-1], total - sum(shares[:-1])]
+
+
+def _within_reach(schedule: Schedule, starts: Sequence[int]) -> Schedule:
+    """The schedule in which no copy may start before the call before its own begins.
+
+    Transfers start in issue order, so none may start before those issued before it either.
+    """
+    gate = max((t.after for t in schedule.transfers), default=0) - starts[-1]
+    transfers = []
+    for t in schedule.transfers:
+        begin = max(start for start in starts if start <= t.step)
+        before = starts[starts.index(begin) - 1] if begin else starts[-2] - starts[-1]
+        gate = max(gate, t.after, before)
+        transfers.append(replace(t, after=gate))
+    return replace(schedule, transfers=tuple(transfers))
+
+
+def _boundaries(
+    plan: Decisions, schedule: Schedule, starts: Sequence[int], turn: Sequence[Trace]
+) -> list[tuple[Range, ...]]:
+    """What is on the device, or on its way, when each part begins, in the order of its first reads."""
+    edges = _edges(plan, schedule)
+    held = set(_cells(edges, plan.boundary_of(schedule)))
+    brought: dict[int, list[Transfer]] = defaultdict(list)
+    for t in schedule.transfers:
+        brought[t.after % starts[-1]].append(t)
+    dropped: dict[int, list[Drop]] = defaultdict(list)
+    for drop in schedule.drops:
+        dropped[drop.step].append(drop)
+    found = []
+    for k in range(len(turn)):
+        found.append(_in_order(plan, edges, held, turn[k]))
+        for step in range(starts[k], starts[k + 1]):
+            held.difference_update(_cells(edges, dropped[step]))
+            held.update(_cells(edges, brought[step]))
+    return found
+
+
+def _edges(plan: Decisions, schedule: Schedule) -> list[int]:
+    """The offsets of the layout at which anything that the schedule moves begins or ends."""
+    items: list[Range | Transfer | Drop] = [*plan.boundary_of(schedule), *plan.resident]
+    items += [*schedule.transfers, *schedule.drops]
+    return sorted({edge for item in items for edge in (item.start, item.stop)})
+
+
+def _cells(edges: Sequence[int], items: Iterable[Range | Transfer | Drop]) -> Iterator[int]:
+    """The numbers of the cells between edges that the items cover."""
+    for item in items:
+        yield from range(bisect_left(edges, item.start), bisect_left(edges, item.stop))
+
+
+def _in_order(plan: Decisions, edges: Sequence[int], held: set[int], trace: Trace) -> tuple[Range, ...]:
+    """The held cells as ranges: the resident ones, then the others by the first step that reads them."""
+    first = _first_reads(plan, edges, trace)
+    resident = set(_cells(edges, plan.resident))
+    breaks = {segment.start for segment in plan.arena.segments} | set(plan.arena.layout)
+    found: list[tuple[int, Range]] = []
+    for cell in sorted(held - resident):
+        step, piece = first.get(cell, len(trace.steps)), Range(edges[cell], edges[cell + 1])
+        if (
+            found
+            and found[-1] == (step, Range(found[-1][1].start, piece.start))
+            and piece.start not in breaks
+        ):
+            found[-1] = (step, Range(found[-1][1].start, piece.stop))
+        else:
+            found.append((step, piece))
+    return (*plan.resident, *(piece for _, piece in sorted(found)))
+
+
+def _first_reads(plan: Decisions, edges: Sequence[int], trace: Trace) -> dict[int, int]:
+    """For each cell that a step reads a byte of, the first such step."""
+    first: dict[int, int] = {}
+    for k, step in enumerate(trace.steps):
+        for s in step.reads:
+            start = plan.arena.layout[s]
+            if start >= 0 and s not in plan.outside:
+                low, high = _touched(plan.arena, start, start + plan.sizes[s])
+                for cell in range(max(0, bisect_left(edges, low + 1) - 1), bisect_left(edges, high)):
+                    first.setdefault(cell, k)
+    return first
+
+
+def _touched(arena: Arena, start: int, stop: int) -> tuple[int, int]:
+    """The granules that a range touches, in a paged arena; the range itself in a contiguous one."""
+    if arena.kind == "contiguous":
+        return start, stop
+    return start // arena.granule * arena.granule, -(-stop // arena.granule) * arena.granule
