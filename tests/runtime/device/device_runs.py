@@ -94,10 +94,13 @@ def case(
     *,
     wrap: Wrap = "overlap",
     host: int | None = None,
+    in_turn: bool = False,
 ) -> Case:
     storages = storages_of([UNIT * n for n in units])
     storages = (*storages[:-1], replace(storages[-1], kind="mutable"))  # stays, outside the arena
     traces = tuple(trace_of(graph, steps) for graph, steps in enumerate(reads))
+    if in_turn:
+        traces = tuple(replace(trace, follows=(trace.graph or len(traces)) - 1) for trace in traces)
     arena = packed_arena(storages, traces, kind="contiguous", granule=64, alignment=64)
     least = floor(Demand(storages, traces, arena)).upper_bytes
     budget = least + int(share * (sum(s.nbytes for s in storages) - least))
@@ -112,6 +115,7 @@ def cases() -> tuple[Case, ...]:
     uneven = [4, 1, 6, 2, 2, 9, 3, 1, 5, 2, 3]
     again = [[0], [1, 2], [3], [0, 4], [5], [1, 6], [7], [8], [2, 9], [0]]
     plain = [(0, "in order")] * 3
+    turns = [(graph, "in order") for graph in (0, 1, 0, 1, 1, 0, 0, 1)]
     return (
         case("equal", equal, [in_turn], 0.3, plain),
         case("floor", equal, [in_turn], 0.0, plain),
@@ -126,6 +130,7 @@ def cases() -> tuple[Case, ...]:
             0.3,
             [(0, "in order"), (1, "in order"), (1, "in order"), (0, "in order"), (1, "in order")],
         ),
+        case("in turn", equal, [in_turn, in_turn[:1:-1]], 0.3, turns, in_turn=True),
         case("misses", uneven, [again], 0.3, [(0, "in order"), (0, "backwards"), (0, "in order")]),
         case("breaks", uneven, [again], 0.3, [(0, "in order"), (0, "raises"), (0, "in order")]),
     )
@@ -139,6 +144,7 @@ def disk_cases() -> tuple[Case, ...]:
     again = [[0], [1, 2], [3], [0, 4], [5], [1, 6], [7], [8], [2, 9], [0]]
     plain = [(0, "in order")] * 4
     in_between = [(0, "in order"), (0, "in order")]
+    turns = [(graph, "in order") for graph in (0, 1, 0, 1, 1, 0, 0, 1)]
     return (
         case("half", uneven, [in_turn], 0.2, plain, host=14 * UNIT),
         case("a ring only", uneven, [in_turn], 0.2, plain, host=UNIT),
@@ -153,6 +159,7 @@ def disk_cases() -> tuple[Case, ...]:
             [(0, "in order"), (1, "in order"), (1, "in order"), (0, "in order")],
             host=9 * UNIT,
         ),
+        case("in turn", uneven, [in_turn, in_turn[:1:-1]], 0.2, turns, host=9 * UNIT, in_turn=True),
         case("misses", uneven, [again], 0.3, [plain[0], (0, "backwards"), *in_between], host=6 * UNIT),
         case("breaks", uneven, [again], 0.3, [plain[0], (0, "raises"), *in_between], host=6 * UNIT),
     )

@@ -1,0 +1,148 @@
+"""Forward and backward in turn: the bytes that a step moves, and calls that come in another order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import penstock
+from penstock.passes.training.facts import BACKWARD, FORWARD
+from penstock.runtime.program import Program
+from penstock.runtime.training.module import TrainingModule
+from penstock.schedule.facts.model import Transfer
+from penstock.schedule.verify.proof import verify_plan
+from tests import oracle
+from tests.engines import ENGINES
+from tests.training_models import DECODER
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
+    path: Path = tmp_path_factory.mktemp("turns") / "decoder.penstock"
+    return penstock.compile_training(
+        DECODER.model(), path, example=DECODER.inputs(), trainable=DECODER.patterns
+    )
+
+
+@pytest.fixture(params=["floor", "25%", "60%"])
+def budget(program: Program, request: pytest.FixtureRequest) -> int | str:
+    return program.floor(arena="contiguous") if request.param == "floor" else str(request.param)
+
+
+@pytest.fixture(params=ENGINES)
+def module(program: Program, budget: int | str, request: pytest.FixtureRequest) -> Iterator[TrainingModule]:
+    """The decoder with readers of its own and poisoned memory, in which nothing comes without a copy."""
+    with program.load(budget, engine=request.param, poison=True, arena="contiguous") as loaded:
+        yield loaded
+
+
+def moved(transfers: tuple[Transfer, ...]) -> int:
+    return sum(one.stop - one.start for one in transfers)
+
+
+def forward(module: TrainingModule) -> torch.Tensor:
+    torch.manual_seed(0)
+    loss = module(*DECODER.inputs())[0]
+    assert isinstance(loss, torch.Tensor)
+    return loss
+
+
+def gradients(module: torch.nn.Module) -> list[torch.Tensor]:
+    found = [one.grad for one in module.parameters() if one.requires_grad]
+    assert all(one is not None and one.any() for one in found)
+    module.zero_grad()
+    return [one for one in found if one is not None]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[torch.Tensor]:
+    plain = DECODER.model()
+    torch.manual_seed(0)
+    plain(*DECODER.inputs())[0].backward()
+    return gradients(plain)
+
+
+def assert_right(module: TrainingModule, expected: list[torch.Tensor]) -> None:
+    assert all(map(torch.equal, gradients(module), expected))
+
+
+def test_the_methods_are_planned_in_turn(program: Program, budget: int | str) -> None:
+    traces = {trace.method: trace for trace in program.payload.traces}
+    assert traces[FORWARD].follows == traces[BACKWARD].graph
+    assert traces[BACKWARD].follows == traces[FORWARD].graph
+    plan = program.plan(budget, arena="contiguous")
+    verify_plan(program.payload.storages, program.payload.traces, plan)
+    oracle.check_plan(program.payload.storages, program.payload.traces, plan)
+
+
+def test_a_step_copies_less_than_two_methods_by_themselves(program: Program) -> None:
+    in_turn = program.plan("25%", arena="contiguous", hardware="server")
+    alone = program.plan("25%", arena="contiguous", hardware="server", wrap="barrier")
+    assert [trace.follows for trace in alone.traces] == [None, None]
+    assert in_turn.streamed_bytes < alone.streamed_bytes
+    assert in_turn.predicted_ns < alone.predicted_ns
+
+
+def test_a_steady_step_moves_what_is_planned(module: TrainingModule, expected: list[torch.Tensor]) -> None:
+    first, second = module.plan.schedules
+    # What the forward of a later step still brings for its backward, and the backward for the next forward.
+    early = moved(tuple(t for one in (first, second) for t in one.transfers if t.after < 0))
+    planned = moved(first.transfers) + moved(second.transfers)
+    boundary = sum(item.nbytes for item in first.boundary or ())
+    cold = boundary + moved(tuple(t for t in first.transfers if t.after >= 0)) + moved(second.transfers)
+    for step in range(6):
+        forward(module).backward()
+        assert_right(module, expected)
+        least = cold + step * planned
+        assert least <= module.stats.bytes_moved <= least + early
+    assert module.stats.misses == 0
+
+
+def test_two_forwards_and_then_two_backwards(module: TrainingModule, expected: list[torch.Tensor]) -> None:
+    for _ in range(2):
+        losses = [forward(module), forward(module)]
+        for loss in reversed(losses):
+            loss.backward()
+            assert_right(module, expected)
+    assert module.stats.misses == 0
+
+
+def test_forwards_that_are_dropped(module: TrainingModule, expected: list[torch.Tensor]) -> None:
+    for _ in range(2):
+        forward(module)
+        with torch.no_grad():
+            forward(module)
+        forward(module).backward()
+        assert_right(module, expected)
+    assert module.stats.misses == 0
+
+
+@pytest.mark.parametrize("method", [FORWARD, BACKWARD])
+def test_an_exception_in_a_call_and_then_a_step(
+    module: TrainingModule, expected: list[torch.Tensor], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call fails behind its fourth operator, with copies under way."""
+    forward(module).backward()
+    assert_right(module, expected)
+    loss = None if method == FORWARD else forward(module)
+    left = [4]
+    acquire = module._weights.streamer.acquire  # type: ignore[union-attr]
+
+    def failing(graph: int, step: int) -> None:
+        acquire(graph, step)
+        left[0] -= 1
+        if not left[0]:
+            raise MemoryError("a kernel")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module._weights.streamer, "acquire", failing)
+        with pytest.raises((MemoryError, RuntimeError), match="a kernel"):
+            forward(module) if loss is None else loss.backward()
+    module.zero_grad()
+    for _ in range(2):
+        forward(module).backward()
+        assert_right(module, expected)
+    assert module.stats.misses == 0
