@@ -25,7 +25,7 @@ CASES = (
     ("llama-3.1-8b, decode", "rtx4090", 0.5, 0.25),
     ("llama-3.1-8b, prefill", "rtx4090", 0.25, 0.5),
     ("flux.1-dev, denoise", "rtx4090", 0.5, 0.25),
-    ("llama-3.1-8b, train", "rtx4090", 0.25, 0.25),
+    ("llama-3.1-8b, train-lora", "rtx4090", 0.25, 0.25),
 )
 """Program, hardware, and the shares that device and host hold."""
 

@@ -365,6 +365,14 @@ PLANS = {
     "the last range of the boundary is forgotten": OfPlan(
         "bits", lambda plan: replace(plan, boundary=plan.boundary[:-1]), to="streamer"
     ),
+    "a method's own boundary lacks its last range": OfPlan(
+        "bits", of_schedules(lambda s: replace(s, boundary=s.boundary and s.boundary[:-1])), to="streamer"
+    ),
+    "calls are not taken to come in turn": OfPlan(
+        "race",
+        lambda plan: replace(plan, traces=tuple(replace(t, follows=None) for t in plan.traces)),
+        to="streamer",
+    ),
     "drops come a step early": OfPlan(
         "race", of_drops(lambda d: replace(d, step=max(0, d.step - 1))), to="streamer"
     ),
@@ -397,7 +405,7 @@ PROBES = {
         "error", release=lambda s, graph, step: s.release(graph, max(0, step - 1))
     ),
     "the end of a pass is forgotten": OfProbes("race", end=nothing),
-    "every pass is one of the first method": OfProbes("count", begin=lambda s, graph: s.begin(0)),
+    "every pass is one of the first method": OfProbes("race", begin=lambda s, graph: s.begin(0)),
     "an unforeseen step is taken for the one expected": OfProbes("race", acquire=lambda s, *at: None),
 }
 """Probes that the lowering has put elsewhere."""
