@@ -132,8 +132,9 @@ def write_weights(annotated: Annotated, folder: Path, weights: Paths | None = No
 
 
 def _save_program(annotated: Annotated, compiled: inductor.Compiled | None, folder: Path) -> ProgramFile:
-    if annotated.trained:
-        write_parameters(annotated.trained, folder)
+    if annotated.training is not None:
+        digest = write_parameters(annotated.trained, folder)
+        annotated = replace(annotated, training=replace(annotated.training, sha256=digest))
     if compiled is None:
         programs, machine = eager.save(annotated, folder), ""
     else:

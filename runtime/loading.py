@@ -17,6 +17,7 @@ import torch
 
 from penstock.native.library import File, Options, library
 from penstock.passes.lowering import compiled, eager
+from penstock.passes.training.facts import Training
 from penstock.passes.weights.values import tensor_in
 from penstock.runtime.arena.base import WeightArena
 from penstock.runtime.arena.opening import open_arena
@@ -121,20 +122,27 @@ def load_module(
             else:
                 where = device.torch_device if device else torch.device("cpu")
                 methods = _eager_methods(program, weights, where)
+            if program.training is not None:
+                return _training_module(program, methods, weights, program.training)
     except BaseException:
         weights.close()
         raise
-    if program.training is not None:
-        written = {s for s, storage in enumerate(payload.storages) if storage.kind == "mutable"}
-        buffers = {w.fqn: weights.tensors[w.fqn] for w in payload.tensors if w.parts[0].storage in written}
-        parameters = read_parameters(program.path)
-        return TrainingModule(
-            methods, weights, program.path.name, program.training, parameters=parameters, buffers=buffers
-        )
     sightings = None
     if device is None and plan.hardware.name == THIS_CPU and not (options.debug or options.poison):
         sightings = Sightings(program.path, payload, plan, lambda: weights.counters)
     return StreamedModule(methods, weights, program.path.name, sightings)
+
+
+def _training_module(
+    program: Program, methods: dict[str, LoadedMethod], weights: LoadedWeights, training: Training
+) -> TrainingModule:
+    """Returns the module of a program that is trained, with its parameters and the buffers that it writes."""
+    payload = program.payload
+    written = {s for s, storage in enumerate(payload.storages) if storage.kind == "mutable"}
+    buffers = {w.fqn: weights.tensors[w.fqn] for w in payload.tensors if w.parts[0].storage in written}
+    parameters = read_parameters(program.path, training.parameters, training.sha256)
+    name = program.path.name
+    return TrainingModule(methods, weights, name, training, parameters=parameters, buffers=buffers)
 
 
 def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOptions) -> LoadedWeights:

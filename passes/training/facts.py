@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from penstock.schedule.facts.errors import PayloadError
 from penstock.schedule.facts.model import STRICT
 from penstock.schedule.payload.text import decode, encode, parse
 
@@ -22,8 +23,10 @@ class Training:
     The leaves of the forward are those of the program, and behind them `parameters`, by FQN. The forward
     returns the program's results, and a list of values to keep. The backward takes a list of what was kept
     (`kept[k]` is the number of a leaf of the forward, or None for the next value that the forward returned)
-    and a list of the gradients of results: result k of those that are no constants, for each k in `tangents`.
-    It returns the gradients of the leaves `gradients` of the forward. `results` are the names of the results.
+    and a list of the gradients of the results `tangents`. It returns the gradients of the leaves `gradients`
+    of the forward. `results` are the names of the results, which are empty for constants. Those in `left_out`
+    depend on what is trained, and the backward has no gradients from them. `sha256` is that of the file with
+    the values of the parameters, empty if there is none.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -32,6 +35,20 @@ class Training:
     tangents: tuple[int, ...]
     gradients: tuple[int, ...]
     results: tuple[str, ...]
+    left_out: tuple[int, ...] = ()
+    sha256: str = ""
+
+    def check(self, forward: int, backward: int) -> None:
+        """Raises PayloadError where these are not the facts of methods with so many leaves."""
+        leaves = [leaf for leaf in (*self.kept, *self.gradients) if leaf is not None]
+        fits = all(0 <= leaf < forward for leaf in leaves)
+        fits &= all(0 <= result < len(self.results) for result in (*self.tangents, *self.left_out))
+        fits &= len(self.parameters) <= forward and len(self.kept) + len(self.tangents) == backward
+        if not fits:
+            raise PayloadError(
+                f"training.json does not fit the program, which takes {forward} and {backward} inputs: "
+                "compile again"
+            )
 
     def to_bytes(self) -> bytes:
         """The facts as JSON."""

@@ -51,10 +51,10 @@ def divide(
     """Returns forward and backward of a program, for the gradients of its parameters `trainable`, by FQN.
 
     The inputs of the names `inputs` have gradients too; None stands for those that required grad when the
-    program was exported. Gradients come from the results
-    `losses`, by name: None stands for the floating-point numbers of no dimension among them, or for all
-    floating-point tensors if there is no such number. Raises PassError where autograd cannot trace the
-    program, and if nothing has a gradient.
+    program was exported. Gradients come from the results `losses`, by name: None stands for the
+    floating-point numbers of no dimension among them, or for all floating-point tensors if there is no such
+    number. Raises PassError where autograd cannot trace the program, if nothing has a gradient, and for a
+    parameter that shares its memory.
     """
     catalog = Catalog()
     weights = Weights(catalog.add(exported), catalog.storages)
@@ -63,24 +63,46 @@ def divide(
     leaves = [spec for spec in specs if spec.kind is InputKind.USER_INPUT] + trained
     names = {spec.arg.name for spec in trained}
     names.update(_inputs_with_grad(exported) if inputs is None else inputs)
-    results = output_names(signature_of(exported))
+    _refuse_shared(weights, trained)
+    signature = signature_of(exported)
+    results = output_names(signature)
     joint = trace_joint(exported, weights, names, _chosen(exported, results, losses))
     if not joint.gradients:
         raise PassError("no result of the program depends on what is trained: name other parameters")
     crossing = partition(joint)
     order = {spec.arg.name: k for k, spec in enumerate(leaves)}
     taken = [order[node.name] for node in crossing.inputs if node.name in order]
+    leaf_of = [k for k in range(signature.results) if k not in signature.constants]
+    named = dict(zip(leaf_of, results, strict=True))
     return Halves(
         _forward(exported, joint, crossing, leaves),
         _backward(exported, joint, crossing, leaves),
         Training(
             tuple(str(spec.target) for spec in trained),
             (*taken, *[None] * len(crossing.kept)),
-            tuple(k for k, node in enumerate(joint.tangents) if node is not None),
+            tuple(leaf_of[k] for k, node in enumerate(joint.tangents) if node is not None),
             tuple(order[specs[k].arg.name] for k in joint.gradients),
-            results,
+            tuple(named.get(k, "") for k in range(signature.results)),
+            tuple(leaf_of[k] for k in sorted(joint.left_out)),
         ),
     )
+
+
+def _refuse_shared(weights: Weights, trained: Sequence[InputSpec]) -> None:
+    """Raises PassError for a parameter to train in whose memory another weight lies.
+
+    It would be two memories, of which one would not be trained.
+    """
+    for spec in trained:
+        own = spec.arg.name
+        others = [w.fqn for name, w in weights.held.items() if name != own]
+        storages = [weights.storage_of(name) for name in weights.held if name != own]
+        for other, storage in zip(others, storages, strict=True):
+            if storage == weights.storage_of(own):
+                raise PassError(
+                    f"{spec.target} is to be trained and shares its memory with {other}: leave it out of "
+                    "trainable=, or give it a copy of its own"
+                )
 
 
 def _chosen(exported: ExportedProgram, names: Sequence[str], losses: Collection[str] | None) -> list[int]:

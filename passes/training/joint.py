@@ -7,6 +7,7 @@ symbolic, and no weight needs to have a value.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -41,9 +42,14 @@ _DEFINED_TWICE = (
     *("dropout", "gru", "lstm", "rnn_relu", "rnn_tanh"),
     *(f"{name}{n}d" for name in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3)),
     *("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"),
-    *("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
+    *("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa"),
+    *("hardshrink", "softshrink", "multi_margin_loss", "multilabel_margin_loss_forward"),
 )
 """Operators that torch defines in C++ and, for its tracers, in Python by other operators."""
+
+
+_LOCK = threading.RLock()
+"""Held while torch's table of operators is changed."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +57,10 @@ class Joint:
     """The graph of forward and backward, and what its inputs and outputs mean.
 
     `inputs[k]` is the placeholder of input k of the program, None where the input is no tensor and no size.
-    `results[k]` is the value of result k, None for a constant, and `tangents[k]` the placeholder of the
-    gradient of it, None if it has none. `written[k]` is the new value of input k, where the program writes to
-    it. `gradients[k]` is the gradient of input k, for those that have one.
+    `results[k]` is the value of result k, and `tangents[k]` the placeholder of the gradient of it, None if it
+    has none. Results are counted without constants. `written[k]` is the new value of input k, where the
+    program writes to it. `gradients[k]` is the gradient of input k, for those that have one. The results
+    `left_out` depend on what is trained, and are not among those that gradients come from.
     """
 
     graph_module: fx.GraphModule
@@ -62,6 +69,7 @@ class Joint:
     tangents: tuple[Value, ...]
     written: dict[int, fx.Node]
     gradients: dict[int, fx.Node]
+    left_out: frozenset[int]
 
 
 class _Flat(nn.Module):
@@ -77,6 +85,7 @@ class _Flat(nn.Module):
         self.inputs = list(inputs)
         self.shown = [k for k, value in enumerate(inputs) if is_value(value)]
         self._results, self._losses = result_positions(exported), frozenset(losses)
+        self.left_out: set[int] = set()
 
     def forward(self, *values: Any) -> list[Any]:
         inputs = list(self.inputs)
@@ -86,6 +95,8 @@ class _Flat(nn.Module):
         results = [outputs[position] for position in self._results]
         for k, one in enumerate(results):
             if isinstance(one, torch.Tensor):
+                if one.requires_grad and k not in self._losses:
+                    self.left_out.add(k)
                 results[k] = (one if k in self._losses else one.detach()).clone()
         return results
 
@@ -141,20 +152,21 @@ def _as_eager() -> Iterator[None]:
     For these torch has a second definition in Python, which takes precedence while it traces, and whose
     gradients differ in the last bits: dropout in bfloat16 is one.
     """
-    taken: list[tuple[Any, Any, Any]] = []
-    for name in _DEFINED_TWICE:
-        packet = getattr(aten, name)
-        for operator in (getattr(packet, overload) for overload in packet.overloads()):
-            for key in (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd):
-                if key in operator.py_kernels:
-                    taken.append((operator, key, operator.py_kernels.pop(key)))
-            operator._dispatch_cache.clear()
-    try:
-        yield
-    finally:
-        for operator, key, kernel in taken:
-            operator.py_kernels[key] = kernel
-            operator._dispatch_cache.clear()
+    packets = [getattr(aten, name) for name in _DEFINED_TWICE if hasattr(aten, name)]
+    operators = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+    keys = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
+    with _LOCK:
+        taken = [
+            (one, key, one.py_kernels.pop(key)) for one in operators for key in keys if key in one.py_kernels
+        ]
+        try:
+            for operator in operators:
+                operator._dispatch_cache.clear()
+            yield
+        finally:
+            for operator, key, kernel in taken:
+                operator.py_kernels[key] = kernel
+                operator._dispatch_cache.clear()
 
 
 def _seen(value: Any, trained: bool) -> Any:
@@ -230,7 +242,15 @@ def _described(graph_module: fx.GraphModule, flat: _Flat, results: int) -> Joint
                 gradients[flat.shown[meaning.grad_of.idx]] = node  # type: ignore[attr-defined]
         elif node is not None:
             raise PassError(f"autograd's trace returns {meaning}, expected results, mutations and gradients")
-    return Joint(graph_module, tuple(inputs), tuple(values), tuple(tangents), written, gradients)
+    return Joint(
+        graph_module,
+        tuple(inputs),
+        tuple(values),
+        tuple(tangents),
+        written,
+        gradients,
+        frozenset(flat.left_out),
+    )
 
 
 def _original(result: Any) -> Any:

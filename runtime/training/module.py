@@ -20,8 +20,8 @@ class TrainingModule(StreamedModule):
 
     `parameters()` are those that the program was compiled to train, under their FQNs, and `buffers()` those
     that it writes to, such as the statistics of batch norms; so are `state_dict()` and `load_state_dict()`.
-    Frozen weights stream through the forward, and again through the
-    backward. Under `torch.no_grad()` nothing is kept for a backward.
+    Frozen weights stream through the forward, and again through the backward. Under `torch.no_grad()` nothing
+    is kept for a backward.
     """
 
     def __init__(
@@ -36,19 +36,26 @@ class TrainingModule(StreamedModule):
     ) -> None:
         super().__init__(methods, weights, name)
         self.training = True
+        leaves = (self._method(name).program.convention.names for name in (FORWARD, BACKWARD))
+        training.check(*map(len, leaves))
         self._facts = training
-        self._trained = [nn.Parameter(parameters[fqn]) for fqn in training.parameters]
-        for fqn, parameter in zip(training.parameters, self._trained, strict=True):
-            holder, leaf = _holder(self, fqn)
-            holder._parameters[leaf] = parameter
+        self._places = [_holder(self, fqn) for fqn in training.parameters]
+        for (holder, leaf), fqn in zip(self._places, training.parameters, strict=True):
+            holder._parameters[leaf] = nn.Parameter(parameters[fqn])
         for fqn, buffer in buffers.items():
             holder, leaf = _holder(self, fqn)
             holder._buffers[leaf] = buffer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward. Gradients go to the parameters, and to inputs that were exported with grad."""
+        if torch.is_autocast_enabled("cpu"):
+            raise StreamError(
+                "autocast is on, and the program computes in the dtypes in which it was exported: call it "
+                "outside of torch.autocast"
+            )
         convention = self._method(FORWARD).program.convention
-        leaves = convention.flatten(args, {**kwargs, TRAINABLE: self._trained})
+        trained = [getattr(holder, leaf) for holder, leaf in self._places]
+        leaves = convention.flatten(args, {**kwargs, TRAINABLE: trained})
         wants = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if not torch.is_grad_enabled() or not wants:
             result, _ = self.run(FORWARD, leaves)
@@ -64,6 +71,10 @@ class TrainingModule(StreamedModule):
             )
         return self
 
+    def requires_grad_(self, requires_grad: bool = True) -> TrainingModule:
+        nn.Module.requires_grad_(self, requires_grad)
+        return self
+
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
@@ -72,7 +83,7 @@ class TrainingModule(StreamedModule):
         return nn.Module.load_state_dict(self, state_dict, strict)
 
     def _refuse_lost_gradients(self, leaves: Sequence[Any], names: Sequence[str]) -> None:
-        trained = {*self._facts.gradients, *range(len(leaves) - len(self._trained), len(leaves))}
+        trained = {*self._facts.gradients, *range(len(leaves) - len(self._places), len(leaves))}
         for k, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
             if k not in trained and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 raise StreamError(
@@ -120,11 +131,6 @@ class TrainingCall:
         made = iter(values)
         return flat, [next(made) if leaf is None else leaves[leaf] for leaf in self.facts.kept]
 
-    def tangents(self, flat: Sequence[Any]) -> list[int]:
-        """The positions of the results among the flat ones that gradients come from."""
-        tensors = [k for k, one in enumerate(flat) if isinstance(one, torch.Tensor)]
-        return [tensors[k] for k in self.facts.tangents]
-
 
 class _Pass(torch.autograd.Function):
     """The forward and the backward of a training program, as one node of autograd's graph."""
@@ -135,9 +141,11 @@ class _Pass(torch.autograd.Function):
         ctx.call, ctx.leaves = call, len(leaves)
         ctx.numbers = [None if isinstance(one, torch.Tensor) else one for one in kept]
         ctx.save_for_backward(*(one for one in kept if isinstance(one, torch.Tensor)))
-        ctx.results = call.tangents(flat)
+        ctx.layouts = [_layout(flat[k]) for k in call.facts.tangents]
         ctx.set_materialize_grads(False)
-        others = [one for k, one in enumerate(flat) if k not in ctx.results and isinstance(one, torch.Tensor)]
+        # A gradient that reaches a result which is left out is refused, so that it is not lost.
+        seen = {*call.facts.tangents, *call.facts.left_out}
+        others = [one for k, one in enumerate(flat) if k not in seen and isinstance(one, torch.Tensor)]
         ctx.mark_non_differentiable(*others)
         return tuple(flat)
 
@@ -149,21 +157,46 @@ class _Pass(torch.autograd.Function):
                 "create_graph=True"
             )
         facts: Training = ctx.call.facts
-        tangents = [grads[k] for k in ctx.results]
-        expected = [facts.results[k] for k in facts.tangents]
-        missing = [name for name, one in zip(expected, tangents, strict=True) if one is None]
-        if missing:
+        expected = ", ".join(facts.results[k] for k in facts.tangents)
+        wrong = [f"no gradient has come to {facts.results[k]}" for k in facts.tangents if grads[k] is None]
+        wrong += [
+            f"a gradient has come to {facts.results[k]}" for k in facts.left_out if grads[k] is not None
+        ]
+        if wrong:
             raise StreamError(
-                f"no gradient has come to {', '.join(missing)}, and the program was compiled for gradients "
-                f"from {', '.join(expected)}: compile it with losses= naming those that backward is called on"
+                f"{wrong[0]}, and the program was compiled for gradients from {expected}: compile it with "
+                "losses= naming all results that the loss is computed of"
             )
+        tangents = [
+            _laid_out(grads[k], layout) for k, layout in zip(facts.tangents, ctx.layouts, strict=True)
+        ]
         saved = iter(ctx.saved_tensors)
         kept = [next(saved) if number is None else number for number in ctx.numbers]
-        made = ctx.call.backward([*kept, *(one.contiguous() for one in tangents if one is not None)])
+        with torch.autocast("cpu", enabled=False):
+            made = ctx.call.backward([*kept, *tangents])
         results: list[Any] = [None] * ctx.leaves
         for leaf, gradient in zip(facts.gradients, made, strict=True):
             results[leaf] = gradient
         return (None, *results)
+
+
+def _layout(result: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]] | None:
+    """The shape and the strides of a result whose elements lie close together, None for any other."""
+    same = torch.empty_like(result, device="meta").stride() == result.stride()
+    return (result.shape, result.stride()) if same else None
+
+
+def _laid_out(
+    gradient: torch.Tensor | None, layout: tuple[torch.Size, tuple[int, ...]] | None
+) -> torch.Tensor:
+    """A gradient in the layout of its result, in which the backward was traced."""
+    assert gradient is not None
+    if layout is None:
+        return gradient.contiguous()
+    shape, stride = layout
+    if gradient.stride() == stride:
+        return gradient
+    return torch.empty_strided(shape, stride, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
 
 
 def _holder(module: nn.Module, fqn: str) -> tuple[nn.Module, str]:

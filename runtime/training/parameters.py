@@ -2,27 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from penstock.runtime.files.safetensors_file import read_header
+from penstock.schedule.facts.errors import PassError, SourceError
 
 PARAMETERS = "trainable.safetensors"
 
 
-def write_parameters(values: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Writes the values by FQN into a file of an artifact that is being built."""
+def write_parameters(values: Mapping[str, torch.Tensor], folder: Path) -> str:
+    """Writes the values by FQN into a file of an artifact that is being built, and returns its sha256.
+
+    Raises PassError for values whose rows do not lie one behind another, which the file would not keep.
+    """
     from safetensors.torch import save_file
 
+    for fqn, value in values.items():
+        if not value.is_contiguous():
+            raise PassError(f"{fqn} is to be trained and is not contiguous: export it as contiguous()")
     save_file({fqn: value.detach().contiguous() for fqn, value in values.items()}, folder / PARAMETERS)
+    return hashlib.sha256((folder / PARAMETERS).read_bytes()).hexdigest()
 
 
-def read_parameters(folder: Path) -> dict[str, torch.Tensor]:
-    """Reads the values that `write_parameters` wrote. Raises SourceError for a file that is damaged."""
+def read_parameters(folder: Path, names: Sequence[str], sha256: str) -> dict[str, torch.Tensor]:
+    """Reads the values of these FQNs that `write_parameters` wrote.
+
+    Raises SourceError for a file that is damaged, is another one, or lacks one of them.
+    """
     from safetensors.torch import load_file
 
     read_header(folder / PARAMETERS)
-    values: dict[str, torch.Tensor] = load_file(folder / PARAMETERS)
-    return values
+    values = load_file(folder / PARAMETERS)
+    if hashlib.sha256((folder / PARAMETERS).read_bytes()).hexdigest() != sha256:
+        raise SourceError(
+            f"{folder / PARAMETERS} has changed since it was compiled: restore it, or compile again"
+        )
+    missing = [name for name in names if name not in values]
+    if missing:
+        raise SourceError(f"{folder / PARAMETERS} lacks the parameter {missing[0]}: compile again")
+    return {name: values[name].clone() for name in names}  # the file is mapped, and may change

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import hashlib
+import json
+import shutil
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +17,11 @@ from torch import nn
 from torch.export import Dim, export
 
 import penstock
+from penstock.runtime.files.artifact_files import replace_payload
 from penstock.runtime.program import Program
 from penstock.runtime.training.module import TrainingModule
-from penstock.schedule.facts.errors import PassError, StreamError
+from penstock.schedule.facts.errors import PassError, PayloadError, SourceError, StreamError
+from penstock.schedule.payload.codec import Payload
 from tests.engines import ENGINES
 from tests.training_models import DECODER, NORMED, Trained
 
@@ -303,7 +310,11 @@ def test_losses_by_name(two: tuple[nn.Module, Program], tmp_path: Path) -> None:
         for one in (plain, module):
             one(x=x)["first"].sum().backward()
         assert_equal(gradients(module), gradients(plain))
-        assert not module(x=x)["second"].requires_grad
+        result = module(x=x)
+        with pytest.raises(
+            StreamError, match=r"a gradient has come to second, .* gradients from first: compile"
+        ):
+            (result["first"].sum() + result["second"].sum()).backward()
         with pytest.raises(StreamError, match="input x requires grad, and the program was compiled without"):
             module(x=x.clone().requires_grad_())
 
@@ -340,3 +351,106 @@ def test_refusals(
     with pytest.raises(PassError, match=sentence):
         penstock.compile_training(two[0], tmp_path / "refused.penstock", **options)  # type: ignore[arg-type]
     assert not (tmp_path / "refused.penstock").exists()
+
+
+def rewritten(program: Program, folder: Path, change: Callable[[dict[str, object]], None]) -> Path:
+    """A copy of an artifact in which training.json has changed, and the hash of its program with it."""
+    shutil.copytree(program.path, folder)
+    payload = Payload.from_bytes((folder / "payload.json").read_bytes())
+    assert payload.program is not None
+    path = folder / payload.program.path
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    facts = json.loads(members["training.json"])
+    change(facts)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in (members | {"training.json": json.dumps(facts).encode()}).items():
+            archive.writestr(name, data)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    replace_payload(folder, replace(payload, program=replace(payload.program, sha256=digest)))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("kept", [99], "does not fit the program"),
+        ("gradients", [-1], "does not fit the program"),
+        ("tangents", [7], "does not fit the program"),
+        ("parameters", ["up.weight"] * 9, "does not fit the program"),
+        ("parameters", ["other"], "lacks the parameter other"),
+        ("kept", ["up"], r"\$.kept\[0\]: expected"),
+        ("losses", [], "losses is not a field"),
+    ],
+)
+def test_damaged_facts(
+    two: tuple[nn.Module, Program], tmp_path: Path, field: str, value: object, sentence: str
+) -> None:
+    folder = rewritten(two[1], tmp_path / "two.penstock", lambda facts: facts.update({field: value}))
+    with pytest.raises((PayloadError, SourceError), match=sentence):
+        penstock.open(folder).load("100%")
+
+
+def test_damaged_parameters(two: tuple[nn.Module, Program], tmp_path: Path) -> None:
+    folder = tmp_path / "two.penstock"
+    shutil.copytree(two[1].path, folder)
+    file = folder / "trainable.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:-8])
+    with pytest.raises(SourceError, match=r"trainable\.safetensors"):
+        penstock.open(folder).load("100%")
+    file.unlink()
+    with pytest.raises(SourceError, match=r"trainable\.safetensors"):
+        penstock.open(folder).load("100%")
+
+
+def test_a_parameter_that_was_replaced_is_the_one_that_is_trained(two: tuple[nn.Module, Program]) -> None:
+    plain, program = copy.deepcopy(two[0]), two[1]
+    value = torch.randn(WIDE, WIDE)
+    with program.load(program.floor_bytes) as module:
+        x = torch.ones(3, WIDE)
+        for one in (plain, module):
+            one.up.weight = nn.Parameter(value.clone())  # type: ignore[union-attr]
+            sum(map(torch.sum, one(x).values())).backward()
+        assert_equal(gradients(module), gradients(plain))
+        module.requires_grad_(False)
+        assert not module(x)["first"].requires_grad
+
+
+def test_a_result_that_is_transposed(tmp_path: Path) -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base, self.up = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> tuple[int, torch.Tensor]:
+            return x.shape[0], self.base(self.up(x)).transpose(1, 2)
+
+    plain, x = Turned(), torch.randn(2, 5, 16)
+    plain.base.requires_grad_(False)
+    for sizes in (None, ({0: Dim("batch", min=2, max=9)},)):
+        program = penstock.compile_training(
+            plain, tmp_path / f"{sizes}.penstock", example=(x,), dynamic_shapes=sizes, trainable=["up.*"]
+        )
+        with program.load(program.floor_bytes) as module:
+            for one in (plain, module):
+                one.zero_grad()
+                size, result = one(x)
+                assert size == 2
+                nn.functional.cross_entropy(result, torch.zeros(2, 5, dtype=torch.long)).backward()
+            assert_equal(gradients(module), gradients(plain))
+
+
+def test_autocast_is_refused(module: TrainingModule) -> None:
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(StreamError, match="autocast is on, and the program computes in the dtypes"),
+    ):
+        module(*DECODER.inputs())
+
+
+def test_a_parameter_that_shares_its_memory(tmp_path: Path) -> None:
+    with pytest.raises(PassError, match=r"is to be trained and shares its memory with (embed|head)\.weight"):
+        penstock.compile_training(
+            DECODER.model(), tmp_path / "m.penstock", example=DECODER.inputs(), trainable=["embed.*"]
+        )
