@@ -49,11 +49,11 @@ def plain() -> nn.Module:
     return DECODER.model()
 
 
-@pytest.fixture(params=ENGINES)
-def module(programs: dict[torch.dtype, Program], request: pytest.FixtureRequest) -> Iterator[TrainingModule]:
+@pytest.fixture
+def module(programs: dict[torch.dtype, Program]) -> Iterator[TrainingModule]:
     """The decoder at its floor, with poisoned memory."""
     program = programs[torch.float32]
-    with program.load(program.floor_bytes, engine=request.param, poison=True, arena="contiguous") as loaded:
+    with program.load(program.floor_bytes, poison=True, arena="contiguous") as loaded:
         yield loaded
 
 
