@@ -162,7 +162,9 @@ def prepare(jobs: list[Job]) -> int:
     for one in {*jobs, dataclasses.replace(job, way="plain")}:
         if one.way != "penstock":
             save_file(model.state_dict(), one.weights)
-    program = penstock.compile_training(model, job.artifact, example=(batch(job),), trainable=TRAINED)
+    program = penstock.compile_training(
+        model, job.artifact, example=(batch(job),), trainable=TRAINED, evaluate=False
+    )
     return program.weight_bytes
 
 

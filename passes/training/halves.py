@@ -26,7 +26,8 @@ from torch.utils import _pytree as pytree
 
 from penstock.passes.calls.signature import output_names, signature_of
 from penstock.passes.graph.nodes import placeholders_of
-from penstock.passes.training.facts import TRAINABLE, Training
+from penstock.passes.training.alone import call_with
+from penstock.passes.training.facts import Training
 from penstock.passes.training.joint import Joint, result_positions, trace_joint
 from penstock.passes.training.partition import Partition, partition
 from penstock.passes.weights.lifted import Catalog, Weights
@@ -93,15 +94,15 @@ def _refuse_shared(weights: Weights, trained: Sequence[InputSpec]) -> None:
 
     It would be two memories, of which one would not be trained.
     """
+    sharing: dict[int, list[str]] = {}
+    for name in weights.held:
+        sharing.setdefault(weights.storage_of(name), []).append(name)
     for spec in trained:
-        own = spec.arg.name
-        others = [w.fqn for name, w in weights.held.items() if name != own]
-        storages = [weights.storage_of(name) for name in weights.held if name != own]
-        for other, storage in zip(others, storages, strict=True):
-            if storage == weights.storage_of(own):
+        for other in sharing[weights.storage_of(spec.arg.name)]:
+            if other != spec.arg.name:
                 raise PassError(
-                    f"{spec.target} is to be trained and shares its memory with {other}: leave it out of "
-                    "trainable=, or give it a copy of its own"
+                    f"{spec.target} is to be trained and shares its memory with {weights.held[other].fqn}: "
+                    "leave it out of trainable=, or give it a copy of its own"
                 )
 
 
@@ -142,17 +143,9 @@ def _forward(
             made.add_result(result.arg if isinstance(result.arg, ConstantArgument) else next(results))
     for node in parts.kept:
         made.add_result(node)
-    (args, kwargs), (result, _) = _called(exported)
     trained = [one for one in leaves if one.kind is not InputKind.USER_INPUT]
-    if TRAINABLE in kwargs:
-        raise PassError(
-            f"the program takes an argument {TRAINABLE!r}, by which penstock gives parameters: rename it"
-        )
-    entry = exported.module_call_graph[0].signature
-    names = entry and entry.forward_arg_names
-    program = made.program(
-        names and [*names, TRAINABLE], (args, {**kwargs, TRAINABLE: trained}), (result, [*parts.kept])
-    )
+    names, called, result = call_with(exported, trained)
+    program = made.program(names, called, (result, [*parts.kept]))
     program._guards_code = exported._guards_code
     return program
 
@@ -174,13 +167,6 @@ def _backward(
     for node in joint.gradients.values():
         made.add_result(node)
     return made.program(["kept", "tangents"], ((kept, tangents), {}), [*joint.gradients])
-
-
-def _called(exported: ExportedProgram) -> tuple[Any, Any]:
-    """The arguments and the result of a program as trees of numbers, with a place for a second result."""
-    spec = exported.call_spec
-    args, kwargs = pytree.tree_unflatten(list(range(spec.in_spec.num_leaves)), spec.in_spec)
-    return (args, kwargs), (pytree.tree_unflatten(list(range(spec.out_spec.num_leaves)), spec.out_spec), None)
 
 
 class _Program:

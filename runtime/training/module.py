@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from penstock.passes.training.facts import BACKWARD, FORWARD, TRAINABLE, Training
+from penstock.passes.training.facts import BACKWARD, EVALUATE, FORWARD, PREDICT, TRAINABLE, Training
 from penstock.runtime.module import LoadedMethod, StreamedModule
 from penstock.runtime.stream.passes import LoadedWeights
 from penstock.schedule.facts.errors import StreamError
@@ -20,8 +20,10 @@ class TrainingModule(StreamedModule):
 
     `parameters()` are those that the program was compiled to train, under their FQNs, and `buffers()` those
     that it writes to, such as the statistics of batch norms; so are `state_dict()` and `load_state_dict()`.
-    Frozen weights stream through the forward, and again through the backward. Under `torch.no_grad()` nothing
-    is kept for a backward.
+    Frozen weights stream through the forward, and again through the backward. Under `torch.no_grad()` the
+    forward runs by itself, and keeps nothing. After `eval()` a call computes what the model computes in eval
+    mode; where that is another program, it has no backward. `train()` is the mode in which the model was
+    exported.
     """
 
     def __init__(
@@ -36,8 +38,7 @@ class TrainingModule(StreamedModule):
     ) -> None:
         super().__init__(methods, weights, name)
         self.training = True
-        leaves = (self._method(name).program.convention.names for name in (FORWARD, BACKWARD))
-        training.check(*map(len, leaves))
+        training.check({one: len(loaded.program.convention.names) for one, loaded in methods.items()})
         self._facts = training
         self._places = [_holder(self, fqn) for fqn in training.parameters]
         for (holder, leaf), fqn in zip(self._places, training.parameters, strict=True):
@@ -53,22 +54,28 @@ class TrainingModule(StreamedModule):
                 "autocast is on, and the program computes in the dtypes in which it was exported: call it "
                 "outside of torch.autocast"
             )
-        convention = self._method(FORWARD).program.convention
         trained = [getattr(holder, leaf) for holder, leaf in self._places]
+        other = not self.training and self._facts.in_eval == PREDICT
+        convention = self._method(PREDICT if other else FORWARD).program.convention
         leaves = convention.flatten(args, {**kwargs, TRAINABLE: trained})
         wants = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        if not torch.is_grad_enabled() or not wants:
-            result, _ = self.run(FORWARD, leaves)
-            return result
-        self._refuse_lost_gradients(leaves, convention.names)
-        return TrainingCall(self._facts, self.run).result(leaves)
+        if torch.is_grad_enabled() and wants:
+            if other:
+                return _without_backward(self.run(PREDICT, _detached(leaves)), wants)
+            self._refuse_lost_gradients(leaves, convention.names)
+            return TrainingCall(self._facts, self.run).result(leaves)
+        if not other and EVALUATE not in self._methods:
+            return self.run(FORWARD, leaves)[0]
+        return self.run(PREDICT if other else EVALUATE, leaves)
 
     def train(self, mode: bool = True) -> TrainingModule:
-        if not mode:
+        if not mode and not self._facts.in_eval:
             raise StreamError(
-                "eval() is not possible on a program that was compiled to train: load one that was compiled "
-                "for inference, or call this one under torch.no_grad()"
+                "eval() is not possible on this program, which was compiled in the mode in which it was "
+                "exported: give compile_training the module, which it exports in eval mode too, and leave "
+                "out evaluate=False; or call this one under torch.no_grad() in the mode that it has"
             )
+        nn.Module.train(self, mode)
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> TrainingModule:
@@ -124,9 +131,8 @@ class TrainingCall:
     def forward(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Returns the results, flat, and what the backward needs: tensors, and sizes."""
         # Some kernels keep what a backward needs by the grad mode alone; a graph of their own has no use.
-        own = [one.detach() if isinstance(one, torch.Tensor) else one for one in leaves]
         with torch.enable_grad():
-            result, values = self._run(self._forward, own)
+            result, values = self._run(self._forward, _detached(leaves))
         flat, self.spec = pytree.tree_flatten(result)
         made = iter(values)
         return flat, [next(made) if leaf is None else leaves[leaf] for leaf in self.facts.kept]
@@ -178,6 +184,31 @@ class _Pass(torch.autograd.Function):
         for leaf, gradient in zip(facts.gradients, made, strict=True):
             results[leaf] = gradient
         return (None, *results)
+
+
+class _WithoutBackward(torch.autograd.Function):
+    """Results that depend on what is trained, in a mode in which no backward was compiled."""
+
+    @staticmethod
+    def forward(ctx: Any, results: Sequence[Any], *wants: torch.Tensor) -> tuple[Any, ...]:
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> NoReturn:
+        raise StreamError(
+            "the module was called in eval mode, in which there are no gradients, as its backward was "
+            "compiled in the mode in which the model was: call train() before, or compile the model in eval()"
+        )
+
+
+def _without_backward(result: Any, wants: Sequence[torch.Tensor]) -> Any:
+    """A result of a call, which requires grad, and whose backward says why there is none."""
+    flat, spec = pytree.tree_flatten(result)
+    return pytree.tree_unflatten(_WithoutBackward.apply(flat, *wants), spec)  # type: ignore[no-untyped-call]
+
+
+def _detached(leaves: Sequence[Any]) -> list[Any]:
+    return [one.detach() if isinstance(one, torch.Tensor) else one for one in leaves]
 
 
 def _layout(result: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]] | None:

@@ -241,12 +241,6 @@ def test_closing_before_the_backward(programs: dict[torch.dtype, Program]) -> No
         loss.backward()
 
 
-def test_eval_is_refused(module: TrainingModule) -> None:
-    assert module.train().training
-    with pytest.raises(StreamError, match=r"eval\(\) is not possible on a program .* compiled to train"):
-        module.eval()
-
-
 def test_state_dicts(plain: nn.Module, module: TrainingModule) -> None:
     with torch.no_grad():
         for parameter in plain.parameters():
