@@ -31,6 +31,7 @@ from penstock.passes.training.facts import Training
 from penstock.passes.training.joint import Joint, result_positions, trace_joint
 from penstock.passes.training.partition import Partition, partition
 from penstock.passes.weights.lifted import Catalog, Weights
+from penstock.passes.weights.subclasses import parts_of
 from penstock.schedule.facts.errors import PassError
 
 
@@ -70,7 +71,7 @@ def divide(
     joint = trace_joint(exported, weights, names, _chosen(exported, results, losses))
     if not joint.gradients:
         raise PassError("no result of the program depends on what is trained: name other parameters")
-    crossing = partition(joint)
+    crossing = partition(joint, weights.held.keys() - names)
     order = {spec.arg.name: k for k, spec in enumerate(leaves)}
     taken = [order[node.name] for node in crossing.inputs if node.name in order]
     leaf_of = [k for k in range(signature.results) if k not in signature.constants]
@@ -155,7 +156,7 @@ def _backward(
 ) -> ExportedProgram:
     made = _Program(exported, joint, parts.same)
     given = {spec.arg.name for spec in leaves}
-    weights = {node.name for node in parts.inputs} - given
+    weights = _with_all_parts(exported, {node.name for node in parts.inputs} - given)
     for spec in exported.graph_signature.input_specs:
         if spec.arg.name in weights:
             made.add_input(spec)
@@ -167,6 +168,18 @@ def _backward(
     for node in joint.gradients.values():
         made.add_result(node)
     return made.program(["kept", "tangents"], ((kept, tangents), {}), [*joint.gradients])
+
+
+def _with_all_parts(exported: ExportedProgram, names: set[str]) -> set[str]:
+    """The names of inputs, and of those that are parts of the same weights, which are planned together."""
+    known = parts_of(exported)
+    owners = {
+        spec.arg.name: known[str(spec.target)][0]
+        for spec in exported.graph_signature.input_specs
+        if str(spec.target) in known
+    }
+    taken = {owners[name] for name in names if name in owners}
+    return names | {name for name, owner in owners.items() if owner in taken}
 
 
 class _Program:

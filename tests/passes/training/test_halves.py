@@ -77,7 +77,23 @@ class Normed(nn.Module):
         return x.sin().sum()
 
 
+class Packed(nn.Module):
+    """Products with weights of one byte an element, which each product unpacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(32, 32)
+        self.register_buffer("data", torch.randint(-127, 127, (2, 32, 32), dtype=torch.int8))
+        self.register_buffer("scale", torch.rand(2, 32, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for data, scale in zip(self.data, self.scale, strict=True):
+            x = torch.tanh(functional.linear(self.up(x), data.to(x.dtype) * scale))
+        return x.square().mean()
+
+
 MODELS = {
+    "packed": (Packed, (4, 32)),
     "resized": (Resized, (2, 3, 10, 10)),
     "recurrent": (Recurrent, (4, 2, 8)),
     "moving": (Moving, (4, 16)),
@@ -181,6 +197,21 @@ def test_reads_of_the_backward_are_those_of_the_forward_reversed(decoder: tuple[
     unread = {"embed.weight", "blocks.0.packed", "blocks.0.out.base.weight"}
     assert [n for n in reversed(forward) if n not in unread] == [n for n in backward if n not in unread]
     assert set(forward) - set(backward) == unread - {"embed.weight"}
+
+
+def test_weights_are_unpacked_in_both_directions() -> None:
+    module = Packed()
+    halves = divide(exported := export(module, (torch.randn(4, 32),), strict=False), trained(exported))
+    assert {"data", "scale"} <= {spec.target for spec in halves.backward.graph_signature.input_specs}
+    kept = halves.forward.graph.output_node().args[0][len(halves.training.results) :]  # type: ignore[index]
+    sizes = [node.meta["val"].nbytes for node in kept]  # type: ignore[union-attr]
+    assert max(sizes) < module.data.nbytes // 2  # type: ignore[operator, union-attr]
+    order = [node.target for node in halves.backward.graph.nodes]
+    unpacked = [
+        k for k, target in enumerate(order) if target is aten.to.dtype or target is aten._to_copy.default
+    ]
+    multiplied = [k for k, target in enumerate(order) if target is aten.mm.default]
+    assert unpacked[0] < multiplied[0] < unpacked[1]  # each when it is needed
 
 
 def test_sizes_stay_symbolic(decoder: tuple[nn.Module, Halves]) -> None:
