@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import fx
 from torch.export import ExportedProgram
 from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
@@ -13,6 +12,7 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind, InputS
 from torch.utils import _pytree as pytree
 
 from penstock.passes.graph.nodes import copy_graph_module
+from penstock.passes.training.aligned import codes, is_equal
 from penstock.passes.training.facts import TRAINABLE
 from penstock.schedule.facts.errors import PassError
 
@@ -80,17 +80,7 @@ def is_same(one: ExportedProgram, other: ExportedProgram) -> bool:
     """Tells whether two exports of a module are one program; it is certain only where it says so."""
     return (
         str(one.graph_signature) == str(other.graph_signature)
-        and _codes(one.graph_module) == _codes(other.graph_module)
+        and codes(one.graph_module) == codes(other.graph_module)
         and one.constants.keys() == other.constants.keys()
-        and all(_is_equal(value, other.constants[name]) for name, value in one.constants.items())
+        and all(is_equal(value, other.constants[name]) for name, value in one.constants.items())
     )
-
-
-def _codes(graph_module: fx.GraphModule) -> list[str]:
-    return [part.code for part in graph_module.modules() if isinstance(part, fx.GraphModule)]
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
-        return one is other
-    return one is other or (one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other))

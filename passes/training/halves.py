@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -27,36 +27,50 @@ from torch.utils import _pytree as pytree
 from penstock.passes.calls.signature import output_names, signature_of
 from penstock.passes.graph.nodes import placeholders_of
 from penstock.passes.training.alone import call_with
-from penstock.passes.training.facts import Training
+from penstock.passes.training.facts import BACKWARD, FORWARD, Backward, Training
 from penstock.passes.training.joint import Joint, result_positions, trace_joint
 from penstock.passes.training.partition import Partition, partition
 from penstock.passes.weights.lifted import Catalog, Weights
 from penstock.passes.weights.subclasses import parts_of
 from penstock.schedule.facts.errors import PassError
 
+Losses = Collection[str] | Collection[Collection[str]]
+"""The names of results that gradients come from together, or several sets of them."""
+
 
 @dataclass(frozen=True)
 class Halves:
-    """The forward and the backward of a program as programs of their own, and what joins them."""
+    """The forward and the backwards of a program as programs of their own, and what joins them.
+
+    `backwards` are in the order of those in `training`.
+    """
 
     forward: ExportedProgram
-    backward: ExportedProgram
+    backwards: tuple[ExportedProgram, ...]
     training: Training
+
+    @property
+    def programs(self) -> dict[str, ExportedProgram]:
+        """The programs by method."""
+        names = (one.method for one in self.training.backwards)
+        return {FORWARD: self.forward, **dict(zip(names, self.backwards, strict=True))}
 
 
 def divide(
     exported: ExportedProgram,
     trainable: Collection[str],
-    losses: Collection[str] | None = None,
+    losses: Losses | None = None,
     inputs: Collection[str] | None = None,
 ) -> Halves:
     """Returns forward and backward of a program, for the gradients of its parameters `trainable`, by FQN.
 
     The inputs of the names `inputs` have gradients too; None stands for those that required grad when the
-    program was exported. Gradients come from the results `losses`, by name: None stands for the
-    floating-point numbers of no dimension among them, or for all floating-point tensors if there is no such
-    number. Raises PassError where autograd cannot trace the program, if nothing has a gradient, and for a
-    parameter that shares its memory.
+    program was exported. Gradients come from the results `losses`, by name, or from one of several sets of
+    them, each of which has a backward. None stands for the floating-point numbers of no dimension among the
+    results, or for all floating-point tensors if there is no such number.
+
+    Raises PassError where autograd cannot trace the program, if nothing has a gradient, for a parameter that
+    shares its memory, and for sets that are equal.
     """
     catalog = Catalog()
     weights = Weights(catalog.add(exported), catalog.storages)
@@ -68,26 +82,57 @@ def divide(
     _refuse_shared(weights, trained)
     signature = signature_of(exported)
     results = output_names(signature)
-    joint = trace_joint(exported, weights, names, _chosen(exported, results, losses))
-    if not joint.gradients:
+    joints = trace_joint(exported, weights, names, _chosen(exported, results, losses))
+    if not all(joint.gradients for joint in joints):
         raise PassError("no result of the program depends on what is trained: name other parameters")
-    crossing = partition(joint, weights.held.keys() - names)
+    pool: dict[object, fx.Node] = {}
+    parts = [partition(joint, weights.held.keys() - names, pool) for joint in joints]
+    returned = _returned(joints, parts)
     order = {spec.arg.name: k for k, spec in enumerate(leaves)}
-    taken = [order[node.name] for node in crossing.inputs if node.name in order]
     leaf_of = [k for k in range(signature.results) if k not in signature.constants]
     named = dict(zip(leaf_of, results, strict=True))
+    backwards = []
+    for number, (joint, one) in enumerate(zip(joints, parts, strict=True)):
+        taken = [order[node.name] for node in one.inputs if node.name in order]
+        backwards.append(
+            Backward(
+                f"{BACKWARD}_{number}" if number else BACKWARD,
+                (*taken, *(-1 - returned.index(node) for node in one.kept)),
+                tuple(leaf_of[k] for k, node in enumerate(joint.tangents) if node is not None),
+                tuple(order[specs[k].arg.name] for k in joint.gradients),
+            )
+        )
+    _refuse_equal([one.tangents for one in backwards], named)
+    left_out = frozenset.intersection(*(joint.left_out for joint in joints))
     return Halves(
-        _forward(exported, joint, crossing, leaves),
-        _backward(exported, joint, crossing, leaves),
+        _forward(exported, joints[0], replace(parts[0], kept=returned), leaves),
+        tuple(_backward(exported, *one, leaves) for one in zip(joints, parts, strict=True)),
         Training(
             tuple(str(spec.target) for spec in trained),
-            (*taken, *[None] * len(crossing.kept)),
-            tuple(leaf_of[k] for k, node in enumerate(joint.tangents) if node is not None),
-            tuple(order[specs[k].arg.name] for k in joint.gradients),
+            tuple(backwards),
             tuple(named.get(k, "") for k in range(signature.results)),
-            tuple(leaf_of[k] for k in sorted(joint.left_out)),
+            tuple(leaf_of[k] for k in sorted(left_out)),
         ),
     )
+
+
+def _returned(joints: Sequence[Joint], parts: Sequence[Partition]) -> tuple[fx.Node, ...]:
+    """The values that the forward returns for all backwards."""
+    found = tuple(dict.fromkeys(node for one in parts for node in one.kept))
+    early = {*parts[0].early, *placeholders_of(joints[0].graph_module.graph)}
+    if not early.issuperset(found):
+        raise PassError("the sets of losses= need values that one forward does not have: compile them apart")
+    return found
+
+
+def _refuse_equal(sets: Sequence[tuple[int, ...]], named: Mapping[int, str]) -> None:
+    """Raises PassError for two equal sets of results that gradients would come from."""
+    for one in sets:
+        if sets.count(one) > 1:
+            results = " and ".join(named[k] for k in one)
+            raise PassError(
+                f"losses= has two sets whose gradients come from {results}: leave one of them out"
+            )
 
 
 def _refuse_shared(weights: Weights, trained: Sequence[InputSpec]) -> None:
@@ -107,17 +152,21 @@ def _refuse_shared(weights: Weights, trained: Sequence[InputSpec]) -> None:
                 )
 
 
-def _chosen(exported: ExportedProgram, names: Sequence[str], losses: Collection[str] | None) -> list[int]:
-    """The numbers of the results that gradients come from."""
+def _chosen(exported: ExportedProgram, names: Sequence[str], losses: Losses | None) -> list[list[int]]:
+    """The numbers of the results that gradients come from, for each set."""
     if losses is not None:
-        unknown = [loss for loss in losses if loss not in names]
-        if isinstance(losses, str) or unknown:
-            raise PassError(f"losses={losses!r}: expected a list of results, which are {', '.join(names)}")
-        return [k for k, name in enumerate(names) if name in losses]
+        plain = all(isinstance(one, str) for one in losses)
+        sets: Any = [losses] if plain else losses
+        if isinstance(losses, str) or any(isinstance(one, str) or not {*one} <= {*names} for one in sets):
+            raise PassError(
+                f"losses={losses!r}: expected a list of results, which are {', '.join(names)}, or a list of "
+                "such lists"
+            )
+        return [[k for k, name in enumerate(names) if name in one] for one in sets]
     returned: Any = exported.graph.output_node().args[0]
     values = [returned[position].meta["val"] for position in result_positions(exported)]
     floats = [k for k, one in enumerate(values) if isinstance(one, torch.Tensor) and one.is_floating_point()]
-    return [k for k in floats if not values[k].dim()] or floats
+    return [[k for k in floats if not values[k].dim()] or floats]
 
 
 def _inputs_with_grad(exported: ExportedProgram) -> list[str]:

@@ -38,22 +38,24 @@ class Partition:
     same: dict[fx.Node, fx.Node]
 
 
-def partition(joint: Joint, frozen: Collection[str] = ()) -> Partition:
+def partition(
+    joint: Joint, frozen: Collection[str] = (), kept: dict[object, fx.Node] | None = None
+) -> Partition:
     """Returns the partition that keeps every value of the forward that the backward reads.
 
-    `frozen` are the names of inputs that are weights and have no gradient.
+    `frozen` are the names of inputs that are weights and have no gradient. `kept` are the values that are
+    kept for other backwards of that forward, to which this one's are added.
     """
     nodes = list(joint.graph_module.graph.nodes)
-    tangents = [node for node in joint.tangents if node is not None]
     results = [node for node in (*joint.written.values(), *joint.results) if node is not None]
-    after = _reached(tangents)
+    after = _reached(joint.given)
     effects = [
         node for node in nodes if node.op == "call_function" and node.is_impure() and node not in after
     ]
     early = _needed([*results, *effects])
     early |= {user for node in early for user in node.users if user.target is operator.getitem}
     own = _needed(joint.gradients.values()) - early
-    crossing = _Crossing(joint, frozenset(frozen))
+    crossing = _Crossing(joint, frozenset(frozen), {} if kept is None else kept)
     for node in nodes:
         if node in own and node.op != "placeholder":
             for operand in node.all_input_nodes:
@@ -64,7 +66,7 @@ def partition(joint: Joint, frozen: Collection[str] = ()) -> Partition:
         tuple(node for node in nodes if node in early and node.op != "placeholder"),
         tuple(_at_first_use(late, crossing.again)),
         tuple(node for node in placeholders_of(joint.graph_module.graph) if node in crossing.inputs),
-        tuple(crossing.kept.values()),
+        tuple(dict.fromkeys(crossing.same.values())),
         crossing.same,
     )
 
@@ -75,9 +77,9 @@ class _Crossing:
 
     joint: Joint
     frozen: frozenset[str]
+    kept: dict[object, fx.Node]
     inputs: set[fx.Node] = field(default_factory=set)
     again: set[fx.Node] = field(default_factory=set)
-    kept: dict[object, fx.Node] = field(default_factory=dict)
     same: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

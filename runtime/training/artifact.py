@@ -19,7 +19,7 @@ from penstock.passes.building.fake_export import with_computed_buffers
 from penstock.passes.building.refusals import sentence
 from penstock.passes.pipeline import Pipeline
 from penstock.passes.training.alone import alone, is_same
-from penstock.passes.training.facts import BACKWARD, EVALUATE, FORWARD, PREDICT
+from penstock.passes.training.facts import EVALUATE, PREDICT
 from penstock.passes.training.halves import divide
 from penstock.passes.weights.lifted import refuse_lost_values
 from penstock.passes.weights.subclasses import with_plain_parts
@@ -43,7 +43,7 @@ def compile_training(
     trainable: Sequence[str],
     example: Sequence[Any] | Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
-    losses: Sequence[str] | None = None,
+    losses: Sequence[str] | Sequence[Sequence[str]] | None = None,
     evaluate: bool = True,
     **options: Any,
 ) -> Program:
@@ -61,8 +61,9 @@ def compile_training(
     gradients run the forward of training, `eval()` is refused, and plans serve steps of training alone.
 
     `losses` names the results from which gradients may come: by default those that are floating-point numbers
-    of no dimension, or all floating-point tensors if there is no such number. `options` are those of
-    `compile`.
+    of no dimension, or all floating-point tensors if there is no such number. Given several sets of them, as
+    a list of lists, each set has a backward of its own, which runs when gradients come from exactly that set.
+    `options` are those of `compile`.
 
     Raises PassError for a program whose gradients cannot be traced, a pattern that matches no parameter, and
     what `compile` raises.
@@ -71,7 +72,7 @@ def compile_training(
     exported = _PLAIN(exported)
     halves = divide(exported, _chosen(exported, trainable), losses)
     training, parameters = halves.training, halves.training.parameters
-    programs = {FORWARD: halves.forward, BACKWARD: halves.backward}
+    programs = halves.programs
     if evaluate:
         programs[EVALUATE] = alone(exported, parameters)
     if in_eval is not None:

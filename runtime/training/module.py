@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from penstock.passes.training.facts import BACKWARD, EVALUATE, FORWARD, PREDICT, TRAINABLE, Training
+from penstock.passes.training.facts import EVALUATE, FORWARD, PREDICT, TRAINABLE, Backward, Training
 from penstock.runtime.module import LoadedMethod, StreamedModule
 from penstock.runtime.stream.passes import LoadedWeights
 from penstock.schedule.facts.errors import StreamError
@@ -90,7 +90,8 @@ class TrainingModule(StreamedModule):
         return nn.Module.load_state_dict(self, state_dict, strict)
 
     def _refuse_lost_gradients(self, leaves: Sequence[Any], names: Sequence[str]) -> None:
-        trained = {*self._facts.gradients, *range(len(leaves) - len(self._places), len(leaves))}
+        trained = {leaf for one in self._facts.backwards for leaf in one.gradients}
+        trained |= {*range(len(leaves) - len(self._places), len(leaves))}
         for k, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
             if k not in trained and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 raise StreamError(
@@ -102,40 +103,35 @@ class TrainingModule(StreamedModule):
 class TrainingCall:
     """One call of a training program: the facts, and the structure of its result.
 
-    `run` runs a method, of the names that are given, on leaves.
+    `run` runs a method on leaves; `forward` is the name of the one that runs first.
     """
 
     spec: pytree.TreeSpec
 
     def __init__(
-        self,
-        facts: Training,
-        run: Callable[[str, Sequence[Any]], Any],
-        *,
-        forward: str = FORWARD,
-        backward: str = BACKWARD,
+        self, facts: Training, run: Callable[[str, Sequence[Any]], Any], *, forward: str = FORWARD
     ) -> None:
         self.facts = facts
-        self._run, self._forward, self._backward = run, forward, backward
+        self._run, self._forward = run, forward
 
     def result(self, leaves: Sequence[Any]) -> Any:
         """Run the forward on leaves; the result has a `grad_fn`, which gives leaves their gradients."""
         flat = _Pass.apply(self, *leaves)  # type: ignore[no-untyped-call]
         return pytree.tree_unflatten(list(flat), self.spec)
 
-    def backward(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Run the backward, which returns the gradients of the leaves `facts.gradients`."""
-        made: Sequence[Any] = self._run(self._backward, leaves)
-        return made
-
     def forward(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Returns the results, flat, and what the backward needs: tensors, and sizes."""
+        """Returns the results, flat, and what backwards need, as `facts.kept` has it: tensors, and sizes."""
         # Some kernels keep what a backward needs by the grad mode alone; a graph of their own has no use.
         with torch.enable_grad():
             result, values = self._run(self._forward, _detached(leaves))
         flat, self.spec = pytree.tree_flatten(result)
-        made = iter(values)
-        return flat, [next(made) if leaf is None else leaves[leaf] for leaf in self.facts.kept]
+        return flat, [values[-1 - leaf] if leaf < 0 else leaves[leaf] for leaf in self.facts.kept]
+
+    def backward(self, chosen: Backward, kept: Sequence[Any], tangents: Sequence[Any]) -> Sequence[Any]:
+        """Run a backward, which returns the gradients of the leaves `chosen.gradients`."""
+        held = dict(zip(self.facts.kept, kept, strict=True))
+        made: Sequence[Any] = self._run(chosen.method, [*(held[leaf] for leaf in chosen.kept), *tangents])
+        return made
 
 
 class _Pass(torch.autograd.Function):
@@ -147,7 +143,7 @@ class _Pass(torch.autograd.Function):
         ctx.call, ctx.leaves = call, len(leaves)
         ctx.numbers = [None if isinstance(one, torch.Tensor) else one for one in kept]
         ctx.save_for_backward(*(one for one in kept if isinstance(one, torch.Tensor)))
-        ctx.layouts = [_layout(flat[k]) for k in call.facts.tangents]
+        ctx.layouts = {k: _layout(flat[k]) for k in call.facts.tangents}
         ctx.set_materialize_grads(False)
         # A gradient that reaches a result which is left out is refused, so that it is not lost.
         seen = {*call.facts.tangents, *call.facts.left_out}
@@ -162,28 +158,29 @@ class _Pass(torch.autograd.Function):
                 "gradients of gradients through streamed weights are not supported: call backward without "
                 "create_graph=True"
             )
-        facts: Training = ctx.call.facts
-        expected = ", ".join(facts.results[k] for k in facts.tangents)
-        wrong = [f"no gradient has come to {facts.results[k]}" for k in facts.tangents if grads[k] is None]
-        wrong += [
-            f"a gradient has come to {facts.results[k]}" for k in facts.left_out if grads[k] is not None
-        ]
-        if wrong:
-            raise StreamError(
-                f"{wrong[0]}, and the program was compiled for gradients from {expected}: compile it with "
-                "losses= naming all results that the loss is computed of"
-            )
-        tangents = [
-            _laid_out(grads[k], layout) for k, layout in zip(facts.tangents, ctx.layouts, strict=True)
-        ]
+        chosen = _backward_for(ctx.call.facts, grads)
+        tangents = [_laid_out(grads[k], ctx.layouts[k]) for k in chosen.tangents]
         saved = iter(ctx.saved_tensors)
         kept = [next(saved) if number is None else number for number in ctx.numbers]
         with torch.autocast("cpu", enabled=False):
-            made = ctx.call.backward([*kept, *tangents])
+            made = ctx.call.backward(chosen, kept, tangents)
         results: list[Any] = [None] * ctx.leaves
-        for leaf, gradient in zip(facts.gradients, made, strict=True):
+        for leaf, gradient in zip(chosen.gradients, made, strict=True):
             results[leaf] = gradient
         return (None, *results)
+
+
+def _backward_for(facts: Training, grads: Sequence[torch.Tensor | None]) -> Backward:
+    """The backward for the results that gradients have come to."""
+    came = tuple(k for k in sorted({*facts.tangents, *facts.left_out}) if grads[k] is not None)
+    found = next((one for one in facts.backwards if one.tangents == came), None)
+    if found is None:
+        results = " and ".join(facts.results[k] for k in came) or "no result"
+        raise StreamError(
+            f"gradients have come to {results}, and the program was compiled for gradients from {facts.sets}"
+            ": compile it with losses= naming all results that the loss is computed of, or each set of them"
+        )
+    return found
 
 
 class _WithoutBackward(torch.autograd.Function):

@@ -196,7 +196,7 @@ class Component:
                     self._steps.add(module.stats, self._plan.streamed_bytes)
                 return made
 
-        training = TrainingCall(backward.training, run, forward=method.name, backward=backward.name)
+        training = TrainingCall(backward.training, run, forward=method.name)
         outputs: Sequence[torch.Tensor] = training.result(list(call.tensors))
         return outputs
 
