@@ -82,6 +82,8 @@ void Catalog::check(const Json &region) const {
         refuse(region, "steps", "one of " + std::to_string(count) + " steps, or none", region.at("steps"));
     std::set<int64_t> reads;
     for (int64_t k = first; k < behind; ++k) reads.insert(steps->second[k].begin(), steps->second[k].end());
+    const size_t taken = region.at("kernels") == "aotinductor" ? region.at("inputs").get<size_t>() : 0;
+    if (region.at("takes").size() != taken) refuse(region, "takes", std::to_string(taken) + " inputs", region.at("takes"));
     for (size_t k = 0; k < region.at("appended").size(); ++k) check_appended(region, k, reads);
 }
 

@@ -12,7 +12,8 @@
 
 namespace penstock {
 
-// What `processed_bytes` say of a region, behind the sha256 of it. Raises Failure for bytes that are damaged.
+// What `processed_bytes` say of a region, behind the sha256 of it. Raises Failure for bytes that are damaged, or of another
+// version.
 Json region_facts(const std::string &processed);
 
 class Region {

@@ -29,6 +29,7 @@ from penstock.backends.executorch.regions import dim_order_of
 from penstock.backends.executorch.uses import named_without_use
 from penstock.runtime.choice import kept_storages
 from penstock.schedule.facts.errors import PassError
+from penstock.schedule.facts.model import Method
 
 
 class PenstockBackend(BackendDetails):  # type: ignore[misc]
@@ -73,9 +74,10 @@ class PenstockBackend(BackendDetails):  # type: ignore[misc]
         results: dict[str, list[PreprocessResult]] = {name: [] for name in edge_programs}
         for region in regions:
             edge = edge_programs[region.method][region.number]
+            taken = facts.takes.get(region.name, Method(region.method, 0, ()))
             code = RegionCode(
                 format="penstock-region",
-                version=1,
+                version=2,
                 payload=key,
                 graph=next(m.graph for m in payload.methods if m.name == region.method),
                 region=region.number,
@@ -87,6 +89,8 @@ class PenstockBackend(BackendDetails):  # type: ignore[misc]
                 method=METHOD if settings.kernels == "executorch" else region.method,
                 inputs=len(edge.graph_signature.user_inputs),
                 outputs=len(edge.graph_signature.user_outputs),
+                takes=taken.inputs,
+                symbols=taken.symbols,
                 appended=_appended(edge, facts, region),
             )
             results[region.method].append(PreprocessResult(processed_bytes=code.to_bytes()))

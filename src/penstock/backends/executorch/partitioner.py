@@ -24,7 +24,7 @@ from penstock.backends.executorch.plain import compiled_late, operators_of, with
 from penstock.backends.executorch.regions import Regions, Worth, find_regions, tag, whole_method
 from penstock.backends.executorch.uses import with_own_uses
 from penstock.passes.building.fake_export import with_computed_buffers
-from penstock.passes.calls.inputs import describe_method
+from penstock.passes.calls.inputs import describe_method, guards_of
 from penstock.passes.trace import PRESET_CPU
 from penstock.passes.weights.lifted import Catalog, Weights
 from penstock.passes.weights.subclasses import parts_of, with_plain_parts
@@ -172,7 +172,8 @@ class PenstockPartitioner(Partitioner):  # type: ignore[misc]
     def _method_facts(self, exported: ExportedProgram) -> MethodFacts:
         method = describe_method(exported, "method", 0)
         parts = tuple(PartName(name, *pair) for name, pair in self._parts.items())
-        return MethodFacts(method.inputs, method.symbols, tuple(self._aliases), parts)
+        guards = tuple(text for text, _ in guards_of(exported)) if self._compiles else ()
+        return MethodFacts(method.inputs, method.symbols, tuple(self._aliases), parts, guards)
 
 
 def _unwrapped(name: str) -> tuple[str, str] | None:
