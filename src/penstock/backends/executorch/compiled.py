@@ -66,7 +66,7 @@ def compile_methods(
     steps = {trace.method: (0, len(trace.steps)) for trace in payload.traces}
     of_regions = {region.name: steps[region.method] for region in regions}
     own = {method.name: method for method in annotated.payload.methods}
-    takes = {one.name: checked_inputs(own[one.method], methods[one.method].guards) for one in regions}
+    takes = {one.name: checked_inputs(own[one.method], methods[one.method]) for one in regions}
     return Facts(payload, annotated.values, of_regions, tensors, takes), code
 
 
@@ -77,23 +77,26 @@ def _without_guards(region: ExportedProgram) -> ExportedProgram:
     return result
 
 
-def checked_inputs(region: Method, guards: Sequence[str]) -> Method:
-    """Returns the inputs as the delegate checks them before the code runs.
+def checked_inputs(region: Method, method: MethodFacts) -> Method:
+    """Returns the inputs of a region as the delegate checks them before the code runs.
 
     It knows sizes and symbols, no expressions of symbols (`2*batch`) and no guards: where there are any, only
     the sizes of the export are taken, and the log says so.
     """
-    expressions = [one.name for one in region.symbols if not re.fullmatch(r"[\w.]+(\[\d+\])?", one.name)]
-    if not (guards or expressions):
-        return region
+    known = {one.name: one for one in method.inputs}
+    inputs = tuple(known.get(one.name, one) for one in region.inputs)
+    names = {size for one in inputs for size in one.shape}
+    symbols = tuple(one for one in method.symbols if one.name in names)
+    expressions = [one.name for one in symbols if not re.fullmatch(r"[\w.]+(\[\d+\])?", one.name)]
+    if not (method.guards or expressions):
+        return replace(region, inputs=inputs, symbols=symbols)
     _log.warning(
         "method %r runs with the sizes of its export only: the delegate cannot check %s of other sizes",
         region.name,
-        [*guards, *expressions][0],
+        [*method.guards, *expressions][0],
     )
-    examples = {one.name: one.example for one in region.symbols}
-    inputs = tuple(_with_sizes(one, examples) for one in region.inputs)
-    return replace(region, inputs=inputs, symbols=())
+    examples = {one.name: one.example for one in symbols}
+    return replace(region, inputs=tuple(_with_sizes(one, examples) for one in inputs), symbols=())
 
 
 def _with_sizes(given: Input, examples: Mapping[str, int]) -> Input:
