@@ -11,7 +11,7 @@
 
 namespace penstock {
 
-// A weight or a state, where it lies.
+// A weight or a state, where it lies. It has no address if the code asks for it and never reads it.
 struct Placed {
     std::string name;
     char *address;

@@ -49,7 +49,7 @@ Region::Region(const NamedDataMap &map, const Json &facts, const LoadOptions &op
     if (facts.at("kernels") == "aotinductor") {
         step_ = -1;  // its code calls the probes of its steps
         std::vector<Placed> weights;
-        for (const Json &one : facts.at("appended")) weights.push_back(placed(one));
+        for (const Json &one : facts.at("appended")) weights.push_back(placed(facts, one));
         compiled_.emplace(map, *program_, facts, weights);
     } else if (facts.at("kernels") == "executorch") {
         load(map, facts);
@@ -67,19 +67,20 @@ void Region::load(const NamedDataMap &map, const Json &facts) {
     method_.emplace(std::move(found.get()));
 }
 
-// Where a weight or a state lies.
-Placed Region::placed(const Json &one) const {
-    char *const address = program_->address(one.at("storage"));
-    if (!address) throw Failure(PS_PAYLOAD, title(graph_, region_) + " reads a weight that no plan brings: export it again");
-    return {one.at("name"), address + one.at("offset").get<int64_t>(), one.at("shape"), one.at("dim_order"),
-            scalar_type(one.at("dtype"))};
+// Where a weight or a state lies; nowhere for one that no step reads.
+Placed Region::placed(const Json &facts, const Json &one) const {
+    const bool brought = program_->catalog().brings(facts, one.at("storage"));
+    char *const address = brought ? program_->address(one.at("storage")) : nullptr;
+    if (brought && !address) throw Failure(PS_PAYLOAD, title(graph_, region_) + " reads a weight that no plan brings: export it again");
+    return {one.at("name"), address ? address + one.at("offset").get<int64_t>() : nullptr, one.at("shape"),
+            one.at("dim_order"), scalar_type(one.at("dtype"))};
 }
 
 // Gives the method its weights and states where they lie: it takes no copy.
 void Region::append(const Json &facts) {
     size_t input = inputs_;
     for (const Json &one : facts.at("appended")) {
-        const Placed found = placed(one);
+        const Placed found = placed(facts, one);
         const auto tensor =
             executorch::extension::make_tensor_ptr(found.shape, found.address, found.dim_order, {}, found.type);
         check(method_->set_input(EValue(*tensor), input++), "giving " + title(graph_, region_) + " its weights");

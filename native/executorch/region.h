@@ -28,7 +28,7 @@ class Region {
   private:
     void load(const NamedDataMap &map, const Json &facts);
     void append(const Json &facts);
-    Placed placed(const Json &appended) const;
+    Placed placed(const Json &facts, const Json &appended) const;
     void set_arguments(Span<EValue *> arguments);
     void give_outputs(Span<EValue *> arguments);
 

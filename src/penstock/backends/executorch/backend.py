@@ -150,15 +150,8 @@ def _add_programs(store: NamedDataStore, programs: Mapping[str, Sequence[Exporte
 
 
 def _appended(edge: ExportedProgram, facts: Facts, region: RegionProgram) -> tuple[Appended, ...]:
-    """The weights and states of a region, in the order of its program's inputs.
-
-    A compiled method has none that its code does not read.
-    """
+    """The weights and states of a region, in the order of its program's inputs."""
     signature = edge.graph_signature
-    compiled = facts.payload.program is not None
-    reads = {
-        s for one in facts.payload.traces if one.method == region.method for k in one.steps for s in k.reads
-    }
     written = [spec.target for spec in signature.output_specs if spec.kind is OutputKind.BUFFER_MUTATION]
     found = []
     for spec in signature.input_specs:
@@ -167,9 +160,6 @@ def _appended(edge: ExportedProgram, facts: Facts, region: RegionProgram) -> tup
         names = (str(spec.target), f"{region.name}.{spec.target}", f"{region.method}.{spec.target}")
         weight = next(facts.tensors[name] for name in names if name in facts.tensors)
         part = weight.parts[0]
-        streams = facts.payload.storages[part.storage].kind == "streamable"
-        if compiled and streams and part.storage not in reads:
-            continue
         order = dim_order_of(part)
         if order is None:
             raise PassError(
