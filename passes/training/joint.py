@@ -128,7 +128,10 @@ def trace_joint(
     for trace in others:
         given = {node.name for node in placeholders_of(trace.made.graph) if _is_gradient(node)}
         meanings.append(_meanings(trace, align(first.made, trace.made, given)))
-    graph_module = propagate(first.made, fake_inputs(first.made, weights))
+    try:
+        graph_module = propagate(first.made, fake_inputs(first.made, weights))
+    except NotImplementedError as error:  # such as a tensor without memory of its own
+        raise _refusal(error) from error
     joints = [
         _described(graph_module, trace.flat, len(result_positions(exported)), meaning)
         for trace, meaning in zip(traces, meanings, strict=True)
@@ -167,10 +170,7 @@ def _traced(
                 entered, flat, tuple(inputs[k] for k in flat.shown), decompositions={}
             )
         except Exception as error:
-            raise PassError(
-                f"autograd cannot trace the program ({type(error).__name__}: {sentence(error)}): export what "
-                "it trains without this operation"
-            ) from error
+            raise _refusal(error) from error
         known.check()
     graph = made.graph_module.graph
     graph.set_codegen(fx.graph.CodeGen())  # its own has the structure of the trace's arguments
@@ -179,6 +179,13 @@ def _traced(
         if isinstance(node.meta["desc"], PlainAOTInput):
             node._rename(names[flat.shown[node.meta["desc"].idx]])
     return _Trace(made.graph_module, flat)
+
+
+def _refusal(error: Exception) -> PassError:
+    return PassError(
+        f"autograd cannot trace the program ({type(error).__name__}: {sentence(error)}): export what it "
+        "trains without this operation"
+    )
 
 
 @contextmanager

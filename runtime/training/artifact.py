@@ -21,6 +21,7 @@ from penstock.passes.pipeline import Pipeline
 from penstock.passes.training.alone import alone, is_same
 from penstock.passes.training.facts import EVALUATE, PREDICT
 from penstock.passes.training.halves import divide
+from penstock.passes.training.own_gradients import refused_own_gradients
 from penstock.passes.weights.lifted import refuse_lost_values
 from penstock.passes.weights.subclasses import with_plain_parts
 from penstock.runtime.artifact import compile
@@ -111,7 +112,8 @@ def _exported(
         raise PassError("a module is exported with the arguments of a call: give example=(x,)")
     args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
     make = partial(export, model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
-    exported = make()
+    with refused_own_gradients():
+        exported = make()
     if not evaluate or not any(part.training for part in model.modules()):
         return exported, exported if evaluate else None
     with _in_eval(model):
