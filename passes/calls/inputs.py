@@ -90,7 +90,7 @@ def guards_of(exported: ExportedProgram) -> tuple[tuple[str, str], ...]:
 
 
 class _Sizes:
-    """A leaf in a guard's source. Its sizes are expressions, None where checks do not tie them to a symbol."""
+    """A leaf in the source of a guard. A size that checks do not tie to a symbol is None."""
 
     def __init__(self, value: object) -> None:
         shape = value.shape if isinstance(value, torch.Tensor) else ()
