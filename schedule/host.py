@@ -49,12 +49,15 @@ def with_host(plan: _P, nbytes: int) -> _P:
     copied = copied_ranges(plan)
     if sum(r.nbytes for r in copied) <= nbytes:
         return replace(plan, host=HostTier(nbytes, copied))
-    rings = {nbytes // part // granule * granule for part in _RINGS} - {0}
-    if not rings:
+    spilled = sum(one.nbytes for one in spilled_ranges(plan))
+    least = granule + spilled
+    rings = {(nbytes - spilled) // part // granule * granule for part in _RINGS} - {0}
+    if nbytes < least:
+        what = "weights pass through it in pieces" + (", beside what is copied out" if spilled else "")
         raise BudgetError(
-            f"the host memory of {format_budget(nbytes)} is below the floor of {format_size(granule)}: "
-            f"weights pass through it in pieces; give at least {granule} bytes",
-            floor_bytes=granule,
+            f"the host memory of {format_budget(nbytes)} is below the floor of {format_size(least)}: "
+            f"{what}; give at least {least} bytes",
+            floor_bytes=least,
         )
     found = (_timed(_with_ring(plan, nbytes, ring)) for ring in sorted(rings))
     return min(found, key=lambda one: one.predicted_seconds)
@@ -64,7 +67,12 @@ def copied_ranges(plan: Decisions) -> tuple[Range, ...]:
     """The ranges that are ever copied: in a steady pass, or when the boundary is loaded."""
     transfers = [r for schedule in plan.schedules for r in _ranges(schedule)]
     boundaries = [item for schedule in plan.schedules for item in plan.boundary_of(schedule)]
-    return merged(transfers + subtract(boundaries, merged(plan.resident)))
+    return merged(transfers + subtract(boundaries, merged(plan.resident)), _breaks(plan))
+
+
+def _breaks(plan: Decisions) -> frozenset[int]:
+    """Where segments begin: no range reaches across."""
+    return frozenset(segment.start for segment in plan.arena.segments)
 
 
 def host_bytes(plan: Decisions) -> int:
@@ -91,15 +99,23 @@ def staged_bytes(transfer: Transfer, resident: Sequence[Range]) -> int:
     return transfer.stop - transfer.start - held
 
 
+def spilled_ranges(plan: Decisions) -> tuple[Range, ...]:
+    """The ranges that are copied out. The host holds all of them, since no file has their bytes."""
+    both = (t for schedule in plan.schedules for t in schedule.transfers)
+    return merged((Range(t.start, t.stop) for t in both if t.direction == "out"), _breaks(plan))
+
+
 def _with_ring(plan: _P, nbytes: int, ring: int) -> _P:
     """The plan with a ring of `ring` bytes: transfers in pieces, and what the host holds beside the ring."""
-    granule = plan.arena.granule
+    granule, spilled = plan.arena.granule, spilled_ranges(plan)
     piece = max(granule, ring // _TURNS // granule * granule)
     cut = [
-        replace(s, transfers=tuple(part for t in s.transfers for part in _parts(t, piece)))
+        replace(s, transfers=tuple(part for t in s.transfers for part in _parts(t, piece, spilled)))
         for s in plan.schedules
     ]
-    resident = _held(cut, nbytes - ring)
+    weights = [replace(s, transfers=tuple(t for t in s.transfers if staged_bytes(t, spilled))) for s in cut]
+    held = _held(weights, nbytes - ring - sum(one.nbytes for one in spilled))
+    resident = merged((*spilled, *held), _breaks(plan))
     schedules = tuple(
         replace(s, staged=tuple(staged_bytes(t, resident) for t in s.transfers), staging_bytes=ring)
         for s in cut
@@ -133,7 +149,10 @@ def _held(schedules: Sequence[Schedule], room: int) -> tuple[Range, ...]:
     return merged(held)
 
 
-def _parts(transfer: Transfer, piece: int) -> Iterator[Transfer]:
+def _parts(transfer: Transfer, piece: int, spilled: Sequence[Range]) -> Iterator[Transfer]:
+    if not staged_bytes(transfer, spilled):
+        yield transfer
+        return
     for start in range(transfer.start, transfer.stop, piece):
         yield replace(transfer, start=start, stop=min(start + piece, transfer.stop))
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
 
 from penstock.schedule.clock.event_graph import steady_period_ns
 from penstock.schedule.clock.turns import joined
-from penstock.schedule.facts.errors import PlanError
+from penstock.schedule.facts.errors import BudgetError, PlanError
 from penstock.schedule.facts.model import (
     Arena,
     Drop,
@@ -23,6 +24,7 @@ from penstock.schedule.facts.model import (
     Transfer,
 )
 from penstock.schedule.facts.problem import Problem
+from penstock.schedule.payload.codec import plan_from_json
 from penstock.schedule.plan import Plan
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.space.layout import mapped_arena, packed_arena
@@ -265,3 +267,26 @@ def test_a_produced_storage_has_a_segment_of_its_own() -> None:
         verify_plan(STORAGES, shared.traces, shared)
     with pytest.raises(oracle.UnsafeError, match="shares its segment"):
         oracle.check_plan(STORAGES, shared.traces, shared)
+
+
+def test_a_host_holds_what_is_copied_out_beside_its_ring() -> None:
+    hardware = replace(machine(1e9), disk_bytes_per_s=5e8)
+    problem = replace(layers(8, 1024, compute=10, hardware=hardware), host=8 * 1024)
+    plan = make_plan(problem, 4 * 1024)
+    assert outs_of(plan)
+    assert plan.host is not None
+    verify_plan(problem.storages, problem.traces, plan)
+    lost = replace(plan, host=replace(plan.host, resident=plan.host.resident[1:]))
+    with pytest.raises(PlanError, match="no memory for the bytes"):
+        verify_plan(problem.storages, problem.traces, lost)
+    with pytest.raises(BudgetError, match="beside what is copied out"):
+        make_plan(replace(problem, host=1024), 4 * 1024)
+
+
+def test_a_plan_with_copies_out_can_be_drawn_and_read(tmp_path: Path) -> None:
+    problem = layers(8, 1024, compute=10, hardware=machine(1e9))
+    plan = make_plan(problem, 4 * 1024)
+    plan.save_report(tmp_path / "plan.html")
+    plan.save_timeline(tmp_path / "plan.json")
+    assert plan.event_graph().number_of_nodes() > 16
+    assert plan_from_json(plan.to_json()) == plan
