@@ -123,7 +123,8 @@ def merged(ranges: Iterable[Range], breaks: Collection[int] = ()) -> tuple[Range
     """The bytes of `ranges` in as few ranges as possible, ascending; no range crosses one of `breaks`."""
     result: list[Range] = []
     for one in sorted(ranges):
-        if result and one.start <= result[-1].stop and one.start not in breaks:
+        stop = result[-1].stop if result else -1
+        if one.start < stop or (one.start == stop and one.start not in breaks):
             result[-1] = Range(result[-1].start, max(result[-1].stop, one.stop))
         else:
             result.append(one)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -299,3 +300,18 @@ def test_a_plan_as_long_as_its_bound_copies_seldom() -> None:
     assert plan.predicted_ns == plan.lower_bound_ns == 64 * 3000
     assert len(plan.schedules[0].transfers) <= 32  # 65 of single spans
     verify_plan(p.storages, p.traces, plan)
+
+
+@pytest.mark.parametrize("budget", [64, 128])
+def test_a_copy_that_is_put_off_is_not_on_its_way_when_a_round_begins(budget: int) -> None:
+    """The backward reads one storage, and the forward others: its copy waits for the forward's first step."""
+    storages = tuple(Storage(64, "streamable") for _ in range(3))
+    for reads in itertools.product(range(3), repeat=3):
+        steps = tuple(Step(f"step.{k}", (s,), 5000, 10) for k, s in enumerate(reads))
+        traces = (
+            Trace("forward", 0, "", steps[:2], 10, 10, "modelled", follows=1),
+            Trace("backward", 1, "", steps[2:], 10, 10, "modelled", follows=0),
+        )
+        arena = packed_arena(storages, traces, kind="paged", granule=64, alignment=64)
+        problem = Problem(storages, traces, arena, hardware=machine(1e8))
+        verify_plan(storages, traces, make_plan(problem, budget))
