@@ -302,16 +302,17 @@ def test_a_plan_as_long_as_its_bound_copies_seldom() -> None:
     verify_plan(p.storages, p.traces, plan)
 
 
-@pytest.mark.parametrize("budget", [64, 128])
+@pytest.mark.parametrize("budget", [0, 64])
 def test_a_copy_that_is_put_off_is_not_on_its_way_when_a_round_begins(budget: int) -> None:
     """The backward reads one storage, and the forward others: its copy waits for the forward's first step."""
     storages = tuple(Storage(64, "streamable") for _ in range(3))
-    for reads in itertools.product(range(3), repeat=3):
-        steps = tuple(Step(f"step.{k}", (s,), 5000, 10) for k, s in enumerate(reads))
+    choices = ((0,), (1,), (2,), (0, 1), (1, 2))
+    for reads in itertools.product(choices, repeat=3):
+        steps = tuple(Step(f"step.{k}", some, 5000, 10) for k, some in enumerate(reads))
         traces = (
             Trace("forward", 0, "", steps[:2], 10, 10, "modelled", follows=1),
             Trace("backward", 1, "", steps[2:], 10, 10, "modelled", follows=0),
         )
         arena = packed_arena(storages, traces, kind="paged", granule=64, alignment=64)
         problem = Problem(storages, traces, arena, hardware=machine(1e8))
-        verify_plan(storages, traces, make_plan(problem, budget))
+        verify_plan(storages, traces, make_plan(problem, floor(problem).upper_bytes + budget))
