@@ -15,12 +15,13 @@ from typing import ClassVar, Literal
 
 from penstock.schedule.facts.errors import PlanError
 
-Kind = Literal["streamable", "mutable", "returned", "inlined", "small"]
+Kind = Literal["streamable", "mutable", "returned", "inlined", "small", "produced"]
+Role = Literal["parameter", "buffer", "constant", "value"]
 ArenaKind = Literal["contiguous", "paged"]
 Backing = Literal["mapped", "anonymous"]
 Wrap = Literal["overlap", "barrier"]
 Timing = Literal["modelled", "measured"]
-Direction = Literal["in"]
+Direction = Literal["in", "out"]
 FileKind = Literal["file", "named"]
 
 ALIGNMENT = 64
@@ -72,9 +73,10 @@ class Extent:
 class Storage:
     """The bytes behind one or more parts; its index in the catalog is its identity.
 
-    A storage may be streamed only if its `kind` is `streamable`. `extents` is empty as long as the bytes
-    lie in no file; otherwise it is sorted by `storage_offset` and covers all bytes that a part reads.
-    `sha256` is the hash of the bytes, None if it is not known.
+    A storage may be streamed only if its `kind` is `streamable` or `produced`. One that is produced has no
+    content until a step of the program writes it. `extents` is empty as long as the bytes lie in no file;
+    otherwise it is sorted by `storage_offset` and covers all bytes that a part reads. `sha256` is the hash of
+    the bytes, None if it is not known.
 
     `phase` is the address, modulo ALIGNMENT, at which a CPU computes on the storage. A file of a library
     that is used in place gives each tensor the phase at which the library maps it, and so the library's last
@@ -108,15 +110,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter, buffer or constant that export lifted to an input.
+    """A parameter, buffer or constant that export lifted to an input, or a value that the program keeps.
 
     Tied weights, and weights that are views of one another, are separate weights whose parts
-    name the same storage. `device` is the device the program was exported for.
+    name the same storage. `device` is the device the program was exported for. A weight of role `value` is
+    what a forward computes and its backward reads.
     """
 
     __pydantic_config__: ClassVar = STRICT
     fqn: str
-    role: Literal["parameter", "buffer", "constant"]
+    role: Role
     device: str
     parts: tuple[Part, ...]
 
@@ -135,11 +138,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Step:
-    """One position of the lowered order that reads at least one streamable storage.
+    """One position of the lowered order that reads or writes at least one storage of the arena.
 
     `lead_ns` is the compute since the step before, which reads no streamable storage, and `read_ns` the
     compute that reads those in `reads`, which holds storage indices in ascending order. `name` is that of the
     node or kernel that reads. `lead_work` and `read_work` are the work from which times are modelled.
+    `writes` are the produced storages whose whole content is written during the read, in ascending order.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -149,6 +153,7 @@ class Step:
     read_ns: int
     lead_work: Work = Work()
     read_work: Work = Work()
+    writes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -229,6 +234,10 @@ UNEVEN = "measured rates are uneven: see `penstock hardware`"
 """The end of the note of hardware that has a doubtful figure."""
 
 
+_UNKNOWN = ("disk_bytes_per_s", "write_bytes_per_s")
+"""The rates of a machine that may be missing."""
+
+
 @dataclass(frozen=True)
 class Hardware:
     """The machine that a plan assumes. Rates are per second, and latencies are for each transfer.
@@ -239,7 +248,8 @@ class Hardware:
     half-performance length, Parallel Computers, 1981, section 1.3.2). Copies that may start early enough hide
     it. `memory_nbytes` is all memory of the device. `disk_bytes_per_s` and `disk_latency_ns` are of the disk
     behind the host of a device; the rate is None if there is no such disk or it is not known. `note` says
-    where the figures come from.
+    where the figures come from. `write_bytes_per_s` is the rate of copies out of the arena, None if they are
+    as fast as those into it. With `duplex` the link carries both at once, each at its own rate.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -253,6 +263,8 @@ class Hardware:
     disk_bytes_per_s: float | None = None
     disk_latency_ns: int = 0
     note: str = ""
+    write_bytes_per_s: float | None = None
+    duplex: bool = False
 
     @property
     def uneven(self) -> bool:
@@ -264,9 +276,9 @@ class Hardware:
         for name in ("link_latency_ns", "link_in_flight_bytes", "memory_nbytes", "disk_latency_ns"):
             if (getattr(self, name) or 0) < 0:
                 yield f"{name}: expected 0 or more, got {getattr(self, name)}"
-        for name in ("flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "disk_bytes_per_s"):
+        for name in ("flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", *_UNKNOWN):
             rate = getattr(self, name)
-            if rate is None and name == "disk_bytes_per_s":
+            if rate is None and name in _UNKNOWN:
                 continue
             if not (rate > 0 and math.isfinite(rate)):
                 yield f"{name}: expected a rate above 0 and finite, got {rate}"
@@ -282,6 +294,11 @@ class Hardware:
     def copy_ns(self, nbytes: int) -> int:
         """Nanoseconds that one transfer of `nbytes` takes, rounded up."""
         return self.link_latency_ns + -int(-nbytes * 1e9 // self.link_bytes_per_s)
+
+    def write_ns(self, nbytes: int) -> int:
+        """Nanoseconds that one transfer of `nbytes` out of the arena takes, rounded up."""
+        rate = self.write_bytes_per_s or self.link_bytes_per_s
+        return self.link_latency_ns + -int(-nbytes * 1e9 // rate)
 
     @property
     def link_fill_ns(self) -> int:
@@ -337,12 +354,15 @@ class Arena:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One copy of the layout range `start:stop` into the arena, for the read of step `step`.
+    """One copy of the layout range `start:stop` into the arena, for the read of step `step`, or out of it.
 
     The copy may start once step `after` has ended. `after` is less than `step` and counts from the
     start of the pass in which `step` runs: a negative value is step `n + after` of the pass before, which
     has n steps. Where that is a pass of the same method, `after` is never less than `step - n`, since a
     dependency reaches back one pass at most.
+
+    A copy in direction `out` takes produced bytes to the spill file, from which another brings them back.
+    Step `step` does not end before it is done, so that they may leave with that step.
     """
 
     __pydantic_config__: ClassVar = STRICT

@@ -48,10 +48,14 @@ def trace_faults(trace: Trace, path: str, storages: int) -> Iterator[str]:
         yield from negative_faults(here, lead_ns=step.lead_ns, read_ns=step.read_ns)
         for name, spent in (("lead_work", step.lead_work), ("read_work", step.read_work)):
             yield from negative_faults(f"{here}.{name}", flops=spent.flops, nbytes=spent.nbytes)
-        if not step.reads or list(step.reads) != sorted(set(step.reads)):
-            yield f"{here}.reads: expected one storage or more, ascending, got {list(step.reads)[:8]}"
-        elif step.reads[0] < 0 or step.reads[-1] >= storages:
-            yield f"{here}.reads: expected indices of {storages} storages, got {list(step.reads)[:8]}"
+        for name, named in (("reads", step.reads), ("writes", step.writes)):
+            listed = list(named)[:8]
+            if list(named) != sorted(set(named)) or not (step.reads or step.writes):
+                yield f"{here}.{name}: expected one storage or more, ascending, got {listed}"
+            elif named and (named[0] < 0 or named[-1] >= storages):
+                yield f"{here}.{name}: expected indices of {storages} storages, got {listed}"
+        if set(step.reads) & set(step.writes):
+            yield f"{here}.writes: expected none of the storages {list(step.reads)[:8]} that the step reads"
 
 
 def facts_faults(storages: Sequence[Storage], traces: Sequence[Trace]) -> Iterator[str]:
@@ -61,6 +65,34 @@ def facts_faults(storages: Sequence[Storage], traces: Sequence[Trace]) -> Iterat
     for i, trace in enumerate(traces):
         yield from trace_faults(trace, f"traces[{i}]", len(storages))
     yield from turn_faults(traces, "traces")
+    yield from produced_faults(storages, traces, "traces")
+
+
+def produced_faults(storages: Sequence[Storage], traces: Sequence[Trace], path: str) -> Iterator[str]:
+    """A produced storage is written in one step, and read behind it: later in that call, or in the next.
+
+    The trace of the next call stands behind: a round of calls begins with the first of its traces.
+    """
+    written: dict[int, tuple[int, int]] = {}
+    for i, trace in enumerate(traces):
+        for k, step in enumerate(trace.steps):
+            here = f"{path}[{i}].steps[{k}].writes"
+            for s in step.writes:
+                if storages[s].kind != "produced":
+                    yield f"{here}: expected produced storages, got storage {s}, which is {storages[s].kind}"
+                if s in written:
+                    yield f"{here}: expected storages that no other step writes, got {s} again"
+                written[s] = (i, k)
+    for i, trace in enumerate(traces):
+        before = next((j for j, one in enumerate(traces[:i]) if one.graph == trace.follows), None)
+        for k, step in enumerate(trace.steps):
+            for s in (s for s in step.reads if storages[s].kind == "produced"):
+                by, at = written.get(s, (i, k))
+                if not (at < k if by == i else by == before):
+                    yield (
+                        f"{path}[{i}].steps[{k}].reads: expected produced storages that an earlier step of "
+                        f"this call, or a step of the call before, has written, got {s}"
+                    )
 
 
 def turn_faults(traces: Sequence[Trace], path: str) -> Iterator[str]:

@@ -24,6 +24,7 @@ from penstock.schedule.facts.validity import (
     machine_faults,
     negative_faults,
     plan_faults,
+    produced_faults,
     range_faults,
     repeat_faults,
     size_faults,
@@ -100,11 +101,31 @@ def _path(value: str, path: str, *, absolute: bool) -> Iterator[str]:
 
 
 def _version(payload: Payload) -> Iterator[str]:
-    """What version 6 has brought is in no payload of version 5."""
+    """What a version has brought is in no payload of an older one."""
     named = next((file.key for file in payload.files if file.kind == "named"), None)
     if payload.version == 5 and (named is not None or payload.lowering == "executorch"):
         got = "lowering 'executorch'" if named is None else f"the named data {named!r}"
         yield f"$.version: expected 6 of a payload for a .pte, got 5 with {got}"
+    if payload.version < 8:
+        for what in sorted(set(_of_version_8(payload))):
+            yield f"$.version: expected 8 of a payload with {what}, got {payload.version}"
+
+
+def _of_version_8(payload: Payload) -> Iterator[str]:
+    """What the payload has that no older version knows."""
+    if any(storage.kind == "produced" for storage in payload.storages):
+        yield "produced storages"
+    if any(weight.role == "value" for weight in payload.weights):
+        yield "kept values"
+    traces = (*payload.traces, *(trace for plan in payload.plans for trace in plan.traces))
+    if any(step.writes for trace in traces for step in trace.steps):
+        yield "steps that write"
+    schedules = (schedule for plan in payload.plans for schedule in plan.schedules)
+    if any(t.direction == "out" for schedule in schedules for t in schedule.transfers):
+        yield "copies out"
+    machines = [payload.hardware, *(plan.hardware for plan in payload.plans)]
+    if any(one and (one.duplex or one.write_bytes_per_s is not None) for one in machines):
+        yield "a rate of copies out"
 
 
 def _program(payload: Payload) -> Iterator[str]:
@@ -171,6 +192,8 @@ def _storages(payload: Payload) -> Iterator[str]:
         yield from size_faults(storage.nbytes, f"{path}.nbytes")
         yield from _sha256(storage.sha256, f"{path}.sha256")
         yield from range_faults(storage.phase, 0, ALIGNMENT - 1, f"{path}.phase")
+        if storage.kind == "produced" and (storage.extents or storage.sha256 or storage.phase):
+            yield f"{path}: expected no extents, no sha256 and phase 0, as it is produced"
         yield from _extents(storage, payload.files, path)
 
 
@@ -279,11 +302,12 @@ def _traces(payload: Payload) -> Iterator[str]:
             yield f"$.traces[{i}].follows: expected version 7 of a payload with it, got {payload.version}"
         for j, step in enumerate(trace.steps):
             for s in step.reads:
-                if payload.storages[s].kind != "streamable":
+                if payload.storages[s].kind not in ("streamable", "produced"):
                     yield (
                         f"$.traces[{i}].steps[{j}].reads: expected streamable storages, "
                         f"got storage {s}, which is {payload.storages[s].kind}"
                     )
+    yield from produced_faults(payload.storages, payload.traces, "$.traces")
 
 
 def _hardware(payload: Payload) -> Iterator[str]:

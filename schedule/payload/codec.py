@@ -23,7 +23,7 @@ from penstock.schedule.verify.proof import verify_plan
 if TYPE_CHECKING:
     import networkx
 
-VERSIONS = (5, 6, 7)
+VERSIONS = (5, 6, 7, 8)
 """The versions that are read; the last one is written."""
 
 Lowering = Literal["none", "eager", "inductor", "executorch"]
@@ -124,13 +124,14 @@ class Payload:
         itself, and its memory).
 
         The node `("storage", s)` is storage s of the payload: `kind` ("storage"), `name` (the first FQN that
-        lies in it), `bytes`, `storage_kind` ("streamable", "mutable", "returned", "inlined" or "small"), and
-        one entry for each tensor that lies in it in the lists `fqns`, `dtypes` and `shapes`. A storage
-        without edges always stays in memory, or nothing uses it.
+        lies in it), `bytes`, `storage_kind` ("streamable", "mutable", "returned", "inlined", "small" or
+        "produced"), and one entry for each tensor that lies in it in the lists `fqns`, `dtypes` and `shapes`.
+        A storage without edges always stays in memory, or nothing uses it.
 
-        Edges have the attribute `why`: "reads" from a storage to a step, "order" from a step to the next one
-        of its method. The graph's own attributes are `lowering`, and `methods`: by name the `shape` point of
-        the trace, its `tail_ns` and `gap_ns`, and whether its `times` are modelled or measured.
+        Edges have the attribute `why`: "reads" from a storage to a step, "writes" from a step to a storage
+        that it produces, "order" from a step to the next one of its method. The graph's own attributes are
+        `lowering`, and `methods`: by name the `shape` point of the trace, its `tail_ns` and `gap_ns`, and
+        whether its `times` are modelled or measured.
         """
         return read_graph(self)
 

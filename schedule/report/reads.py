@@ -48,6 +48,8 @@ def read_graph(payload: Payload) -> networkx.DiGraph:
                 graph.add_edge(("step", trace.graph, k - 1), node, why="order")
             for s in step.reads:
                 graph.add_edge(("storage", s), node, why="reads")
+            for s in step.writes:
+                graph.add_edge(node, ("storage", s), why="writes")
     return graph
 
 

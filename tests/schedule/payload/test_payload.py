@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from penstock.schedule.facts import model
 from penstock.schedule.facts.errors import PayloadError, PlanError
-from penstock.schedule.facts.model import Method
+from penstock.schedule.facts.model import Method, Part, Step, Storage, Trace, Weight
 from penstock.schedule.payload.checks import ITEM_SIZES
 from penstock.schedule.payload.codec import Payload, ProgramFile, plan_from_json, verify_payload
 from tests.schedule.payload.payload_example import BYTES, HARDWARE, PAYLOAD, PLAN, TRACE
@@ -42,7 +42,7 @@ def test_version_5_is_read() -> None:
     tree["storages"][2]["extents"] = []
     old = Payload.from_bytes(json.dumps(tree).encode())
     storages = (*PAYLOAD.storages[:2], replace(PAYLOAD.storages[2], extents=()))
-    assert old == replace(PAYLOAD, files=PAYLOAD.files[:1], storages=storages)  # and its version is 7
+    assert old == replace(PAYLOAD, files=PAYLOAD.files[:1], storages=storages)  # and its version is 8
 
 
 def test_version_6_is_read_and_has_no_turns() -> None:
@@ -59,6 +59,82 @@ def test_version_6_is_read_and_has_no_turns() -> None:
         Payload.from_bytes(json.dumps(tree).encode())
     tree["version"] = 7
     assert [trace.follows for trace in Payload.from_bytes(json.dumps(tree).encode()).traces] == [1, 0]
+
+
+def test_version_7_is_read_and_produces_nothing() -> None:
+    tree = json.loads(BYTES)
+    tree["version"] = 7
+    for trace in (*tree["traces"], *(trace for plan in tree["plans"] for trace in plan["traces"])):
+        for step in trace["steps"]:
+            del step["writes"]
+    for machine in (tree["hardware"], tree["plans"][0]["hardware"]):
+        del machine["write_bytes_per_s"], machine["duplex"]
+    assert Payload.from_bytes(json.dumps(tree).encode()) == PAYLOAD
+    tree["hardware"]["duplex"] = True
+    with pytest.raises(PayloadError, match="expected 8 of a payload with a rate of copies out, got 7"):
+        Payload.from_bytes(json.dumps(tree).encode())
+    storages, _ = produced_example()
+    with pytest.raises(PayloadError, match="expected 8 of a payload with produced storages, got 7"):
+        replace(PAYLOAD, version=7, storages=storages).to_bytes()
+
+
+def produced_example() -> tuple[tuple[Storage, ...], tuple[Trace, ...]]:
+    """Storage 3 is written by a forward, and read by its backward."""
+    forward = replace(TRACE, steps=(*TRACE.steps, Step("keep", (), 5, 6, writes=(3,))), follows=1)
+    last = Step("back", (1, 3), 0, 900)
+    backward = replace(TRACE, method="backward", graph=1, steps=(TRACE.steps[0], last), follows=0)
+    return (*PAYLOAD.storages, Storage(640, "produced")), (forward, backward)
+
+
+def produced_payload(storages: tuple[Storage, ...], traces: tuple[Trace, ...]) -> Payload:
+    kept = Weight("kept.0", "value", "cpu", (Part("", "float32", (160,), (1,), 3, 0),))
+    methods = tuple(replace(PAYLOAD.methods[0], name=t.method, graph=t.graph) for t in traces)
+    return replace(
+        PAYLOAD,
+        storages=storages,
+        weights=(*PAYLOAD.weights, kept),
+        methods=methods,
+        traces=traces,
+        probes=(),
+        plans=(),
+    )
+
+
+def test_produced_storages() -> None:
+    payload = produced_payload(*produced_example())
+    assert Payload.from_bytes(payload.to_bytes()) == payload
+    edges = payload.read_graph().edges(data="why")
+    found = [(a, b) for a, b, why in edges if ("storage", 3) in (a, b) and why in ("reads", "writes")]
+    assert sorted(found) == [(("step", 0, 3), ("storage", 3)), (("storage", 3), ("step", 1, 1))]
+
+
+@pytest.mark.parametrize(
+    ("storage", "forward", "backward", "sentence"),
+    [
+        ({"phase": 8}, {}, {}, "storages[3]: expected no extents, no sha256 and phase 0"),
+        ({"kind": "streamable"}, {}, {}, "expected produced storages, got storage 3, which is streamable"),
+        ({}, {"writes": ()}, {}, "steps[3].reads: expected one storage or more, ascending, got []"),
+        ({}, {"writes": (4,)}, {}, "steps[3].writes: expected indices of 4 storages, got [4]"),
+        (
+            {},
+            {"writes": (3,), "reads": (3,)},
+            {},
+            "writes: expected none of the storages [3] that the step r",
+        ),
+        ({}, {"writes": (), "reads": (1,)}, {}, "traces[1].steps[1].reads: expected produced storages that "),
+        ({}, {"writes": (), "reads": (3,)}, {"writes": (3,), "reads": ()}, "traces[0].steps[3].reads: expec"),
+        ({}, {}, {"writes": (3,), "reads": ()}, "expected storages that no other step writes, got 3 again"),
+    ],
+)
+def test_produced_storages_are_written_once_and_then_read(
+    storage: dict[str, Any], forward: dict[str, Any], backward: dict[str, Any], sentence: str
+) -> None:
+    storages, (first, second) = produced_example()
+    storages = (*storages[:3], replace(storages[3], **storage))
+    first = replace(first, steps=(*first.steps[:3], replace(first.steps[3], **forward)))
+    second = replace(second, steps=(second.steps[0], replace(second.steps[1], **backward)))
+    with pytest.raises(PayloadError, match=re.escape(sentence)):
+        produced_payload(storages, (first, second)).to_bytes()
 
 
 TITLES = {"Payload": "## The top level", "ProgramFile": "### Program", "Decisions": "### Plan"}
