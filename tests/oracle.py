@@ -58,13 +58,16 @@ def must(fact: bool, sentence: str) -> None:
 
 
 def check_facts(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: Plan) -> None:
-    reads = {t.graph: [s.reads for s in t.steps] for t in traces}
-    must(reads == {t.graph: [s.reads for s in t.steps] for t in plan.traces}, "made for other traces")
+    reads = {t.graph: [(s.reads, s.writes) for s in t.steps] for t in traces}
+    planned = {t.graph: [(s.reads, s.writes) for s in t.steps] for t in plan.traces}
+    must(reads == planned, "made for other traces")
     must(sorted(reads) == sorted(s.graph for s in plan.schedules), "not one schedule a trace")
     must(len(plan.outside) == len(set(plan.outside)), "a storage is outside twice")
     must(all(0 <= s < len(storages) for s in plan.outside), "no such storage outside")
     for s, storage in enumerate(storages):
-        must(storage.kind == "streamable" or s in plan.outside, f"storage {s} may not be streamed")
+        may = storage.kind in ("streamable", "produced")
+        must(may or s in plan.outside, f"storage {s} may not be streamed")
+    check_produced(storages, plan)
     outside = sum(storages[s].nbytes for s in plan.outside)
     must(0 <= plan.arena_bytes <= plan.budget - outside, "over budget")
     if plan.arena.kind == "paged":
@@ -87,6 +90,53 @@ def check_facts(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: 
         must(trace.follows is None or plan.wrap == "overlap", "a call after another, which nothing crosses")
         schedule = next(s for s in plan.schedules if s.graph == trace.graph)
         check_order(schedule, trace, len(reads[trace_before(trace)]))
+
+
+def check_produced(storages: tuple[Storage, ...], plan: Plan) -> None:
+    """What can be seen of storages that steps write."""
+    writes = [s for t in plan.traces for step in t.steps for s in step.writes]
+    must(len(writes) == len(set(writes)), "two steps write a storage")
+    must(all(storages[s].kind == "produced" for s in writes), "a step writes what is not produced")
+    for s in written_inside(storages, plan):
+        start = plan.arena.layout[s]
+        segment = next((g for g in plan.arena.segments if g.start <= start < g.stop), Range(0, 0))
+        others = [at for at in placed(storages, plan) if segment.start <= at < segment.stop]
+        must(others == [start], "a produced storage shares its segment")
+    must(
+        all(writer_of(storages, plan, r.start) is None for r in plan.resident), "resident bytes are produced"
+    )
+    by_graph = {t.graph: t for t in plan.traces}
+    for schedule in plan.schedules:
+        for t in schedule.transfers:
+            inside = writer_of(storages, plan, t.start) is not None
+            must(t.direction == "in" or inside, "bytes that no step writes are copied out")
+        trace = by_graph[schedule.graph]
+        own, before = (
+            {s for step in t.steps for s in step.writes} for t in (trace, by_graph[trace_before(trace)])
+        )
+        for r in plan.boundary if schedule.boundary is None else schedule.boundary:
+            s = writer_of(storages, plan, r.start)
+            must(
+                s is None or s in before - own, "the boundary holds bytes that the call before does not write"
+            )
+
+
+def written_inside(storages: tuple[Storage, ...], plan: Plan) -> list[int]:
+    """The storages that steps write in the arena."""
+    return [
+        s
+        for s, x in enumerate(storages)
+        if x.kind == "produced" and x.nbytes and s not in plan.outside and plan.arena.layout[s] >= 0
+    ]
+
+
+def writer_of(storages: tuple[Storage, ...], plan: Plan, offset: int) -> int | None:
+    """The produced storage in whose segment an offset of the layout lies."""
+    for s in written_inside(storages, plan):
+        for g in plan.arena.segments:
+            if g.start <= offset < g.stop and g.start <= plan.arena.layout[s] < g.stop:
+                return s
+    return None
 
 
 def trace_before(trace: Trace) -> int:
@@ -199,11 +249,18 @@ class Machine:
         self.queue = self.in_line()
         # Copies under way: the step, over all passes, that waits for them, and what they bring.
         self.flying: dict[int, tuple[int, set[Unit]]] = {}
+        # Copies out under way: the step whose end waits for them, and what they take.
+        self.leaving: dict[int, tuple[int, set[Unit]]] = {}
+        # By layout offset, the pass that wrote the bytes last, and the pass whose bytes the spill file has.
+        self.written: dict[int, int] = {}
+        self.spilled: dict[int, int] = {}
+        self.running = False  # the next step to end has taken memory for what it writes, and reads
         self.numbered = 0
         self.holds: dict[int, int] = {}  # unit of memory -> layout offset of the data in it
         self.memory: set[int] = set()  # units of memory that are taken
         self.peak = 0  # bytes of them
         self.resident = {u for r in plan.resident for u, _ in self.units(r.start, r.stop)}
+        self.produced = {data for _, data in self.units_of(written_inside(storages, plan))}
 
     def in_line(self) -> list[tuple[int, Transfer]]:
         transfers = ((p, t) for p, g in enumerate(self.graphs) for t in self.schedules[g].transfers)
@@ -233,8 +290,12 @@ class Machine:
         return {(u, self.edges[u] - shift) for u in range(lo, hi)}
 
     def units_read(self, graph: int, step: int) -> set[Unit]:
+        return self.units_of(self.traces[graph].steps[step].reads)
+
+    def units_of(self, some: Iterable[int]) -> set[Unit]:
+        """The units of storages in the arena."""
         found: set[Unit] = set()
-        for s in self.traces[graph].steps[step].reads:
+        for s in some:
             if s not in self.plan.outside and self.storages[s].nbytes:
                 start = self.plan.arena.layout[s]
                 must(start >= 0, f"storage {s} is nowhere")
@@ -249,6 +310,7 @@ class Machine:
     def run(self) -> None:
         self.begin_cold()
         for number in range(self.passes):
+            self.forget(number)
             while self.ended < self.begins[number + 1]:
                 actions = self.legal_actions()
                 must(bool(actions), f"everything waits at step {self.ended}")
@@ -274,6 +336,16 @@ class Machine:
             readers = (k for k in range(steps) if self.units_read(graph, k) & units)
             self.fly(next(readers, steps - 1), units)
         must(self.resident <= self.memory, "resident bytes are not in the boundary")
+        for one in self.traces[trace_before(self.traces[graph])].steps:
+            for _, data in self.units_of(one.writes):
+                self.spilled[data] = self.written[data] = -1
+
+    def forget(self, number: int) -> None:
+        """Nothing is left of what a pass writes when it begins."""
+        for step in self.traces[self.graphs[number]].steps:
+            for _, data in self.units_of(step.writes):
+                self.spilled.pop(data, None)
+                self.written.pop(data, None)
 
     def next_may_start(self) -> bool:
         if not self.queue:
@@ -282,14 +354,17 @@ class Machine:
         return self.ended > self.begins[number] + transfer.after
 
     def needed(self) -> set[int]:
-        """Copies that the next step waits for."""
-        return {i for i, (step, _) in self.flying.items() if step <= self.ended}
+        """Copies that the next step waits for: those in before it runs, and those out before it ends."""
+        waits = self.leaving if self.running else self.flying
+        return {i for i, (step, _) in waits.items() if step <= self.ended}
 
     def legal_actions(self) -> list[Action]:
-        actions = [("finish", i) for i in self.flying]
+        actions = [("finish", i) for i in (*self.flying, *self.leaving)]
         if self.next_may_start():
             actions.append(("start", 0))
-        to_come = any(self.begins[number] + t.step <= self.ended for number, t in self.queue)
+        way = "out" if self.running else "in"
+        line = ((number, t) for number, t in self.queue if t.direction == way)
+        to_come = any(self.begins[number] + t.step <= self.ended for number, t in line)
         if not self.needed() and not to_come:
             actions.append(("step", 0))
         return actions
@@ -299,35 +374,88 @@ class Machine:
         if kind == "start":
             self.start()
         elif kind == "finish":
-            self.holds.update(self.flying.pop(number)[1])
+            self.finish(number)
+        elif self.running:
+            self.end_step()
         else:
-            self.step()
+            self.begin_step()
+
+    def finish(self, number: int) -> None:
+        if number in self.flying:
+            self.holds.update(self.flying.pop(number)[1])
+            return
+        for unit, data in self.leaving.pop(number)[1]:
+            must(self.holds.get(unit) == data, "bytes change while they are copied out")
+            self.spilled[data] = self.written[data]
 
     def start(self) -> None:
         number, transfer = self.queue.pop(0)
         units = self.units(transfer.start, transfer.stop)
         places = {u for u, _ in units}
+        if transfer.direction == "out":
+            self.start_out(self.begins[number] + transfer.step, units)
+            return
         must(not places & self.resident, "a transfer overwrites resident bytes")
         must(not (self.paged and places & self.memory), "a transfer brings bytes that are there")
-        written = {u for _, others in self.flying.values() for u, _ in others}
-        must(not places & written, "two copies write the same bytes at once")
+        self.check_quiet(places)
+        self.check_spilled(units)
         self.fly(self.begins[number] + transfer.step, units)
 
+    def start_out(self, step: int, units: set[Unit]) -> None:
+        must(all(self.holds.get(u) == data for u, data in units), "bytes are copied out that are not there")
+        for _, data in units:
+            self.spilled.pop(data, None)  # until the copy ends, nobody knows what the file has
+        self.leaving[self.numbered] = (step, units)
+        self.numbered += 1
+
+    def check_spilled(self, units: set[Unit]) -> None:
+        for data in {data for _, data in units} & self.produced:
+            known = data in self.written and self.spilled.get(data) == self.written[data]
+            must(known, "a transfer brings bytes that the spill file does not have")
+
+    def check_quiet(self, places: set[int]) -> None:
+        """No copy is under way to or from these places."""
+        flying = {u for _, others in self.flying.values() for u, _ in others}
+        must(not places & flying, "two copies write the same bytes at once")
+        leaving = {u for _, others in self.leaving.values() for u, _ in others}
+        must(not places & leaving, "bytes go while they are copied out")
+
     def fly(self, step: int, units: set[Unit]) -> None:
-        for u, _ in units:
-            self.holds.pop(u, None)  # poison: whoever reads it before the copy ends, fails
-            self.memory.add(u)
+        self.take(units)
         self.flying[self.numbered] = (step, units)
         self.numbered += 1
+
+    def take(self, units: set[Unit]) -> None:
+        for u, _ in units:
+            self.holds.pop(u, None)  # poison: whoever reads it before it is filled, fails
+            self.memory.add(u)
         taken = sum(self.edges[u + 1] - self.edges[u] for u in self.memory)
         self.peak = max(self.peak, taken)
         must(taken <= self.plan.arena_bytes, "more memory than the arena has")
 
-    def step(self) -> None:
+    def now(self) -> tuple[int, int, int]:
+        """The pass, the method and the step that come next or run."""
         number = max(p for p in range(self.passes) if self.begins[p] <= self.ended and self.lengths[p])
-        graph, step = self.graphs[number], self.ended - self.begins[number]
+        return number, self.graphs[number], self.ended - self.begins[number]
+
+    def begin_step(self) -> None:
+        number, graph, step = self.now()
+        self.write(number, self.units_of(self.traces[graph].steps[step].writes))
         for unit, data in self.units_read(graph, step):
             must(self.holds.get(unit) == data, f"step {self.ended} reads other data than its own")
+        self.running = True
+
+    def write(self, number: int, units: set[Unit]) -> None:
+        places = {u for u, _ in units}
+        must(not (self.paged and places & self.memory), "a step writes where bytes are")
+        self.check_quiet(places)
+        self.take(units)
+        self.holds.update(units)
+        self.written.update((data, number) for _, data in units)
+
+    def end_step(self) -> None:
+        _, graph, step = self.now()
+        self.running = False
         self.ended += 1
         for drop in self.schedules[graph].drops:
             if drop.step == step:
@@ -337,109 +465,6 @@ class Machine:
         for unit, data in self.units(drop.start, drop.stop):
             must(unit not in self.resident, "a drop takes resident bytes")
             must(self.holds.get(unit) == data, "a drop takes bytes that are not there")
+            self.check_quiet({unit})
             del self.holds[unit]
             self.memory.discard(unit)
-
-
-# What an engine really did.
-
-Event = tuple[str, int, int]
-"""("fill" | "filled" | "drop", start, stop) of the layout, ("read" | "ended" | "begin", graph, step)."""
-
-
-def check_log(
-    storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: Plan, log: list[Event], *, readers: int
-) -> None:
-    """Raise UnsafeError where an engine that ran `plan` without a miss did what the plan does not allow."""
-    must({t.graph for t in traces} == {t.graph for t in plan.traces}, "made for other traces")
-    Replay(storages, plan, log, readers).replay()
-
-
-class Replay(Machine):
-    """The memory of a machine that does what a log says."""
-
-    def __init__(
-        self,
-        storages: tuple[Storage, ...],
-        plan: Plan,
-        log: list[Event],
-        readers: int,
-    ) -> None:
-        self.log = log
-        # One of several threads that fill may tell later of an earlier copy.
-        self.strict = readers == 1 and plan.arena.backing != "mapped"
-        graphs = [graph for what, graph, _ in log if what == "begin"]
-        super().__init__(storages, plan, graphs[0], eager)
-        # An engine expects calls in turn from the first schedule on; where another comes, it may start over,
-        # unlogged.
-        in_turn = all(trace_before(self.traces[b]) == a for a, b in pairwise(graphs))
-        self.only = graphs[0] == plan.schedules[0].graph and in_turn
-        following = {trace_before(t): t.graph for t in plan.traces}
-        self.graphs = [*graphs, following[graphs[-1]]]
-        self.lengths = [len(self.traces[graph].steps) for graph in self.graphs]
-        self.begins = [sum(self.lengths[:p]) for p in range(len(self.graphs))]
-        self.queue = self.in_line()
-        cold = [*plan.resident, *self.boundary_of(graphs[0])]
-        self.cold = set().union(*(self.parts(r.start, r.stop) for r in cold))
-        self.left: dict[int, set[Unit]] = {}  # by place in the queue: what has not started of a copy
-
-    def all_spans(self) -> list[tuple[int, int]]:
-        moved = [(a, b) for what, a, b in self.log if what in ("fill", "filled", "drop")]
-        cuts = [cut for start, stop in moved for cut in self.cuts(start, stop)]
-        return super().all_spans() + [(a + self.shift(a), b + self.shift(a)) for a, b in cuts]
-
-    def cuts(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """A range cut where storages begin, which lie anywhere in a contiguous arena."""
-        begins = [] if self.paged else placed(self.storages, self.plan)
-        return list(pairwise([start, *sorted({at for at in begins if start < at < stop}), stop]))
-
-    def parts(self, start: int, stop: int) -> set[Unit]:
-        return set().union(*(self.units(a, b) for a, b in self.cuts(start, stop)))
-
-    def replay(self) -> None:
-        passes = -1
-        for what, a, b in self.log:
-            if what == "begin":
-                passes += 1
-                self.ended = self.begins[passes]
-            elif what == "read":
-                held = all(self.holds.get(unit) == data for unit, data in self.units_read(a, b))
-                must(held, f"step {b} of pass {passes} reads other data than its own")
-            elif what == "ended":
-                self.ended = self.begins[passes] + b + 1
-            else:
-                {"fill": self.fill, "filled": self.filled, "drop": self.leave}[what](self.parts(a, b))
-
-    def fill(self, units: set[Unit]) -> None:
-        places = {u for u, _ in units}
-        must(not (self.paged and places & self.memory), "a fill brings bytes that are there")
-        written = {u for _, others in self.flying.values() for u, _ in others}
-        must(not places & written, "two fills write the same bytes at once")
-        if self.only and not units <= self.cold:
-            self.start_of(units)
-        self.cold -= units
-        self.fly(0, units)
-
-    def start_of(self, units: set[Unit]) -> None:
-        """Find the copies that a fill is a part of, which must be the next ones, and may start."""
-        for place, (number, transfer) in enumerate(self.queue):
-            left = self.left.setdefault(place, self.parts(transfer.start, transfer.stop))
-            if units & left:
-                late = self.ended > self.begins[number] + transfer.after
-                must(late, "a copy starts before the step it waits for")
-                self.left[place], units = left - units, units - left
-            if not units:
-                return
-            must(not self.left[place] or not self.strict, "a copy overtakes another")
-        raise UnsafeError("a fill of no copy of the plan")
-
-    def filled(self, units: set[Unit]) -> None:
-        number = next((n for n, (_, others) in self.flying.items() if others == units), None)
-        must(number is not None, "bytes came that were not asked for")
-        self.holds.update(self.flying.pop(number or 0)[1])
-
-    def leave(self, units: set[Unit]) -> None:
-        for unit, data in units:
-            if self.holds.get(unit) == data:
-                del self.holds[unit]
-                self.memory.discard(unit)

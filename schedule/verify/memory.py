@@ -43,8 +43,10 @@ class Memory:
         self._check_arena()
         self._inside = [s for s, at in enumerate(plan.arena.layout) if at != -1 and self._takes_room(s)]
         self._slots = sorted((plan.arena.layout[s], s) for s in self._inside)
+        self._produced: dict[int, int] = {}  # by the start of its segment, a storage that a step writes
         for s in self._inside:
             self._check_storage(s)
+        self._check_produced()
         self._edges = self._cut()
 
     def place(self, item: Item) -> Place:
@@ -64,6 +66,11 @@ class Memory:
         content = LAYOUT if self.paged else s
         start = self._plan.arena.layout[s] + self._shift(content)
         return self._cells(content, start, start + self._storages[s].nbytes)
+
+    def produced(self, item: Item) -> int | None:
+        """The storage that a step writes in whose segment a range lies; None if the range is of weights."""
+        segment = self._segment(item.start)
+        return None if segment is None else self._produced.get(segment.start)
 
     @property
     def cells(self) -> int:
@@ -152,6 +159,24 @@ class Memory:
                 f"storage {s} at address {address} is not where the layout has it in a granule of {granule} "
                 f"bytes: at {start % granule}"
             )
+
+    def _check_produced(self) -> None:
+        """A storage that a step writes shares its segment with no other."""
+        held: dict[int, list[int]] = {}
+        for s in self._inside:
+            segment = self._segment(self._plan.arena.layout[s])
+            assert segment is not None
+            held.setdefault(segment.start, []).append(s)
+        for start, some in held.items():
+            for s in some:
+                if self._storages[s].kind != "produced":
+                    continue
+                if len(some) > 1:
+                    raise PlanError(
+                        f"storage {s} is produced and shares a segment of the layout with {len(some) - 1} "
+                        "others, expected one of its own"
+                    )
+                self._produced[start] = s
 
     def _takes_room(self, s: int) -> bool:
         return s not in self._outside and self._storages[s].nbytes > 0

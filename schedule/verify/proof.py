@@ -14,6 +14,9 @@ from penstock.schedule.facts.model import Decisions, Range, Schedule, Storage, T
 from penstock.schedule.verify.memory import ABSENT, Memory
 from penstock.schedule.verify.walk import Walk, dropped_or_written, lay
 
+IN_ARENA = ("streamable", "produced")
+"""The kinds of storages that may be in the arena."""
+
 
 def verify_plan(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: Decisions) -> None:
     """Return when `plan` is safe for every method of the program, at any speed of any copy.
@@ -25,9 +28,10 @@ def verify_plan(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: 
     _check_budget(storages, plan)
     for schedule, trace in _paired(plan):
         _check_schedule(schedule, trace, _before(plan, trace))
-    _check_host(plan)
     memory = Memory(storages, plan)
+    _check_host(plan, memory)
     _check_resident(memory, plan)
+    _check_produced(memory, plan)
     for _, trace in _paired(plan):
         Walk(memory, plan, _calls(plan, trace)).run()
 
@@ -66,7 +70,8 @@ def _check_traces(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan
             )
     program = {t.graph: t for t in traces}
     for trace in plan.traces:
-        reads, expected = [[s.reads for s in t.steps] for t in (trace, program[trace.graph])]
+        both = (trace, program[trace.graph])
+        reads, expected = [[(s.reads, s.writes) for s in t.steps] for t in both]
         if reads != expected:
             step = next((k for k, (a, b) in enumerate(zip(reads, expected, strict=False)) if a != b), None)
             where = (
@@ -75,6 +80,7 @@ def _check_traces(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan
             raise PlanError(f"graph {trace.graph}: the plan was made for another program, which has {where}")
         _check_trace(storages, trace)
     _check_turns(plan)
+    _check_writes(storages, plan)
 
 
 def _check_turns(plan: Decisions) -> None:
@@ -93,12 +99,26 @@ def _check_turns(plan: Decisions) -> None:
         raise PlanError("expected no trace to follow another where copies may not cross the end of a call")
 
 
+def _check_writes(storages: tuple[Storage, ...], plan: Decisions) -> None:
+    """A step writes what is produced, and no other step writes it."""
+    written: set[int] = set()
+    for trace in plan.traces:
+        for k, step in enumerate(trace.steps):
+            for s in step.writes:
+                if not 0 <= s < len(storages) or storages[s].kind != "produced" or s in written:
+                    raise PlanError(
+                        f"graph {trace.graph}: step {k} ({step.name}) writes storage {s}, expected a "
+                        f"produced one of {len(storages)} that no other step writes"
+                    )
+                written.add(s)
+
+
 def _check_trace(storages: tuple[Storage, ...], trace: Trace) -> None:
     if min(trace.tail_ns, trace.gap_ns, *(min(s.lead_ns, s.read_ns) for s in trace.steps), 0) < 0:
         raise PlanError(f"graph {trace.graph}: expected times of 0 ns or more, got a negative one")
     for k, step in enumerate(trace.steps):
         for s in step.reads:
-            if not 0 <= s < len(storages) or storages[s].kind != "streamable":
+            if not 0 <= s < len(storages) or storages[s].kind not in IN_ARENA:
                 raise PlanError(
                     f"graph {trace.graph}: step {k} ({step.name}) reads storage {s}, which is not a "
                     f"streamable one of {len(storages)}"
@@ -113,7 +133,7 @@ def _check_budget(storages: tuple[Storage, ...], plan: Decisions) -> None:
             f"expected indices of {len(storages)} storages outside the arena, each once, got {plan.outside}"
         )
     for s, storage in enumerate(storages):
-        if storage.kind != "streamable" and s not in outside:
+        if storage.kind not in IN_ARENA and s not in outside:
             raise PlanError(
                 f"storage {s} is {storage.kind} and must be outside the arena, but the plan does not list it"
             )
@@ -146,10 +166,10 @@ def _check_schedule(schedule: Schedule, trace: Trace, before: Trace) -> None:
                 f"{where} waits for step {transfer.after}, expected one from {least} to "
                 f"{transfer.step - 1}: before its own, and one pass back at most"
             )
-        if (transfer.direction, transfer.link) != ("in", 0):
+        if transfer.direction not in ("in", "out") or transfer.link != 0:
             raise PlanError(
-                f"{where} has direction {transfer.direction!r} and link {transfer.link}, expected 'in' "
-                "and 0, the only ones there are"
+                f"{where} has direction {transfer.direction!r} and link {transfer.link}, expected 'in' or "
+                "'out' and 0, the only ones there are"
             )
 
 
@@ -176,7 +196,26 @@ def _check_resident(memory: Memory, plan: Decisions) -> None:
                 raise PlanError(f"graph {schedule.graph}: {name} takes bytes that are resident")
 
 
-def _check_host(plan: Decisions) -> None:
+def _check_produced(memory: Memory, plan: Decisions) -> None:
+    """Produced bytes are never resident, cross to the next call alone, and nothing else is copied out."""
+    for item in plan.resident:
+        if memory.produced(item) is not None:
+            raise PlanError(f"bytes {item.start}:{item.stop} are produced, and cannot be resident")
+    for schedule, trace in _paired(plan):
+        own, before = ({s for k in t.steps for s in k.writes} for t in (trace, _before(plan, trace)))
+        for item in plan.boundary_of(schedule):
+            s = memory.produced(item)
+            if s is not None and s not in before - own:
+                raise PlanError(
+                    f"bytes {item.start}:{item.stop} of the boundary of graph {schedule.graph} are of "
+                    f"storage {s}, which the call before does not write"
+                )
+        for name, one in dropped_or_written(schedule):
+            if isinstance(one, Transfer) and one.direction == "out" and memory.produced(one) is None:
+                raise PlanError(f"graph {schedule.graph}: {name} copies out bytes that no step writes")
+
+
+def _check_host(plan: Decisions, memory: Memory) -> None:
     """The host holds the bytes of every transfer, or they pass through its ring, and both fit its memory."""
     rings = {schedule.staging_bytes for schedule in plan.schedules} - {0}
     if plan.host is None:
@@ -192,7 +231,8 @@ def _check_host(plan: Decisions) -> None:
         )
     for schedule in plan.schedules:
         for item in plan.boundary_of(schedule):
-            if not rings and _lacks(item, plan.host.resident, plan.resident):
+            weights = memory.produced(item) is None
+            if weights and not rings and _lacks(item, plan.host.resident, plan.resident):
                 raise PlanError(
                     f"bytes {item.start}:{item.stop} of the boundary of graph {schedule.graph} are neither "
                     "on the device nor with the host, which has no ring; plan again"
@@ -220,6 +260,8 @@ def _staging_faults(schedule: Schedule, held: Sequence[Range]) -> Iterator[str]:
         return
     for transfer, nbytes in zip(schedule.transfers, staged, strict=True):
         missing = _missing(transfer, held)
+        if transfer.direction == "out" and missing:
+            yield f"the host has no memory for the bytes {transfer.start}:{transfer.stop} that are copied out"
         if nbytes != missing:
             yield (
                 f"the host lacks {missing} of the bytes {transfer.start}:{transfer.stop}, "

@@ -7,6 +7,11 @@ passes is safe at any speed of any copy. At the start of a pass, the boundary is
 In the first pass, all that is known is that each of its ranges has arrived when it is first read. In the
 second pass, ranges arrive as in every later pass, so two passes prove all of them. Methods whose calls come
 in turn run in turn, twice, from each of them on.
+
+Produced bytes take memory when the step begins that writes them. A copy out holds its bytes from when it may
+start to the end of the step that waits for it; only then may they leave or be overwritten, and only from then
+on may a copy in bring them. What the spill file has is forgotten when a call begins that writes it anew. From
+a cold device, it has all that the call before wrote.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from penstock.schedule.verify.memory import ABSENT, Item, Memory, Place
 
 PASSES = 2
 NEVER = 1 << 62
+NEVER_YET = -1
 
 
 def lay(items: Sequence[Item], memory: Memory, what: str) -> list[int]:
@@ -85,7 +91,8 @@ class _Steps:
 
     def __init__(self, call: Call, gates: Sequence[int], memory: Memory) -> None:
         self.schedule, self.trace = call
-        self.reads = [_read_places(memory, step.reads) for step in self.trace.steps]
+        self.reads = [_places(memory, step.reads) for step in self.trace.steps]
+        self.writes = [_places(memory, step.writes) for step in self.trace.steps]
         self.opened: dict[int, list[int]] = defaultdict(list)
         for i, gate in enumerate(gates):
             self.opened[gate].append(i)
@@ -98,8 +105,8 @@ class _Steps:
         return len(self.trace.steps)
 
 
-def _read_places(memory: Memory, reads: tuple[int, ...]) -> list[tuple[int, Place]]:
-    places = ((s, memory.place_storage(s)) for s in reads)
+def _places(memory: Memory, storages: tuple[int, ...]) -> list[tuple[int, Place]]:
+    places = ((s, memory.place_storage(s)) for s in storages)
     return [(s, place) for s, place in places if place is not None]
 
 
@@ -118,6 +125,14 @@ class Walk:
         self._owner = list(self._boundaries[0])
         self._due = self._cold_due()
         self._occupied = sum(r.nbytes for r in self._items)
+        # By storage and cell, the step by whose end the spill file has the bytes; by cell, the step up to
+        # whose end a copy out needs them.
+        self._saved = {(s, c): NEVER_YET for s, place in self._written(-1) for c in range(place.lo, place.hi)}
+        self._leaving = [NEVER_YET] * memory.cells
+
+    def _written(self, which: int) -> list[tuple[int, Place]]:
+        """The storages that a call writes, with their cells."""
+        return [one for step in self._calls[which].writes for one in step]
 
     def run(self) -> None:
         """Walk through two passes of every method. Raises PlanError at the first fault."""
@@ -135,8 +150,12 @@ class Walk:
 
     def _run_call(self, following: _Steps, begun: int) -> None:
         call = self._call
+        written = {s for places in call.writes for s, _ in places}
+        self._saved = {key: step for key, step in self._saved.items() if key[0] not in written}
         for step in range(call.count):
             now = begun + step
+            for s, place in call.writes[step]:
+                self._write(s, place, now, begun)
             for s, place in call.reads[step]:
                 self._read(s, place, now, begun)
             for i in call.dropped[step]:
@@ -177,6 +196,29 @@ class Walk:
             found = "a transfer may still be writing"
         raise self._fault(f"{self._step(now - begun)} reads storage {s}, of which {self._at(cell)} {found}")
 
+    def _write(self, s: int, place: Place, now: int, begun: int) -> None:
+        what = f"{self._step(now - begun)} writes storage {s} to"
+        for cell in range(place.lo, place.hi):
+            if self._owner[cell] != ABSENT and (self._memory.paged or self._due[cell] > now):
+                raise self._fault(f"{what} {self._at(cell)}, which are not free")
+        self._check_leaving(place, now - 1, what)
+        self._fill(place, now)
+        self._occupied += self._nbytes(place)
+        self._check_room(f"in {self._step(now - begun)}")
+
+    def _fill(self, place: Place, due: int) -> None:
+        self._owner[place.lo : place.hi] = [place.content] * (place.hi - place.lo)
+        self._due[place.lo : place.hi] = [due] * (place.hi - place.lo)
+
+    def _nbytes(self, place: Place) -> int:
+        return sum(extent.nbytes for extent in map(self._memory.extent, range(place.lo, place.hi)))
+
+    def _check_leaving(self, place: Place, now: int, what: str) -> None:
+        """Raise PlanError if a copy out may need bytes of these cells after the end of step `now`."""
+        for cell in range(place.lo, place.hi):
+            if self._leaving[cell] > now:
+                raise self._fault(f"{what} {self._at(cell)} before a copy out of them is sure to be done")
+
     def _drop(self, i: int, now: int) -> None:
         drop = self._call.schedule.drops[i]
         place = self._memory.place(drop)
@@ -187,6 +229,7 @@ class Walk:
         if max(self._due[place.lo : place.hi]) > now:
             cell = next(c for c in range(place.lo, place.hi) if self._due[c] > now)
             raise self._fault(f"{what} takes {self._at(cell)} before they are sure to have arrived")
+        self._check_leaving(place, now, f"{what} takes")
         self._owner[place.lo : place.hi] = [ABSENT] * (place.hi - place.lo)
         self._occupied -= drop.stop - drop.start
 
@@ -194,6 +237,14 @@ class Walk:
         transfer = schedule.transfers[i]
         place = self._memory.place(transfer)
         lo, hi = place.lo, place.hi
+        produced = self._memory.produced(transfer)
+        if transfer.direction == "out":
+            assert produced is not None
+            self._start_out(schedule, i, now, begun, produced)
+            return
+        if produced is not None:
+            self._check_saved(schedule, i, produced, now)
+        self._check_leaving(place, now, f"{_transfer(schedule, i)} may write")
         for cell in range(lo, hi):
             if self._owner[cell] != ABSENT and self._due[cell] > now:
                 raise self._fault(
@@ -206,9 +257,28 @@ class Walk:
                 f"{_transfer(schedule, i)} brings {self._at(cell)}, which are on the device already: "
                 "drop them before it starts"
             )
-        self._owner[lo:hi] = [place.content] * (hi - lo)
-        self._due[lo:hi] = [begun + transfer.step] * (hi - lo)
+        self._fill(place, begun + transfer.step)
         self._occupied += transfer.stop - transfer.start
+
+    def _start_out(self, schedule: Schedule, i: int, now: int, begun: int, s: int) -> None:
+        transfer = schedule.transfers[i]
+        place = self._memory.place(transfer)
+        for cell in range(place.lo, place.hi):
+            if self._owner[cell] != place.content or self._due[cell] > now:
+                raise self._fault(
+                    f"{_transfer(schedule, i)} copies out {self._at(cell)}, which are not sure to be there"
+                )
+            self._saved[s, cell] = begun + transfer.step
+            self._leaving[cell] = max(self._leaving[cell], begun + transfer.step)
+
+    def _check_saved(self, schedule: Schedule, i: int, s: int, now: int) -> None:
+        place = self._memory.place(schedule.transfers[i])
+        for cell in range(place.lo, place.hi):
+            if self._saved.get((s, cell), NEVER) > now:
+                raise self._fault(
+                    f"{_transfer(schedule, i)} brings {self._at(cell)} before they are sure to be in the "
+                    "spill file"
+                )
 
     def _check_room(self, when: str) -> None:
         if self._memory.paged and self._occupied > self._plan.arena_bytes:

@@ -33,8 +33,8 @@ from penstock.schedule.facts.problem import Problem
 from penstock.schedule.plan import Plan
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.space.layout import mapped_arena, packed_arena
-from tests import oracle
-from tests.oracle import Event
+from tests import engine_log
+from tests.engine_log import Event
 from tests.runtime.arena.native_arena import files_of, options_of, payload_of
 from tests.schedule.traces import hardwares, in_files, storages_and_traces
 
@@ -163,7 +163,7 @@ class Case:
 
     def check_log(self, readers: int) -> None:
         """Have the oracle look at what an engine did."""
-        oracle.check_log(self.storages, self.traces, self.plan, self.log, readers=readers)
+        engine_log.check_log(self.storages, self.traces, self.plan, self.log, readers=readers)
 
     @property
     def payload(self) -> bytes:

@@ -70,7 +70,7 @@ def test_the_oracle_allows_what_an_engine_does_and_nothing_else(engine, case):
     spoiled = {
         "reads other data": case.log[:last] + case.log[last + 1 :],
         "were not asked for": [*case.log[:last], case.log[last], *case.log[last:]],
-        "no copy of the plan|bytes that are there|two fills": [
+        "no copy of the plan|bytes that are there|write the same bytes": [
             *case.log[:first],
             *(("fill", *case.log[first][1:]), case.log[first]),
             *case.log[first:],

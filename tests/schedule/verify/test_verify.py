@@ -216,8 +216,8 @@ def test_issue_order_delays_a_transfer_that_asks_to_start_earlier() -> None:
 def test_indices_and_kinds(plan: Plan) -> None:
     refuse(transfers(plan, 1, step=3, after=2), "names a step that is not one of 3")
     refuse(scheduled(plan, drops=(Drop(0, 8, -1),)), "names a step that is not one of 3")
-    refuse(transfers(plan, 1, link=1), "link 1, expected 'in' and 0")
-    refuse(transfers(plan, 1, direction="out"), "direction 'out'")
+    refuse(transfers(plan, 1, link=1), "link 1, expected 'in' or 'out' and 0")
+    refuse(transfers(plan, 1, direction="out"), "copies out bytes that no step writes")
     refuse(scheduled(plan, predicted_ns=-1), "expected a predicted time of 0 ns or more, got -1")
     refuse(replace(plan, traces=(replace(TRACES[0], gap_ns=-1),)), "expected times of 0 ns or more")
     mutable = (trace_of((0,), (1,), (3,)),)
