@@ -79,7 +79,11 @@ def _floor(pieces: Pieces) -> Floor:
         return Floor(outside, outside, "", ())
     lower, step = max(steps, key=lambda one: one[0])
     upper = max(lower, tight(pieces.blocks).nbytes) if demand.arena.kind == "contiguous" else lower
-    reads = tuple(s for s in step.reads if demand.arena.layout[s] >= 0 and demand.storages[s].nbytes > 0)
+    reads = tuple(
+        s
+        for s in (*step.reads, *step.writes)
+        if demand.arena.layout[s] >= 0 and demand.storages[s].nbytes > 0
+    )
     return Floor(outside + min(lower, most), outside + min(upper, most), step.name, reads)
 
 
@@ -170,7 +174,8 @@ def _timed_again(plan: Plan, problem: Problem, nearness: float) -> Plan | None:
 
 def _in_turn(demand: Demand) -> Demand:
     """The demand in which methods whose calls come in turn are one."""
-    return replace(demand, traces=joined_traces(demand.traces))
+    traces = _planned_traces(demand) if isinstance(demand, Problem) else demand.traces
+    return replace(demand, traces=joined_traces(traces))
 
 
 def _planned_traces(problem: Problem) -> tuple[Trace, ...]:
@@ -252,7 +257,8 @@ def _least_ns(problem: Problem, cap: int) -> int:
     """A lower bound of the period: bytes that do not fit into `cap` are copied in every pass."""
     total = 0
     for trace in problem.traces:
-        read = {s for step in trace.steps for s in step.reads}
+        used = {s for step in trace.steps for s in step.reads}
+        read = {s for s in used if problem.storages[s].kind == "streamable"}
         copied = sum(problem.storages[s].nbytes for s in read) - cap
         total += max(trace.compute_ns, problem.hardware.copy_ns(copied) if copied > 0 else 0)
     return total

@@ -22,6 +22,10 @@ and the period is the compute plus the sum of all waits. A byte that a plan brin
 on the host nor on the device. So the tier of the host has the same constraints, with the memory of both and
 the rate of the disk, and it keeps at least what the device keeps.
 
+What is produced is there when it has been written, and has no gap from its last read to the next time that it
+is written. The bytes that leave over any of its gaps are copied out once, at some time in the pass, over the
+same link unless that carries both at once.
+
 Any plan, of any number of passes, gives a solution: the mean over its passes. In the relaxation copies may be
 split at will, follow no order and arrive in parts, so its optimum can be better than every plan.
 
@@ -39,7 +43,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy
 
@@ -84,7 +88,9 @@ class Relaxation:
 
 def tier_of(nbytes: int, hardware: Hardware, granule: int = 1) -> Tier:
     """The device's tier with `nbytes` of memory, into which whole granules are copied."""
-    return Tier(nbytes, 1e9 / hardware.link_bytes_per_s, hardware.link_latency_ns, granule)
+    out = 1e9 / (hardware.write_bytes_per_s or hardware.link_bytes_per_s)
+    tier = Tier(nbytes, 1e9 / hardware.link_bytes_per_s, hardware.link_latency_ns, granule)
+    return replace(tier, out_ns_per_byte=out, duplex=hardware.duplex)
 
 
 def usable_bytes(groups: Sequence[Group], granule: int, nbytes: int) -> int:
@@ -110,7 +116,8 @@ def relax(problem: Problem, pieces: Pieces, tiers: Sequence[Tier], which: int = 
     needed = numpy.array(needed_bytes(groups, len(trace.steps), which=which), dtype=float)
     shares = numpy.array([gap.group for gap in gaps])
     always = sum(group.nbytes for group in groups if group.kept)
-    program = LinearProgram(sizes, needed[phases.checkpoints], phases, tiers)
+    spilled = numpy.array([groups[gap.group].produced for gap in gaps])
+    program = LinearProgram(sizes, needed[phases.checkpoints], phases, tiers, groups=shares, spilled=spilled)
     add_latency(program, shares, always)
     program.close()
     solved = _solve_in_granules(program, tiers[0].granule)

@@ -29,6 +29,8 @@ Among solutions of equal period, the solver then finds one that copies the fewes
 class Tier:
     """Memory that holds weights, in bytes, and the link that fills it, in nanoseconds a byte.
 
+    Copies out take `out_ns_per_byte`, and with `duplex` no time of the copies in.
+
     `nbytes` is the memory of this tier and of all tiers before it, and `granule` the fewest bytes that one
     copy brings. Two fields say what fixed addresses force: at least `least_copied` bytes are copied in every
     pass, and a copy of a group brings at most `most_at_once[group]` bytes (None: as many as there are).
@@ -40,6 +42,8 @@ class Tier:
     granule: int = 1
     least_copied: int = 0
     most_at_once: Mapping[int, int] | None = None
+    out_ns_per_byte: float = 0.0
+    duplex: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,8 +140,17 @@ class LinearProgram:
     """
 
     def __init__(
-        self, sizes: numpy.ndarray, needed: numpy.ndarray, phases: Phases, tiers: Sequence[Tier]
+        self,
+        sizes: numpy.ndarray,
+        needed: numpy.ndarray,
+        phases: Phases,
+        tiers: Sequence[Tier],
+        *,
+        groups: numpy.ndarray,
+        spilled: numpy.ndarray,
     ) -> None:
+        """`groups` has the group of each gap, and `spilled` is true for gaps of what is produced."""
+        self.groups, self.spilled = groups, spilled
         self.unit_bytes = float(sizes.mean())
         self.unit_ns = self.unit_bytes * max(tier.ns_per_byte for tier in tiers)
         self.needed = needed
@@ -150,14 +163,21 @@ class LinearProgram:
         self._tier_columns = 2 * len(sizes) + 7 * m + 2 + APART
         columns = self._tier_columns * len(tiers) + m
         self._wait = numpy.arange(columns - m, columns)
+        outs = 2 * m + len(sizes) if spilled.any() else 0
+        self._outs = numpy.split(numpy.arange(columns, columns + outs), (m, 2 * m))
+        self._out = tiers[0].out_ns_per_byte * self.unit_bytes / self.unit_ns
+        columns += outs
         self.equals, self.at_most = _Rows(columns), _Rows(columns)
         self.cost = numpy.zeros(columns)
         self.cost[self._wait] = 1.0
-        self.tie = _TIE * sum(self._copy) * float(self.sizes.sum())  # the most that all copies cost
+        most = sum(self._copy) + (self._out if outs else 0.0)
+        self.tie = _TIE * most * float(self.sizes.sum())  # the most that all copies cost
         self.longest_pause = [0.0] * len(tiers)
         self.least_shared = [0.0] * len(tiers)
         for tier in range(len(tiers)):
             self._add_tier(tier)
+        if outs:
+            self._add_outs()
 
     def close(self) -> None:
         """Build the matrices and the bounds, once all constraints have been added."""
@@ -218,11 +238,17 @@ class LinearProgram:
         rows = upper.add(self._room[tier])
         upper.put(rows, its.over, 1.0)
         upper.put(rows, its.early, 1.0)
+        lead, read, _ = self._outs
+        shared = len(lead) > 0 and not tier and not self.tiers[0].duplex
         rows = upper.add(phases.lead_ns / self.unit_ns)
+        if shared:
+            upper.put(rows, lead, self._out)
         upper.put(rows, its.lead, self._copy[tier])
         upper.put(rows, its.lead_pause, 1.0)
         upper.put(rows, self._wait, -1.0)
         rows = upper.add(phases.read_ns / self.unit_ns)
+        if shared:
+            upper.put(rows, read, self._out)
         upper.put(rows, its.read, self._copy[tier])
         upper.put(rows, its.read_pause, 1.0)
         upper.put(rows, its.idle, 1.0)
@@ -235,6 +261,27 @@ class LinearProgram:
             rows = upper.add(numpy.zeros(len(its.kept)))
             upper.put(rows, self.columns(tier - 1).kept, 1.0)
             upper.put(rows, its.kept, -1.0)
+
+    def _add_outs(self) -> None:
+        """Add the copies out: what leaves over any gap of a produced group has been copied out once."""
+        lead, read, spilled = self._outs
+        upper, its, phases = self.at_most, self.columns(0), self.phases
+        mine = numpy.nonzero(self.spilled)[0]
+        _, number = numpy.unique(self.groups[mine], return_inverse=True)
+        rows = upper.add(-self.sizes[mine])
+        upper.put(rows, its.kept[mine], -1.0)
+        upper.put(rows, spilled[number], -1.0)
+        row = upper.add(numpy.zeros(1))
+        upper.put(numpy.zeros(number.max() + 1, dtype=int) + row, spilled[: number.max() + 1], 1.0)
+        for copied in (lead, read):
+            upper.put(numpy.zeros(len(copied), dtype=int) + row, copied, -1.0)
+        self.cost[lead] = self.cost[read] = _TIE * self._out
+        if self.tiers[0].duplex:
+            rows = upper.add(phases.lead_ns / self.unit_ns)
+            upper.put(rows, lead, self._out)
+            upper.put(rows, self._wait, -1.0)
+            rows = upper.add(phases.read_ns / self.unit_ns)
+            upper.put(rows, read, self._out)
 
     def _bounds(self) -> numpy.ndarray:
         """Bounds of all variables within which an optimum lies: no step waits longer than all copies take."""
@@ -253,5 +300,8 @@ class LinearProgram:
                 bounds[pauses, 1] = longest
             bounds[its.spent, 1] = longest + float(self.phases.read_ns.sum()) / self.unit_ns
             waits += total * copy + longest
+        if self._outs[0].size:
+            waits += total * self._out
+            bounds[self._outs[1], 1] = self.phases.read_ns / self.unit_ns / self._out
         bounds[self._wait, 1] = waits
         return bounds

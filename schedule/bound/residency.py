@@ -35,14 +35,23 @@ class Gap:
 
 
 def gaps_of(groups: Sequence[Group], trace: Trace, *, which: int = 0) -> tuple[Gap, ...]:
-    """The gaps of every group that trace number `which` reads and that a plan may drop."""
+    """The gaps of every group that trace number `which` reads and that a plan may drop.
+
+    There is no gap between the last read of what is produced and the step that writes it anew: no copy can
+    bring it then.
+    """
     n = len(trace.steps)
     return tuple(
         Gap(index, opens, closes)
         for index, group in enumerate(groups)
         if not group.kept and group.reads[which]
-        for opens, closes in itertools.pairwise((*group.reads[which], group.reads[which][0] + n))
+        for opens, closes in itertools.pairwise((*group.reads[which], *_again(group, n, which)))
     )
+
+
+def _again(group: Group, steps: int, which: int) -> tuple[int, ...]:
+    """The first use of a group in the next pass of `steps` steps, if what it holds then is the same."""
+    return () if group.produced else (group.reads[which][0] + steps,)
 
 
 def needed_bytes(groups: Sequence[Group], steps: int, *, which: int = 0) -> list[int]:

@@ -85,7 +85,8 @@ def steady_period_ns(trace: Trace, schedule: Schedule, hardware: Hardware, wrap:
     order = _topological_order(edges, count, schedule.graph)
     rank = {node: position for position, node in enumerate(order)}
     edges.sort(key=lambda edge: rank[edge[1]])
-    copying = sum(hardware.copy_ns(t.stop - t.start) for t in schedule.transfers)
+    lines = _lines(schedule, hardware)
+    copying = max((sum(hardware.moving_ns(schedule.transfers[i]) for i in one) for one in lines), default=0)
     staging = sum(hardware.disk_ns(schedule.staged[i]) for i in _staged(schedule))
     weight, height = max(trace.compute_ns, copying, staging), 1
     while True:
@@ -113,7 +114,7 @@ def simulate(
     incoming: list[list[tuple[int, int, int]]] = [[] for _ in range(count)]
     for source, target, weight, height in edges:
         incoming[target].append((source, weight, height))
-    copy_ns = [hardware.copy_ns(t.stop - t.start) for t in transfers]
+    copy_ns = [hardware.moving_ns(t) for t in transfers]
     disk_ns = [hardware.disk_ns(schedule.staged[i]) for i in _staged(schedule)]
     least = [0] * len(steps) + [hardware.link_fill_ns + ns for ns in copy_ns] + [0] + disk_ns
     before: list[int] | None = None
@@ -171,29 +172,41 @@ def _edges(trace: Trace, schedule: Schedule, hardware: Hardware, wrap: Wrap) -> 
     """Yield the edges of the event graph, with events as numbers.
 
     The steps are numbered from 0, and then the transfers, the start of the call, and the reads of the disk.
-    Transfers run in issue order, so a step waits only for the last of the transfers made for it. The bytes of
-    a transfer flow when those of the one before have come, and when the link's time to fill has passed since
-    the transfer might start.
+    Transfers of one line run in issue order, so a step waits only for the last of those made for it: its read
+    for copies in, and its end for copies out. The bytes of a transfer flow when those of the one before it in
+    its line have come, and when the link's time to fill has passed since the transfer might start. The copies
+    in and out are two lines where the link carries both at once.
     """
     steps, transfers = trace.steps, schedule.transfers
     n, m = len(steps), len(transfers)
     call = n + m
-    last_for_step = {t.step: n + i for i, t in enumerate(transfers)}
+    last_for_step: dict[tuple[int, str], int] = {
+        (t.step, t.direction): n + i for i, t in enumerate(transfers)
+    }
     yield n - 1 if n else call, call, trace.tail_ns + trace.gap_ns, 1
     for k, step in enumerate(steps):
         yield (k - 1 if k else call), k, step.lead_ns + step.read_ns, 0
-        if k in last_for_step:
-            yield last_for_step[k], k, step.read_ns, 0
-    in_flight = None
-    for i, transfer in enumerate(transfers):
-        node, copy_ns = n + i, hardware.copy_ns(transfer.stop - transfer.start)
-        yield (node - 1, node, copy_ns, 0) if i else (n + m - 1, node, copy_ns, 1)
-        early = transfer.after < 0
-        yield transfer.after + n * early, node, hardware.link_fill_ns + copy_ns, int(early)
-        in_flight = node if early else in_flight
-    if wrap == "barrier" and in_flight is not None:
-        yield in_flight, call, trace.gap_ns, 0
+        for way, waits_ns in (("in", step.read_ns), ("out", 0)):
+            if (k, way) in last_for_step:
+                yield last_for_step[k, way], k, waits_ns, 0
+    for line in _lines(schedule, hardware):
+        in_flight = None
+        for place, i in enumerate(line):
+            transfer, node = transfers[i], n + i
+            copy_ns = hardware.moving_ns(transfer)
+            yield n + line[place - 1], node, copy_ns, int(place == 0)
+            early = transfer.after < 0
+            yield transfer.after + n * early, node, hardware.link_fill_ns + copy_ns, int(early)
+            in_flight = node if early else in_flight
+        if wrap == "barrier" and in_flight is not None:
+            yield in_flight, call, trace.gap_ns, 0
     yield from _stage_edges(schedule, hardware, n)
+
+
+def _lines(schedule: Schedule, hardware: Hardware) -> list[list[int]]:
+    """The indices of the transfers that share a line of the link, in issue order."""
+    ways = [t.direction if hardware.duplex else "both" for t in schedule.transfers]
+    return [[i for i, way in enumerate(ways) if way == one] for one in dict.fromkeys(ways)]
 
 
 def _stage_edges(schedule: Schedule, hardware: Hardware, n: int) -> Iterator[Edge]:

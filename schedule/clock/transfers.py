@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy
@@ -59,7 +59,13 @@ class Loads:
     """
 
     def __init__(
-        self, groups: Sequence[Group], gaps: Sequence[Gap], steps: int, *, breaks: Collection[int]
+        self,
+        groups: Sequence[Group],
+        gaps: Sequence[Gap],
+        steps: int,
+        *,
+        breaks: Collection[int],
+        which: int = 0,
     ) -> None:
         rows = [
             (
@@ -81,7 +87,14 @@ class Loads:
         counts = [len(group.spans) for group in groups]
         first = numpy.array([0, *itertools.accumulate(counts)], dtype=numpy.int64)
         of_gap = numpy.array([first[gap.group] for gap in gaps], dtype=numpy.int64)
+        written = [group.reads[which][0] if group.produced and group.reads[which] else -1 for group in groups]
+        ends = [group.reads[which][-1] if written[g] >= 0 else -1 for g, group in enumerate(groups)]
+        self.written, self.ends = (
+            numpy.repeat(numpy.array(one, dtype=numpy.int64), counts) for one in (written, ends)
+        )
+        """By span, the steps that write it and that use it last; -1 for weights."""
         self.span = of_gap[self.gap] + self.number
+        self.produced = self.written[self.span] >= 0
         self.steps = steps
         self.gaps = gaps
         self.breaks = breaks
@@ -93,33 +106,41 @@ class Loads:
 
     def never_in(self, rows: numpy.ndarray) -> numpy.ndarray:
         """A mask over all spans: true for those that none of these rows copies."""
-        never = numpy.ones(len(self.spans), dtype=bool)
+        never: numpy.ndarray = self.written < 0
         never[self.span[rows]] = False
         return never
 
     def stream(
-        self, rows: numpy.ndarray, resident: numpy.ndarray, *, cap: int, early: int, join: Join | None = None
-    ) -> Streaming:
+        self,
+        rows: numpy.ndarray,
+        resident: numpy.ndarray,
+        *,
+        cap: int,
+        early: int,
+        join: Join | None = None,
+        put_off: int = 0,
+    ) -> Streaming | None:
         """The transfers and drops that copy the chosen `rows` in `cap` bytes of memory.
 
         `rows` is a mask over the rows, and `resident` a mask over the spans that never leave. Only transfers
         for steps up to `early` may start before the pass does. The memory that each step needs by itself must
         be within `cap`. `join` joins neighbouring transfers; without it, only those with equal step and
-        `after` are joined.
+        `after` are joined. Copies out are put off as long as no more than `put_off` bytes wait for them. None
+        if a copy then finds no memory in time.
         """
-        nbytes, dropped = self.nbytes[rows], self.dropped[rows]
-        crossing = ~rows & (self.dropped < 0) & ~resident[self.span]
+        nbytes, dropped = self.nbytes[rows], self._left(rows, put_off)
+        crossing = ~rows & (self.dropped < 0) & ~resident[self.span] & ~self.produced
         base = int(self.span_bytes[resident].sum() + self.nbytes[crossing].sum())
 
-        freed = numpy.zeros(self.steps, dtype=numpy.int64)
-        numpy.add.at(freed, dropped % self.steps, nbytes)
-        freed = freed.cumsum()
-        two_passes = numpy.concatenate((freed - nbytes.sum(), freed))
-        after = numpy.searchsorted(two_passes, base + nbytes.cumsum() - cap) - self.steps
-        after = numpy.maximum.accumulate(numpy.maximum(after, dropped))
+        freed, taken = self._gone(dropped, nbytes), self._made(self.written)
+        after = numpy.searchsorted(self._free(freed, taken, nbytes.sum()), base + nbytes.cumsum() - cap)
+        after = numpy.maximum.accumulate(numpy.maximum(after - self.steps, dropped))
+        outs = self._outs(rows, dropped)
         if len(after):
-            after = numpy.maximum(after, after[-1] - self.steps)
+            after = numpy.maximum(after, max([after[-1], *(t.after for t in outs)]) - self.steps)
         after = numpy.maximum(after, numpy.where(self.step[rows] > early, 0, -self.steps))
+        if put_off and (after >= self.step[rows]).any():
+            return None
 
         pieces = self._merged(rows, after)
         transfers = tuple(join(pieces)) if join else pieces
@@ -128,9 +149,77 @@ class Loads:
             in_flight = [(t.step, Range(t.start, t.stop)) for t in transfers if t.after < 0]
             kept = [(int(self.step[i]), self.spans[self.span[i]]) for i in numpy.nonzero(crossing)[0]]
             boundary = tuple(span for _, span in sorted(kept + in_flight))
-            return Holding(self._drops(rows), boundary, self._peak(base, freed, transfers))
+            drops = self._drops(rows, dropped)
+            return Holding(drops, boundary, self._peak(base, freed, taken, transfers))
 
-        return Streaming(transfers, follow)
+        both = sorted((*transfers, *outs), key=lambda t: (t.after, t.step)) if outs else transfers
+        return Streaming(tuple(both), follow)
+
+    def _made(self, at: numpy.ndarray) -> numpy.ndarray:
+        """The bytes of produced spans up to each step; `at` has the step at which each span counts."""
+        made = self.written >= 0
+        result = numpy.zeros(self.steps, dtype=numpy.int64)
+        numpy.add.at(result, at[made], self.span_bytes[made])
+        return result.cumsum()
+
+    def _gone(self, dropped: numpy.ndarray, nbytes: numpy.ndarray) -> numpy.ndarray:
+        """The bytes that have left in a pass when each step ends."""
+        freed = numpy.zeros(self.steps, dtype=numpy.int64)
+        numpy.add.at(freed, dropped % self.steps, nbytes)
+        gone: numpy.ndarray = freed.cumsum() + self._made(self.ends)
+        return gone
+
+    def _free(self, freed: numpy.ndarray, taken: numpy.ndarray, copied: int) -> numpy.ndarray:
+        """For the steps of the pass before and of this one, the memory that is free from their ends on.
+
+        It counts from what is free when a pass begins, and without the copies in. A step takes memory for
+        what it writes when it begins.
+        """
+        if not taken.any():
+            return numpy.concatenate((freed - copied, freed))
+        following = numpy.append(taken[1:], taken[-1] + taken[0])
+        free = freed - following
+        passes = numpy.concatenate((free - copied, free, free + copied))
+        least: numpy.ndarray = numpy.minimum.accumulate(passes[::-1])[::-1]
+        return least[: 2 * self.steps]
+
+    def _left(self, rows: numpy.ndarray, put_off: int) -> numpy.ndarray:
+        """The step at whose end each row's span leaves: at once, or when too many bytes wait for copies out.
+
+        Only what leaves right after the step that writes it can be put off.
+        """
+        dropped: numpy.ndarray = self.dropped[rows]
+        fresh = numpy.nonzero(self.produced[rows] & (dropped == self.written[self.span[rows]] + 1))[0]
+        if not put_off or not len(fresh):
+            return dropped
+        fresh = fresh[numpy.argsort(dropped[fresh], kind="stable")]
+        waiting = self.nbytes[rows][fresh].cumsum()
+        full = numpy.searchsorted(waiting, waiting - self.nbytes[rows][fresh] + put_off, side="right")
+        begins = numpy.append(dropped[fresh] - 1, 2 * self.steps)[full]
+        dropped = dropped.copy()
+        dropped[fresh] = numpy.maximum(dropped[fresh], numpy.minimum(begins - 1, self.step[rows][fresh] - 1))
+        return dropped
+
+    def _outs(self, rows: numpy.ndarray, dropped: numpy.ndarray) -> list[Transfer]:
+        """The copies out of produced spans that leave before their last read, once for each span."""
+        first: dict[int, tuple[int, int, int, int]] = {}
+        made = numpy.nonzero(self.produced[rows])[0]
+        spans = self.span[rows][made]
+        columns = (spans, self.written[spans], dropped[made], self.start[rows][made], self.stop[rows][made])
+        for span, *facts in zip(*(column.tolist() for column in columns), strict=True):
+            first.setdefault(span, tuple(facts))
+        result: list[Transfer] = []
+        for written, step, start, stop in sorted(first.values()):
+            last = result[-1] if result else None
+            if (
+                last
+                and (last.after, last.step, last.stop) == (written, step, start)
+                and start not in self.breaks
+            ):
+                result[-1] = replace(last, stop=stop)
+            else:
+                result.append(Transfer(start, stop, step, written, "out"))
+        return result
 
     def _merged(self, rows: numpy.ndarray, after: numpy.ndarray) -> tuple[Transfer, ...]:
         """Make one transfer of neighbouring rows for the same step that may start at the same time."""
@@ -149,17 +238,22 @@ class Loads:
             result.append(Transfer(start, stop, step, earliest))
         return tuple(result)
 
-    def _drops(self, row: numpy.ndarray) -> tuple[Drop, ...]:
-        """The drops of the spans that the chosen rows copy again, by step."""
+    def _drops(self, row: numpy.ndarray, dropped: numpy.ndarray) -> tuple[Drop, ...]:
+        """The drops of the spans that the chosen rows copy again, and of what is produced, by step."""
         spans: dict[int, list[Range]] = {}
-        columns = (self.dropped[row] % self.steps, self.start[row], self.stop[row])
+        for span, step in enumerate(self.ends.tolist()):
+            if step >= 0:
+                spans.setdefault(step, []).append(self.spans[span])
+        columns = (dropped % self.steps, self.start[row], self.stop[row])
         for step, start, stop in zip(*(column.tolist() for column in columns), strict=True):
             spans.setdefault(step, []).append(Range(start, stop))
         return tuple(
             Drop(r.start, r.stop, step) for step in sorted(spans) for r in merged(spans[step], self.breaks)
         )
 
-    def _peak(self, base: int, freed: numpy.ndarray, transfers: Sequence[Transfer]) -> int:
+    def _peak(
+        self, base: int, freed: numpy.ndarray, taken: numpy.ndarray, transfers: Sequence[Transfer]
+    ) -> int:
         """The most bytes that are on the device, or on their way to it, during any step."""
         after = numpy.array([t.after for t in transfers], dtype=numpy.int64)
         copied = numpy.array([t.stop - t.start for t in transfers], dtype=numpy.int64)
@@ -168,4 +262,4 @@ class Loads:
         arrived = copied[numpy.searchsorted(after, steps)]
         arrived += copied[numpy.searchsorted(after, steps - self.steps)]
         gone = numpy.concatenate(([0], freed[:-1]))
-        return int((base + arrived - gone).max(initial=base))
+        return int((base + arrived + taken - gone).max(initial=base))

@@ -9,7 +9,7 @@ divided where control is the caller's.
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -162,26 +162,32 @@ def _shares(total: int, times: Sequence[int]) -> list[int]:
 def _within_reach(schedule: Schedule, starts: Sequence[int]) -> Schedule:
     """The schedule in which no copy may start before the call before its own begins.
 
-    Transfers start in issue order, so none may start before those issued before it either.
+    Transfers start in issue order, those of one call before those of the next, so none may start before those
+    issued before it either.
     """
     gate = max((t.after for t in schedule.transfers), default=0) - starts[-1]
+    order = sorted(
+        range(len(schedule.transfers)), key=lambda i: bisect_right(starts, schedule.transfers[i].step)
+    )
     transfers = []
-    for t in schedule.transfers:
+    for t in (schedule.transfers[i] for i in order):
         begin = max(start for start in starts if start <= t.step)
         before = starts[starts.index(begin) - 1] if begin else starts[-2] - starts[-1]
         gate = max(gate, t.after, before)
         transfers.append(replace(t, after=gate))
-    return replace(schedule, transfers=tuple(transfers))
+    staged = tuple(schedule.staged[i] for i in order) if schedule.staged else ()
+    return replace(schedule, transfers=tuple(transfers), staged=staged)
 
 
 def _boundaries(
     plan: Decisions, schedule: Schedule, starts: Sequence[int], turn: Sequence[Trace]
 ) -> list[tuple[Range, ...]]:
     """What is on the device, or on its way, when each part begins, in the order of its first reads."""
-    edges = _edges(plan, schedule)
+    edges, made = _edges(plan, schedule), _produced_segments(plan, turn)
+    edges = sorted({*edges, *(edge for one in made.values() for edge in (one.start, one.stop))})
     held = set(_cells(edges, plan.boundary_of(schedule)))
     brought: dict[int, list[Transfer]] = defaultdict(list)
-    for t in schedule.transfers:
+    for t in (t for t in schedule.transfers if t.direction == "in"):
         brought[t.after % starts[-1]].append(t)
     dropped: dict[int, list[Drop]] = defaultdict(list)
     for drop in schedule.drops:
@@ -189,10 +195,22 @@ def _boundaries(
     found = []
     for k in range(len(turn)):
         found.append(_in_order(plan, edges, held, turn[k]))
-        for step in range(starts[k], starts[k + 1]):
+        for step, one in enumerate(turn[k].steps, starts[k]):
+            held.update(_cells(edges, (made[s] for s in one.writes if s in made)))
             held.difference_update(_cells(edges, dropped[step]))
             held.update(_cells(edges, brought[step]))
     return found
+
+
+def _produced_segments(plan: Decisions, turn: Sequence[Trace]) -> dict[int, Range]:
+    """By storage that a step writes in the arena, the segment of the layout that it has for itself."""
+    written = {s for trace in turn for step in trace.steps for s in step.writes} - set(plan.outside)
+    return {
+        s: segment
+        for segment in plan.arena.segments
+        for s in written
+        if segment.start <= plan.arena.layout[s] < segment.stop
+    }
 
 
 def _edges(plan: Decisions, schedule: Schedule) -> list[int]:

@@ -24,6 +24,9 @@ Timing = Literal["modelled", "measured"]
 Direction = Literal["in", "out"]
 FileKind = Literal["file", "named"]
 
+IN_ARENA: tuple[Kind, ...] = ("streamable", "produced")
+"""The kinds of storages that may be in an arena."""
+
 ALIGNMENT = 64
 """Bytes. Kernels choose their code, and so the last bits of results, by addresses modulo this at most."""
 
@@ -299,6 +302,11 @@ class Hardware:
         """Nanoseconds that one transfer of `nbytes` out of the arena takes, rounded up."""
         rate = self.write_bytes_per_s or self.link_bytes_per_s
         return self.link_latency_ns + -int(-nbytes * 1e9 // rate)
+
+    def moving_ns(self, transfer: Transfer) -> int:
+        """Nanoseconds that a transfer takes in its direction, rounded up."""
+        nbytes = transfer.stop - transfer.start
+        return self.copy_ns(nbytes) if transfer.direction == "in" else self.write_ns(nbytes)
 
     @property
     def link_fill_ns(self) -> int:

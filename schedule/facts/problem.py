@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from penstock.schedule.facts.model import Arena, Hardware, Storage, Trace, Wrap
+from penstock.schedule.facts.model import IN_ARENA, Arena, Hardware, Storage, Trace, Wrap
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,23 @@ class Demand:
     @cached_property
     def outside(self) -> tuple[int, ...]:
         """The storages that are never in the arena, whether a step reads them or not."""
-        return tuple(s for s, storage in enumerate(self.storages) if storage.kind != "streamable")
+        some = enumerate(self.storages)
+        return tuple(s for s, one in some if one.kind not in IN_ARENA or s in self._crossing)
+
+    @cached_property
+    def _crossing(self) -> frozenset[int]:
+        """The produced storages that one trace writes and another reads: either may run alone."""
+        uses: dict[int, set[int]] = {}
+        for which, trace in enumerate(self.traces):
+            for s in (s for step in trace.steps for s in (*step.reads, *step.writes)):
+                uses.setdefault(s, set()).add(which)
+        some = ((s, traces) for s, traces in uses.items() if self.storages[s].kind == "produced")
+        return frozenset(s for s, traces in some if len(traces) > 1)
 
     @cached_property
     def streamed(self) -> tuple[int, ...]:
         """The storages that are in the arena at some step, in the order of their first read."""
-        return first_uses(self.storages, self.traces)
+        return tuple(s for s in first_uses(self.storages, self.traces) if s not in self._crossing)
 
     @cached_property
     def outside_bytes(self) -> int:
@@ -54,6 +65,6 @@ class Problem(Demand):
 
 
 def first_uses(storages: Sequence[Storage], traces: Sequence[Trace]) -> tuple[int, ...]:
-    """The streamable storages that hold bytes and are read, in the order of their first read."""
-    order = dict.fromkeys(s for trace in traces for step in trace.steps for s in step.reads)
-    return tuple(s for s in order if storages[s].kind == "streamable" and storages[s].nbytes > 0)
+    """The storages with bytes that may be in an arena and are used, in the order of their first use."""
+    order = dict.fromkeys(s for t in traces for step in t.steps for s in (*step.reads, *step.writes))
+    return tuple(s for s in order if storages[s].kind in IN_ARENA and storages[s].nbytes > 0)

@@ -190,9 +190,10 @@ class _Search:
         if resident is None:
             return None
         resident -= set(family.ends)
-        streamed = [block.size for b, block in enumerate(self.blocks) if b not in resident]
+        some = ((b, block) for b, block in enumerate(self.blocks) if not block.produced)
+        streamed = [block.size for b, block in some if b not in resident]
         copied = sum(streamed) - max(0, beside - ring)
-        latencies = (len(streamed) - 1) * self.hardware.link_latency_ns
+        latencies = max(0, len(streamed) - 1) * self.hardware.link_latency_ns
         least = max(self.compute_ns, self.hardware.copy_ns(copied) + latencies)
         return _Candidate(resident, ring if ends else None, least)
 

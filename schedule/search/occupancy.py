@@ -7,23 +7,28 @@ block has been read for the last time. A place in the arena is thus refilled cel
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from penstock.schedule.clock.joining import MERGED_BYTES
-from penstock.schedule.facts.model import Drop, Range, Transfer
-from penstock.schedule.facts.problem import Demand
+from penstock.schedule.facts.model import Drop, Hardware, Range, Trace, Transfer
+from penstock.schedule.facts.problem import Problem
 from penstock.schedule.search.task import Draft
 from penstock.schedule.space.addresses import Addressing
 from penstock.schedule.space.pieces import Block
 from penstock.schedule.space.spans import merged
+
+_TIMES_AS_LONG = 2
+"""Bytes that are copied out stay for this many times as long as their copy takes, if there is room."""
 
 
 @dataclass
 class _Moves:
     """What is copied and dropped in a pass of one trace, and which bytes stay until the next pass.
 
+    `outs` maps (step that writes, step that waits, block) to the layout ranges to copy out.
     `copies` maps (step, step that must have ended, block) to the layout ranges to copy, and `drops` maps a
     step to the ranges that leave when it ends. `crossing` pairs each range that stays with the first step of
     the next pass that reads it.
@@ -31,26 +36,31 @@ class _Moves:
 
     copies: dict[tuple[int, int, int], list[Range]] = field(default_factory=dict)
     drops: dict[int, list[Range]] = field(default_factory=dict)
+    outs: dict[tuple[int, int, int], list[Range]] = field(default_factory=dict)
     crossing: list[tuple[int, Range]] = field(default_factory=list)
 
 
 class Occupancy:
     """The copies and drops that the addresses of a placement cause in every trace of a demand."""
 
-    def __init__(self, demand: Demand, blocks: Sequence[Block], placement: Addressing) -> None:
+    def __init__(self, demand: Problem, blocks: Sequence[Block], placement: Addressing) -> None:
         self._demand, self._blocks, self._placement = demand, blocks, placement
+        hardware = demand.hardware
         self._begins = frozenset(block.range.start for block in blocks)
         pieces, cells = _cells(blocks, placement)
         resident: list[Range] = []
         self._moves = [_Moves() for _ in demand.traces]
+        self._waits = [_Waits(trace, hardware) for trace in demand.traces]
         for cell, users in enumerate(cells):
-            if len(users) == 1:
+            if len(users) == 1 and not blocks[users[0]].produced:
                 resident.append(pieces[users[0]][cell])
                 continue
             for which, trace in enumerate(demand.traces):
                 reads = sorted((k, b) for b in users for k in blocks[b].reads[which])
                 ranges = {b: pieces[b][cell] for b in users}
-                _move(reads, ranges, len(trace.steps), self._moves[which])
+                used = (b for b in users if blocks[b].produced and blocks[b].reads[which])
+                written = {b: blocks[b].reads[which][0] for b in used}
+                _move(_Cell(reads, ranges, written, self._waits[which]), len(trace.steps), self._moves[which])
         self._resident = merged(resident, self._begins)
 
     def decide(self, early: int, least: int = 0) -> Draft:
@@ -89,12 +99,19 @@ class Occupancy:
             for one, after in _joined(sorted(some), least, self._begins)
             for piece in _parts(one)
         )
-        reached = max((after for _, after, _ in rows), default=0) - steps
+        last = [after for _, after, _ in rows] + [written for written, _, _ in moves.outs]
+        reached = max(last, default=0) - steps
         result = []
         for step, after, piece in rows:
             reached = max(reached, after, 0 if step > early else after)
             result.append(Transfer(piece.start, piece.stop, step, reached))
-        return tuple(result)
+        outs = [
+            Transfer(piece.start, piece.stop, step, written, "out")
+            for (written, step, _), ranges in moves.outs.items()
+            for one in merged(ranges, self._begins)
+            for piece in _parts(one)
+        ]
+        return tuple(sorted((*result, *outs), key=lambda t: (t.after, t.step)) if outs else result)
 
     def _addresses(self) -> tuple[int, ...]:
         """The address of every storage in a contiguous arena (-1 for one outside); () for a paged arena."""
@@ -128,22 +145,75 @@ def _cells(blocks: Sequence[Block], placement: Addressing) -> tuple[list[dict[in
     return pieces, cells
 
 
-def _move(reads: Sequence[tuple[int, int]], ranges: dict[int, Range], steps: int, moves: _Moves) -> None:
-    """Add the copies and drops of one cell to `moves`.
+class _Waits:
+    """How long what is copied out stays, in the steps of one trace."""
 
-    `reads` has a pair (step, block) for each read of the cell in a pass, in order of time. `ranges` maps each
-    block to its layout range in the cell.
+    def __init__(self, trace: Trace, hardware: Hardware) -> None:
+        self._hardware = hardware
+        self._ended = list(itertools.accumulate(step.lead_ns + step.read_ns for step in trace.steps))
+
+    def until(self, written: int, nbytes: int, least: int, most: int) -> int:
+        """The step, from `least` to `most`, by whose end a copy out has had time enough."""
+        done = self._ended[written] + _TIMES_AS_LONG * self._hardware.write_ns(nbytes)
+        return max(least, min(most, bisect_left(self._ended, done)))
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """One cell of the arena: who uses it in a pass.
+
+    `reads` has a pair (step, block) for each use, in order of time, and `ranges` the layout range in the cell
+    of each block. `written` has the first use of each produced block, which writes it.
     """
+
+    reads: Sequence[tuple[int, int]]
+    ranges: dict[int, Range]
+    written: dict[int, int]
+    waits: _Waits
+
+    def writes(self, j: int) -> bool:
+        """True if use number j writes its block."""
+        k, b = self.reads[j]
+        return self.written.get(b) == k
+
+    def leaves(self, j: int, steps: int) -> int:
+        """The step at whose end the block of use number j leaves the cell, which others then fill.
+
+        What is copied out may stay longer, until the step before the one that fills the cell.
+        """
+        k, b = self.reads[j]
+        if k != self.written.get(b, -2) + 1 or not self.out(j):
+            return k
+        following = self.reads[j + 1][0] if j + 1 < len(self.reads) else steps
+        return self.waits.until(self.written[b], self.ranges[b].nbytes, k, following - 1)
+
+    def out(self, j: int) -> bool:
+        """True if the block of use number j is produced, leaves behind it, and is read again."""
+        _, b = self.reads[j]
+        again = any(other == b for _, other in self.reads[j + 1 :])
+        return b in self.written and again and self.reads[j + 1][1] != b
+
+
+def _move(cell: _Cell, steps: int, moves: _Moves) -> None:
+    """Add the copies and drops of one cell to `moves`."""
+    reads, ranges = cell.reads, cell.ranges
+    saved: set[int] = set()
     for j, (k, b) in enumerate(reads):
-        before, user = reads[j - 1]
-        following = reads[(j + 1) % len(reads)][1]
-        if user != b:
-            after = before if j else before - steps
-            moves.copies.setdefault((k, after, b), []).append(ranges[b])
+        user = reads[j - 1][1]
+        following = (j + 1) % len(reads)
+        if cell.writes(j):
+            pass  # its bytes come from the step itself
+        elif user != b:
+            before = cell.leaves((j - 1) % len(reads), steps)
+            moves.copies.setdefault((k, before if j else before - steps, b), []).append(ranges[b])
         elif j == 0:
             moves.crossing.append((k, ranges[b]))
-        if following != b:
-            moves.drops.setdefault(k, []).append(ranges[b])
+        if reads[following][1] != b or cell.writes(following):
+            leaves = cell.leaves(j, steps)
+            moves.drops.setdefault(leaves, []).append(ranges[b])
+            if cell.out(j) and b not in saved:
+                saved.add(b)
+                moves.outs.setdefault((cell.written[b], leaves, b), []).append(ranges[b])
 
 
 def _joined(

@@ -12,6 +12,7 @@ A candidate is a choice of the rows that are copied.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,6 +54,12 @@ memory with 235 copies, and 1.13 times with 12.
 
 _JOINED = 4
 """The number of candidates, the fastest ones, whose copies are joined in every way."""
+
+_PUT_OFF = (0, 1 / 16, 1 / 4, 1 / 2, 1)
+"""Values tried for the bytes that may wait to be copied out, as shares of the spare memory.
+
+Where they have more time to leave, copies for later steps have less memory.
+"""
 
 _EFFORT, _SMALL_EFFORT = 40_000, 2_000
 """The most copies that one search may join in every way: of a large problem, and of a small one.
@@ -210,13 +217,22 @@ class OneTrace:
         self.effort -= len(pieces)
         return self.joiner.fastest(pieces)
 
+    def _put_off(self, rows: numpy.ndarray) -> Sequence[int]:
+        """The bytes that may wait to be copied out, of which several amounts are tried."""
+        if not self.loads.produced[rows].any():
+            return (0,)
+        return sorted({int(self.spare * share) for share in _PUT_OFF})
+
     def _time(self, rows: numpy.ndarray, join: Join | None = None) -> None:
         """Time the copies of these rows on the event graph, and rank the candidate among the best ones."""
         stays = self.loads.never_in(rows)
         last = len(self.trace.steps) - 1
-        for early in (last,) if self.wrap == "overlap" else (last, 0):
-            streaming = self.loads.stream(rows, stays, cap=self.cap, early=early, join=join)
-            busy = sum(self.hardware.copy_ns(t.stop - t.start) for t in streaming.transfers)
+        choices = (last,) if self.wrap == "overlap" else (last, 0)
+        for early, put_off in itertools.product(choices, self._put_off(rows)):
+            streaming = self.loads.stream(rows, stays, cap=self.cap, early=early, join=join, put_off=put_off)
+            if streaming is None:
+                continue
+            busy = sum(map(self.hardware.moving_ns, streaming.transfers))
             if busy >= self._worst_ns():
                 continue
             schedule = Schedule(self.trace.graph, streaming.transfers, (), 0)

@@ -76,7 +76,7 @@ def _share_for_all(
         gaps = gaps_of(groups, trace, which=which)
         steps = len(trace.steps)
         residency = Residency(groups, gaps, needed_bytes(groups, steps, which=which))
-        plans.append((trace, residency, Loads(groups, gaps, steps, breaks=pieces.breaks)))
+        plans.append((trace, residency, Loads(groups, gaps, steps, breaks=pieces.breaks, which=which)))
     for share in range(_SHARES, -1, -1):
         fixed = tuple(len(g.spans) if g.kept else len(g.spans) * share // _SHARES for g in groups)
         streams, period = [], 0
@@ -90,13 +90,18 @@ def _share_for_all(
             unread = sum(
                 g.bytes_of_first[count]
                 for index, (g, count) in enumerate(zip(groups, fixed, strict=True))
-                if not g.kept and all(gap.group != index for gap in residency.gaps)
+                if not g.kept and not g.produced and all(gap.group != index for gap in residency.gaps)
             )
             if (residency.held(counts) + unread > cap).any():
                 break
-            stays = [n < count for g, count in zip(groups, fixed, strict=True) for n in range(len(g.spans))]
+            stays = [
+                n < count and not g.produced
+                for g, count in zip(groups, fixed, strict=True)
+                for n in range(len(g.spans))
+            ]
             early = len(trace.steps) - 1 if problem.wrap == "overlap" else 0
             one = loads.stream(loads.after_first(counts), numpy.array(stays), cap=cap, early=early)
+            assert one is not None  # with nothing put off, there is memory for each copy when it is needed
             streams.append(one)
             schedule = Schedule(trace.graph, one.transfers, (), 0)
             period += steady_period_ns(trace, schedule, problem.hardware, problem.wrap)
@@ -120,7 +125,7 @@ def _search_runs(task: Task) -> Draft | None:
     for number, run in enumerate(task.pieces.runs):
         whole = Range(run.range.start // arena.granule * arena.granule, run.range.stop)
         size = -(-whole.nbytes // arena.granule) * arena.granule
-        blocks.append(Block(number, whole, 0, size, run.reads, run.kept))
+        blocks.append(Block(number, whole, 0, size, run.reads, run.kept, run.produced))
     found = search_blocks(task, blocks)
     return _clipped(found, arena) if found else None
 

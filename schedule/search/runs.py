@@ -42,7 +42,8 @@ class Runs:
         # A gap of less than half a pass is copied over only where the relaxation copies over it.
         self._may = ((inside > loads.steps // 2) | ((inside > 0) & (copied > 0)))[loads.gap]
         self._share = copied[loads.gap]
-        self._excess = int(loads.span_bytes.sum()) - cap
+        sizes = nbytes.astype(numpy.int64).tolist()
+        self._excess = int(residency.held_bytes(sizes).max(initial=0)) - cap
 
     def choices(self, shared_bytes: float) -> Iterator[numpy.ndarray]:
         """Yield choices of rows in runs of several lengths, each as a mask over all rows.

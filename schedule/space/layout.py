@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from penstock.schedule.facts.model import (
     ALIGNMENT,
+    IN_ARENA,
     Arena,
     ArenaKind,
     Extent,
@@ -32,15 +33,33 @@ def packed_arena(
     """An arena of anonymous memory whose layout holds the storages in first-use order.
 
     Each storage begins its phase behind a multiple of `alignment` bytes, itself a multiple of ALIGNMENT if
-    any storage has a phase. One segment covers them all; there is no segment when nothing is streamed.
+    any storage has a phase. One segment covers all weights, and each produced storage has one of its own;
+    there is no segment when nothing is streamed.
     """
     layout = [-1] * len(storages)
     end = 0
-    for index in first_uses(storages, traces):
+    used = first_uses(storages, traces)
+    for index in (s for s in used if storages[s].kind != "produced"):
         layout[index] = _align(end, alignment) + storages[index].phase
         end = layout[index] + storages[index].nbytes
     segments = (Range(0, end),) if end else ()
-    return Arena(kind, "anonymous", granule, tuple(layout), segments)
+    made = tuple(_produced_segments(storages, used, layout, end, (granule, alignment)))
+    return Arena(kind, "anonymous", granule, tuple(layout), (*segments, *made))
+
+
+def _produced_segments(
+    storages: Sequence[Storage],
+    some: Sequence[int],
+    layout: list[int],
+    end: int,
+    multiples: Sequence[int],
+) -> Iterator[Range]:
+    """Lay out the produced ones of some storages from `end` on, each at these multiples, and yield them."""
+    for index in (s for s in some if storages[s].kind == "produced"):
+        for multiple in multiples:
+            end = _align(end, multiple)
+        layout[index], end = end, end + storages[index].nbytes
+        yield Range(layout[index], end)
 
 
 def mapped_arena(
@@ -57,14 +76,14 @@ def mapped_arena(
     holds every streamable storage with bytes or, if `traces` are given, those that the traces read. Each of
     them has to be one run of bytes in one file, at an offset of the storage's phase modulo ALIGNMENT. There
     is one segment for each file, which reaches, in whole pages, from the first to the last byte of the
-    storages in it.
+    storages in it. Behind the files, produced storages have segments of anonymous memory of their own.
     """
     wanted = range(len(storages)) if not traces else first_uses(storages, traces)
-    chosen = [s for s in wanted if storages[s].kind == "streamable" and storages[s].nbytes > 0]
+    chosen = [s for s in wanted if storages[s].kind in IN_ARENA and storages[s].nbytes > 0]
     bases = tuple(_file_bases(files, max(granule, page)))
     layout = [-1] * len(storages)
     bounds: dict[int, Range] = {}
-    for index in sorted(chosen):
+    for index in sorted(s for s in chosen if storages[s].kind != "produced"):
         place = place_in_file(storages[index])
         if place is None or place[1] % ALIGNMENT != storages[index].phase:
             return None
@@ -78,7 +97,9 @@ def mapped_arena(
     segments = tuple(
         Range(bounds[file].start // page * page, _align(bounds[file].stop, page)) for file in sorted(bounds)
     )
-    return Arena("paged", "mapped", granule, tuple(layout), segments)
+    end = max((_align(segment.stop, page) for segment in segments), default=0)
+    made = tuple(_produced_segments(storages, chosen, layout, end, (granule, page)))
+    return Arena("paged", "mapped", granule, tuple(layout), (*segments, *made))
 
 
 def place_in_file(storage: Storage) -> tuple[int, int] | None:

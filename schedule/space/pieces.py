@@ -25,6 +25,7 @@ class Block:
     size: int
     reads: Reads
     kept: bool
+    produced: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,5 +69,6 @@ def blocks_of(demand: Demand) -> tuple[Block, ...]:
         nbytes, shift = demand.storages[s].nbytes, arena.layout[s] % arena.granule
         size = -(-(shift + nbytes) // arena.granule) * arena.granule
         place = Range(arena.layout[s], arena.layout[s] + nbytes)
-        blocks.append(Block(s, place, shift, size, reads, s in demand.keep))
+        produced = demand.storages[s].kind == "produced"
+        blocks.append(Block(s, place, shift, size, reads, s in demand.keep and not produced, produced))
     return tuple(blocks)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from penstock.schedule.facts.model import Range
@@ -25,20 +25,28 @@ _CHUNKS = 30_000
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring granules, cut to their segment, that the same steps read; `kept` if never dropped."""
+    """Neighbouring granules, cut to their segment, that the same steps use; `kept` if never dropped.
+
+    The first use of a `produced` one is the step that writes it.
+    """
 
     range: Range
     reads: Reads
     kept: bool
+    produced: bool = False
 
 
 @dataclass(frozen=True)
 class Group:
-    """The spans, in layout order, that the same steps read; `kept` if they are never dropped."""
+    """The spans, in layout order, that the same steps use; `kept` if they are never dropped.
+
+    The first use of `produced` ones is the step that writes them.
+    """
 
     spans: tuple[Range, ...]
     reads: Reads
     kept: bool
+    produced: bool = False
 
     @cached_property
     def bytes_of_first(self) -> tuple[int, ...]:
@@ -51,13 +59,22 @@ class Group:
 
 
 def reads_of(demand: Demand) -> dict[int, Reads]:
-    """The steps that read each storage of the arena; empty storages and those never read are left out."""
+    """The steps that use each storage of the arena; empty storages and those never used are left out.
+
+    A produced storage that is read later is used by the step behind the one that writes it, too: no copy of
+    it can be done before that one ends.
+    """
     steps: dict[int, tuple[list[int], ...]] = {}
+    outside = set(demand.outside)
     for which, trace in enumerate(demand.traces):
         for k, step in enumerate(trace.steps):
-            for s in dict.fromkeys(step.reads):
-                if demand.arena.layout[s] >= 0 and demand.storages[s].nbytes > 0:
+            for s in dict.fromkeys((*step.reads, *step.writes)):
+                if demand.arena.layout[s] >= 0 and demand.storages[s].nbytes > 0 and s not in outside:
                     steps.setdefault(s, tuple([] for _ in demand.traces))[which].append(k)
+    for s, reads in steps.items():
+        for some in reads if demand.storages[s].kind == "produced" else ():
+            if len(some) > 1 and some[1] > some[0] + 1:
+                some.insert(1, some[0] + 1)
     return {s: tuple(tuple(one) for one in reads) for s, reads in sorted(steps.items())}
 
 
@@ -82,9 +99,10 @@ def read_runs(demand: Demand, granule: int) -> tuple[Run, ...]:
         if not inside:
             continue
         union = tuple(_union(reads[s][which] for s in inside) for which in range(len(demand.traces)))
-        kept = not inside.isdisjoint(demand.keep)
+        produced = any(storages[s].kind == "produced" for s in inside)
+        kept = not produced and not inside.isdisjoint(demand.keep)
         for piece in _cut(Range(first * granule, last * granule), arena.segments):
-            runs.append(Run(piece, union, kept))
+            runs.append(Run(piece, union, kept, produced))
     return tuple(_joined(runs, arena.segments))
 
 
@@ -92,10 +110,11 @@ def span_groups(runs: Sequence[Run], granule: int) -> tuple[Group, ...]:
     """Cut runs into spans of at most one chunk, and group these by their reads, in layout order."""
     total = sum(run.range.nbytes for run in runs)
     chunk = max(1, -(-total // (_CHUNKS * granule))) * granule
-    spans: dict[tuple[Reads, bool], list[Range]] = {}
+    spans: dict[tuple[Reads, bool, bool], list[Range]] = {}
     for run in runs:
-        spans.setdefault((run.reads, run.kept), []).extend(_chunks(run.range, chunk, granule))
-    return tuple(Group(tuple(some), reads, kept) for (reads, kept), some in spans.items())
+        alike = spans.setdefault((run.reads, run.kept, run.produced), [])
+        alike.extend(_chunks(run.range, chunk, granule))
+    return tuple(Group(tuple(some), *facts) for facts, some in spans.items())
 
 
 def merged(ranges: Iterable[Range], breaks: Collection[int] = ()) -> tuple[Range, ...]:
@@ -147,7 +166,7 @@ def _joined(runs: Sequence[Run], segments: Sequence[Range]) -> Iterator[Run]:
         _numbered(runs, begins), key=lambda numbered: (numbered[0], numbered[1].reads)
     ):
         members = [run for _, run in same]
-        yield Run(Range(members[0].range.start, members[-1].range.stop), members[0].reads, members[0].kept)
+        yield replace(members[0], range=Range(members[0].range.start, members[-1].range.stop))
 
 
 def _numbered(runs: Sequence[Run], begins: Collection[int]) -> Iterator[tuple[int, Run]]:

@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from penstock.schedule.facts.errors import PlanError
-from penstock.schedule.facts.model import Decisions, Range, Schedule, Storage, Trace, Transfer
+from penstock.schedule.facts.model import IN_ARENA, Decisions, Range, Schedule, Storage, Trace, Transfer
 from penstock.schedule.verify.memory import ABSENT, Memory
 from penstock.schedule.verify.walk import Walk, dropped_or_written, lay
-
-IN_ARENA = ("streamable", "produced")
-"""The kinds of storages that may be in the arena."""
 
 
 def verify_plan(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: Decisions) -> None:

@@ -8,21 +8,21 @@ import pytest
 from hypothesis import given
 
 from penstock.schedule.facts.model import Drop, Range, Step, Storage, Trace, Transfer
-from penstock.schedule.facts.problem import Demand
+from penstock.schedule.facts.problem import Problem
 from penstock.schedule.planner import floor
 from penstock.schedule.search.occupancy import Occupancy
 from penstock.schedule.space.addresses import Addressing, least_copied, place_oldest, tight
 from penstock.schedule.space.layout import packed_arena
 from penstock.schedule.space.pieces import blocks_of
-from tests.schedule.traces import RandomProblem, problems
+from tests.schedule.traces import RandomProblem, machine, problems
 
 
-def facts_of(sizes: tuple[int, ...], *reads: tuple[int, ...]) -> Demand:
+def facts_of(sizes: tuple[int, ...], *reads: tuple[int, ...]) -> Problem:
     storages = tuple(Storage(size, "streamable") for size in sizes)
     steps = tuple(Step(f"s{k}", one, 0, 10) for k, one in enumerate(reads))
     traces = (Trace("forward", 0, "", steps, 0, 0, "modelled"),)
     arena = packed_arena(storages, traces, kind="contiguous", granule=64, alignment=64)
-    return Demand(storages, traces, arena)
+    return Problem(storages, traces, arena, hardware=machine(1e9))
 
 
 def test_storages_of_one_step_lie_apart_and_others_share() -> None:
