@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from penstock.schedule.bound.period import Relaxation, relax, tier_of, usable_bytes
 from penstock.schedule.bound.relaxation import Tier
 from penstock.schedule.bound.residency import needed_bytes
-from penstock.schedule.clock.turns import divided, joined, joined_traces
+from penstock.schedule.clock.turns import divided, joined, joined_traces, splits_of
 from penstock.schedule.facts.errors import BudgetError, PlanError
 from penstock.schedule.facts.model import Schedule, Trace
 from penstock.schedule.facts.problem import Demand, Problem
@@ -27,6 +28,8 @@ from penstock.schedule.search.task import Draft, Task
 from penstock.schedule.space.addresses import least_copied, tight
 from penstock.schedule.space.pieces import Pieces
 from penstock.schedule.space.spans import Reads
+
+_D = TypeVar("_D", bound=Demand)
 
 RUNGS = 12
 """The number of rungs of the ladder of budgets, which begins at the floor and ends where nothing streams."""
@@ -110,8 +113,7 @@ def make_plan(
     for fault in facts_faults(problem.storages, problem.traces):
         raise PlanError(f"nothing can be planned: {fault}")
     traces = _planned_traces(problem)
-    one_by_one = replace(problem, traces=joined_traces(traces))
-    return divided(_plan(one_by_one, budget, names, effort), traces)
+    return divided(_plan(_joined(problem, traces), budget, names, effort), traces)
 
 
 def _plan(problem: Problem, budget: int, names: Sequence[str] | None, effort: float) -> Plan:
@@ -151,7 +153,7 @@ def with_figures(plan: Plan, problem: Problem, nearness: float) -> Plan | None:
     bound and no search; the bound took a quarter of the planning of a Llama of 32 layers.
     """
     traces = _planned_traces(problem)
-    timed = _timed_again(joined(plan), replace(problem, traces=joined_traces(traces)), nearness)
+    timed = _timed_again(joined(plan), _joined(problem, traces), nearness)
     return divided(timed, traces) if timed else None
 
 
@@ -175,7 +177,12 @@ def _timed_again(plan: Plan, problem: Problem, nearness: float) -> Plan | None:
 def _in_turn(demand: Demand) -> Demand:
     """The demand in which methods whose calls come in turn are one."""
     traces = _planned_traces(demand) if isinstance(demand, Problem) else demand.traces
-    return replace(demand, traces=joined_traces(traces))
+    return _joined(demand, traces)
+
+
+def _joined(demand: _D, traces: Sequence[Trace]) -> _D:
+    """The demand in which those of `traces` whose calls come in turn are one."""
+    return replace(demand, traces=joined_traces(traces), splits=splits_of(traces))
 
 
 def _planned_traces(problem: Problem) -> tuple[Trace, ...]:

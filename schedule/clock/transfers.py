@@ -53,6 +53,9 @@ class Streaming:
 class Loads:
     """Every copy that a trace could need: one row for each span and gap, in issue order.
 
+    `call_ends` gives the last step of the call to which a step belongs, in which what it writes leaves if it
+    leaves before it is read.
+
     The row is the copy of a span for step `step`, after the span was dropped. The earliest that it can be
     dropped is the end of step `dropped`, which is negative for a step of the pass before. The columns are
     arrays with one element a row.
@@ -66,6 +69,7 @@ class Loads:
         *,
         breaks: Collection[int],
         which: int = 0,
+        call_ends: Callable[[int], int] | None = None,
     ) -> None:
         rows = [
             (
@@ -94,6 +98,8 @@ class Loads:
         )
         """By span, the steps that write it and that use it last; -1 for weights."""
         self.span = of_gap[self.gap] + self.number
+        last = [call_ends(k) if call_ends and k >= 0 else steps - 1 for k in written]
+        self.call_ends = numpy.repeat(numpy.array(last, dtype=numpy.int64), counts)
         self.produced = self.written[self.span] >= 0
         self.steps = steps
         self.gaps = gaps
@@ -197,7 +203,8 @@ class Loads:
         full = numpy.searchsorted(waiting, waiting - self.nbytes[rows][fresh] + put_off, side="right")
         begins = numpy.append(dropped[fresh] - 1, 2 * self.steps)[full]
         dropped = dropped.copy()
-        dropped[fresh] = numpy.maximum(dropped[fresh], numpy.minimum(begins - 1, self.step[rows][fresh] - 1))
+        most = numpy.minimum(self.step[rows][fresh] - 1, self.call_ends[self.span[rows][fresh]])
+        dropped[fresh] = numpy.maximum(dropped[fresh], numpy.minimum(begins - 1, most))
         return dropped
 
     def _outs(self, rows: numpy.ndarray, dropped: numpy.ndarray) -> list[Transfer]:

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from penstock.schedule.clock.event_graph import settle, steady_period_ns
 from penstock.schedule.facts.model import Arena, Decisions, Drop, Range, Schedule, Trace, Transfer
+from penstock.schedule.space.spans import merged, subtract
 
 _P = TypeVar("_P", bound=Decisions)
 
@@ -40,6 +41,12 @@ def turns_of(traces: Sequence[Trace]) -> list[list[int]]:
 def joined_traces(traces: Sequence[Trace]) -> tuple[Trace, ...]:
     """The traces, of which those whose calls come in turn are one: the steps of all in the order of calls."""
     return tuple(_joined_trace([traces[k] for k in turn]) for turn in turns_of(traces))
+
+
+def splits_of(traces: Sequence[Trace]) -> tuple[tuple[int, ...], ...]:
+    """For each of `joined_traces`, the steps at which calls but the first begin."""
+    turns = ([len(traces[k].steps) for k in turn] for turn in turns_of(traces))
+    return tuple(tuple(itertools.accumulate(turn[:-1])) for turn in turns)
 
 
 def joined(plan: _P) -> _P:
@@ -117,12 +124,14 @@ def _parts(plan: Decisions, trace: Trace, schedule: Schedule, turn: Sequence[Tra
     A copy that may start before the call before its own begins is put off until the first step of that call.
     """
     starts = [0, *itertools.accumulate(len(one.steps) for one in turn)]
+    held = subtract(plan.boundary_of(schedule), merged(_in_flight(schedule)))
     schedule = _within_reach(schedule, starts)
+    held += _in_flight(schedule)
     period = steady_period_ns(trace, schedule, plan.hardware, plan.wrap)
     times, bound = _times(plan, trace, schedule, turn), schedule.lower_bound_ns
     periods = _shares(period, times)
     bounds = [None if bound is None else bound * ns // (period or 1) for ns in periods]
-    boundaries = _boundaries(plan, schedule, starts, turn)
+    boundaries = _boundaries(plan, replace(schedule, boundary=tuple(held)), starts, turn)
     parts = []
     for k, one in enumerate(turn):
         begin, end = starts[k], starts[k + 1]
@@ -140,6 +149,11 @@ def _parts(plan: Decisions, trace: Trace, schedule: Schedule, turn: Sequence[Tra
         )
         parts.append(part)
     return parts
+
+
+def _in_flight(schedule: Schedule) -> list[Range]:
+    """What is on its way when a pass begins."""
+    return [Range(t.start, t.stop) for t in schedule.transfers if t.after < 0 and t.direction == "in"]
 
 
 def _times(plan: Decisions, trace: Trace, schedule: Schedule, turn: Sequence[Trace]) -> list[int]:

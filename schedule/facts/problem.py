@@ -11,12 +11,21 @@ from penstock.schedule.facts.model import IN_ARENA, Arena, Hardware, Storage, Tr
 
 @dataclass(frozen=True)
 class Demand:
-    """What a program needs in memory at each step, on any machine; storages in `keep` never leave it."""
+    """What a program needs in memory at each step, on any machine; storages in `keep` never leave it.
+
+    `splits` has, for each trace that joins several calls, the steps at which calls but the first begin.
+    """
 
     storages: tuple[Storage, ...]
     traces: tuple[Trace, ...]
     arena: Arena
     keep: frozenset[int] = frozenset()
+    splits: tuple[tuple[int, ...], ...] = ()
+
+    def call_ends(self, which: int, step: int) -> int:
+        """The last step of the call to which a step of trace number `which` belongs."""
+        splits = self.splits[which] if self.splits else ()
+        return next((split for split in splits if split > step), len(self.traces[which].steps)) - 1
 
     @cached_property
     def outside(self) -> tuple[int, ...]:

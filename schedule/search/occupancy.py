@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from penstock.schedule.clock.joining import MERGED_BYTES
-from penstock.schedule.facts.model import Drop, Hardware, Range, Trace, Transfer
+from penstock.schedule.facts.model import Drop, Range, Transfer
 from penstock.schedule.facts.problem import Problem
 from penstock.schedule.search.task import Draft
 from penstock.schedule.space.addresses import Addressing
@@ -45,12 +45,11 @@ class Occupancy:
 
     def __init__(self, demand: Problem, blocks: Sequence[Block], placement: Addressing) -> None:
         self._demand, self._blocks, self._placement = demand, blocks, placement
-        hardware = demand.hardware
         self._begins = frozenset(block.range.start for block in blocks)
         pieces, cells = _cells(blocks, placement)
         resident: list[Range] = []
         self._moves = [_Moves() for _ in demand.traces]
-        self._waits = [_Waits(trace, hardware) for trace in demand.traces]
+        self._waits = [_Waits(demand, which) for which in range(len(demand.traces))]
         for cell, users in enumerate(cells):
             if len(users) == 1 and not blocks[users[0]].produced:
                 resident.append(pieces[users[0]][cell])
@@ -148,13 +147,18 @@ def _cells(blocks: Sequence[Block], placement: Addressing) -> tuple[list[dict[in
 class _Waits:
     """How long what is copied out stays, in the steps of one trace."""
 
-    def __init__(self, trace: Trace, hardware: Hardware) -> None:
-        self._hardware = hardware
-        self._ended = list(itertools.accumulate(step.lead_ns + step.read_ns for step in trace.steps))
+    def __init__(self, problem: Problem, which: int) -> None:
+        self._problem, self._which = problem, which
+        steps = problem.traces[which].steps
+        self._ended = list(itertools.accumulate(step.lead_ns + step.read_ns for step in steps))
 
     def until(self, written: int, nbytes: int, least: int, most: int) -> int:
-        """The step, from `least` to `most`, by whose end a copy out has had time enough."""
-        done = self._ended[written] + _TIMES_AS_LONG * self._hardware.write_ns(nbytes)
+        """The step, from `least` to `most`, by whose end a copy out has had time enough.
+
+        It is in the call that writes the bytes.
+        """
+        done = self._ended[written] + _TIMES_AS_LONG * self._problem.hardware.write_ns(nbytes)
+        most = min(most, self._problem.call_ends(self._which, written))
         return max(least, min(most, bisect_left(self._ended, done)))
 
 

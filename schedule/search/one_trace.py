@@ -98,7 +98,7 @@ class OneTrace:
         self.gaps = gaps_of(groups, trace)
         steps = len(trace.steps)
         self.residency = Residency(groups, self.gaps, needed_bytes(groups, steps))
-        self.loads = Loads(groups, self.gaps, steps, breaks=breaks)
+        self.loads = Loads(groups, self.gaps, steps, breaks=breaks, call_ends=partial(problem.call_ends, 0))
         self.joiner = Joiner(trace, hardware, breaks)
         self.breaks = breaks
         self.largest_span = max((s.nbytes for g in groups for s in g.spans), default=1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import numpy
@@ -76,7 +77,20 @@ def _share_for_all(
         gaps = gaps_of(groups, trace, which=which)
         steps = len(trace.steps)
         residency = Residency(groups, gaps, needed_bytes(groups, steps, which=which))
-        plans.append((trace, residency, Loads(groups, gaps, steps, breaks=pieces.breaks, which=which)))
+        plans.append(
+            (
+                trace,
+                residency,
+                Loads(
+                    groups,
+                    gaps,
+                    steps,
+                    breaks=pieces.breaks,
+                    which=which,
+                    call_ends=partial(problem.call_ends, which),
+                ),
+            )
+        )
     for share in range(_SHARES, -1, -1):
         fixed = tuple(len(g.spans) if g.kept else len(g.spans) * share // _SHARES for g in groups)
         streams, period = [], 0

@@ -110,7 +110,7 @@ class Runs:
         nbytes = self._loads.nbytes * self._may
         given = float((self._share * nbytes).sum())
         if copied <= given:
-            return self._share * (copied / given)
+            return self._share * (max(0, copied) / (given or 1.0))
         left = float(nbytes.sum()) - given
         wanted: numpy.ndarray = self._share + (1 - self._share) * min(
             1.0, (copied - given) / left if left else 0.0

@@ -62,7 +62,8 @@ def reads_of(demand: Demand) -> dict[int, Reads]:
     """The steps that use each storage of the arena; empty storages and those never used are left out.
 
     A produced storage that is read later is used by the step behind the one that writes it, too: no copy of
-    it can be done before that one ends.
+    it can be done before that one ends. Written by the last step of a call, it is used by all steps up to its
+    first read: what leaves in the next call would have to have arrived there.
     """
     steps: dict[int, tuple[list[int], ...]] = {}
     outside = set(demand.outside)
@@ -72,9 +73,10 @@ def reads_of(demand: Demand) -> dict[int, Reads]:
                 if demand.arena.layout[s] >= 0 and demand.storages[s].nbytes > 0 and s not in outside:
                     steps.setdefault(s, tuple([] for _ in demand.traces))[which].append(k)
     for s, reads in steps.items():
-        for some in reads if demand.storages[s].kind == "produced" else ():
-            if len(some) > 1 and some[1] > some[0] + 1:
-                some.insert(1, some[0] + 1)
+        for which, some in enumerate(reads if demand.storages[s].kind == "produced" else ()):
+            if len(some) > 1:
+                last = some[0] == demand.call_ends(which, some[0])
+                some[1:1] = range(some[0] + 1, some[1] if last else min(some[0] + 2, some[1]))
     return {s: tuple(tuple(one) for one in reads) for s, reads in sorted(steps.items())}
 
 
