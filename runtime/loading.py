@@ -142,7 +142,10 @@ def _training_module(
     buffers = {w.fqn: weights.tensors[w.fqn] for w in payload.tensors if w.parts[0].storage in written}
     parameters = read_parameters(program.path, training.parameters, training.sha256)
     name = program.path.name
-    return TrainingModule(methods, weights, name, training, parameters=parameters, buffers=buffers)
+    places = any(storage.kind == "produced" for storage in payload.storages)
+    return TrainingModule(
+        methods, weights, name, training, parameters=parameters, buffers=buffers, places=places
+    )
 
 
 def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOptions) -> LoadedWeights:

@@ -37,6 +37,7 @@ def compile_training(
     example: Sequence[Any] | Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
     losses: Sequence[str] | None = None,
+    spill: bool = False,
     **options: Any,
 ) -> Program:
     """Compile a program into the artifact folder `path`, whose module computes gradients like the model's.
@@ -48,8 +49,9 @@ def compile_training(
     memory; all other weights are frozen and stream. Inputs that require grad in `example` get gradients too.
 
     `losses` names the results from which gradients may come: by default those that are floating-point numbers
-    of no dimension, or all floating-point tensors if there is no such number. `options` are those of
-    `compile`.
+    of no dimension, or all floating-point tensors if there is no such number. With `spill`, what the forward
+    keeps for the backward counts in the budget like weights, and may leave memory for a file in between
+    (docs/training.md). `options` are those of `compile`.
 
     Raises PassError for a program whose gradients cannot be traced, a pattern that matches no parameter, and
     what `compile` raises.
@@ -57,7 +59,9 @@ def compile_training(
     exported = _exported(model, example, dynamic_shapes)
     plain: Pipeline[ExportedProgram] = Pipeline((refuse_lost_values, with_computed_buffers, with_plain_parts))
     exported = plain(exported)
-    halves = divide(exported, _chosen(exported, trainable), losses)
+    if spill and options.get("lowering", "eager") != "eager":
+        raise PassError("spill=True is for lowering='eager': leave one of the two out")
+    halves = divide(exported, _chosen(exported, trainable), losses, spill=spill)
     annotated = annotate_with_values({FORWARD: halves.forward, BACKWARD: halves.backward})
     annotated = replace(
         annotated, payload=replace(annotated.payload, traces=_in_turn(annotated.payload.traces))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+import weakref
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from penstock.passes.training.facts import BACKWARD, FORWARD, TRAINABLE, Trainin
 from penstock.runtime.module import LoadedMethod, StreamedModule
 from penstock.runtime.stream.passes import LoadedWeights
 from penstock.schedule.facts.errors import StreamError
+from penstock.schedule.facts.model import Trace
 
 
 class TrainingModule(StreamedModule):
@@ -22,6 +24,9 @@ class TrainingModule(StreamedModule):
     that it writes to, such as the statistics of batch norms; so are `state_dict()` and `load_state_dict()`.
     Frozen weights stream through the forward, and again through the backward. Under `torch.no_grad()` nothing
     is kept for a backward.
+
+    With `places`, what a forward keeps has places among the weights, one for each value: a forward is refused
+    while another waits for its backward.
     """
 
     def __init__(
@@ -33,12 +38,14 @@ class TrainingModule(StreamedModule):
         *,
         parameters: Mapping[str, torch.Tensor],
         buffers: Mapping[str, torch.Tensor],
+        places: bool = False,
     ) -> None:
         super().__init__(methods, weights, name)
         self.training = True
         leaves = (self._method(name).program.convention.names for name in (FORWARD, BACKWARD))
         training.check(*map(len, leaves))
-        self._facts = training
+        self._facts, self._has_places = training, places
+        self._kept: Callable[[], TrainingCall | None] = lambda: None  # the last call whose values were kept
         self._places = [_holder(self, fqn) for fqn in training.parameters]
         for (holder, leaf), fqn in zip(self._places, training.parameters, strict=True):
             holder._parameters[leaf] = nn.Parameter(parameters[fqn])
@@ -61,7 +68,27 @@ class TrainingModule(StreamedModule):
             result, _ = self.run(FORWARD, leaves)
             return result
         self._refuse_lost_gradients(leaves, convention.names)
-        return TrainingCall(self._facts, self.run).result(leaves)
+        call = TrainingCall(self._facts, self.run, once=self._has_places)
+        result = call.result(leaves)
+        self._kept = weakref.ref(call)
+        return result
+
+    def run(self, method: str, leaves: Sequence[Any]) -> Any:
+        if method == FORWARD:
+            self._refuse_pending()
+        return super().run(method, leaves)
+
+    def measure_call(self, method: str, /, *args: Any, **kwargs: Any) -> Trace:
+        self._refuse_pending()
+        return super().measure_call(method, *args, **kwargs)
+
+    def _refuse_pending(self) -> None:
+        kept = self._kept()
+        if self._has_places and kept is not None and not kept.spent:
+            raise StreamError(
+                "another call waits for its backward, whose values this one would overwrite: call backward() "
+                "or drop the result of that call first, or compile with spill=False"
+            )
 
     def train(self, mode: bool = True) -> TrainingModule:
         if not mode:
@@ -95,7 +122,8 @@ class TrainingModule(StreamedModule):
 class TrainingCall:
     """One call of a training program: the facts, and the structure of its result.
 
-    `run` runs a method, of the names that are given, on leaves.
+    `run` runs a method, of the names that are given, on leaves. With `once`, what the forward keeps is there
+    for one backward only.
     """
 
     spec: pytree.TreeSpec
@@ -107,8 +135,10 @@ class TrainingCall:
         *,
         forward: str = FORWARD,
         backward: str = BACKWARD,
+        once: bool = False,
     ) -> None:
         self.facts = facts
+        self.spent, self._once = False, once
         self._run, self._forward, self._backward = run, forward, backward
 
     def result(self, leaves: Sequence[Any]) -> Any:
@@ -118,6 +148,12 @@ class TrainingCall:
 
     def backward(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Run the backward, which returns the gradients of the leaves `facts.gradients`."""
+        if self.spent:
+            raise StreamError(
+                "the values that this call kept have left memory with its first backward: call the module "
+                "again, or compile with spill=False"
+            )
+        self.spent = self._once  # also if it fails on the way
         made: Sequence[Any] = self._run(self._backward, leaves)
         return made
 
