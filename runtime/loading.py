@@ -30,6 +30,7 @@ from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.runtime.files.rates import READERS
 from penstock.runtime.files.reading import HeldStorages
 from penstock.runtime.files.source import Source, open_source
+from penstock.runtime.files.spill_file import keeps, open_spill_file, spills, with_places
 from penstock.runtime.memory_split import MemorySplit, check_host
 from penstock.runtime.module import LoadedMethod, StreamedModule
 from penstock.runtime.sightings import Sightings
@@ -65,6 +66,7 @@ class LoadOptions:
     engine: str = "auto"
     debug: bool = False
     poison: bool = False
+    spill: Path | None = None
 
     @property
     def native(self) -> bool:
@@ -161,19 +163,20 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
             repeated = min(moved, sum(storage.nbytes for storage in payload.storages))
             source = open_source(payload.files, folder, repeated=repeated)
         opened.callback(source.close)
+        storages = with_places(payload.storages, plan, len(payload.files))
+        if spills(plan):
+            source.add_spill(open_spill_file(options.spill, storages, plan))
         memory: WeightArena | NativeStreamer | None = None
         streamer: ArenaStreamer | NativeStreamer | None = None
         team: ParkedTeam | None = None
         if plan.arena_bytes:
             at_once = options.debug or options.poison
-            if options.native:
+            if options.native and not keeps(plan):
                 how = _native_options(source, options, drop_early=at_once)
                 memory = streamer = NativeStreamer(folder, payload.to_bytes(), plan, how)
                 opened.callback(streamer.free)
             else:
-                memory = open_arena(
-                    plan, payload.storages, source, debug=options.debug, poison=options.poison
-                )
+                memory = open_arena(plan, storages, source, debug=options.debug, poison=options.poison)
                 opened.callback(memory.close)
                 streamer = ArenaStreamer(
                     plan, payload.storages, memory, readers=options.readers, drop_at_once=at_once
