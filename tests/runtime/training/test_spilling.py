@@ -6,18 +6,25 @@ import os
 import resource
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import penstock
+from penstock.passes.trace import PRESET_CPU
+from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.runtime.files.spill_file import SpillFile
 from penstock.runtime.loading import LoadOptions, load_module
 from penstock.runtime.program import Program
+from penstock.runtime.sim.device import SimDevice
+from penstock.runtime.sim.races import RaceError
 from penstock.runtime.training.module import TrainingModule
 from penstock.schedule.facts.errors import SourceError, StreamError
 from penstock.schedule.plan import Plan
+from penstock.schedule.verify.proof import verify_plan
+from tests.runtime.device.cpu_device import CpuDevice
 from tests.runtime.training.spill_plans import spilling_plan
 from tests.training_models import DECODER, NORMED, Trained
 
@@ -90,6 +97,10 @@ def moved(plan: Plan, direction: str) -> int:
     return sum(t.stop - t.start for one in plan.schedules for t in one.transfers if t.direction == direction)
 
 
+def test_the_plan_is_safe(program: Program, plan: Plan) -> None:
+    verify_plan(program.payload.storages, program.payload.traces, plan)
+
+
 def test_values_that_left_come_back(
     trained: Trained, plan: Plan, load: Callable[[], TrainingModule], expected: dict[str, torch.Tensor]
 ) -> None:
@@ -106,6 +117,52 @@ def test_values_that_left_come_back(
     assert after.bytes_moved == 3 * moved(plan, "in") + resident
     assert after.misses == 0
     assert after.peak_bytes <= plan.budget
+
+
+@pytest.mark.parametrize("kind", ["sim", "threads"])
+def test_on_a_device_values_leave_for_the_host(
+    kind: str, trained: Trained, program: Program, plan: Plan, expected: dict[str, torch.Tensor]
+) -> None:
+    device = SimDevice(PRESET_CPU) if kind == "sim" else CpuDevice()
+    module = load_module(program, plan, LoadOptions(device="sim", poison=True), device=device)
+    with module:
+        assert isinstance(module, TrainingModule)
+        for step in range(1, 4):
+            loss = loss_of(trained, module)
+            loss.backward()
+            if step == 1:
+                assert_right(module, expected)
+            assert module.stats.bytes_written == step * moved(plan, "out")
+        stats = module.stats
+        assert stats.bytes_moved == 3 * moved(plan, "in")
+        assert stats.misses == 0
+        assert stats.peak_bytes <= plan.budget
+        assert stats.pinned_bytes >= moved(plan, "out")
+    if isinstance(device, SimDevice):
+        assert device.copied_ns > 0
+
+
+@pytest.mark.parametrize("fault", ["wait_out", "order"])
+def test_the_simulated_device_finds_what_leaves_too_late(
+    fault: str, trained: Trained, program: Program, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the wait for a copy out, or with one that begins too early, kernels and copies race."""
+    if fault == "wait_out":
+        monkeypatch.setattr(DeviceStreamer, "_wait_out", lambda self, step: self._issue())
+    else:
+        freed = DeviceStreamer._freed
+        monkeypatch.setattr(
+            DeviceStreamer,
+            "_freed",
+            lambda self, piece: (
+                freed(self, replace(piece, after=piece.after - 1))
+                if piece.out and piece.after > 1
+                else freed(self, piece)
+            ),
+        )
+    module = load_module(program, plan, LoadOptions(device="sim"), device=SimDevice(PRESET_CPU))
+    with module, pytest.raises(RaceError, match="nothing orders"):
+        loss_of(trained, module).backward()
 
 
 def test_the_file_has_no_name_and_ends_with_the_module(
