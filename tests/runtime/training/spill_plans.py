@@ -38,6 +38,11 @@ def spilling_plan(payload: Payload) -> Plan:
     read = {s for trace in payload.traces for step in trace.steps for s in step.reads}
     for s in sorted(read, key=lambda s: storages[s].kind == "produced"):
         layout[s], end = end, end + _whole(storages[s].nbytes)
+    kept = [layout[s] for s in read if storages[s].kind == "produced"]
+    segments = [
+        Range(0, min(kept)),
+        *(Range(at, at + storages[layout.index(at)].nbytes) for at in sorted(kept)),
+    ]
     addresses, arena_bytes = _addresses(payload, layout, lives, n)
     ranges = {s: Range(layout[s], layout[s] + storages[s].nbytes) for s in read}
     resident = tuple(ranges[s] for s in sorted(read) if storages[s].kind != "produced")
@@ -60,7 +65,7 @@ def spilling_plan(payload: Payload) -> Plan:
     outside = tuple(s for s in range(len(storages)) if s not in read)
     return Plan(
         budget=arena_bytes + sum(storages[s].nbytes for s in outside),
-        arena=Arena("contiguous", "anonymous", GRANULE, tuple(layout), (Range(0, end),)),
+        arena=Arena("contiguous", "anonymous", GRANULE, tuple(layout), tuple(segments)),
         arena_bytes=arena_bytes,
         outside=outside,
         addresses=tuple(addresses),
