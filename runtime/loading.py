@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from ctypes import pointer
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.native.library import File, Options, library
+from penstock.native.library import File, Options, Spill, library
 from penstock.passes.lowering import compiled, eager
 from penstock.passes.training.facts import Training
 from penstock.passes.weights.values import tensor_in
@@ -30,7 +31,7 @@ from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.runtime.files.rates import READERS
 from penstock.runtime.files.reading import HeldStorages
 from penstock.runtime.files.source import Source, open_source
-from penstock.runtime.files.spill_file import keeps, open_spill_file, spills, with_places
+from penstock.runtime.files.spill_file import open_spill_file, spills, with_places
 from penstock.runtime.memory_split import MemorySplit, check_host
 from penstock.runtime.module import LoadedMethod, StreamedModule
 from penstock.runtime.sightings import Sightings
@@ -171,7 +172,7 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
         team: ParkedTeam | None = None
         if plan.arena_bytes:
             at_once = options.debug or options.poison
-            if options.native and not keeps(plan):
+            if options.native:
                 how = _native_options(source, options, drop_early=at_once)
                 memory = streamer = NativeStreamer(folder, payload.to_bytes(), plan, how)
                 opened.callback(streamer.free)
@@ -204,12 +205,16 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
 def _native_options(source: Source, options: LoadOptions, *, drop_early: bool) -> Options:
     """What the native engine is told: it reads the files that are open here, as they are read here."""
     files = [File(file.fd, file.mtime_ns) for file in source.files]
+    spill = None
+    if (one := source.spill) is not None:
+        spill = Spill(one.fd, one.direct_fd, one.block, one.nbytes, str(one.path).encode())
     return Options(
         readers=options.readers,
         buffered=source.mode == "buffered",
         drop_early=drop_early,
         poison=options.poison,
         opened=(File * len(files))(*files),
+        spill=pointer(spill) if spill else None,
     )
 
 

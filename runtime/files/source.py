@@ -65,7 +65,7 @@ class Source:
         self._closed = False
         self._direct = mode == "direct"
         self._files: list[DirectFile] = []
-        self._spill: SpillFile | None = None
+        self.spill: SpillFile | None = None
         opening = partial(open_direct_file, folder=folder, direct=self._direct, check=check)
         try:
             for file in _in_order(opening, files):
@@ -128,7 +128,7 @@ class Source:
 
     def add_spill(self, file: SpillFile) -> None:
         """Have the file that holds what left the arena be the one behind the catalog's; it belongs to this."""
-        self._spill = file
+        self.spill = file
 
     def write_from(self, file: int, offset: int, address: int, nbytes: int) -> None:
         """Write memory to the spill file, from byte `offset` on, or raise SourceError."""
@@ -179,15 +179,15 @@ class Source:
     def _close_files(self) -> None:
         self._closed = True
         files, self._files = self._files, []
-        spill, self._spill = self._spill, None
+        spill, self.spill = self.spill, None
         for file in (*files, *([spill] if spill else [])):
             file.close()
 
     def _open(self, file: int) -> DirectFile:
         if self._closed:
             raise SourceError(_CLOSED)
-        if file == len(self._files) and self._spill is not None:
-            return self._spill
+        if file == len(self._files) and self.spill is not None:
+            return self.spill
         return self._files[file]
 
     @contextmanager

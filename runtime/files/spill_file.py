@@ -68,12 +68,6 @@ def with_places(storages: Sequence[Storage], plan: Plan, file: int) -> tuple[Sto
     return tuple(placed)
 
 
-def keeps(plan: Plan) -> bool:
-    """Tells whether a plan has values in the arena that the program writes."""
-    outside = set(plan.outside)
-    return any(not outside.issuperset(step.writes) for trace in plan.traces for step in trace.steps)
-
-
 def spills(plan: Plan) -> bool:
     """Tells whether a plan has values leave memory."""
     return any(t.direction == "out" for schedule in plan.schedules for t in schedule.transfers)

@@ -6,6 +6,7 @@ import os
 import resource
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,11 @@ from penstock.runtime.training.module import TrainingModule
 from penstock.schedule.facts.errors import SourceError, StreamError
 from penstock.schedule.plan import Plan
 from penstock.schedule.verify.proof import verify_plan
+from tests.engines import ENGINES
 from tests.runtime.device.cpu_device import CpuDevice
 from tests.runtime.training.spill_plans import spilling_plan
 from tests.training_models import DECODER, NORMED, Trained
 
-ENGINES = ("python",)
 MODELS = {"decoder": DECODER, "normed": NORMED}
 
 
@@ -268,32 +269,49 @@ def test_a_forward_that_fails_in_the_middle(
 def test_an_error_in_writing_names_the_folder(
     error: int,
     trained: Trained,
-    load: Callable[[], TrainingModule],
-    monkeypatch: pytest.MonkeyPatch,
+    program: Program,
+    plan: Plan,
     tmp_path: Path,
 ) -> None:
-    module = load()
-
     def refused(*arguments: object) -> int:
         raise OSError(error, os.strerror(error))
 
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "pwritev", refused)
-        with pytest.raises(SourceError, match=f"{tmp_path}.*{os.strerror(error)}.*spill="):
-            loss_of(trained, module)
+    with load_module(program, plan, LoadOptions(engine="python", spill=tmp_path)) as module:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(os, "pwritev", refused)
+            with pytest.raises(SourceError, match=f"{tmp_path}.*{os.strerror(error)}.*spill="):
+                loss_of(trained, module)
+        loss_of(trained, module).backward()
+        assert gradients(module)
+        assert module.stats.misses == 0
+
+
+def test_a_write_that_the_system_refuses(
+    trained: Trained, load: Callable[[], TrainingModule], tmp_path: Path
+) -> None:
+    module = load()
+    with limited_files(8192), pytest.raises(SourceError, match=f"{tmp_path}.*File too large.*spill="):
+        loss_of(trained, module)
     loss_of(trained, module).backward()
     assert gradients(module)
     assert module.stats.misses == 0
 
 
-def test_a_limit_on_the_size_of_files(program: Program, plan: Plan, trained: Trained, tmp_path: Path) -> None:
+@contextmanager
+def limited_files(nbytes: int) -> Iterator[None]:
+    """No file may grow beyond so many bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
     try:
-        with pytest.raises(SourceError, match=f"no file of .* can be made in {tmp_path}.*File too large"):
-            load_module(program, plan, LoadOptions(engine="python", spill=tmp_path))
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_limit_on_the_size_of_files(program: Program, plan: Plan, trained: Trained, tmp_path: Path) -> None:
+    refused = pytest.raises(SourceError, match=f"no file of .* can be made in {tmp_path}.*File too large")
+    with limited_files(4096), refused:
+        load_module(program, plan, LoadOptions(engine="python", spill=tmp_path))
     assert not open_files(tmp_path)
     assert not list(tmp_path.iterdir())
 
