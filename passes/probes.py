@@ -1,4 +1,4 @@
-"""The operators that mark the reads of weights and the writes of kept values, and their insertion into a graph.
+"""The operators that mark reads of weights and writes of kept values, and their insertion into a graph.
 
     penstock::acquire(Tensor(a!)[] weights, int graph, int step) -> ()
     penstock::release(Tensor(a!)[] weights, int graph, int step) -> ()
@@ -153,8 +153,8 @@ def without_probes(graph_module: fx.GraphModule) -> fx.GraphModule:
 def streaming_steps(plan: Plan, graph: int, storages: Sequence[Storage]) -> list[int]:
     """Returns the steps at which a plan waits for a transfer, starts one, or drops a range.
 
-    All other steps read and write only bytes that never leave the device. Raises PassError if the plan has no schedule
-    for method number `graph`.
+    All other steps read and write only bytes that never leave the device. Raises PassError if the plan has no
+    schedule for method number `graph`.
     """
     trace = next((trace for trace in plan.traces if trace.graph == graph), None)
     schedule = next((schedule for schedule in plan.schedules if schedule.graph == graph), None)
@@ -172,7 +172,11 @@ def streaming_steps(plan: Plan, graph: int, storages: Sequence[Storage]) -> list
         for s, (start, storage) in enumerate(zip(plan.arena.layout, storages, strict=True))
         if start >= 0 and s not in plan.outside and subtract([Range(start, start + storage.nbytes)], resident)
     }
-    return [k for k, step in enumerate(trace.steps) if k in acting or not leaving.isdisjoint((*step.reads, *step.writes))]
+    return [
+        k
+        for k, step in enumerate(trace.steps)
+        if k in acting or not leaving.isdisjoint((*step.reads, *step.writes))
+    ]
 
 
 def _trace_of(payload: Payload, method: str | None) -> Trace:

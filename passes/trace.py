@@ -45,7 +45,9 @@ def observe(usage: Usage, storages: Sequence[Storage], method: Method, hardware:
 
     Costs are for the sizes that the program was exported with. The body of a loop counts once.
     """
-    streamable = {s for s, one in enumerate(storages) if one.kind in ("streamable", "produced") and one.nbytes}
+    streamable = {
+        s for s, one in enumerate(storages) if one.kind in ("streamable", "produced") and one.nbytes
+    }
     steps, tail = steps_of(usage.graph_module.graph, usage.reads, streamable)
     shape = ",".join(f"{symbol.name}={symbol.example}" for symbol in method.symbols)
     untimed = Trace(method.name, method.graph, shape, steps, 0, 0, "modelled", tail)
@@ -55,7 +57,7 @@ def observe(usage: Usage, storages: Sequence[Storage], method: Method, hardware:
 def steps_of(
     graph: fx.Graph, reads: Mapping[str, Iterable[int]], streamed: Container[int]
 ) -> tuple[tuple[Step, ...], Work]:
-    """Returns a step without times for each node that reads or stores a streamed storage, and the work behind the last.
+    """Returns a step without times for each node that reads or stores a streamed storage, and the work after.
 
     `graph` is propagated, and `reads` has the storages that each node reads, by its name.
     """

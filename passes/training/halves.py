@@ -35,7 +35,6 @@ from penstock.passes.training.slots import NO_SLOTS, Slots, find_slots
 from penstock.passes.weights.lifted import KEPT, Catalog, Weights
 from penstock.schedule.facts.errors import PassError
 
-
 NOWHERE: Mapping[fx.Node, fx.Node] = MappingProxyType({})
 
 
@@ -61,8 +60,9 @@ def divide(
     The inputs of the names `inputs` have gradients too; None stands for those that required grad when the
     program was exported. Gradients come from the results `losses`, by name: None stands for the
     floating-point numbers of no dimension among them, or for all floating-point tensors if there is no such
-    number. With `spill`, what the forward keeps gets places among the weights where it can. Raises PassError where autograd cannot trace the program, if nothing has a gradient, and for a
-    parameter that shares its memory.
+    number. With `spill`, what the forward keeps gets places among the weights where it can. Raises PassError
+    where autograd cannot trace the program, if nothing has a gradient, and for a parameter that shares its
+    memory.
     """
     catalog = Catalog()
     weights = Weights(catalog.add(exported), catalog.storages)
@@ -294,7 +294,11 @@ class _Program:
             old.range_constraints,
             [ModuleCallEntry("", ModuleCallSignature([], [], in_spec, out_spec, names))],
             None,
-            {name: value for name, value in {**old.constants, **self._slots.tensors}.items() if name in targets},
+            {
+                name: value
+                for name, value in {**old.constants, **self._slots.tensors}.items()
+                if name in targets
+            },
             verifiers=[TrainingIRVerifier] if self._slots.stored else None,  # which allows writing to slots
         )
         made._guards_code = []

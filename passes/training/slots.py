@@ -41,12 +41,11 @@ def find_slots(joint: Joint, parts: Partition, prefix: str) -> Slots:
     Names are `prefix` with a number.
     """
     seen = _seen_by_callers(joint)
-    whole = {}
+    whole: dict[int, fx.Node] = {}
     for node in parts.early:
         value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and (storage := storages_of(value)[0]) not in seen:
-            if storage not in whole and _is_whole(value):
-                whole[storage] = node
+        if isinstance(value, torch.Tensor) and _is_whole(value) and not seen.intersection(storages_of(value)):
+            whole.setdefault(storages_of(value)[0], node)
     stored: dict[fx.Node, str] = {}
     read: dict[fx.Node, str] = {}
     tensors: dict[str, torch.Tensor] = {}

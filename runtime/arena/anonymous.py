@@ -25,7 +25,7 @@ class AnonymousArena(PagedArena):
             self._memory.map_anonymous(*self._segment_pages(segment))
         self._prepare()
 
-    def _make_room(self, start: int, stop: int) -> int:
+    def _back(self, start: int, stop: int) -> int:
         for pages in self._pages(start, stop) if self._debug else ():
             protect(pages.address, pages.nbytes, self._protection)
         return 0

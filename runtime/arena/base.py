@@ -164,7 +164,7 @@ class WeightArena(ABC):
 
     def take(self, start: int, stop: int) -> None:
         """Give a range memory, which a program is about to write; what is held of it keeps its bytes."""
-        self._fill(start, stop, self._make_room)
+        self._fill(start, stop, self._back)
 
     def write_out(self, start: int, stop: int) -> int:
         """Write the bytes of a range, which stays as it is, to the files; returns how many were written.
@@ -174,7 +174,7 @@ class WeightArena(ABC):
         self._require_open()
         return self._pieces.write(self._source, start, stop)
 
-    def _make_room(self, start: int, stop: int) -> int:
+    def _back(self, start: int, stop: int) -> int:
         """Put memory behind a range that is not filled."""
         return 0
 

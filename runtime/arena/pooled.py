@@ -63,7 +63,7 @@ class PooledArena(WeightArena):
             self._put(address)
         return self._pieces.read(self._source, start, stop)
 
-    def _make_room(self, start: int, stop: int) -> int:
+    def _back(self, start: int, stop: int) -> int:
         for address in self._granules(start, stop):
             if address not in self._filled:
                 self._put(address)

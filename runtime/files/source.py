@@ -127,7 +127,7 @@ class Source:
                 keeping.count(nbytes)
 
     def add_spill(self, file: SpillFile) -> None:
-        """Have the file that holds what left the arena be the one behind the catalog's; it belongs to this."""
+        """Have the file for what leaves the arena be the one behind the catalog's; it belongs to this."""
         self.spill = file
 
     def write_from(self, file: int, offset: int, address: int, nbytes: int) -> None:

@@ -61,10 +61,11 @@ def with_places(storages: Sequence[Storage], plan: Plan, file: int) -> tuple[Sto
     """
     placed, end = [], 0
     for storage in storages:
+        extents = storage.extents
         if storage.kind == "produced" and storage.nbytes:
-            storage = replace(storage, extents=(Extent(file, end, 0, storage.nbytes),))
+            extents = (Extent(file, end, 0, storage.nbytes),)
             end = _round_up(end + storage.nbytes, plan.arena.granule)
-        placed.append(storage)
+        placed.append(replace(storage, extents=extents))
     return tuple(placed)
 
 

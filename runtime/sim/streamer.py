@@ -12,7 +12,7 @@ from penstock.schedule.facts.model import Step, Trace
 
 
 class SimStreamer:
-    """Stands between a program's probes and its streamer, and touches the bytes that a step's kernels read or write.
+    """Stands between a program's probes and its streamer, and touches what a step's kernels read or write.
 
     The trace and the places of weights say which bytes these are, independently of the streamer. So bytes
     that the streamer did not bring, or overwrites too early, are found.

@@ -56,8 +56,8 @@ class MethodTable:
     """The steady pass of a method. `needs[k]` are the ranges that step k reads beside the resident ones.
 
     `takes[k]` are the ranges that step k writes, which take memory when it begins, and `continues` says that
-    a step reads what only the method before has written. `before` is the number of the method whose pass comes before as planned, and `ahead` the queue of the pass
-    that comes next.
+    a step reads what only the method before has written. `before` is the number of the method whose pass
+    comes before as planned, and `ahead` the queue of the pass that comes next.
     """
 
     graph: int
