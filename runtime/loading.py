@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from ctypes import pointer
 from dataclasses import dataclass
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,7 +68,7 @@ class LoadOptions:
     engine: str = "auto"
     debug: bool = False
     poison: bool = False
-    spill: Path | None = None
+    spill: str | PathLike[str] | None = None
 
     @property
     def native(self) -> bool:

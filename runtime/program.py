@@ -173,9 +173,7 @@ class Program:
         forwards keep, by default the system's for temporary files. Close the module, or use it as a context
         manager.
         """
-        run = LoadOptions(
-            device, page_lock, readers, engine, debug, poison, None if spill is None else Path(spill)
-        )
+        run = LoadOptions(device, page_lock, readers, engine, debug, poison, spill)
         run.check()
         given = PlanRequest(
             budget=0,

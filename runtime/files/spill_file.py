@@ -74,12 +74,14 @@ def spills(plan: Plan) -> bool:
     return any(t.direction == "out" for schedule in plan.schedules for t in schedule.transfers)
 
 
-def open_spill_file(folder: Path | None, storages: Sequence[Storage], plan: Plan) -> SpillFile:
+def open_spill_file(
+    folder: str | os.PathLike[str] | None, storages: Sequence[Storage], plan: Plan
+) -> SpillFile:
     """Opens a file for the produced storages in a folder, by default the system's for temporary files.
 
     Raises SourceError where the folder has no room for them now, or no file can be made there.
     """
-    where = Path(tempfile.gettempdir()) if folder is None else folder
+    where = Path(tempfile.gettempdir() if folder is None else folder)
     produced = [one for one in storages if one.kind == "produced"]
     ends = [extent.file_offset + extent.nbytes for one in produced for extent in one.extents]
     size, needed = max(ends, default=0), sum(one.nbytes for one in produced)

@@ -13,6 +13,8 @@ from penstock.passes.training.facts import BACKWARD, FORWARD
 from penstock.runtime.program import Program
 from penstock.runtime.training.module import TrainingModule
 from penstock.schedule.facts.errors import PassError, StreamError
+from penstock.schedule.plan import Plan
+from tests.engines import ENGINES
 from tests.training_models import DECODER, NORMED, Trained
 
 MODELS = {"decoder": DECODER, "normed": NORMED}
@@ -133,6 +135,46 @@ def test_a_forward_that_is_dropped_or_fails_leaves_nothing(trained: Trained, pro
         found = gradients(module)
         assert found
         assert all(torch.equal(found[name], wanted[name]) for name in found)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("arena", ["contiguous", "paged"])
+@pytest.mark.parametrize("share", [0.0, 0.4])
+def test_at_any_budget_gradients_are_those_of_the_model(
+    engine: str, arena: str, share: float, trained: Trained, program: Program
+) -> None:
+    floor = program.floor(arena=arena)
+    budget = floor + int(share * (program.weight_bytes - floor))
+    plain, rounds = trained.model(), 3
+    with program.load(budget, engine=engine, arena=arena, poison=True) as module:
+        for seed in range(rounds):
+            loss_of(trained, plain, seed).backward()
+            loss_of(trained, module, seed).backward()
+            wanted, found = gradients(plain), gradients(module)
+            assert found
+            assert all(torch.equal(found[name], wanted[name]) for name in found)
+        stats, out = module.stats, moved(module.plan, "out")
+    assert out or share
+    assert stats.bytes_written == rounds * out
+    assert stats.misses == 0
+    assert stats.peak_bytes <= budget
+
+
+def moved(plan: Plan, direction: str) -> int:
+    transfers = [one for schedule in plan.schedules for one in schedule.transfers]
+    return sum(one.stop - one.start for one in transfers if one.direction == direction)
+
+
+def test_on_the_simulated_device(trained: Trained, program: Program) -> None:
+    plain = trained.model()
+    with program.load(program.floor(device="sim"), device="sim") as module:
+        for seed in range(2):
+            loss_of(trained, plain, seed).backward()
+            loss_of(trained, module, seed).backward()
+            wanted, found = gradients(plain), gradients(module)
+            assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        assert module.stats.bytes_written == 2 * moved(module.plan, "out") > 0
+        assert module.stats.misses == 0
 
 
 def test_spilling_is_for_the_eager_lowering(tmp_path: Path) -> None:
