@@ -169,9 +169,8 @@ class Program:
         read from the files in every pass. `page_lock=False` uses ordinary memory if the system refuses to
         lock memory. `engine` is what executes the plan on a CPU: "native" is the library in C++, "python" the
         streamer in Python, which run the same plans; "auto" is "native" where the library was built, and
-        "python" with `debug`. `spill` is the folder in which a program that trains has a file for what its
-        forwards keep, by default the system's for temporary files. Close the module, or use it as a context
-        manager.
+        "python" with `debug`. `spill` is the folder for what leaves memory in training, by default the
+        system's for temporary files. Close the module, or use it as a context manager.
         """
         run = LoadOptions(device, page_lock, readers, engine, debug, poison, spill)
         run.check()
