@@ -173,6 +173,19 @@ def test_the_file_has_no_name_and_ends_with_the_module(
     assert not open_files(tmp_path)
 
 
+def test_a_folder_that_only_has_files_with_names(
+    program: Program, plan: Plan, trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that nothing is left where the process is killed, the name is gone at once."""
+    monkeypatch.delattr(os, "O_TMPFILE")
+    with load_module(program, plan, LoadOptions(engine="python", spill=tmp_path)) as module:
+        assert not list(tmp_path.iterdir())
+        (name,) = {one for one in open_files(tmp_path)}
+        assert name.endswith("(deleted)")
+        loss_of(trained, module).backward()
+        assert gradients(module)
+
+
 def open_files(folder: Path) -> list[str]:
     """The open files of this process that were made in a folder."""
     found = []
