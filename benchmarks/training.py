@@ -2,8 +2,11 @@
 
 Each way runs in a process of its own, one step a round, in an order that rotates. All train the same decoder
 with the same adapters on the same tokens; the gradients of the first step are compared with those of plain
-PyTorch, to the bit. Cold rounds drop the weights from the page cache before each step. In a control group all
-memory of the process counts, page cache included.
+PyTorch, to the bit. Cold rounds drop the weights from the page cache before each step. In a control group,
+whose limit is a bare process and half of the weights, all memory of the process counts, page cache included.
+
+accelerate (`disk_offload`) and DeepSpeed (ZeRO-3 with parameters offloaded) run where they are installed.
+DeepSpeed offloads to memory here: on a CPU its swapper to disk takes half precision only.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -34,7 +38,7 @@ import penstock
 from benchmarks.machine import describe_machine, drop_cache, forget_peak, read_disk_bytes, read_memory
 from penstock.demo.cgroup import MemoryGroup, make_group
 
-WAYS = ("plain", "mapped", "function", "accelerate", "penstock")
+WAYS = ("plain", "mapped", "function", "accelerate", "deepspeed", "penstock")
 STATES = ("warm", "cold", "cgroup")
 TRAINED = ("*down*", "*up*")
 
@@ -155,10 +159,12 @@ def prepare(jobs: list[Job]) -> int:
     torch.manual_seed(0)
     job = jobs[0]
     model = Decoder(job.layers, job.width)
-    for one in jobs:
+    for one in {*jobs, dataclasses.replace(job, way="plain")}:
         if one.way != "penstock":
             save_file(model.state_dict(), one.weights)
-    program = penstock.compile_training(model, job.artifact, example=(batch(job),), trainable=TRAINED)
+    program = penstock.compile_training(
+        model, job.artifact, example=(batch(job),), trainable=TRAINED, evaluate=False
+    )
     return program.weight_bytes
 
 
@@ -183,6 +189,27 @@ def load(job: Job) -> nn.Module:
     return model
 
 
+def offloaded(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """The engine of DeepSpeed's ZeRO-3, which partitions the parameters over one process."""
+    import deepspeed  # type: ignore[import-not-found]
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    deepspeed.init_distributed("gloo")
+    zero = {
+        "stage": 3,
+        "offload_param": {"device": "cpu", "pin_memory": False},
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_live_parameters": 40_000_000,
+    }
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    config |= {"zero_allow_untested_optimizer": True}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return engine
+
+
 def serve(job: Job) -> None:
     """The process of one way: loads at once, then runs a step for each line of input, and answers in JSON."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -191,6 +218,7 @@ def serve(job: Job) -> None:
     model = load(job)
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     optimizer = torch.optim.AdamW(trained.values(), lr=1e-4)
+    engine = offloaded(model, optimizer) if job.way == "deepspeed" else None
     print(json.dumps({"bare": bare}), flush=True)
     for line in sys.stdin:
         if line.strip() == "cold":
@@ -198,18 +226,30 @@ def serve(job: Job) -> None:
         forget_peak()
         optimizer.zero_grad()
         read, start = read_disk_bytes(), time.perf_counter()
-        loss = model(tokens)
-        loss.backward()
-        optimizer.step()
-        seconds = time.perf_counter() - start
+        if engine is None:
+            model(tokens).backward()
+            seconds = time.perf_counter() - start
+            gradients = {name: one.grad for name, one in trained.items() if one.grad is not None}
+            start = time.perf_counter()
+            optimizer.step()
+        else:
+            from deepspeed.utils import (  # type: ignore[import-not-found]
+                safe_get_full_grad,
+            )
+
+            engine.backward(engine(tokens))
+            seconds = time.perf_counter() - start
+            gradients = {name: safe_get_full_grad(one) for name, one in trained.items()}
+            start = time.perf_counter()
+            engine.step()
+        seconds += time.perf_counter() - start
         digest = hashlib.sha256()
-        found = [name for name, one in trained.items() if one.grad is not None]
-        for name in sorted(found):
-            digest.update(trained[name].grad.numpy().tobytes())  # type: ignore[union-attr]
+        for name in sorted(gradients):
+            digest.update(gradients[name].numpy().tobytes())
         answer = {
             "seconds": seconds,
             "read": read_disk_bytes() - read,
-            "gradients": f"{len(found)} of {len(trained)}",
+            "gradients": f"{len(gradients)} of {len(trained)}",
             "digest": digest.hexdigest(),
             "anonymous": read_memory().anonymous - bare,
             "peak": read_memory().peak,
@@ -250,10 +290,10 @@ class Way:
 
     def _answer(self) -> dict[str, Any] | None:
         assert self._process.stdout
-        line = self._process.stdout.readline()
-        if line:
-            answer: dict[str, Any] = json.loads(line)
-            return answer
+        for line in self._process.stdout:
+            if line.startswith("{"):  # and not what a library says
+                answer: dict[str, Any] = json.loads(line)
+                return answer
         assert self._process.stderr
         status, said = self._process.wait(), self._process.stderr.read().strip().splitlines()
         self.failure = "was killed" if status == -9 else (said or [f"ended with status {status}"])[-1][:100]
@@ -280,10 +320,9 @@ def started(jobs: list[Job], limit: int | None) -> Iterator[dict[str, Way]]:
         yield ways
 
 
-def rows(ways: dict[str, Way]) -> Iterator[str]:
+def rows(ways: dict[str, Way], expected: str) -> Iterator[str]:
     """The rows of a table: the first step warms up and gives the gradients, the others the time."""
     plain = ways.get("plain")
-    expected = plain.steps[0]["digest"] if plain and plain.steps else None
     base = median(step["seconds"] for step in plain.steps[1:]) if plain and plain.steps[1:] else None
     for name, way in ways.items():
         if way.failure:
@@ -322,12 +361,17 @@ def main(
         return
     machine = describe_machine()
     with tempfile.TemporaryDirectory() as folder:
-        jobs = [Job(way, layers, width, tokens, budget, folder) for way in ways.split(",")]
+        plain = Job("plain", layers, width, tokens, budget, folder)
+        jobs = [dataclasses.replace(plain, way=way) for way in ways.split(",")]
         nbytes = prepare(jobs)
+        plan = penstock.open(jobs[0].artifact).plan(budget)
+        with contextlib.closing(Way(plain, None)) as alone:
+            alone.step("warm")
         typer.echo(
             f"{nbytes / 2**20:.0f} MiB of frozen weights in {layers} layers, {tokens} tokens; "
             f"{machine['cpu']}, {machine['cores']} cores, {machine['date']}; {rounds} rounds, "
-            f"penstock within {budget}."
+            f"penstock within {budget}, predicted {plan.predicted_seconds:.3f} s a step, "
+            f"lower bound {plan.lower_bound_seconds or 0:.3f} s."
         )
         for state in states.split(","):
             limit = nbytes // 2 if state == "cgroup" else None
@@ -341,7 +385,7 @@ def main(
                     "| way | seconds a step | of plain | MiB read | MiB held; with libraries | gradients |"
                 )
                 typer.echo("|---|---|---|---|---|---|")
-                typer.echo("\n".join(rows(running)))
+                typer.echo("\n".join(rows(running, alone.steps[0]["digest"])))
 
 
 if __name__ == "__main__":

@@ -49,8 +49,16 @@ at::Tensor tensor_of(const pa_tensor &given) {
     const at::IntArrayRef sizes(given.sizes, given.dims), strides(given.strides, given.dims);
     const at::TensorOptions options(static_cast<at::ScalarType>(given.dtype));
     const bool empty = std::find(sizes.begin(), sizes.end(), 0) != sizes.end();
-    return given.address && !empty ? at::from_blob(given.address, sizes, strides, options)
-                                   : at::empty_strided(sizes, strides, options);
+    if (!given.address && !empty)
+        throw Failure(PS_PLAN, "an input or a result has no memory: set the program's inputs and outputs before it runs");
+    return empty ? at::empty_strided(sizes, strides, options) : at::from_blob(given.address, sizes, strides, options);
+}
+
+// The memory of a weight. What no step reads gets a place that is never touched.
+at::Tensor weight_of(const pa_tensor &given) {
+    if (given.address) return tensor_of(given);
+    const at::IntArrayRef sizes(given.sizes, given.dims), strides(given.strides, given.dims);
+    return at::empty_strided(sizes, strides, at::TensorOptions(static_cast<at::ScalarType>(given.dtype)));
 }
 
 // The memory of the caller's, or a copy where compiled code could not take it, or would give other last bits.
@@ -75,7 +83,7 @@ ps_status bind(pa_code *code, const pa_tensor *weights, size_t count, char *erro
             const auto found = std::find_if(weights, weights + count, [&](const pa_tensor &one) { return name == one.name; });
             if (found == weights + count)
                 throw Failure(PS_PAYLOAD, "the compiled code reads a weight " + name + " that it is not given: export it again");
-            bound[name] = tensor_of(*found);
+            bound[name] = weight_of(*found);
         }
         code->package.bind(std::move(bound));
     });

@@ -19,7 +19,7 @@ extern "C" {
 /* A tensor in memory of the caller's. */
 typedef struct pa_tensor {
     const char *name; /* of a weight, NULL for others */
-    void *address;
+    void *address; /* NULL for a weight that the code asks for and never reads */
     const int64_t *sizes, *strides; /* in elements */
     int32_t dims;
     int32_t dtype; /* the number of torch's ScalarType, which are those of ExecuTorch's */

@@ -54,9 +54,12 @@ Probes *Probes::current() { return current_probes; }
 
 void register_operators() {
     try {
-        static const Registration defined(Library::Kind::FRAGMENT, define, "penstock", nullptr, __FILE__, __LINE__);
-        static const Registration implemented(Library::Kind::IMPL, implement, "penstock", "CompositeExplicitAutograd",
-                                              __FILE__, __LINE__);
+        // Never destroyed: an application may run and destroy programs after everything that is static here.
+        static const auto *const defined =
+            new Registration(Library::Kind::FRAGMENT, define, "penstock", nullptr, __FILE__, __LINE__);
+        static const auto *const implemented = new Registration(
+            Library::Kind::IMPL, implement, "penstock", "CompositeExplicitAutograd", __FILE__, __LINE__);
+        (void)defined, (void)implemented;
     } catch (const std::exception &) {
         throw Failure(PS_PLAN, "this process has penstock's operators already, as Python's penstock or another copy of this "
                                "library brings them: run the program in a process of its own");

@@ -4,6 +4,7 @@
 #include <ATen/Version.h>
 #include <c10/core/InferenceMode.h>
 #include <sys/utsname.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/headeronly/version.h>
 #include <unistd.h>
 
@@ -23,6 +24,12 @@ namespace penstock {
 namespace {
 
 constexpr int64_t SHARED_OUT = 1 << 17;  // elements for which torch uses several threads
+
+// The version of the library in this process, which may have replaced the one whose headers are compiled in.
+std::string loaded_torch() {
+    const uint64_t version = aoti_torch_abi_version();
+    return std::to_string(version >> 56) + "." + std::to_string(version >> 48 & 255) + "." + std::to_string(version >> 40 & 255);
+}
 
 bool has_instructions(const std::string &name) {
     const std::string level = at::get_cpu_capability();
@@ -63,7 +70,7 @@ std::unique_ptr<torch::inductor::AOTIModelPackageLoader> load_package(std::strin
 }  // namespace
 
 at::ScalarType scalar_type(const std::string &name) {
-    static const std::map<std::string, at::ScalarType> types{
+    static const auto &types = *new std::map<std::string, at::ScalarType>{
         {"bool", at::kBool},       {"uint8", at::kByte},          {"int8", at::kChar},
         {"int16", at::kShort},     {"int32", at::kInt},           {"int64", at::kLong},
         {"uint16", at::kUInt16},   {"uint32", at::kUInt32},       {"uint64", at::kUInt64},
@@ -86,8 +93,12 @@ std::string name_of(at::ScalarType type) {
 }
 
 void check_machine(const std::string &torch, const std::string &machine) {
-    const std::string here = std::to_string(TORCH_VERSION_MAJOR) + "." + std::to_string(TORCH_VERSION_MINOR) + "." +
-                             std::to_string(TORCH_VERSION_PATCH);
+    const std::string here = loaded_torch();
+    const std::string built = std::to_string(TORCH_VERSION_MAJOR) + "." + std::to_string(TORCH_VERSION_MINOR) + "." +
+                              std::to_string(TORCH_VERSION_PATCH);
+    if (here != built)
+        throw Failure(PS_PLAN, "what runs compiled code was built for torch " + built + ", and torch " + here +
+                                   " is loaded: build it for that");
     if (torch != here)
         throw Failure(PS_PAYLOAD, "the program was compiled by torch " + torch + ", and this is torch " + here +
                                       ": compile it again");
@@ -113,8 +124,9 @@ class ParkedTeam {
   public:
     // One for all packages.
     static std::shared_ptr<ParkedTeam> shared() {
-        static std::mutex lock;
-        static std::weak_ptr<ParkedTeam> known;
+        // Never destroyed, as an application may destroy its programs after everything that is static here.
+        static std::mutex &lock = *new std::mutex;
+        static std::weak_ptr<ParkedTeam> &known = *new std::weak_ptr<ParkedTeam>;
         const std::lock_guard<std::mutex> guard(lock);
         auto team = known.lock();
         if (!team) known = team = std::make_shared<ParkedTeam>();

@@ -80,12 +80,19 @@ void Catalog::check(const Json &region) const {
     const auto count = static_cast<int64_t>(steps->second.size()), most = region.at("kernels") == "executorch" ? 1 : count;
     if (first < 0 || behind < first || behind > count || behind - first > most)
         refuse(region, "steps", "one of " + std::to_string(count) + " steps, or none", region.at("steps"));
-    std::set<int64_t> reads;
-    for (int64_t k = first; k < behind; ++k) reads.insert(steps->second[k].begin(), steps->second[k].end());
-    for (size_t k = 0; k < region.at("appended").size(); ++k) check_appended(region, k, reads);
+    const size_t taken = region.at("kernels") == "aotinductor" ? region.at("inputs").get<size_t>() : 0;
+    if (region.at("takes").size() != taken) refuse(region, "takes", std::to_string(taken) + " inputs", region.at("takes"));
+    for (size_t k = 0; k < region.at("appended").size(); ++k) check_appended(region, k);
 }
 
-void Catalog::check_appended(const Json &region, size_t index, const std::set<int64_t> &reads) const {
+bool Catalog::brings(const Json &region, int64_t storage) const {
+    const auto [first, behind] = region.at("steps").get<std::array<int64_t, 2>>();
+    const auto &steps = reads_.at(region.at("graph").get<int64_t>());
+    return storages_.at(storage).outside || std::any_of(steps.begin() + first, steps.begin() + behind,
+                                                        [&](const auto &reads) { return reads.count(storage) > 0; });
+}
+
+void Catalog::check_appended(const Json &region, size_t index) const {
     const Json &one = region.at("appended")[index];
     const auto fail = [&](const std::string &field, const std::string &expected) {
         refuse(region, "appended[" + std::to_string(index) + "]." + field, expected, one.at(field));
@@ -94,7 +101,9 @@ void Catalog::check_appended(const Json &region, size_t index, const std::set<in
     if (storage < 0 || storage >= static_cast<int64_t>(storages_.size()))
         fail("storage", "one of " + std::to_string(storages_.size()) + " storages");
     const Storage &facts = storages_[storage];
-    if (!facts.outside && !reads.count(storage)) fail("storage", "one that $.steps read, or that stays in memory");
+    // Compiled code may ask for what it does not read.
+    if (region.at("kernels") == "executorch" && !brings(region, storage))
+        fail("storage", "one that $.steps read, or that stays in memory");
     if (one.at("mutable").get<bool>() && !(facts.state && facts.outside)) fail("mutable", "false, as the storage is no state");
     const auto shape = one.at("shape").get<Numbers>(), order = one.at("dim_order").get<Numbers>();
     const auto item = static_cast<int64_t>(executorch::runtime::elementSize(scalar_type(one.at("dtype"))));

@@ -22,6 +22,9 @@ class Catalog {
     // has the rules, and backends/executorch/region.py checks the same of all regions at once.
     void check(const Json &region) const;
 
+    // Tells whether a storage of a region is in memory while the region runs: it stays there, or a step of the region reads it.
+    bool brings(const Json &region, int64_t storage) const;
+
     int64_t nbytes(int storage) const { return storages_.at(storage).nbytes; }
 
   private:
@@ -30,7 +33,7 @@ class Catalog {
         bool state, outside;  // of the arena
     };
 
-    void check_appended(const Json &region, size_t index, const std::set<int64_t> &reads) const;
+    void check_appended(const Json &region, size_t index) const;
 
     std::vector<Storage> storages_;
     std::map<int64_t, std::vector<std::set<int64_t>>> reads_;  // of the steps of each graph

@@ -1,12 +1,14 @@
 #include "compiled.h"
 
 #include <dlfcn.h>
+#include <executorch/runtime/core/exec_aten/util/scalar_type_util.h>
 #include <executorch/runtime/core/exec_aten/util/tensor_util.h>
 
 #include <algorithm>
 #include <exception>
 
 #include "../failure.h"
+#include "../run/sizes.h"
 
 namespace penstock {
 
@@ -95,9 +97,12 @@ struct Calls {
 
 }  // namespace
 
-CompiledMethod::CompiledMethod(const NamedDataMap &map, const LoadedProgram &program, const std::string &key,
-                               const std::string &method, const std::vector<Placed> &weights) {
-    const FreeableBuffer bytes = read_checked(map, key);
+CompiledMethod::CompiledMethod(const NamedDataMap &map, const LoadedProgram &program, const Json &region,
+                               const std::vector<Placed> &weights)
+    : inputs_(region.at("takes")), symbols_(region.at("symbols")) {
+    for (const Json &input : inputs_) types_.push_back(scalar_type(input.at("dtype")));
+    const std::string method = region.at("method");
+    const FreeableBuffer bytes = read_checked(map, region.at("program"));
     checked(library().load, static_cast<const char *>(bytes.data()), bytes.size(), method.c_str(), program.torch().c_str(),
             program.machine().c_str(), &code_);
     std::vector<Handed> handed;
@@ -113,7 +118,25 @@ CompiledMethod::CompiledMethod(const NamedDataMap &map, const LoadedProgram &pro
 
 CompiledMethod::~CompiledMethod() { library().close(code_); }
 
-void CompiledMethod::run(LoadedProgram &program, int graph, Span<EValue *> arguments, size_t inputs) {
+void CompiledMethod::check(Span<EValue *> arguments) const {
+    std::map<std::string, int64_t> seen;
+    for (size_t k = 0; k < types_.size(); ++k) {
+        const Tensor &given = tensor_of(arguments[k]);
+        const std::string name = inputs_[k].at("name");
+        if (given.scalar_type() != types_[k])
+            throw Failure(PS_PLAN, "input " + name + ": expected " + executorch::runtime::toString(types_[k]) + ", got " +
+                                       executorch::runtime::toString(given.scalar_type()) +
+                                       "; pass what the program was exported for");
+        check_sizes(inputs_[k], given.sizes(), symbols_, false, seen);
+    }
+}
+
+void CompiledMethod::run(LoadedProgram &program, int graph, Span<EValue *> arguments) {
+    const struct Dropped {
+        pa_code *code;
+        ~Dropped() { library().drop(code); }
+    } dropped{code_};
+    const size_t inputs = types_.size();
     std::vector<Handed> handed;
     for (size_t k = 0; k < inputs; ++k) handed.emplace_back(tensor_of(arguments[k]));
     Calls calls{program, graph, nullptr};
@@ -125,7 +148,6 @@ void CompiledMethod::run(LoadedProgram &program, int graph, Span<EValue *> argum
         throw;
     }
     for (size_t k = inputs; k < arguments.size(); ++k) give_output(k - inputs, tensor_of(arguments[k]));
-    library().drop(code_);
 }
 
 void CompiledMethod::give_output(size_t result, Tensor &to) {

@@ -8,7 +8,6 @@
 
 namespace penstock {
 
-using executorch::runtime::BackendOption;
 using executorch::runtime::HierarchicalAllocator;
 using executorch::runtime::MethodMeta;
 using executorch::runtime::Program;

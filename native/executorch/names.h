@@ -1,6 +1,7 @@
 // ExecuTorch's names that the files of the delegate use again and again.
 #pragma once
 
+#include <executorch/runtime/backend/options.h>
 #include <executorch/runtime/core/error.h>
 #include <executorch/runtime/core/evalue.h>
 #include <executorch/runtime/core/freeable_buffer.h>
@@ -14,6 +15,7 @@ namespace penstock {
 
 using executorch::aten::ScalarType;
 using executorch::aten::Tensor;
+using executorch::runtime::BackendOption;
 using executorch::runtime::Error;
 using executorch::runtime::EValue;
 using executorch::runtime::FreeableBuffer;

@@ -29,7 +29,10 @@ Json region_facts(const std::string &processed) {
     const std::string text = end == std::string::npos ? std::string() : processed.substr(end + 1);
     if (processed.substr(0, end) != sha256(text))
         throw Failure(PS_PAYLOAD, "a delegate's bytes are damaged: their sha256 differs; copy the .pte again");
-    return parse_json(text, "a delegate");
+    Json facts = parse_json(text, "a delegate");
+    if (facts.value("format", Json()) != "penstock-region" || facts.value("version", Json()) != 2)
+        throw Failure(PS_PAYLOAD, "a delegate's bytes are not those of version 2: export the program again");
+    return facts;
 }
 
 Region::Region(const NamedDataMap &map, const Json &facts, const LoadOptions &options)
@@ -42,14 +45,12 @@ Region::Region(const NamedDataMap &map, const Json &facts, const LoadOptions &op
       program_(LoadedProgram::of(map, facts.at("payload"), facts.at("budget").is_null() ? -1 : facts.at("budget").get<int64_t>(),
                                  options)),
       memory_(&structures_, program_->scratch(), &temporary_) {
-    if (facts.at("format") != "penstock-region" || facts.at("version") != 1)
-        throw Failure(PS_PAYLOAD, "the delegate's bytes are not those of version 1: export the program again");
     program_->catalog().check(facts);
     if (facts.at("kernels") == "aotinductor") {
         step_ = -1;  // its code calls the probes of its steps
         std::vector<Placed> weights;
-        for (const Json &one : facts.at("appended")) weights.push_back(placed(one));
-        compiled_.emplace(map, *program_, facts.at("program"), facts.at("method"), weights);
+        for (const Json &one : facts.at("appended")) weights.push_back(placed(facts, one));
+        compiled_.emplace(map, *program_, facts, weights);
     } else if (facts.at("kernels") == "executorch") {
         load(map, facts);
         append(facts);
@@ -66,19 +67,20 @@ void Region::load(const NamedDataMap &map, const Json &facts) {
     method_.emplace(std::move(found.get()));
 }
 
-// Where a weight or a state lies.
-Placed Region::placed(const Json &one) const {
-    char *const address = program_->address(one.at("storage"));
-    if (!address) throw Failure(PS_PAYLOAD, title(graph_, region_) + " reads a weight that no plan brings: export it again");
-    return {one.at("name"), address + one.at("offset").get<int64_t>(), one.at("shape"), one.at("dim_order"),
-            scalar_type(one.at("dtype"))};
+// Where a weight or a state lies; nowhere for one that no step reads.
+Placed Region::placed(const Json &facts, const Json &one) const {
+    const bool brought = program_->catalog().brings(facts, one.at("storage"));
+    char *const address = brought ? program_->address(one.at("storage")) : nullptr;
+    if (brought && !address) throw Failure(PS_PAYLOAD, title(graph_, region_) + " reads a weight that no plan brings: export it again");
+    return {one.at("name"), address ? address + one.at("offset").get<int64_t>() : nullptr, one.at("shape"),
+            one.at("dim_order"), scalar_type(one.at("dtype"))};
 }
 
 // Gives the method its weights and states where they lie: it takes no copy.
 void Region::append(const Json &facts) {
     size_t input = inputs_;
     for (const Json &one : facts.at("appended")) {
-        const Placed found = placed(one);
+        const Placed found = placed(facts, one);
         const auto tensor =
             executorch::extension::make_tensor_ptr(found.shape, found.address, found.dim_order, {}, found.type);
         check(method_->set_input(EValue(*tensor), input++), "giving " + title(graph_, region_) + " its weights");
@@ -92,11 +94,12 @@ void Region::run(Span<EValue *> arguments) {
     if (arguments.size() != inputs_ + outputs_)
         throw Failure(PS_PAYLOAD, title(graph_, region_) + " is called with " + std::to_string(arguments.size()) +
                                       " arguments: export the program again");
+    if (compiled_) compiled_->check(arguments);
     std::lock_guard<std::mutex> guard(program_->running());
     try {
         program_->enter(graph_, region_, step_);
         if (compiled_) {
-            compiled_->run(*program_, graph_, arguments, inputs_);
+            compiled_->run(*program_, graph_, arguments);
         } else {
             set_arguments(arguments);
             check(method_->execute(), title(graph_, region_));

@@ -12,7 +12,8 @@
 
 namespace penstock {
 
-// What `processed_bytes` say of a region, behind the sha256 of it. Raises Failure for bytes that are damaged.
+// What `processed_bytes` say of a region, behind the sha256 of it. Raises Failure for bytes that are damaged, or of another
+// version.
 Json region_facts(const std::string &processed);
 
 class Region {
@@ -27,7 +28,7 @@ class Region {
   private:
     void load(const NamedDataMap &map, const Json &facts);
     void append(const Json &facts);
-    Placed placed(const Json &appended) const;
+    Placed placed(const Json &facts, const Json &appended) const;
     void set_arguments(Span<EValue *> arguments);
     void give_outputs(Span<EValue *> arguments);
 

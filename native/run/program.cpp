@@ -13,6 +13,7 @@
 
 #include "../aoti/package.h"
 #include "pass.h"
+#include "sizes.h"
 
 namespace penstock {
 
@@ -35,38 +36,6 @@ class Silence {
 struct EngineCloser {
     void operator()(ps_engine *engine) const { ps_close(engine); }
 };
-
-// The sizes of a method's symbols, as the inputs have them.
-void check_sizes(const Json &input, const at::IntArrayRef sizes, const Json &symbols, bool only_examples,
-                 std::map<std::string, int64_t> &seen) {
-    const std::string name = input.at("name");
-    const auto refuse = [&](const std::string &expected, size_t position, int64_t got) {
-        throw Failure(PS_PLAN, "input " + name + ".shape[" + std::to_string(position) + "]: expected " + expected +
-                                   ", got " + std::to_string(got) + "; pass what the program was exported for");
-    };
-    const Json &shape = input.value("shape", Json::array());
-    if (shape.size() != sizes.size())
-        throw Failure(PS_PLAN, "input " + name + ": expected " + std::to_string(shape.size()) + " dimensions, got " +
-                                   std::to_string(sizes.size()) + "; pass what the program was exported for");
-    for (size_t k = 0; k < sizes.size(); ++k) {
-        if (shape[k].is_number()) {
-            if (shape[k] != sizes[k]) refuse(shape[k].dump() + ", a static size", k, sizes[k]);
-            continue;
-        }
-        for (const Json &symbol : symbols) {
-            if (symbol.at("name") != shape[k]) continue;
-            const int64_t example = symbol.at("example");
-            if (only_examples && sizes[k] != example)
-                refuse(std::to_string(example) + ", as exported: other sizes are checked in Python only", k, sizes[k]);
-            if (sizes[k] < symbol.at("lower").get<int64_t>() ||
-                (!symbol.at("upper").is_null() && sizes[k] > symbol.at("upper").get<double>()))
-                refuse(symbol.at("lower").dump() + " to " + symbol.at("upper").dump(), k, sizes[k]);
-            const auto [known, fresh] = seen.emplace(shape[k], sizes[k]);
-            if (!fresh && known->second != sizes[k])
-                refuse(std::to_string(known->second) + ", as in the other inputs", k, sizes[k]);
-        }
-    }
-}
 
 }  // namespace
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -66,10 +67,12 @@ def leaves_of(exported: ExportedProgram) -> tuple[Leaf, ...]:
 def guards_of(exported: ExportedProgram) -> tuple[tuple[str, str], ...]:
     """Returns the guards: assumptions of export beyond ranges, each as text and as Python on `leaves`.
 
-    Export records them as Python on its own names of the inputs, which a stored program keeps.
-    Raises PassError for a guard that names an input which no leaf has.
+    Export records them as Python on its own names of the inputs, which a stored program keeps. Those that
+    follow from the leaves' sizes (one symbol in two inputs) are left out. Raises PassError for a guard that
+    names an input which no leaf has.
     """
     sources, nodes = _sources(exported), user_placeholders(exported)
+    sizes = [_Sizes(node.meta.get("val")) for node in nodes]
     guards = []
     for code in dict.fromkeys(getattr(exported, "_guards_code", ())):
         text, source = code, code
@@ -81,8 +84,53 @@ def guards_of(exported: ExportedProgram) -> tuple[tuple[str, str], ...]:
                 f"the program relies on {code}, which names an input that cannot be found in its calls: "
                 "export with strict=True, or pass inputs in lists, tuples and dictionaries only"
             )
-        guards.append((text.replace(".size()[", ".shape["), source))
+        if not _follows(source, sizes, exported):
+            guards.append((text.replace(".size()[", ".shape["), source))
     return tuple(guards)
+
+
+class _Sizes:
+    """A leaf in a guard's source. Its sizes are expressions, None where checks do not tie them to a symbol."""
+
+    def __init__(self, value: object) -> None:
+        shape = value.shape if isinstance(value, torch.Tensor) else ()
+        found = [size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size) for size in shape]
+        self._sizes = [size if size.is_Integer or _linear(size) else None for size in found]
+
+    def size(self) -> list[sympy.Expr | None]:
+        return self._sizes
+
+
+def _follows(source: str, leaves: list[_Sizes], exported: ExportedProgram) -> bool:
+    """Tells whether a guard is a comparison that is known to hold for all sizes that the leaves may have."""
+    tree = ast.parse(source, mode="eval").body
+    if not isinstance(tree, ast.Compare) or len(tree.ops) != 1 or type(tree.ops[0]) not in _COMPARED:
+        return False
+    try:
+        sides = ast.Expression(ast.BinOp(tree.left, ast.Sub(), tree.comparators[0]))
+        code = compile(ast.fix_missing_locations(sides), "<guard>", "eval")
+        difference = sympy.simplify(eval(code, {}, {"leaves": leaves}))
+        if not difference.is_polynomial():
+            return False
+        bounds = bound_sympy(difference, exported.range_constraints)
+    except (
+        TypeError,
+        NameError,
+        AttributeError,
+    ):  # of what is no number here, or a function: the guard stays
+        return False
+    return bool(_COMPARED[type(tree.ops[0])](bounds))
+
+
+_COMPARED: Mapping[type[ast.cmpop], Callable[[Any], bool]] = {
+    ast.Eq: lambda found: found.lower == found.upper == 0,
+    ast.NotEq: lambda found: found.lower > 0 or found.upper < 0,
+    ast.Gt: lambda found: found.lower > 0,
+    ast.GtE: lambda found: found.lower >= 0,
+    ast.Lt: lambda found: found.upper < 0,
+    ast.LtE: lambda found: found.upper <= 0,
+}
+"""Whether a comparison holds, by the bounds of the difference of its sides."""
 
 
 def _sources(exported: ExportedProgram) -> list[tuple[str, int]]:

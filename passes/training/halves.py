@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -28,29 +28,43 @@ from torch.utils import _pytree as pytree
 from penstock.passes.calls.signature import output_names, signature_of
 from penstock.passes.graph.nodes import placeholders_of
 from penstock.passes.probes import STORE
-from penstock.passes.training.facts import TRAINABLE, Training
+from penstock.passes.training.alone import call_with
+from penstock.passes.training.facts import BACKWARD, FORWARD, Backward, Training
 from penstock.passes.training.joint import Joint, result_positions, trace_joint
 from penstock.passes.training.partition import Partition, partition
 from penstock.passes.training.slots import NO_SLOTS, Slots, find_slots
 from penstock.passes.weights.lifted import KEPT, Catalog, Weights
+from penstock.passes.weights.subclasses import parts_of
 from penstock.schedule.facts.errors import PassError
+
+Losses = Collection[str] | Collection[Collection[str]]
+"""The names of results that gradients come from together, or several sets of them."""
 
 NOWHERE: Mapping[fx.Node, fx.Node] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Halves:
-    """The forward and the backward of a program as programs of their own, and what joins them."""
+    """The forward and the backwards of a program as programs of their own, and what joins them.
+
+    `backwards` are in the order of those in `training`.
+    """
 
     forward: ExportedProgram
-    backward: ExportedProgram
+    backwards: tuple[ExportedProgram, ...]
     training: Training
+
+    @property
+    def programs(self) -> dict[str, ExportedProgram]:
+        """The programs by method."""
+        names = (one.method for one in self.training.backwards)
+        return {FORWARD: self.forward, **dict(zip(names, self.backwards, strict=True))}
 
 
 def divide(
     exported: ExportedProgram,
     trainable: Collection[str],
-    losses: Collection[str] | None = None,
+    losses: Losses | None = None,
     inputs: Collection[str] | None = None,
     *,
     spill: bool = False,
@@ -58,11 +72,13 @@ def divide(
     """Returns forward and backward of a program, for the gradients of its parameters `trainable`, by FQN.
 
     The inputs of the names `inputs` have gradients too; None stands for those that required grad when the
-    program was exported. Gradients come from the results `losses`, by name: None stands for the
-    floating-point numbers of no dimension among them, or for all floating-point tensors if there is no such
-    number. With `spill`, what the forward keeps gets places among the weights where it can. Raises PassError
-    where autograd cannot trace the program, if nothing has a gradient, and for a parameter that shares its
-    memory.
+    program was exported. Gradients come from the results `losses`, by name, or from one of several sets of
+    them, each of which has a backward. None stands for the floating-point numbers of no dimension among the
+    results, or for all floating-point tensors if there is no such number.
+    With `spill`, what the forward keeps gets places among the weights where it can.
+
+    Raises PassError where autograd cannot trace the program, if nothing has a gradient, for a parameter that
+    shares its memory, and for sets that are equal. With `spill` there is one set.
     """
     catalog = Catalog()
     weights = Weights(catalog.add(exported), catalog.storages)
@@ -74,25 +90,40 @@ def divide(
     _refuse_shared(weights, trained)
     signature = signature_of(exported)
     results = output_names(signature)
-    joint = trace_joint(exported, weights, names, _chosen(exported, results, losses))
-    if not joint.gradients:
+    joints = trace_joint(exported, weights, names, _chosen(exported, results, losses))
+    if not all(joint.gradients for joint in joints):
         raise PassError("no result of the program depends on what is trained: name other parameters")
-    crossing = partition(joint)
-    slots = find_slots(joint, crossing, _free_prefix(exported)) if spill else NO_SLOTS
+    pool: dict[object, fx.Node] = {}
+    parts = [partition(joint, weights.held.keys() - names, pool) for joint in joints]
+    returned = _returned(joints, parts)
+    if spill and len(joints) > 1:
+        raise PassError("spill=True is for one set of losses=: leave it out, or compile each set by itself")
+    slots = find_slots(joints[0], parts[0], _free_prefix(exported)) if spill else NO_SLOTS
+    returned = tuple(node for node in returned if node not in slots.read)
     order = {spec.arg.name: k for k, spec in enumerate(leaves)}
-    taken = [order[node.name] for node in crossing.inputs if node.name in order]
     leaf_of = [k for k in range(signature.results) if k not in signature.constants]
     named = dict(zip(leaf_of, results, strict=True))
+    backwards = []
+    for number, (joint, one) in enumerate(zip(joints, parts, strict=True)):
+        taken = [order[node.name] for node in one.inputs if node.name in order]
+        backwards.append(
+            Backward(
+                f"{BACKWARD}_{number}" if number else BACKWARD,
+                (*taken, *(-1 - returned.index(node) for node in one.kept if node not in slots.read)),
+                tuple(leaf_of[k] for k, node in enumerate(joint.tangents) if node is not None),
+                tuple(order[specs[k].arg.name] for k in joint.gradients),
+            )
+        )
+    _refuse_equal([one.tangents for one in backwards], named)
+    left_out = frozenset.intersection(*(joint.left_out for joint in joints))
     return Halves(
-        _forward(exported, joint, crossing, slots, leaves),
-        _backward(exported, joint, crossing, slots, leaves),
+        _forward(exported, joints[0], replace(parts[0], kept=returned), slots, leaves),
+        tuple(_backward(exported, *one, slots, leaves) for one in zip(joints, parts, strict=True)),
         Training(
             tuple(str(spec.target) for spec in trained),
-            (*taken, *[None] * (len(crossing.kept) - len(slots.read))),
-            tuple(leaf_of[k] for k, node in enumerate(joint.tangents) if node is not None),
-            tuple(order[specs[k].arg.name] for k in joint.gradients),
+            tuple(backwards),
             tuple(named.get(k, "") for k in range(signature.results)),
-            tuple(leaf_of[k] for k in sorted(joint.left_out)),
+            tuple(leaf_of[k] for k in sorted(left_out)),
         ),
     )
 
@@ -105,34 +136,57 @@ def _free_prefix(exported: ExportedProgram) -> str:
     return prefix
 
 
+def _returned(joints: Sequence[Joint], parts: Sequence[Partition]) -> tuple[fx.Node, ...]:
+    """The values that the forward returns for all backwards."""
+    found = tuple(dict.fromkeys(node for one in parts for node in one.kept))
+    early = {*parts[0].early, *placeholders_of(joints[0].graph_module.graph)}
+    if not early.issuperset(found):
+        raise PassError("the sets of losses= need values that one forward does not have: compile them apart")
+    return found
+
+
+def _refuse_equal(sets: Sequence[tuple[int, ...]], named: Mapping[int, str]) -> None:
+    """Raises PassError for two equal sets of results that gradients would come from."""
+    for one in sets:
+        if sets.count(one) > 1:
+            results = " and ".join(named[k] for k in one)
+            raise PassError(
+                f"losses= has two sets whose gradients come from {results}: leave one of them out"
+            )
+
+
 def _refuse_shared(weights: Weights, trained: Sequence[InputSpec]) -> None:
     """Raises PassError for a parameter to train in whose memory another weight lies.
 
     It would be two memories, of which one would not be trained.
     """
+    sharing: dict[int, list[str]] = {}
+    for name in weights.held:
+        sharing.setdefault(weights.storage_of(name), []).append(name)
     for spec in trained:
-        own = spec.arg.name
-        others = [w.fqn for name, w in weights.held.items() if name != own]
-        storages = [weights.storage_of(name) for name in weights.held if name != own]
-        for other, storage in zip(others, storages, strict=True):
-            if storage == weights.storage_of(own):
+        for other in sharing[weights.storage_of(spec.arg.name)]:
+            if other != spec.arg.name:
                 raise PassError(
-                    f"{spec.target} is to be trained and shares its memory with {other}: leave it out of "
-                    "trainable=, or give it a copy of its own"
+                    f"{spec.target} is to be trained and shares its memory with {weights.held[other].fqn}: "
+                    "leave it out of trainable=, or give it a copy of its own"
                 )
 
 
-def _chosen(exported: ExportedProgram, names: Sequence[str], losses: Collection[str] | None) -> list[int]:
-    """The numbers of the results that gradients come from."""
+def _chosen(exported: ExportedProgram, names: Sequence[str], losses: Losses | None) -> list[list[int]]:
+    """The numbers of the results that gradients come from, for each set."""
     if losses is not None:
-        unknown = [loss for loss in losses if loss not in names]
-        if isinstance(losses, str) or unknown:
-            raise PassError(f"losses={losses!r}: expected a list of results, which are {', '.join(names)}")
-        return [k for k, name in enumerate(names) if name in losses]
+        plain = all(isinstance(one, str) for one in losses)
+        sets: Any = [losses] if plain else losses
+        if isinstance(losses, str) or any(isinstance(one, str) or not {*one} <= {*names} for one in sets):
+            raise PassError(
+                f"losses={losses!r}: expected a list of results, which are {', '.join(names)}, or a list of "
+                "such lists"
+            )
+        return [[k for k, name in enumerate(names) if name in one] for one in sets]
     returned: Any = exported.graph.output_node().args[0]
     values = [returned[position].meta["val"] for position in result_positions(exported)]
     floats = [k for k, one in enumerate(values) if isinstance(one, torch.Tensor) and one.is_floating_point()]
-    return [k for k in floats if not values[k].dim()] or floats
+    return [[k for k in floats if not values[k].dim()] or floats]
 
 
 def _inputs_with_grad(exported: ExportedProgram) -> list[str]:
@@ -161,20 +215,11 @@ def _forward(
     for result in exported.graph_signature.output_specs:
         if result.kind is OutputKind.USER_OUTPUT:
             made.add_result(result.arg if isinstance(result.arg, ConstantArgument) else next(results))
-    returned = [node for node in parts.kept if node not in slots.read]
-    for node in returned:
+    for node in parts.kept:
         made.add_result(node)
-    (args, kwargs), (result, _) = _called(exported)
     trained = [one for one in leaves if one.kind is not InputKind.USER_INPUT]
-    if TRAINABLE in kwargs:
-        raise PassError(
-            f"the program takes an argument {TRAINABLE!r}, by which penstock gives parameters: rename it"
-        )
-    entry = exported.module_call_graph[0].signature
-    names = entry and entry.forward_arg_names
-    program = made.program(
-        names and [*names, TRAINABLE], (args, {**kwargs, TRAINABLE: trained}), (result, returned)
-    )
+    names, called, result = call_with(exported, trained)
+    program = made.program(names, called, (result, [*parts.kept]))
     program._guards_code = exported._guards_code
     return program
 
@@ -184,7 +229,7 @@ def _backward(
 ) -> ExportedProgram:
     made = _Program(exported, joint, slots, parts.same)
     given = {spec.arg.name for spec in leaves}
-    weights = {node.name for node in parts.inputs} - given
+    weights = _with_all_parts(exported, {node.name for node in parts.inputs} - given)
     for spec in exported.graph_signature.input_specs:
         if spec.arg.name in weights:
             made.add_input(spec)
@@ -201,11 +246,16 @@ def _backward(
     return made.program(["kept", "tangents"], ((kept, tangents), {}), [*joint.gradients])
 
 
-def _called(exported: ExportedProgram) -> tuple[Any, Any]:
-    """The arguments and the result of a program as trees of numbers, with a place for a second result."""
-    spec = exported.call_spec
-    args, kwargs = pytree.tree_unflatten(list(range(spec.in_spec.num_leaves)), spec.in_spec)
-    return (args, kwargs), (pytree.tree_unflatten(list(range(spec.out_spec.num_leaves)), spec.out_spec), None)
+def _with_all_parts(exported: ExportedProgram, names: set[str]) -> set[str]:
+    """The names of inputs, and of those that are parts of the same weights, which are planned together."""
+    known = parts_of(exported)
+    owners = {
+        spec.arg.name: known[str(spec.target)][0]
+        for spec in exported.graph_signature.input_specs
+        if str(spec.target) in known
+    }
+    taken = {owners[name] for name in names if name in owners}
+    return names | {name for name, owner in owners.items() if owner in taken}
 
 
 class _Program:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from torch.export.graph_signature import ConstantArgument
 from penstock.passes.building.refusals import sentence
 from penstock.passes.graph.nodes import placeholders_of
 from penstock.passes.graph.propagation import fake_inputs, propagate
+from penstock.passes.training.aligned import align
 from penstock.passes.weights.lifted import Weights
 from penstock.schedule.facts.errors import PassError
 
@@ -60,7 +61,8 @@ class Joint:
     `results[k]` is the value of result k, and `tangents[k]` the placeholder of the gradient of it, None if it
     has none. Results are counted without constants. `written[k]` is the new value of input k, where the
     program writes to it. `gradients[k]` is the gradient of input k, for those that have one. The results
-    `left_out` depend on what is trained, and are not among those that gradients come from.
+    `left_out` depend on what is trained, and are not among those that gradients come from. `given` are the
+    placeholders of all gradients in the graph, which other joints may share.
     """
 
     graph_module: fx.GraphModule
@@ -70,6 +72,7 @@ class Joint:
     written: dict[int, fx.Node]
     gradients: dict[int, fx.Node]
     left_out: frozenset[int]
+    given: tuple[fx.Node, ...]
 
 
 class _Flat(nn.Module):
@@ -107,14 +110,51 @@ def is_value(value: object) -> bool:
 
 
 def trace_joint(
-    exported: ExportedProgram, weights: Weights, trainable: Collection[str], losses: Collection[int]
-) -> Joint:
-    """Returns the joint graph of a program, for the gradients of its inputs of the names `trainable`.
+    exported: ExportedProgram,
+    weights: Weights,
+    trainable: Collection[str],
+    losses: Sequence[Collection[int]],
+) -> list[Joint]:
+    """Returns the joints of a program, for the gradients of its inputs of the names `trainable`.
 
-    Names are those of placeholders: of parameters, and of user inputs. The gradients are those of the results
-    of the numbers `losses`, which leave constants out. Raises PassError where autograd cannot trace
-    the program.
+    Names are those of placeholders: of parameters, and of user inputs. Each joint has the gradients of the
+    results of the numbers in one of `losses`, which leave constants out. All are in one graph, whose forward
+    they share, and so are their inputs, their results and what they write. Raises PassError where autograd
+    cannot trace the program.
     """
+    traces = [_traced(exported, weights, trainable, one) for one in losses]
+    first, *others = traces
+    meanings = [_meanings(first, {})]
+    for trace in others:
+        given = {node.name for node in placeholders_of(trace.made.graph) if _is_gradient(node)}
+        meanings.append(_meanings(trace, align(first.made, trace.made, given)))
+    try:
+        graph_module = propagate(first.made, fake_inputs(first.made, weights))
+    except NotImplementedError as error:  # such as a tensor without memory of its own
+        raise _refusal(error) from error
+    joints = [
+        _described(graph_module, trace.flat, len(result_positions(exported)), meaning)
+        for trace, meaning in zip(traces, meanings, strict=True)
+    ]
+    shared = joints[0]
+    given_here = tuple(node for one in joints for node in one.tangents if node is not None)
+    return [
+        replace(one, inputs=shared.inputs, results=shared.results, written=shared.written, given=given_here)
+        for one in joints
+    ]
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """A graph as autograd traced it, and the module that it traced."""
+
+    made: fx.GraphModule
+    flat: _Flat
+
+
+def _traced(
+    exported: ExportedProgram, weights: Weights, trainable: Collection[str], losses: Collection[int]
+) -> _Trace:
     recorded = fake_inputs(exported.graph_module, weights)
     names = [node.name for node in placeholders_of(exported.graph)]
     inputs = [_seen(value, name in trainable) for name, value in zip(names, recorded, strict=True)]
@@ -130,10 +170,7 @@ def trace_joint(
                 entered, flat, tuple(inputs[k] for k in flat.shown), decompositions={}
             )
         except Exception as error:
-            raise PassError(
-                f"autograd cannot trace the program ({type(error).__name__}: {sentence(error)}): export what "
-                "it trains without this operation"
-            ) from error
+            raise _refusal(error) from error
         known.check()
     graph = made.graph_module.graph
     graph.set_codegen(fx.graph.CodeGen())  # its own has the structure of the trace's arguments
@@ -141,8 +178,14 @@ def trace_joint(
     for node in placeholders_of(graph):
         if isinstance(node.meta["desc"], PlainAOTInput):
             node._rename(names[flat.shown[node.meta["desc"].idx]])
-    graph_module = propagate(made.graph_module, fake_inputs(made.graph_module, weights))
-    return _described(graph_module, flat, len(result_positions(exported)))
+    return _Trace(made.graph_module, flat)
+
+
+def _refusal(error: Exception) -> PassError:
+    return PassError(
+        f"autograd cannot trace the program ({type(error).__name__}: {sentence(error)}): export what it "
+        "trains without this operation"
+    )
 
 
 @contextmanager
@@ -216,23 +259,42 @@ def _erase_assertions(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _described(graph_module: fx.GraphModule, flat: _Flat, results: int) -> Joint:
-    graph = graph_module.graph
+_Meanings = tuple[list[tuple[str, Any]], list[tuple[str | None, Any]]]
+"""What the inputs and the outputs of a trace mean, by the names of their nodes in the graph of all."""
+
+
+def _is_gradient(node: fx.Node) -> bool:
+    return isinstance(node.meta["desc"], TangentAOTInput)
+
+
+def _meanings(trace: _Trace, here: Mapping[fx.Node, fx.Node]) -> _Meanings:
+    output = trace.made.graph.output_node()
+    returned: Any = output.args[0]
+    return (
+        [(here.get(node, node).name, node.meta["desc"]) for node in placeholders_of(trace.made.graph)],
+        [
+            (node and here.get(node, node).name, meaning)
+            for node, meaning in zip(returned, output.meta["desc"], strict=True)
+        ],
+    )
+
+
+def _described(graph_module: fx.GraphModule, flat: _Flat, results: int, meanings: _Meanings) -> Joint:
+    nodes: dict[str | None, Any] = {node.name: node for node in graph_module.graph.nodes}
     inputs: list[Value] = [None] * len(flat.inputs)
     tangents: list[Value] = [None] * results
-    for node in placeholders_of(graph):
-        meaning = node.meta["desc"]
+    for name, meaning in meanings[0]:
         if isinstance(meaning, PlainAOTInput):
-            inputs[flat.shown[meaning.idx]] = node
+            inputs[flat.shown[meaning.idx]] = nodes[name]
         elif isinstance(meaning, TangentAOTInput) and isinstance(meaning.output, PlainAOTOutput):
-            tangents[meaning.output.idx] = node
+            tangents[meaning.output.idx] = nodes[name]
         else:
             raise PassError(f"autograd's trace takes {meaning}, expected inputs and gradients of results")
-    output = graph.output_node()
     values: list[Value] = [None] * results
     written: dict[int, fx.Node] = {}
     gradients: dict[int, fx.Node] = {}
-    for node, meaning in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
+    for returned, meaning in meanings[1]:
+        node: Any = nodes.get(returned)
         if isinstance(meaning, PlainAOTOutput):
             values[meaning.idx] = _original(node)
         elif isinstance(meaning, InputMutationAOTOutput):
@@ -242,14 +304,9 @@ def _described(graph_module: fx.GraphModule, flat: _Flat, results: int) -> Joint
                 gradients[flat.shown[meaning.grad_of.idx]] = node  # type: ignore[attr-defined]
         elif node is not None:
             raise PassError(f"autograd's trace returns {meaning}, expected results, mutations and gradients")
+    left_out = frozenset(flat.left_out)
     return Joint(
-        graph_module,
-        tuple(inputs),
-        tuple(values),
-        tuple(tangents),
-        written,
-        gradients,
-        frozenset(flat.left_out),
+        graph_module, tuple(inputs), tuple(values), tuple(tangents), written, gradients, left_out, ()
     )
 
 

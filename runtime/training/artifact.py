@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+from torch.export import ExportedProgram, export
+
 from penstock.passes.annotate import annotate_with_values
 from penstock.passes.building.fake_export import with_computed_buffers
+from penstock.passes.building.refusals import sentence
 from penstock.passes.pipeline import Pipeline
-from penstock.passes.training.facts import BACKWARD, FORWARD
+from penstock.passes.training.alone import alone, is_same
+from penstock.passes.training.facts import EVALUATE, PREDICT
 from penstock.passes.training.halves import divide
+from penstock.passes.training.own_gradients import refused_own_gradients
 from penstock.passes.weights.lifted import refuse_lost_values
 from penstock.passes.weights.subclasses import with_plain_parts
 from penstock.runtime.artifact import compile
@@ -21,22 +29,23 @@ from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.model import Trace
 
 if TYPE_CHECKING:
-    import torch
-    from torch.export import ExportedProgram
-
     from penstock.runtime.program import Program
 
 _log = logging.getLogger(__name__)
 
+_PLAIN: Pipeline[ExportedProgram] = Pipeline((refuse_lost_values, with_computed_buffers, with_plain_parts))
+"""What a program goes through before it is differentiated."""
+
 
 def compile_training(
-    model: ExportedProgram | torch.nn.Module,
+    model: ExportedProgram | nn.Module,
     path: str | PathLike[str],
     *,
     trainable: Sequence[str],
     example: Sequence[Any] | Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
-    losses: Sequence[str] | None = None,
+    losses: Sequence[str] | Sequence[Sequence[str]] | None = None,
+    evaluate: bool = True,
     spill: bool = False,
     **options: Any,
 ) -> Program:
@@ -48,26 +57,39 @@ def compile_training(
     They are inputs of both methods, belong to the module that `load` returns as its parameters, and stay in
     memory; all other weights are frozen and stream. Inputs that require grad in `example` get gradients too.
 
+    A third method, `evaluate`, is the forward by itself, for calls without gradients. A module that is in
+    train() is exported a second time in eval(); where that is another program it is the method `predict`,
+    which computes what the model computes after `eval()`. Without `evaluate` both are left out: calls without
+    gradients run the forward of training, `eval()` is refused, and plans serve steps of training alone.
+
     `losses` names the results from which gradients may come: by default those that are floating-point numbers
-    of no dimension, or all floating-point tensors if there is no such number. With `spill`, what the forward
-    keeps for the backward counts in the budget like weights, and may leave memory for a file in between
-    (docs/training.md). `options` are those of `compile`.
+    of no dimension, or all floating-point tensors if there is no such number. Given several sets of them, as
+    a list of lists, each set has a backward of its own, which runs when gradients come from exactly that set.
+    With `spill`, what the forward keeps for the backward counts in the budget like weights, and may leave
+    memory for a file in between (docs/training.md). `options` are those of `compile`.
 
     Raises PassError for a program whose gradients cannot be traced, a pattern that matches no parameter, and
     what `compile` raises.
     """
-    exported = _exported(model, example, dynamic_shapes)
-    plain: Pipeline[ExportedProgram] = Pipeline((refuse_lost_values, with_computed_buffers, with_plain_parts))
-    exported = plain(exported)
     if spill and options.get("lowering", "eager") != "eager":
         raise PassError("spill=True is for lowering='eager': leave one of the two out")
+    exported, in_eval = _exported(model, example, dynamic_shapes, evaluate=evaluate)
+    exported = _PLAIN(exported)
     halves = divide(exported, _chosen(exported, trainable), losses, spill=spill)
-    annotated = annotate_with_values({FORWARD: halves.forward, BACKWARD: halves.backward})
-    annotated = replace(
-        annotated, payload=replace(annotated.payload, traces=_in_turn(annotated.payload.traces))
-    )
-    values = {fqn: exported.state_dict[fqn] for fqn in halves.training.parameters}
-    return compile(replace(annotated, training=halves.training, trained=values), path, **options)
+    training, parameters = halves.training, halves.training.parameters
+    programs = halves.programs
+    if evaluate:
+        programs[EVALUATE] = alone(exported, parameters)
+    if in_eval is not None:
+        same = is_same(exported, in_eval := _PLAIN(in_eval))
+        training = replace(training, in_eval=EVALUATE if same else PREDICT)
+        if not same:
+            programs[PREDICT] = alone(in_eval, parameters)
+    annotated = annotate_with_values(programs)
+    traces = annotated.payload.traces
+    payload = replace(annotated.payload, traces=(*_in_turn(traces[:2]), *traces[2:]))
+    values = {fqn: exported.state_dict[fqn] for fqn in parameters}
+    return compile(replace(annotated, payload=payload, training=training, trained=values), path, **options)
 
 
 def _in_turn(traces: Sequence[Trace]) -> tuple[Trace, ...]:
@@ -78,22 +100,49 @@ def _in_turn(traces: Sequence[Trace]) -> tuple[Trace, ...]:
     return replace(forward, follows=backward.graph), replace(backward, follows=forward.graph)
 
 
-def _exported(model: Any, example: Any, dynamic_shapes: Any) -> ExportedProgram:
-    from torch import nn
-    from torch.export import ExportedProgram, export
-
+def _exported(
+    model: Any, example: Any, dynamic_shapes: Any, *, evaluate: bool
+) -> tuple[ExportedProgram, ExportedProgram | None]:
+    """The program, and that of the model in eval mode, None where there is none."""
     if isinstance(model, ExportedProgram):
         if example is not None or dynamic_shapes is not None:
             raise PassError(
                 "an exported program has its example inputs: leave out example= and dynamic_shapes="
             )
-        return model
+        return model, None
     if not isinstance(model, nn.Module):
         raise PassError(f"expected an exported program or a module, got {type(model).__name__}")
     if example is None:
         raise PassError("a module is exported with the arguments of a call: give example=(x,)")
     args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
-    return export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+    make = partial(export, model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+    with refused_own_gradients():
+        exported = make()
+    if not evaluate or not any(part.training for part in model.modules()):
+        return exported, exported if evaluate else None
+    with _in_eval(model):
+        try:
+            return exported, make()
+        except Exception as error:
+            _log.warning(
+                "the model cannot be exported in eval mode, so eval() is refused (%s: %s)",
+                type(error).__name__,
+                sentence(error),
+            )
+            return exported, None
+
+
+@contextmanager
+def _in_eval(model: nn.Module) -> Iterator[None]:
+    """Let all parts of a module be in eval mode, without methods by which a part may change its weights."""
+    modes = [(part, part.training) for part in model.modules()]
+    try:
+        for part, _ in modes:
+            part.training = False
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
 
 
 def _chosen(exported: ExportedProgram, patterns: Sequence[str]) -> list[str]:

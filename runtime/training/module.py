@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from penstock.passes.training.facts import BACKWARD, FORWARD, TRAINABLE, Training
+from penstock.passes.training.facts import EVALUATE, FORWARD, PREDICT, TRAINABLE, Backward, Training
 from penstock.runtime.module import LoadedMethod, StreamedModule
 from penstock.runtime.stream.passes import LoadedWeights
 from penstock.schedule.facts.errors import StreamError
@@ -22,8 +22,10 @@ class TrainingModule(StreamedModule):
 
     `parameters()` are those that the program was compiled to train, under their FQNs, and `buffers()` those
     that it writes to, such as the statistics of batch norms; so are `state_dict()` and `load_state_dict()`.
-    Frozen weights stream through the forward, and again through the backward. Under `torch.no_grad()` nothing
-    is kept for a backward.
+    Frozen weights stream through the forward, and again through the backward. Under `torch.no_grad()` the
+    forward runs by itself, and keeps nothing. After `eval()` a call computes what the model computes in eval
+    mode; where that is another program, it has no backward. `train()` is the mode in which the model was
+    exported.
 
     With `places`, what a forward keeps has places among the weights, one for each value: a forward is refused
     while another waits for its backward.
@@ -42,8 +44,7 @@ class TrainingModule(StreamedModule):
     ) -> None:
         super().__init__(methods, weights, name)
         self.training = True
-        leaves = (self._method(name).program.convention.names for name in (FORWARD, BACKWARD))
-        training.check(*map(len, leaves))
+        training.check({one: len(loaded.program.convention.names) for one, loaded in methods.items()})
         self._facts, self._has_places = training, places
         self._kept: Callable[[], TrainingCall | None] = lambda: None  # the last call whose values were kept
         self._places = [_holder(self, fqn) for fqn in training.parameters]
@@ -60,21 +61,25 @@ class TrainingModule(StreamedModule):
                 "autocast is on, and the program computes in the dtypes in which it was exported: call it "
                 "outside of torch.autocast"
             )
-        convention = self._method(FORWARD).program.convention
         trained = [getattr(holder, leaf) for holder, leaf in self._places]
+        other = not self.training and self._facts.in_eval == PREDICT
+        convention = self._method(PREDICT if other else FORWARD).program.convention
         leaves = convention.flatten(args, {**kwargs, TRAINABLE: trained})
         wants = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        if not torch.is_grad_enabled() or not wants:
-            result, _ = self.run(FORWARD, leaves)
+        if torch.is_grad_enabled() and wants:
+            if other:
+                return _without_backward(self.run(PREDICT, _detached(leaves)), wants)
+            self._refuse_lost_gradients(leaves, convention.names)
+            call = TrainingCall(self._facts, self.run, once=self._has_places)
+            result = call.result(leaves)
+            self._kept = weakref.ref(call)
             return result
-        self._refuse_lost_gradients(leaves, convention.names)
-        call = TrainingCall(self._facts, self.run, once=self._has_places)
-        result = call.result(leaves)
-        self._kept = weakref.ref(call)
-        return result
+        if not other and EVALUATE not in self._methods:
+            return self.run(FORWARD, leaves)[0]
+        return self.run(PREDICT if other else EVALUATE, leaves)
 
     def run(self, method: str, leaves: Sequence[Any]) -> Any:
-        if method == FORWARD:
+        if method not in {one.method for one in self._facts.backwards}:
             self._refuse_pending()
         return super().run(method, leaves)
 
@@ -91,11 +96,13 @@ class TrainingModule(StreamedModule):
             )
 
     def train(self, mode: bool = True) -> TrainingModule:
-        if not mode:
+        if not mode and not self._facts.in_eval:
             raise StreamError(
-                "eval() is not possible on a program that was compiled to train: load one that was compiled "
-                "for inference, or call this one under torch.no_grad()"
+                "eval() is not possible on this program, which was compiled in the mode in which it was "
+                "exported: give compile_training the module, which it exports in eval mode too, and leave "
+                "out evaluate=False; or call this one under torch.no_grad() in the mode that it has"
             )
+        nn.Module.train(self, mode)
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> TrainingModule:
@@ -110,7 +117,8 @@ class TrainingModule(StreamedModule):
         return nn.Module.load_state_dict(self, state_dict, strict)
 
     def _refuse_lost_gradients(self, leaves: Sequence[Any], names: Sequence[str]) -> None:
-        trained = {*self._facts.gradients, *range(len(leaves) - len(self._places), len(leaves))}
+        trained = {leaf for one in self._facts.backwards for leaf in one.gradients}
+        trained |= {*range(len(leaves) - len(self._places), len(leaves))}
         for k, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
             if k not in trained and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 raise StreamError(
@@ -122,8 +130,8 @@ class TrainingModule(StreamedModule):
 class TrainingCall:
     """One call of a training program: the facts, and the structure of its result.
 
-    `run` runs a method, of the names that are given, on leaves. With `once`, what the forward keeps is there
-    for one backward only.
+    `run` runs a method on leaves; `forward` is the name of the one that runs first. With `once`, what the
+    forward keeps is there for one backward only.
     """
 
     spec: pytree.TreeSpec
@@ -134,38 +142,36 @@ class TrainingCall:
         run: Callable[[str, Sequence[Any]], Any],
         *,
         forward: str = FORWARD,
-        backward: str = BACKWARD,
         once: bool = False,
     ) -> None:
         self.facts = facts
         self.spent, self._once = False, once
-        self._run, self._forward, self._backward = run, forward, backward
+        self._run, self._forward = run, forward
 
     def result(self, leaves: Sequence[Any]) -> Any:
         """Run the forward on leaves; the result has a `grad_fn`, which gives leaves their gradients."""
         flat = _Pass.apply(self, *leaves)  # type: ignore[no-untyped-call]
         return pytree.tree_unflatten(list(flat), self.spec)
 
-    def backward(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Run the backward, which returns the gradients of the leaves `facts.gradients`."""
+    def forward(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Returns the results, flat, and what backwards need, as `facts.kept` has it: tensors, and sizes."""
+        # Some kernels keep what a backward needs by the grad mode alone; a graph of their own has no use.
+        with torch.enable_grad():
+            result, values = self._run(self._forward, _detached(leaves))
+        flat, self.spec = pytree.tree_flatten(result)
+        return flat, [values[-1 - leaf] if leaf < 0 else leaves[leaf] for leaf in self.facts.kept]
+
+    def backward(self, chosen: Backward, kept: Sequence[Any], tangents: Sequence[Any]) -> Sequence[Any]:
+        """Run a backward, which returns the gradients of the leaves `chosen.gradients`."""
         if self.spent:
             raise StreamError(
                 "the values that this call kept have left memory with its first backward: call the module "
                 "again, or compile with spill=False"
             )
         self.spent = self._once  # also if it fails on the way
-        made: Sequence[Any] = self._run(self._backward, leaves)
+        held = dict(zip(self.facts.kept, kept, strict=True))
+        made: Sequence[Any] = self._run(chosen.method, [*(held[leaf] for leaf in chosen.kept), *tangents])
         return made
-
-    def forward(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Returns the results, flat, and what the backward needs: tensors, and sizes."""
-        # Some kernels keep what a backward needs by the grad mode alone; a graph of their own has no use.
-        own = [one.detach() if isinstance(one, torch.Tensor) else one for one in leaves]
-        with torch.enable_grad():
-            result, values = self._run(self._forward, own)
-        flat, self.spec = pytree.tree_flatten(result)
-        made = iter(values)
-        return flat, [next(made) if leaf is None else leaves[leaf] for leaf in self.facts.kept]
 
 
 class _Pass(torch.autograd.Function):
@@ -177,7 +183,7 @@ class _Pass(torch.autograd.Function):
         ctx.call, ctx.leaves = call, len(leaves)
         ctx.numbers = [None if isinstance(one, torch.Tensor) else one for one in kept]
         ctx.save_for_backward(*(one for one in kept if isinstance(one, torch.Tensor)))
-        ctx.layouts = [_layout(flat[k]) for k in call.facts.tangents]
+        ctx.layouts = {k: _layout(flat[k]) for k in call.facts.tangents}
         ctx.set_materialize_grads(False)
         # A gradient that reaches a result which is left out is refused, so that it is not lost.
         seen = {*call.facts.tangents, *call.facts.left_out}
@@ -192,28 +198,54 @@ class _Pass(torch.autograd.Function):
                 "gradients of gradients through streamed weights are not supported: call backward without "
                 "create_graph=True"
             )
-        facts: Training = ctx.call.facts
-        expected = ", ".join(facts.results[k] for k in facts.tangents)
-        wrong = [f"no gradient has come to {facts.results[k]}" for k in facts.tangents if grads[k] is None]
-        wrong += [
-            f"a gradient has come to {facts.results[k]}" for k in facts.left_out if grads[k] is not None
-        ]
-        if wrong:
-            raise StreamError(
-                f"{wrong[0]}, and the program was compiled for gradients from {expected}: compile it with "
-                "losses= naming all results that the loss is computed of"
-            )
-        tangents = [
-            _laid_out(grads[k], layout) for k, layout in zip(facts.tangents, ctx.layouts, strict=True)
-        ]
+        chosen = _backward_for(ctx.call.facts, grads)
+        tangents = [_laid_out(grads[k], ctx.layouts[k]) for k in chosen.tangents]
         saved = iter(ctx.saved_tensors)
         kept = [next(saved) if number is None else number for number in ctx.numbers]
         with torch.autocast("cpu", enabled=False):
-            made = ctx.call.backward([*kept, *tangents])
+            made = ctx.call.backward(chosen, kept, tangents)
         results: list[Any] = [None] * ctx.leaves
-        for leaf, gradient in zip(facts.gradients, made, strict=True):
+        for leaf, gradient in zip(chosen.gradients, made, strict=True):
             results[leaf] = gradient
         return (None, *results)
+
+
+def _backward_for(facts: Training, grads: Sequence[torch.Tensor | None]) -> Backward:
+    """The backward for the results that gradients have come to."""
+    came = tuple(k for k in sorted({*facts.tangents, *facts.left_out}) if grads[k] is not None)
+    found = next((one for one in facts.backwards if one.tangents == came), None)
+    if found is None:
+        results = " and ".join(facts.results[k] for k in came) or "no result"
+        raise StreamError(
+            f"gradients have come to {results}, and the program was compiled for gradients from {facts.sets}"
+            ": compile it with losses= naming all results that the loss is computed of, or each set of them"
+        )
+    return found
+
+
+class _WithoutBackward(torch.autograd.Function):
+    """Results that depend on what is trained, in a mode in which no backward was compiled."""
+
+    @staticmethod
+    def forward(ctx: Any, results: Sequence[Any], *wants: torch.Tensor) -> tuple[Any, ...]:
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> NoReturn:
+        raise StreamError(
+            "the module was called in eval mode, in which there are no gradients, as its backward was "
+            "compiled in the mode in which the model was: call train() before, or compile the model in eval()"
+        )
+
+
+def _without_backward(result: Any, wants: Sequence[torch.Tensor]) -> Any:
+    """A result of a call, which requires grad, and whose backward says why there is none."""
+    flat, spec = pytree.tree_flatten(result)
+    return pytree.tree_unflatten(_WithoutBackward.apply(flat, *wants), spec)  # type: ignore[no-untyped-call]
+
+
+def _detached(leaves: Sequence[Any]) -> list[Any]:
+    return [one.detach() if isinstance(one, torch.Tensor) else one for one in leaves]
 
 
 def _layout(result: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import types
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,7 +12,7 @@ from os import PathLike
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,9 +37,10 @@ from penstock.integrations.folders import (
     refuse_variant,
 )
 from penstock.integrations.kept import KeptWeights
-from penstock.integrations.keys.module import ModuleKey
+from penstock.integrations.keys.module import ModuleKey, unless_unknown
 from penstock.integrations.libraries import (
     add_generation_config,
+    closing,
     components_of,
     entries_of,
     owner_of,
@@ -51,6 +51,7 @@ from penstock.integrations.libraries import (
 from penstock.integrations.own_files import keep_weights
 from penstock.integrations.progress import seconds_since
 from penstock.integrations.streamed import Component, Where
+from penstock.integrations.training.adapting import Adapting, under_new_names
 from penstock.integrations.training.parameters import Trained
 from penstock.passes.building.fake_export import Built
 from penstock.runtime.cache import Cache
@@ -58,8 +59,6 @@ from penstock.schedule.facts.errors import BudgetError, PassError, PenstockError
 from penstock.schedule.facts.sizes import format_budget, format_size, parse_size
 
 _log = logging.getLogger(__name__)
-
-_Said = TypeVar("_Said")
 
 _RESTORE = "restore it first (restore() of what apply returned)"
 _RESTORE_AND_APPLY = "restore it, and apply penstock to it as it is to be"
@@ -163,8 +162,8 @@ class Applied:
             return lambda: None  # an artifact of compiled code is made of programs, and not of their facts
         kind = type(module).__name__
         with self.cap.working():
-            made = _unless_unknown(kind, lambda: ModuleKey(module, entries, self._where.target))
-        return lambda: None if made is None else _unless_unknown(kind, made.now)
+            made = unless_unknown(kind, lambda: ModuleKey(module, entries, self._where.target))
+        return lambda: None if made is None else unless_unknown(kind, made.now)
 
     def reserve(self, nbytes: int) -> None:
         """Leave memory to trained parameters and what comes with them. Raises BudgetError for too much."""
@@ -332,38 +331,6 @@ class Applied:
             error.add_note(f"penstock is still applied, as it could not restore the model: {failure}")
 
 
-def closing(target: Any) -> Any:
-    """Let an object of a library, which stays what it is, be a context manager that closes what it runs on.
-
-    `with` asks the class and not the object, so the object gets a class that says nothing else. Its name is
-    that of its own class, by which libraries look it up.
-    """
-    own = type(target)
-    facts = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    closing_class: Any = types.new_class(own.__name__, (own,), exec_body=lambda held: held.update(facts))
-    closing_class.__enter__, closing_class.__exit__ = _enter, _exit
-    target.__class__ = closing_class
-    return target
-
-
-def _enter(target: Any) -> Any:
-    return target
-
-
-def _exit(target: Any, *_: object) -> None:
-    target.penstock_applied.close()
-
-
-def _unless_unknown(kind: str, said: Callable[[], _Said]) -> _Said | None:
-    """What is said of a module of a class; None, which is logged, where it holds something unknown."""
-    try:
-        return said()
-    except Exception as error:  # a module may hold anything; without a key it is exported anew, no worse
-        what = f"{type(error).__name__}: " if not isinstance(error, PassError) else ""
-        _log.info("what is exported of the %s is not kept for other processes: %s%s", kind, what, error)
-        return None
-
-
 def _with_grad(blank: Callable[[], Built], names: Collection[str]) -> Built:
     """A blank copy whose parameters of these names require grad, as a model may ask."""
     made = blank()
@@ -390,6 +357,21 @@ def _stream(applied: Applied, name: str, module: nn.Module, where: Where, *, tra
     if trained is not None:
         trained.take_out(blank.module)
     applied.add(name, module, lambda: blank, kept, trained)
+
+
+def _stream_adapted(
+    applied: Applied, name: str, module: nn.Module, kept: Sequence[KeptWeights], adapting: Adapting
+) -> Any:
+    """Let a module that is not in memory stream below an adapter that is; returns it with that."""
+    renamed, device = under_new_names(module, kept), applied._where.target
+    adapted = adapting.put_on(module, name, device)
+    trained = Trained.of(module, name, device)
+    applied.reserve(trained.nbytes)
+    with applied.cap.working():
+        blank = blank_copy(module, device)
+    trained.take_out(blank.module)
+    applied.add(name, module, lambda: blank, renamed(), trained)
+    return adapted
 
 
 def apply(
@@ -458,6 +440,8 @@ def load(
     dtype: torch.dtype | str | None = None,
     lowering: str = "eager",
     cache: str | PathLike[str] | None = None,
+    train: bool = False,
+    adapter: Any = None,
 ) -> Any:
     """A transformers model or a diffusers pipeline of a folder, which runs in `memory` bytes.
 
@@ -470,31 +454,45 @@ def load(
     have in another dtype than the library gives them are converted once, to the same bits, into `cache`; how
     many bytes that writes is logged before.
 
+    With `train`, an adapter is made on a model and trained as by `apply`. `adapter` is a configuration of
+    peft, the folder of a saved adapter, or a function such as `lambda model: get_peft_model(model, config)`,
+    whose result is returned. Its first values are those that it has in the present state of torch's
+    generator.
+
     As a context manager the object stops its readers and frees its memory at the end.
 
     Raises SourceError for a folder that holds no model, PassError and BudgetError as `apply`.
     """
-    begun = monotonic()
+    begun, adapting = monotonic(), Adapting.asked(adapter, train=train)
     refuse_global_hooks()
+    if train and lowering != "eager":
+        raise PassError(f'train=True computes what eager PyTorch does: leave lowering="{lowering}" out')
     folder = local_folder(source)
     refuse_variant(folder, variant)
     asked = asked_dtype(dtype)
     nbytes, where = parse_size(memory, name="memory"), Where(Cache.at(cache), device, lowering)
     applied = Applied(None, Cap(nbytes, counts_own=device == "cpu"), where, restores=False)
 
-    def stream(stored: Stored) -> nn.Module:
+    def stream(stored: Stored) -> Any:
         module, names = stored.make()
-        blank = functools.partial(Built.by, stored.build, str(where.target))
-        applied.add(stored.name, module, blank, stored.kept(module, names, where.cache))
+        kept = stored.kept(module, names, where.cache)
+        if adapting is not None:
+            return _stream_adapted(applied, stored.name, module, kept, adapting)
+        applied.add(stored.name, module, functools.partial(Built.by, stored.build, str(where.target)), kept)
         return module
 
     if is_pipeline(folder):
+        if train:
+            raise PassError(f"train=True takes a model, and {folder} has a pipeline of several")
         stored, assemble = open_pipeline(folder, variant, asked)
         applied.target = assemble({name: stream(replace(one, name=name)) for name, one in stored.items()})
     else:
         applied.target = stream(open_model(folder, variant, asked))
-        add_generation_config(applied.target, folder)
+        add_generation_config(next(iter(components_of(applied.target).values())), folder)
     applied.target.penstock_applied = applied
-    applied.prepare_tiny_call() if example is None else applied.prepare(example)
+    if example is not None:
+        applied.prepare(example)
+    elif not train:
+        applied.prepare_tiny_call()
     applied.log_ready(begun)
     return closing(applied.target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
@@ -337,3 +338,25 @@ def add_generation_config(model: nn.Module, folder: Path) -> None:
         from transformers import GenerationConfig
 
         model.generation_config = GenerationConfig.from_pretrained(folder)
+
+
+def closing(target: Any) -> Any:
+    """Let an object of a library, which stays what it is, be a context manager that closes what it runs on.
+
+    `with` asks the class and not the object, so the object gets a class that says nothing else. Its name is
+    that of its own class, by which libraries look it up.
+    """
+    own = type(target)
+    facts = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    closing_class: Any = types.new_class(own.__name__, (own,), exec_body=lambda held: held.update(facts))
+    closing_class.__enter__, closing_class.__exit__ = _enter, _exit
+    target.__class__ = closing_class
+    return target
+
+
+def _enter(target: Any) -> Any:
+    return target
+
+
+def _exit(target: Any, *_: object) -> None:
+    target.penstock_applied.close()

@@ -192,11 +192,11 @@ class Component:
                     )
                 module = self._loaded(beside)
                 made = module.run(name, leaves)
-                if name == backward.name:
-                    self._steps.add(module.stats)
+                if name == backward.name and self._plan is not None:
+                    self._steps.add(module.stats, self._plan.streamed_bytes)
                 return made
 
-        training = TrainingCall(backward.training, run, forward=method.name, backward=backward.name)
+        training = TrainingCall(backward.training, run, forward=method.name)
         outputs: Sequence[torch.Tensor] = training.result(list(call.tensors))
         return outputs
 

@@ -81,7 +81,9 @@ def _name(one: Tree) -> None:
     one["appended"][0]["name"] = one["appended"][1]["name"]
 
 
+_INPUT = {"name": "x", "dtype": "float32", "shape": [1], "device": "cpu", "value": None}
 FORGERIES: dict[str, tuple[Callable[[Tree], None], str]] = {
+    "inputs that its code checks": (lambda one: one.update(takes=[_INPUT]), "takes"),
     "another graph": (lambda one: one.update(graph=7), "graph"),
     "steps behind the last": (lambda one: one.update(steps=[50, 51]), "steps"),
     "steps of several regions": (lambda one: one.update(steps=[0, 2]), "steps"),

@@ -24,7 +24,7 @@ class Formats(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x).view(4, 16, 2, 2).permute(0, 3, 1, 2)
-        wide = y.to(memory_format=torch.channels_last).to(torch.float64)
+        wide = y.contiguous().to(memory_format=torch.channels_last).to(torch.float64)
         return y.clone() + wide + self.linear.weight[:2, :16].unsqueeze(0).expand(4, 2, 16).select(1, 0)[0, 0]
 
 
@@ -39,9 +39,10 @@ def test_views_and_memory_formats_are_those_of_the_model() -> None:
     names = {target.name() for target in operators_of(restored)}
     assert {"aten::permute", "aten::select.int", "aten::_to_copy"} <= names
     assert not any(name.endswith("view_copy") or name.startswith("dim_order_ops") for name in names)
-    found = restored.module()(x)
-    assert torch.equal(found, expected)
-    assert found.stride() == expected.stride()
+    assert torch.equal(restored.module()(x), expected)
+    copied = [node for node in restored.graph.nodes if "memory_format" in node.kwargs]
+    formats = {(node.kwargs["memory_format"], node.meta["val"].stride()) for node in copied}
+    assert {(torch.channels_last, (64, 1, 4, 2)), (torch.preserve_format, (64, 1, 4, 2))} <= formats
 
 
 def test_a_program_without_values_is_compiled_and_planned(lower: Lower) -> None:
@@ -55,8 +56,38 @@ def test_a_program_without_values_is_compiled_and_planned(lower: Lower) -> None:
     assert exported.plan("100%").streamed_bytes == 0
 
 
+class Heads(nn.Module):
+    """Attention with two heads, whose outputs are joined by a view of a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (one(x).view(batch, length, 2, 32).transpose(1, 2) for one in (self.q, self.k, self.v))
+        found = torch.softmax(q @ k.transpose(-1, -2), -1) @ v
+        return self.o(found.transpose(1, 2).contiguous().view(batch, length, -1))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_view_of_a_contiguous_copy_of_a_transposed_value(lower: Lower, dynamic: bool) -> None:
+    x, sizes = torch.randn(2, 4, 64), torch.export.Dim("length", min=2, max=8)
+    program = torch.export.export(Heads().eval(), (x,), dynamic_shapes=({1: sizes},) if dynamic else None)
+    restored = with_views(with_plain_operators(to_edge(program).exported_program()))
+    assert torch.equal(restored.module()(x), program.module()(x))
+    formats = [
+        node.kwargs.get("memory_format")
+        for node in restored.graph.nodes
+        if node.target is torch.ops.aten.clone.default and node.meta["val"].shape[2] == 2
+    ]
+    assert formats == [torch.contiguous_format]
+    (region,) = lower(program, kernels="aotinductor").exported.regions
+    assert region.kernels == "aotinductor"
+
+
 class Returning(nn.Module):
-    """Returns a buffer that it writes, or a number."""
+    """Returns a buffer that it writes, part of what it held before, or a number."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -67,6 +98,10 @@ class Returning(nn.Module):
         y = self.linear(x)
         if self.what == "number":
             return y, x.shape[0]
+        if self.what == "before":
+            before = self.sum[:4].clone().view(2, 2)
+            self.sum.add_(y.sum(0))
+            return before, self.sum[4:]
         self.sum.add_(y.sum(0))
         return self.sum
 
@@ -87,6 +122,12 @@ def test_results_that_a_compiled_method_cannot_have(what: str, sentence: str) ->
     edge = to_edge(program).exported_program()
     with pytest.raises(penstock.PassError, match=sentence):
         PenstockPartitioner(kernels="aotinductor").partition(edge)
+
+
+def test_what_a_buffer_held_before_it_is_written_is_no_result(lower: Lower) -> None:
+    program = torch.export.export(Returning("before"), (torch.randn(4, 64),))
+    with pytest.raises(penstock.PassError, match=r"returns what buffer 'sum' held before it writes it"):
+        lower(program, kernels="aotinductor")
 
 
 def test_a_number_among_the_inputs_is_refused(lower: Lower) -> None:

@@ -10,6 +10,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from penstock.integrations import apply
+from penstock.integrations.streamed import Component
 from penstock.schedule.facts.errors import BudgetError, PassError, StreamError
 from tests.integrations import models
 from tests.integrations.training.adapted import MEMORY, adapted, batch, equal, gradients, steps, trained
@@ -84,6 +85,18 @@ def evaluated(model):
 def test_a_loop_computes_what_it_does_in_memory(loop, both):
     reference, model = both
     assert equal(loop(model), loop(reference))
+
+
+def test_that_all_weights_fit_is_said_once(cache, caplog, monkeypatch):
+    monkeypatch.setattr(Component, "_budget", lambda self, program, room, beside: program.weight_bytes)
+    model = adapted()
+    caplog.set_level(logging.WARNING, "penstock")
+    with apply(model, MEMORY, train=True, cache=cache):
+        assert equal(gradients(model, GIVEN), gradients(model, GIVEN))
+    assert [record.message for record in caplog.records if "nothing streams" in record.message] == [
+        "all weights of LlamaForCausalLM fit into memory, and nothing streams: it trains as fast without "
+        "penstock"
+    ]
 
 
 def test_gradient_checkpointing_changes_nothing_and_says_so(both, caplog):

@@ -9,7 +9,7 @@ from torch import nn
 
 from penstock.passes.annotate import annotate_with_values
 from penstock.passes.calls.convention import CallingConvention
-from penstock.passes.calls.inputs import describe_method
+from penstock.passes.calls.inputs import describe_method, guards_of
 from penstock.passes.calls.signature import signature_of
 from penstock.schedule.facts.errors import PassError, StreamError
 from tests.passes.pass_models import CASES
@@ -173,6 +173,22 @@ def test_guards_hold_on_every_call():
     convention.flatten((torch.randn(10), torch.randn(10)), {})
     with pytest.raises(StreamError, match=r"the sizes .* break .*<= 100, which held at export"):
         convention.flatten((torch.randn(10), torch.randn(11)), {})
+
+
+def test_guards_that_follow_from_sizes_are_left_out():
+    def paired(x, y):
+        return x.view(-1, 2, 3).sum() + (x[1:] + y).sum()
+
+    half = torch.export.Dim("half", min=2, max=50)
+    shapes = ({0: 2 * half}, {0: 2 * half - 1})
+    exported = exported_with(paired, (torch.randn(8, 3), torch.randn(7, 3)), shapes)
+    assert len(exported._guards_code) > 1
+    assert guards_of(exported) == ()
+    convention = convention_of(exported)
+    convention.flatten((torch.randn(6, 3), torch.randn(5, 3)), {})
+    for rows in ((6, 7), (7, 6)):
+        with pytest.raises(StreamError, match=r"as in the other inputs|which is"):
+            convention.flatten(tuple(torch.randn(size, 3) for size in rows), {})
 
 
 class Deep(nn.Module):

@@ -77,7 +77,23 @@ class Normed(nn.Module):
         return x.sin().sum()
 
 
+class Packed(nn.Module):
+    """Products with weights of one byte an element, which each product unpacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(32, 32)
+        self.register_buffer("data", torch.randint(-127, 127, (2, 32, 32), dtype=torch.int8))
+        self.register_buffer("scale", torch.rand(2, 32, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for data, scale in zip(self.data, self.scale, strict=True):
+            x = torch.tanh(functional.linear(self.up(x), data.to(x.dtype) * scale))
+        return x.square().mean()
+
+
 MODELS = {
+    "packed": (Packed, (4, 32)),
     "resized": (Resized, (2, 3, 10, 10)),
     "recurrent": (Recurrent, (4, 2, 8)),
     "moving": (Moving, (4, 16)),
@@ -108,12 +124,12 @@ def call(halves: Halves, module: nn.Module, inputs: tuple[torch.Tensor, ...]) ->
     weights = {value.untyped_storage().data_ptr() for value in halves.forward.state_dict.values()}
     kept_memory = {one.untyped_storage().data_ptr() for one in values if isinstance(one, torch.Tensor)}
     assert weights.isdisjoint(kept_memory), "a weight was kept"
-    made = iter(values)
-    kept = [next(made) if leaf is None else leaves[leaf] for leaf in facts.kept]
+    (backward,) = facts.backwards
+    kept = [values[-1 - leaf] if leaf < 0 else leaves[leaf] for leaf in backward.kept]
     with torch.no_grad():
-        found = run(halves.backward, [*kept, *(torch.ones_like(results[k]) for k in facts.tangents)])
+        found = run(halves.backwards[0], [*kept, *(torch.ones_like(results[k]) for k in facts.tangents)])
     names = {leaf: fqn for leaf, fqn in enumerate(facts.parameters, len(inputs))}
-    return results[0], {names[leaf]: one for leaf, one in zip(facts.gradients, found, strict=True)}
+    return results[0], {names[leaf]: one for leaf, one in zip(backward.gradients, found, strict=True)}
 
 
 @pytest.mark.filterwarnings("ignore:The tensor attributes self")
@@ -164,12 +180,12 @@ def test_the_backward_computes_no_product_of_the_forward_again(decoder: tuple[nn
     assert len(list(products(decoder[1].forward))) == blocks * per_block + 1
     # One for each frozen product, four for each adapter. In the first block nothing in front of the
     # attention's adapter is trained: neither the packed weight nor that adapter's input has a gradient.
-    assert len(list(products(decoder[1].backward))) == blocks * (3 + 5 + 5 + 1) + 1 - 3 - 2
+    assert len(list(products(decoder[1].backwards[0]))) == blocks * (3 + 5 + 5 + 1) + 1 - 3 - 2
 
 
 def test_reads_of_the_backward_are_those_of_the_forward_reversed(decoder: tuple[nn.Module, Halves]) -> None:
     halves = decoder[1]
-    payload = annotate({"forward": halves.forward, "backward": halves.backward})
+    payload = annotate({"forward": halves.forward, "backward": halves.backwards[0]})
     names, large = payload.storage_names(), 32 << 10
     orders = []
     for trace in payload.traces:
@@ -183,6 +199,21 @@ def test_reads_of_the_backward_are_those_of_the_forward_reversed(decoder: tuple[
     assert set(forward) - set(backward) == unread - {"embed.weight"}
 
 
+def test_weights_are_unpacked_in_both_directions() -> None:
+    module = Packed()
+    halves = divide(exported := export(module, (torch.randn(4, 32),), strict=False), trained(exported))
+    assert {"data", "scale"} <= {spec.target for spec in halves.backwards[0].graph_signature.input_specs}
+    kept = halves.forward.graph.output_node().args[0][len(halves.training.results) :]  # type: ignore[index]
+    sizes = [node.meta["val"].nbytes for node in kept]  # type: ignore[union-attr]
+    assert max(sizes) < module.data.nbytes // 2  # type: ignore[operator, union-attr]
+    order = [node.target for node in halves.backwards[0].graph.nodes]
+    unpacked = [
+        k for k, target in enumerate(order) if target is aten.to.dtype or target is aten._to_copy.default
+    ]
+    multiplied = [k for k, target in enumerate(order) if target is aten.mm.default]
+    assert unpacked[0] < multiplied[0] < unpacked[1]  # each when it is needed
+
+
 def test_sizes_stay_symbolic(decoder: tuple[nn.Module, Halves]) -> None:
     module, halves = decoder
     tokens = torch.randint(0, 96, (2, 37))
@@ -194,7 +225,9 @@ def test_sizes_stay_symbolic(decoder: tuple[nn.Module, Halves]) -> None:
     _, gradients = call(halves, module, (tokens, tokens))
     for fqn, gradient in gradients.items():
         assert torch.equal(gradient, module.get_parameter(fqn).grad), fqn  # type: ignore[arg-type]
-    numbers = [node for node in halves.backward.graph.nodes if isinstance(node.meta.get("val"), torch.SymInt)]
+    numbers = [
+        node for node in halves.backwards[0].graph.nodes if isinstance(node.meta.get("val"), torch.SymInt)
+    ]
     assert len([node for node in numbers if node.op == "placeholder"]) <= 2  # and not 36
 
 
@@ -203,7 +236,7 @@ def test_no_weight_needs_a_value() -> None:
 
     exported = penstock.fake_export(Decoder, DECODER.inputs())
     halves = divide(exported, trained(exported))
-    assert len(halves.training.gradients) == len(trained(exported)) == 12
+    assert len(halves.training.backwards[0].gradients) == len(trained(exported)) == 12
 
 
 def test_an_operation_without_a_gradient() -> None:

@@ -166,10 +166,12 @@ def disk_cases() -> tuple[Case, ...]:
 
 
 @cache
-def small_disk_cases() -> tuple[Case, ...]:
-    """Few storages behind a host, for all changes of their plans."""
+def small_cases() -> tuple[Case, ...]:
+    """Few storages, two of the plans behind a host, for all changes of their plans."""
     in_turn, again, plain = [[k] for k in range(5)], [[0], [1], [2], [0, 3], [4]], [(0, "in order")] * 3
+    turns = [(graph, "in order") for graph in (0, 1, 0, 1, 1, 0, 0, 1)]
     return (
+        case("in turn", [2, 1, 3, 2, 2, 1], [in_turn, in_turn[:0:-1]], 0.4, turns, in_turn=True),
         case("host", [2, 1, 3, 2, 1, 1], [in_turn], 0.2, plain, host=4 * UNIT),
         case("host, read again", [2, 1, 3, 1, 2, 1], [again], 0.3, plain, host=3 * UNIT),
     )

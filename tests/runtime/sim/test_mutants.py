@@ -8,7 +8,7 @@ refused by the verifier, or run right: what the device finds, the verifier refus
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -35,7 +35,7 @@ from tests.runtime.device.device_runs import (
     WrongBytesError,
     cases,
     run_everywhere,
-    small_disk_cases,
+    small_cases,
 )
 from tests.runtime.device.faulty_device import Call, FaultyDevice, Site
 from tests.runtime.sim.faults import FAULTS, HARMLESS, IN_CALLS, OfDevice
@@ -140,10 +140,7 @@ def mutants_of(plan: Plan) -> Iterator[Plan]:
             schedules[number] = changed
             yield replace(plan, schedules=tuple(schedules))
     for name in ("resident", "boundary"):
-        ranges = getattr(plan, name)
-        for k, item in enumerate(ranges):
-            for new in ((), (Range(item.start + 64, item.stop),), (Range(item.start, item.stop - 64),)):
-                yield replace(plan, **{name: (*ranges[:k], *new, *ranges[k + 1 :])})
+        yield from (replace(plan, **{name: ranges}) for ranges in _of_ranges(getattr(plan, name)))
     for k, address in enumerate(plan.addresses):
         for shift in (-64, 64):
             if address >= 0:
@@ -151,6 +148,12 @@ def mutants_of(plan: Plan) -> Iterator[Plan]:
                 yield replace(plan, addresses=addresses)
     yield replace(plan, arena_bytes=plan.arena_bytes - 64)
     yield from (replace(plan, host=host) for host in _of_host(plan.host))
+
+
+def _of_ranges(ranges: Sequence[Range]) -> Iterator[tuple[Range, ...]]:
+    for k, item in enumerate(ranges):
+        for new in ((), (Range(item.start + 64, item.stop),), (Range(item.start, item.stop - 64),)):
+            yield (*ranges[:k], *new, *ranges[k + 1 :])
 
 
 def _of_host(host: HostTier | None) -> Iterator[HostTier | None]:
@@ -171,6 +174,8 @@ def _of_schedule(schedule: Schedule, steps: int) -> Iterator[Schedule]:
             yield replace(schedule, transfers=(*moved[:k], *new, *moved[k + 1 :]))
         if k:
             yield replace(schedule, transfers=(*moved[: k - 1], t, moved[k - 1], *moved[k + 1 :]))
+    for ranges in _of_ranges(schedule.boundary or ()):
+        yield replace(schedule, boundary=ranges)
     for nbytes in (-64, 64):
         yield replace(schedule, staging_bytes=max(0, schedule.staging_bytes + nbytes))
         for k, staged in enumerate(schedule.staged):
@@ -206,7 +211,7 @@ def found_by_device(case: Case) -> bool:
     return False
 
 
-@pytest.mark.parametrize("case", [*cases()[:6], *small_disk_cases()], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*cases()[:6], *small_cases()], ids=lambda case: case.name)
 def test_changes_of_plans_are_refused_or_right(case: Case) -> None:
     """The verifier and the device share nothing: neither may let through what the other finds."""
     total = refused = found = 0

@@ -23,7 +23,7 @@ from tests.training_models import DECODER
 def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
     path: Path = tmp_path_factory.mktemp("turns") / "decoder.penstock"
     return penstock.compile_training(
-        DECODER.model(), path, example=DECODER.inputs(), trainable=DECODER.patterns
+        DECODER.model(), path, example=DECODER.inputs(), trainable=DECODER.patterns, evaluate=False
     )
 
 

@@ -29,6 +29,7 @@ from penstock.backends.executorch.regions import dim_order_of
 from penstock.backends.executorch.uses import named_without_use
 from penstock.runtime.choice import kept_storages
 from penstock.schedule.facts.errors import PassError
+from penstock.schedule.facts.model import Method
 
 
 class PenstockBackend(BackendDetails):  # type: ignore[misc]
@@ -73,9 +74,10 @@ class PenstockBackend(BackendDetails):  # type: ignore[misc]
         results: dict[str, list[PreprocessResult]] = {name: [] for name in edge_programs}
         for region in regions:
             edge = edge_programs[region.method][region.number]
+            taken = facts.takes.get(region.name, Method(region.method, 0, ()))
             code = RegionCode(
                 format="penstock-region",
-                version=1,
+                version=2,
                 payload=key,
                 graph=next(m.graph for m in payload.methods if m.name == region.method),
                 region=region.number,
@@ -87,6 +89,8 @@ class PenstockBackend(BackendDetails):  # type: ignore[misc]
                 method=METHOD if settings.kernels == "executorch" else region.method,
                 inputs=len(edge.graph_signature.user_inputs),
                 outputs=len(edge.graph_signature.user_outputs),
+                takes=taken.inputs,
+                symbols=taken.symbols,
                 appended=_appended(edge, facts, region),
             )
             results[region.method].append(PreprocessResult(processed_bytes=code.to_bytes()))
@@ -146,15 +150,8 @@ def _add_programs(store: NamedDataStore, programs: Mapping[str, Sequence[Exporte
 
 
 def _appended(edge: ExportedProgram, facts: Facts, region: RegionProgram) -> tuple[Appended, ...]:
-    """The weights and states of a region, in the order of its program's inputs.
-
-    A compiled method has none that its code does not read.
-    """
+    """The weights and states of a region, in the order of its program's inputs."""
     signature = edge.graph_signature
-    compiled = facts.payload.program is not None
-    reads = {
-        s for one in facts.payload.traces if one.method == region.method for k in one.steps for s in k.reads
-    }
     written = [spec.target for spec in signature.output_specs if spec.kind is OutputKind.BUFFER_MUTATION]
     found = []
     for spec in signature.input_specs:
@@ -163,9 +160,6 @@ def _appended(edge: ExportedProgram, facts: Facts, region: RegionProgram) -> tup
         names = (str(spec.target), f"{region.name}.{spec.target}", f"{region.method}.{spec.target}")
         weight = next(facts.tensors[name] for name in names if name in facts.tensors)
         part = weight.parts[0]
-        streams = facts.payload.storages[part.storage].kind == "streamable"
-        if compiled and streams and part.storage not in reads:
-            continue
         order = dim_order_of(part)
         if order is None:
             raise PassError(

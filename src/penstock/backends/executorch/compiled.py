@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import logging
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+
+from torch.export import ExportedProgram
 
 from penstock.backends.executorch.facts import (
     SMALL,
@@ -20,8 +25,11 @@ from penstock.backends.executorch.region import COMPILED
 from penstock.passes.annotate import annotate_with_values
 from penstock.passes.lowering.inductor import PACKAGE, Compiled, lower, write_package
 from penstock.schedule.facts.hardware import with_times
+from penstock.schedule.facts.model import Input, Method
 from penstock.schedule.facts.parts import join_parts, read_together
 from penstock.schedule.payload.codec import ProgramFile
+
+_log = logging.getLogger(__name__)
 
 
 def compile_methods(
@@ -33,7 +41,8 @@ def compile_methods(
     PassError for a method without weights, and for one that AOTInductor cannot compile.
     """
     refuse_without_weights(regions)
-    annotated = annotate_with_values({one.method: one.program for one in regions}, hardware=settings.hardware)
+    programs = {one.method: _without_guards(one.program) for one in regions}
+    annotated = annotate_with_values(programs, hardware=settings.hardware)
     compiled = lower(annotated.payload, annotated.programs, resident_below=max(SMALL, settings.least))
     code = _package(compiled)
     digest = sha256(code).hexdigest()
@@ -56,7 +65,42 @@ def compile_methods(
     )
     steps = {trace.method: (0, len(trace.steps)) for trace in payload.traces}
     of_regions = {region.name: steps[region.method] for region in regions}
-    return Facts(payload, annotated.values, of_regions, tensors), code
+    own = {method.name: method for method in annotated.payload.methods}
+    takes = {one.name: checked_inputs(own[one.method], methods[one.method]) for one in regions}
+    return Facts(payload, annotated.values, of_regions, tensors, takes), code
+
+
+def _without_guards(region: ExportedProgram) -> ExportedProgram:
+    """Returns a region without the guards of its method, whose inputs have other names there."""
+    result = copy.copy(region)
+    result._guards_code = []
+    return result
+
+
+def checked_inputs(region: Method, method: MethodFacts) -> Method:
+    """Returns the inputs of a region as the delegate checks them before the code runs.
+
+    It knows sizes and symbols, no expressions of symbols (`2*batch`) and no guards: where there are any, only
+    the sizes of the export are taken, and the log says so.
+    """
+    known = {one.name: one for one in method.inputs}
+    inputs = tuple(known.get(one.name, one) for one in region.inputs)
+    names = {size for one in inputs for size in one.shape}
+    symbols = tuple(one for one in method.symbols if one.name in names)
+    expressions = [one.name for one in symbols if not re.fullmatch(r"[\w.]+(\[\d+\])?", one.name)]
+    if not (method.guards or expressions):
+        return replace(region, inputs=inputs, symbols=symbols)
+    _log.warning(
+        "method %r runs with the sizes of its export only: the delegate cannot check %s of other sizes",
+        region.name,
+        [*method.guards, *expressions][0],
+    )
+    examples = {one.name: one.example for one in symbols}
+    return replace(region, inputs=tuple(_with_sizes(one, examples) for one in inputs), symbols=())
+
+
+def _with_sizes(given: Input, examples: Mapping[str, int]) -> Input:
+    return replace(given, shape=tuple(examples.get(str(size), size) for size in given.shape))
 
 
 def _package(compiled: Compiled) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.export import ExportedProgram
@@ -41,13 +41,15 @@ class RegionProgram:
 class Facts:
     """The payload without files and plans, a tensor in each storage, and the steps of regions by name.
 
-    `tensors` are the weights of the payload by the names that their tensors have in the regions.
+    `tensors` are the weights of the payload by the names that their tensors have in the regions, and `takes`
+    has, by name, the inputs of those whose code does not check them by itself.
     """
 
     payload: Payload
     values: tuple[torch.Tensor, ...]
     steps: Mapping[str, tuple[int, int]]
     tensors: Mapping[str, Weight]
+    takes: Mapping[str, Method] = field(default_factory=dict)
 
 
 def find_facts(

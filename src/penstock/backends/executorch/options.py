@@ -65,13 +65,17 @@ class PartName:
 
 @dataclass(frozen=True)
 class MethodFacts:
-    """What only the whole method shows: its inputs, and names of weights that its regions do not have."""
+    """What only the whole method shows: its inputs, and names of weights that its regions do not have.
+
+    `guards` are what export assumed of inputs beyond their sizes, for code that is compiled.
+    """
 
     __pydantic_config__: ClassVar = STRICT
     inputs: tuple[Input, ...] = ()
     symbols: tuple[Symbol, ...] = ()
     aliases: tuple[Alias, ...] = ()
     parts: tuple[PartName, ...] = ()
+    guards: tuple[str, ...] = ()
 
 
 _KINDS: dict[str, type] = {

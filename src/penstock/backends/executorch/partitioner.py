@@ -24,7 +24,7 @@ from penstock.backends.executorch.plain import compiled_late, operators_of, with
 from penstock.backends.executorch.regions import Regions, Worth, find_regions, tag, whole_method
 from penstock.backends.executorch.uses import with_own_uses
 from penstock.passes.building.fake_export import with_computed_buffers
-from penstock.passes.calls.inputs import describe_method
+from penstock.passes.calls.inputs import describe_method, guards_of
 from penstock.passes.trace import PRESET_CPU
 from penstock.passes.weights.lifted import Catalog, Weights
 from penstock.passes.weights.subclasses import parts_of, with_plain_parts
@@ -32,7 +32,7 @@ from penstock.passes.weights.usage import find_usage
 from penstock.passes.weights.values import has_values, part_of, storage_identity
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.hardware import find_hardware
-from penstock.schedule.facts.model import Hardware
+from penstock.schedule.facts.model import Hardware, Input
 from penstock.schedule.facts.sizes import parse_size
 
 LEAST = 64 << 10
@@ -91,6 +91,7 @@ class PenstockPartitioner(Partitioner):  # type: ignore[misc]
         self._aliases: list[Alias] = []
         self._parts: dict[str, tuple[str, str]] = {}
         self._written: set[str] = set()
+        self._lowest: dict[tuple[tuple[Input, ...], str], int] = {}
         self._partitioned = False
 
     def transform_for_pre_decomposition(self, exported_program: ExportedProgram) -> ExportedProgram:
@@ -106,7 +107,15 @@ class PenstockPartitioner(Partitioner):  # type: ignore[misc]
         if not all(map(has_values, opened.state_dict.values())):
             self._settings = replace(self._settings, least=1)
         self._aliases.extend(_aliases(opened, len(self._aliases)))
+        self._remember_ranges(opened)
         return opened if self._compiles else with_own_uses(opened, self._asked.least)
+
+    def _remember_ranges(self, exported: ExportedProgram) -> None:
+        """Remembers the smallest sizes, which torch raises from 1 to 2 where it decomposes a program."""
+        method = describe_method(exported, "method", 0)
+        for symbol in method.symbols:
+            key = method.inputs, symbol.name
+            self._lowest[key] = max(symbol.lower, self._lowest.get(key, 0))
 
     @property
     def _compiles(self) -> bool:
@@ -172,7 +181,12 @@ class PenstockPartitioner(Partitioner):  # type: ignore[misc]
     def _method_facts(self, exported: ExportedProgram) -> MethodFacts:
         method = describe_method(exported, "method", 0)
         parts = tuple(PartName(name, *pair) for name, pair in self._parts.items())
-        return MethodFacts(method.inputs, method.symbols, tuple(self._aliases), parts)
+        symbols = [
+            replace(one, lower=min(one.lower, self._lowest.get((method.inputs, one.name), one.lower)))
+            for one in method.symbols
+        ]
+        guards = tuple(text for text, _ in guards_of(exported)) if self._compiles else ()
+        return MethodFacts(method.inputs, tuple(symbols), tuple(self._aliases), parts, guards)
 
 
 def _unwrapped(name: str) -> tuple[str, str] | None:

@@ -6,13 +6,15 @@ import copy
 
 import torch
 from executorch.exir.dialects.edge._ops import EdgeOpOverload
-from executorch.exir.dim_order_utils import get_memory_format
 from torch import fx
 from torch._ops import OpOverload
 from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from penstock.passes.graph.nodes import copy_graph_module
+from penstock.passes.graph.propagation import fake_inputs, propagate, storages_of
+from penstock.schedule.facts.errors import PassError
 
 
 def with_plain_operators(exported: ExportedProgram) -> ExportedProgram:
@@ -43,29 +45,55 @@ def operators_of(exported: ExportedProgram) -> list[OpOverload]:
 def with_views(exported: ExportedProgram) -> ExportedProgram:
     """Returns a program with ATen's operators as it was before ExecuTorch made copies of its views.
 
-    The graph is changed in place; it writes nothing, so a view and a copy have the same values. Orders of
-    dimensions are memory formats again, which compilers know.
+    The graph is changed in place. It writes nothing but its buffers, in the end, so a view and a copy have
+    the same values. Orders of dimensions are memory formats again, which compilers know. A copy has other
+    strides than the view that it was made of, so formats are found after views are back, and a `view` becomes
+    a `reshape`, which takes any strides. Raises PassError for a result that would show what is written.
     """
-    for module in exported.graph_module.modules():
+    for node in _operators(exported.graph_module):
+        _restore_view(node)
+    graph_module = exported.graph_module
+    _take_values(graph_module, propagate(graph_module, fake_inputs(graph_module)))
+    for node in _operators(graph_module):
+        _restore_format(node)
+    _refuse_old_values(exported)
+    for module in graph_module.modules():
         if isinstance(module, fx.GraphModule):
-            for node in module.graph.nodes:
-                if isinstance(node.target, OpOverload):
-                    _restore(node, node.target)
             module.recompile()
     return exported
 
 
-def _restore(node: fx.Node, target: OpOverload) -> None:
-    namespace, _, name = target._schema.name.partition("::")
-    if namespace == "aten" and name.endswith("_copy"):
-        view = getattr(getattr(torch.ops.aten, name.removesuffix("_copy"), None), target._overloadname, None)
+def _operators(graph_module: fx.GraphModule) -> list[fx.Node]:
+    """The nodes that call operators, in the bodies of control flow too."""
+    modules = [module for module in graph_module.modules() if isinstance(module, fx.GraphModule)]
+    return [node for one in modules for node in one.graph.nodes if isinstance(node.target, OpOverload)]
+
+
+def _restore_view(node: fx.Node) -> None:
+    namespace, _, name = node.target._schema.name.partition("::")  # type: ignore[union-attr]
+    if node.target is torch.ops.aten.view_copy.default:
+        node.target = torch.ops.aten.reshape.default
+    elif namespace == "aten" and name.endswith("_copy"):
+        overload = node.target._overloadname  # type: ignore[union-attr]
+        view = getattr(getattr(torch.ops.aten, name.removesuffix("_copy"), None), overload, None)
         if view is not None and any(one.alias_info is not None for one in view._schema.returns):
             node.target = view
-    elif namespace == "dim_order_ops":
-        order = node.kwargs.get("dim_order")
-        node.target = _FORMATTED[name]
-        kept = {key: value for key, value in node.kwargs.items() if key != "dim_order"}
-        node.kwargs = {**kept, "memory_format": _memory_format(node, order)}
+
+
+def _take_values(graph_module: fx.GraphModule, propagated: fx.GraphModule) -> None:
+    for node, known in zip(graph_module.graph.nodes, propagated.graph.nodes, strict=True):
+        if "val" in known.meta:
+            node.meta["val"] = known.meta["val"]
+
+
+def _restore_format(node: fx.Node) -> None:
+    namespace, _, name = node.target._schema.name.partition("::")  # type: ignore[union-attr]
+    if namespace != "dim_order_ops":
+        return
+    order = node.kwargs.get("dim_order")
+    node.target = _FORMATTED[name]
+    kept = {key: value for key, value in node.kwargs.items() if key != "dim_order"}
+    node.kwargs = {**kept, "memory_format": _memory_format(node, order)}
 
 
 _FORMATTED = {
@@ -74,17 +102,59 @@ _FORMATTED = {
     "_empty_dim_order": torch.ops.aten.empty.memory_format,
 }
 
+_FORMATS = {
+    (0, 2, 3, 1): torch.channels_last,
+    (0, 2, 3, 4, 1): torch.channels_last_3d,
+}
+
 
 def _memory_format(node: fx.Node, order: object) -> torch.memory_format:
-    """The memory format that an order of dimensions stands for: that of the input, or one of torch's."""
+    """The memory format that an order of dimensions stands for: that of the input, or one of torch's.
+
+    An order that has no format there is the input's: values are the same in any.
+    """
     source = node.args[0]
     given = source.meta.get("val") if isinstance(source, fx.Node) else None
     if not isinstance(order, list | tuple):
         return torch.preserve_format
     if isinstance(given, torch.Tensor) and given.dim_order() == tuple(order):
         return torch.preserve_format
-    found: torch.memory_format = get_memory_format(list(order))
-    return found
+    if list(order) == sorted(order):
+        return torch.contiguous_format
+    return _FORMATS.get(tuple(order), torch.preserve_format)
+
+
+def _refuse_old_values(exported: ExportedProgram) -> None:
+    """Raises PassError for a result that is what a buffer held before the program writes it.
+
+    AOTInductor removes a copy of a buffer, and returns the buffer, with what is written.
+    """
+    signature = exported.graph_signature
+    written = set(signature.buffers_to_mutate.values())
+    buffers = {name: fqn for name, fqn in signature.inputs_to_buffers.items() if fqn in written}
+    results = {spec.arg.name for spec in signature.output_specs if spec.kind is OutputKind.USER_OUTPUT}
+    for node in exported.graph.nodes:
+        fqn = buffers.get(_source(node).name) if node.name in results else None
+        if fqn:
+            raise PassError(
+                f"the program returns what buffer {fqn!r} held before it writes it, which a compiled method "
+                'cannot: return something computed from it, or export with kernels="executorch"'
+            )
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """The node that has computed a value, before views and copies of it."""
+    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
+        given, value = node.args[0].meta.get("val"), node.meta.get("val")
+        if not isinstance(given, torch.Tensor) or not isinstance(value, torch.Tensor):
+            break
+        if node.target not in _COPIES and storages_of(given) != storages_of(value):
+            break
+        node = node.args[0]
+    return node
+
+
+_COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 
 
 def copied_graph(graph_module: fx.GraphModule) -> fx.GraphModule:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -29,6 +30,7 @@ from penstock.passes.building.fake_export import Built, with_computed_buffers
 from penstock.passes.calls.checks import Dimension, InputChecks
 from penstock.passes.calls.inputs import dimension_of, guards_of
 from penstock.passes.lowering.method_code import MethodCode, method_code
+from penstock.passes.training.own_gradients import refused_own_gradients
 from penstock.passes.weights.lifted import with_named_constants
 from penstock.passes.weights.subclasses import with_plain_parts
 from penstock.passes.weights.values import has_values as holds_values
@@ -236,7 +238,8 @@ def _export(known: Sequence[bool], model: Built, call: Call, stage: Stage) -> tu
     made: list[tuple[Result, list[str]]] = []
     flat = _Flat(model.module, call, stage.values, known, lambda *result: made.append(result)).eval()
     beside = known_in_trace(model.module, stage.values)
-    with empty_caches(model.module), within(stage.limit_s), beside:
+    gradients = refused_own_gradients() if call.differentiated else nullcontext()
+    with empty_caches(model.module), within(stage.limit_s), beside, gradients:
         exported = with_plain_parts(model.export(([*call.tensors],), ([*stage.sizes],), module=flat))
     result, remembered = made[-1]
     if remembered:

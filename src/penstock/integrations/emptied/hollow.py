@@ -74,7 +74,9 @@ class Hollow:
             self._put_on(device, module, sentence)
             own = module.extra_repr
             self._undo.callback(
-                _replace(module, "extra_repr", lambda: ", ".join(filter(None, (own(), self.description))))
+                replace_attribute(
+                    module, "extra_repr", lambda: ", ".join(filter(None, (own(), self.description)))
+                )
             )
             for path, one in module.named_modules():
                 if any(id(held) not in kept for held in one._parameters.values()) or (
@@ -144,7 +146,7 @@ class Hollow:
             for key, held in one._parameters.items():
                 if held is not None and held.device != device:
                     if id(held) not in others:
-                        others[id(held)] = _absent_copy(held, names[id(held)], sentence, device)
+                        others[id(held)] = absent_copy(held, names[id(held)], sentence, device)
                     self._undo.callback(one._parameters.__setitem__, key, held)
                     one._parameters[key] = others[id(held)]
             for key, buffer in one._buffers.items():
@@ -168,7 +170,7 @@ def _opened(files: Sequence[Path], stack: ExitStack) -> dict[str, tuple[Path, An
     return where
 
 
-def _absent_copy(parameter: nn.Parameter, name: str, sentence: str, device: torch.device) -> torch.Tensor:
+def absent_copy(parameter: nn.Parameter, name: str, sentence: str, device: torch.device) -> torch.Tensor:
     """A quantised parameter on a device, like the given one, whose parts are absent."""
     other = each_part(
         parameter,
@@ -210,22 +212,22 @@ def _refuse_uses(module: nn.Module, path: str, sentence: str, undo: ExitStack, *
                 refuse("written by load_state_dict()")()
 
     if trained:
-        undo.callback(_replace(module, "_save_to_state_dict", partial(_save_present, module)))
+        undo.callback(replace_attribute(module, "_save_to_state_dict", partial(save_present, module)))
         undo.callback(hooks.register_load_state_dict_pre_hook(refuse_values).remove)
     else:
         undo.callback(hooks.register_state_dict_pre_hook(refuse("read by state_dict()")).remove)
         undo.callback(hooks.register_load_state_dict_pre_hook(refuse("written by load_state_dict()")).remove)
     if "forward" not in vars(module):
         undo.callback(hooks.register_forward_pre_hook(refuse("called by itself")).remove)
-    undo.callback(_replace(module, "__deepcopy__", refuse("copied")))
-    undo.callback(_replace(module, "__reduce_ex__", refuse("pickled")))
-    undo.callback(_replace(module, "_apply", _unless_done(module, refuse("moved or converted"))))
+    undo.callback(replace_attribute(module, "__deepcopy__", refuse("copied")))
+    undo.callback(replace_attribute(module, "__reduce_ex__", refuse("pickled")))
+    undo.callback(replace_attribute(module, "_apply", _unless_done(module, refuse("moved or converted"))))
     for method, done in _SAVING.items():
         if hasattr(module, method) and not (trained and getattr(module, _ADAPTED, False)):
-            undo.callback(_replace(module, method, refuse(done)))
+            undo.callback(replace_attribute(module, method, refuse(done)))
 
 
-def _save_present(module: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+def save_present(module: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
     """As `nn.Module._save_to_state_dict`, with absent parameters as they are: who reads them learns of it."""
     lost = module._non_persistent_buffers_set
     held = {**module._parameters, **{n: one for n, one in module._buffers.items() if n not in lost}}
@@ -253,7 +255,7 @@ def _is_kept(value: torch.Tensor, function: Callable[[torch.Tensor], torch.Tenso
     return False
 
 
-def _replace(module: nn.Module, name: str, value: object) -> Callable[[], None]:
+def replace_attribute(module: nn.Module, name: str, value: object) -> Callable[[], None]:
     """Set an attribute of the instance; returns a function that undoes it."""
     had, before = name in vars(module), vars(module).get(name)
     module.__dict__[name] = value

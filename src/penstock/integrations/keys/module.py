@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import platform
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +19,11 @@ from penstock._version import __version__
 from penstock.integrations.emptied.watch import BESIDE, MEMORY
 from penstock.integrations.keys.code import Code, package_of
 from penstock.integrations.keys.values import Found, Words
+from penstock.schedule.facts.errors import PassError
+
+_log = logging.getLogger(__name__)
+
+_Said = TypeVar("_Said")
 
 _TORCH = frozenset(vars(nn.Module()))
 
@@ -126,3 +132,13 @@ def _own_code() -> str:
     for file in sorted(file for folder in folders for file in folder.rglob("*.py")):
         digest.update(file.read_bytes())
     return digest.hexdigest()
+
+
+def unless_unknown(kind: str, said: Callable[[], _Said]) -> _Said | None:
+    """What is said of a module of a class; None, which is logged, where it holds something unknown."""
+    try:
+        return said()
+    except Exception as error:  # a module may hold anything; without a key it is exported anew, no worse
+        what = f"{type(error).__name__}: " if not isinstance(error, PassError) else ""
+        _log.info("what is exported of the %s is not kept for other processes: %s%s", kind, what, error)
+        return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -67,14 +67,16 @@ def differentiate(
     kept = returned[len(halves.training.results) :]
     storages = {s: one for node in kept for one in tensors_of(node.meta["val"]) for s in storages_of(one)}
     sizes: list[Any] = [one.untyped_storage().nbytes() for one in storages.values()]
-    backward = halves.backward
+    (backward,) = halves.backwards
+    (facts,) = halves.training.backwards
+    own = f"{name}_backward"
     return halves.forward, Backward(
-        f"{name}_backward",
-        halves.training,
+        own,
+        replace(halves.training, backwards=(replace(facts, method=own),)),
         method_code(backward),
         tuple(size if isinstance(size, int) else dimension_of(halves.forward, size) for size in sizes),
         Activations.of(halves.forward, backward.graph_module),
-        lambda: annotate_with_values({f"{name}_backward": backward}),
+        lambda: annotate_with_values({own: backward}),
     )
 
 

@@ -24,6 +24,9 @@ COPIES = 4
 
 _CHECKPOINTING = "gradient_checkpointing"
 
+_ROUNDING = "act_quant_kwargs", "activation_quantization"
+"""What weights of torchao call the rounding of what they are multiplied with; None where there is none."""
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -51,6 +54,7 @@ class Trained:
             )
         made = cls(module, tuple(tuple(aliases[id(value)]) for value in found), tuple(found))
         made._refuse_shared()
+        made._refuse_rounding()
         for names, value in zip(made.names, found, strict=True):
             if has_parts(value) or value.device != device:
                 kind = type(value).__name__ if has_parts(value) else f"on {value.device}"
@@ -119,6 +123,15 @@ class Trained:
                         f"{other} requires grad and shares its memory with {fqn}, which is frozen and would "
                         f"stream: freeze {other}, or give it a copy of its own"
                     )
+
+    def _refuse_rounding(self) -> None:
+        """Raise PassError for a weight that has activations rounded, where autograd silently ends."""
+        for fqn, value in self.module.named_parameters():
+            if has_parts(value) and any(getattr(value, key, None) is not None for key in _ROUNDING):
+                raise PassError(
+                    f"{fqn} is a {type(value).__name__} whose products round activations as well, through "
+                    "which torch has no gradient: quantise the weights only (Int8WeightOnlyConfig of torchao)"
+                )
 
     def _refuse_others(self) -> None:
         own = {id(one) for one in self.parameters}

@@ -22,11 +22,21 @@ class Steps:
     name: str
     done: int = 0
     _since: int = 0
+    _said_to_fit: bool = False
     _before: tuple[int, int, float, int] = (0, 0, 0.0, 0)
 
-    def add(self, stats: Any) -> None:
-        """Count a backward pass, after which the loaded module has these counters."""
+    def add(self, stats: Any, streamed: int) -> None:
+        """Count a backward pass, after which the loaded module has these counters.
+
+        `streamed` are the bytes that its plan copies in a step. Once it is said where there are none.
+        """
         self.done, self._since = self.done + 1, self._since + 1
+        if not streamed and not self._said_to_fit:
+            self._said_to_fit = True
+            _log.warning(
+                "all weights of %s fit into memory, and nothing streams: it trains as fast without penstock",
+                self.name,
+            )
         now = stats.passes, stats.bytes_moved, stats.stall_seconds, stats.misses
         if now[0] < self._before[0]:
             self._before, self._since = (0, 0, 0.0, 0), 1

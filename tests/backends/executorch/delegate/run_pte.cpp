@@ -24,16 +24,12 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
+#include "../../../../native/executorch/names.h"
 #include "../../../../native/run/safetensors.h"
 
-using executorch::aten::ScalarType;
+using namespace penstock;
 using executorch::extension::Module;
 using executorch::extension::TensorPtr;
-using executorch::runtime::BackendOption;
-using executorch::runtime::Error;
-using executorch::runtime::EValue;
-using Json = nlohmann::json;
-using penstock::NamedTensor;
 
 namespace {
 

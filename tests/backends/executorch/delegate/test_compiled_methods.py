@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import penstock
 from penstock.backends.executorch import read
@@ -104,6 +105,29 @@ def test_weights_are_not_copied(runner, compiled):
     small, large = (runner([Program(files, {"budget": share})], calls) for share in ("25%", "100%"))
     assert_equal(small, outputs_of(large))
     assert 0.6 * total < large[-1].process_bytes - small[-1].process_bytes < total
+
+
+class Sized(nn.Module):
+    """Asks for a weight of which it uses no element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.unread = nn.Linear(64, 64), nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self.unread[:0].sum()
+
+
+@pytest.mark.parametrize("plan", [0, -1])
+def test_a_weight_that_the_code_asks_for_and_no_step_reads(runner, tmp_path, plan):
+    model, x = Sized().eval(), rows()
+    methods = {"forward": torch.export.export(model, (x,))}
+    files = write_files(tmp_path / "sized", methods, kernels="aotinductor")
+    payload = read(files.pte).payload
+    unread = next(one.parts[0].storage for one in payload.weights if one.fqn == "unread")
+    assert unread not in {s for one in payload.traces for step in one.steps for s in step.reads}
+    options = {"budget": str(payload.plans[plan].budget)}
+    torch.testing.assert_close(outputs_of(runner([Program(files, options)], [Call([x])])), [model(x)])
 
 
 def refused(runner: Runner, files: Files, error: str, sentence: str, budget: str = "100%") -> None:

@@ -131,6 +131,12 @@ def test_regions_that_contradict_their_payload(runner, files, name):
     _refused(runner, Program(files, {"budget": "50%"}), "InvalidProgram", sentence)
 
 
+def test_a_region_of_another_version(runner, files):
+    forge(files.pte, region=fields(lambda one: one.update(version=1, payload="penstock.payload.unknown")))
+    sentence = "a delegate's bytes are not those of version 2: export the program again"
+    _refused(runner, Program(files), "InvalidProgram", sentence)
+
+
 @pytest.mark.parametrize("which", ["region", "payload"])
 def test_lists_in_lists_in_lists(runner, files, which):
     forge(files.pte, **{which: deep})

@@ -1,0 +1,112 @@
+"""Inputs of compiled methods: sizes that their code is not for are refused, since it checks none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram, export
+
+from penstock.backends.executorch import read
+from tests.backends.executorch.delegate.pte_models import WIDTH, Files, rows, write_files
+from tests.backends.executorch.delegate.pte_runs import Call, Program, Runner
+
+pytestmark = pytest.mark.timeout(300)
+
+
+class Added(nn.Module):
+    """A linear layer of one input, plus another; with `turned`, the second one comes first."""
+
+    def __init__(self, turned: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.turned = nn.Linear(WIDTH, WIDTH), turned
+
+    def forward(self, a: Tensor, b: Tensor, unused: Tensor) -> Tensor:
+        return self.linear(b) + a if self.turned else self.linear(a) + b
+
+
+class Paired(nn.Module):
+    """Takes rows in pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._check(x.shape[0] <= 8)
+        return self.linear(x).view(-1, 2, WIDTH)
+
+
+def added(turned: bool) -> ExportedProgram:
+    count = Dim("count", min=2, max=8)
+    shapes = ({0: count}, {0: count}, None)
+    return export(Added(turned).eval(), (rows(4), rows(4), rows(1)), dynamic_shapes=shapes)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Files]:
+    @cache
+    def made(turned: bool) -> Files:
+        folder = tmp_path_factory.mktemp("added") / "compiled"
+        return write_files(folder, {"forward": added(turned)}, kernels="aotinductor")
+
+    return made
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_one_symbol_in_two_inputs(runner: Runner, files: Callable[[bool], Files], turned: bool) -> None:
+    model, other = Added(turned).eval(), rows(1)
+    inputs = [(rows(count), torch.randn(count, WIDTH), other) for count in (4, 8, 2)]
+    answers = runner([Program(files(turned))], [Call(one) for one in inputs])
+    assert [one.error for one in answers] == ["Error::Ok"] * 3
+    for answer, given in zip(answers, inputs, strict=True):
+        torch.testing.assert_close(answer.outputs[0], model(*given))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_two_sizes_of_one_symbol_are_refused(
+    runner: Runner, files: Callable[[bool], Files], turned: bool
+) -> None:
+    right, short = (rows(8), rows(8), rows(1)), (rows(8), rows(3), rows(1))
+    swapped = (short[1], short[0], short[2])
+    answers = runner([Program(files(turned))], [Call(one) for one in (right, short, right, swapped)])
+    ok, refused = "Error::Ok", "Error::InvalidArgument"
+    assert [one.error for one in answers] == [ok, refused, ok, refused]
+    assert torch.equal(answers[0].outputs[0], answers[2].outputs[0])
+    last, sizes = ("a", ((3, 8), (8, 3))) if turned else ("b", ((8, 3), (3, 8)))
+    assert runner.sentences() == [
+        f"input {last}.shape[0]: expected {first}, as in the other inputs, got {second}; "
+        "pass what the program was exported for"
+        for first, second in sizes
+    ]
+
+
+def test_the_regions_inputs_stand_in_the_file(files: Callable[[bool], Files]) -> None:
+    exported = read(files(True).pte)
+    (region,) = exported.regions
+    assert [(one.name, one.dtype, one.shape) for one in region.takes] == [
+        ("b", "float32", ("count", WIDTH)),
+        ("a", "float32", ("count", WIDTH)),
+    ]
+    assert [(one.name, one.lower, one.upper) for one in region.symbols] == [("count", 2, 8)]
+    assert [one.name for one in exported.payload.methods[0].inputs] == ["a", "b", "unused"]
+
+
+@pytest.mark.parametrize("dimension", [2 * Dim("pairs", min=1, max=4), Dim.AUTO])
+def test_where_sizes_cannot_be_checked_those_of_the_export_are_taken(
+    runner: Runner, tmp_path: Path, dimension: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    program = export(Paired().eval(), (rows(4),), dynamic_shapes=({0: dimension},))
+    with caplog.at_level(logging.WARNING, "penstock"):
+        written = write_files(tmp_path / "paired", {"forward": program}, kernels="aotinductor")
+    assert "method 'forward' runs with the sizes of its export only: the delegate cannot check" in caplog.text
+    answers = runner([Program(written)], [Call([rows(4)]), Call([rows(6)])])
+    assert [one.error for one in answers] == ["Error::Ok", "Error::InvalidArgument"]
+    (said,) = runner.sentences()
+    assert "input x.shape[0]: expected 4, a static size, got 6" in said

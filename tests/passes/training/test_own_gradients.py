@@ -1,0 +1,149 @@
+"""Which programs that torch.export makes can be differentiated, and which gradients export would lose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import penstock
+from penstock.passes.training.own_gradients import refused_own_gradients
+from penstock.schedule.facts.errors import PassError
+
+
+class Rounded(torch.autograd.Function):
+    """Rounds, with the gradient of the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+rounded_by_name = Rounded.apply  # type: ignore[no-untyped-call]
+
+
+@torch.library.custom_op("penstock_tests::rounded", mutates_args=())
+def rounded_operator(x: torch.Tensor) -> torch.Tensor:
+    return x.round()
+
+
+@rounded_operator.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+rounded_operator.register_autograd(lambda ctx, gradient: gradient)
+
+
+class Between(nn.Module):
+    """Something between a trained and a frozen layer."""
+
+    def __init__(self, compute: Callable[[torch.Tensor, nn.Module], torch.Tensor]) -> None:
+        super().__init__()
+        self.up, self.base, self.compute = nn.Linear(8, 8), nn.Linear(8, 8), compute
+        self.base.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.compute(self.up(x) * 3, self.base).square().mean()
+
+
+def hooked(x: torch.Tensor) -> torch.Tensor:
+    x.register_hook(lambda gradient: gradient * 3)
+    return x.sin()
+
+
+def in_place(x: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    x[0] = x[1] * 2
+    return x.add_(1)
+
+
+def without_grad(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return Rounded.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+LOST = {
+    "an autograd.Function": lambda x, base: base(Rounded.apply(x)),
+    "its apply under another name": lambda x, base: base(rounded_by_name(x)),
+    "reentrant checkpointing": lambda x, base: checkpoint(base, x, use_reentrant=True),
+    "a hook": lambda x, base: base(hooked(x)),
+}
+
+EQUAL = {
+    "an operator with a gradient of its own": lambda x, base: base(rounded_operator(x) * x),
+    "a function without a gradient": lambda x, base: base(without_grad(x) * x),
+    "checkpointing": lambda x, base: checkpoint(base, x, use_reentrant=False),
+    "a condition": lambda x, base: torch.cond(x.sum() > 0, lambda a: base(a) * 2, lambda a: a.cos(), (x,)),
+    "sizes that depend on data": lambda x, base: base(x)[x > 0],
+    "writes": lambda x, base: base(in_place(x)),
+    "complex numbers": lambda x, base: torch.fft.rfft(base(x)).abs(),
+    "sorting": lambda x, base: base(x).sort()[0].cummax(0)[0],
+    "singular values": lambda x, base: torch.linalg.svdvals(base(x)),
+    "hard samples": lambda x, base: functional.gumbel_softmax(base(x), hard=True),
+    "simulated quantisation": lambda x, base: torch.fake_quantize_per_tensor_affine(base(x), 0.1, 0, 0, 255),
+}
+
+REFUSED = {
+    "a factorisation that is checked": lambda x, base: torch.linalg.cholesky(
+        base(x) @ base(x).T + torch.eye(4)
+    ),
+    "an equation that is checked": lambda x, base: torch.linalg.solve(torch.eye(4) + x @ x.T, base(x)),
+    "sparse tensors": lambda x, base: torch.sparse.mm(torch.eye(4).to_sparse(), base(x)),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_gradients_that_export_loses_are_refused(name: str, tmp_path: Path) -> None:
+    model, x = Between(LOST[name]), torch.randn(4, 8)
+    model(x).backward()
+    with pytest.raises(PassError, match=r"autograd\.Function, of which torch\.export|registers a hook on"):
+        penstock.compile_training(model, tmp_path / "m.penstock", example=(x,), trainable=["up.*"])
+    model(x).backward()  # nothing is left behind
+
+
+def test_the_name_of_what_is_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(PassError, match=r"^Rounded is an autograd\.Function"),
+        torch.enable_grad(),
+        refused_own_gradients(),
+    ):
+        rounded_by_name(torch.ones(2))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("name", EQUAL)
+def test_gradients_are_those_of_pytorch(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Between(EQUAL[name]), torch.randn(4, 8)
+    program = penstock.compile_training(
+        model, tmp_path / "m.penstock", example=(x,), trainable=["up.*"], evaluate=False
+    )
+    with program.load("100%") as module:
+        for one in (model, module):
+            torch.manual_seed(1)
+            one(x).backward()
+        own = dict(model.named_parameters())
+        for parameter, gradient in ((fqn, one.grad) for fqn, one in module.named_parameters()):
+            assert gradient is not None
+            assert gradient.any()
+            assert torch.equal(gradient, own[parameter].grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("name", REFUSED)
+def test_programs_that_export_makes_and_autograd_cannot_trace(name: str, tmp_path: Path) -> None:
+    with pytest.raises(PassError, match=r"autograd's trace takes|autograd cannot trace"):
+        penstock.compile_training(
+            Between(REFUSED[name]), tmp_path / "m.penstock", example=(torch.randn(4, 8),), trainable=["up.*"]
+        )
