@@ -41,7 +41,12 @@ def trained(request: pytest.FixtureRequest) -> Trained:
 def program(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Program:
     path: Path = tmp_path_factory.mktemp("spills") / "trained.penstock"
     return penstock.compile_training(
-        trained.model(), path, example=trained.inputs(), trainable=trained.patterns, spill=True
+        trained.model(),
+        path,
+        example=trained.inputs(),
+        trainable=trained.patterns,
+        spill=True,
+        evaluate=False,
     )
 
 
