@@ -91,7 +91,7 @@ ps_status ps_acquire(ps_engine *engine, int32_t graph, int32_t step) {
 }
 
 ps_status ps_release(ps_engine *engine, int32_t graph, int32_t step) {
-    return guarded(engine->error, [&] { return engine->engine.release(graph, step), true; });
+    return guarded(engine->error, [&] { return engine->engine.release(graph, step); });
 }
 
 ps_status ps_end(ps_engine *engine, int32_t graph) {

@@ -86,17 +86,25 @@ class PooledArena final : public Arena {
 
   private:
     int64_t bring(Range range) override {
-        each(range, [this](char *address) {
+        put(range, true);
+        return read(range);
+    }
+
+    void make_room(Range range) override { put(range, false); }
+
+    // Puts a granule at each place of a range; what is filled may be taken `anew`, or stays.
+    void put(Range range, bool anew) {
+        each(range, [this, anew](char *address) {
             char *found;
             {
                 std::lock_guard<std::mutex> guard(lock_);
+                if (!anew && filled_.count(address)) return;
                 found = free_.take(address);
                 if (!found) throw Failure(PS_STREAM, "the plan fills more than its arena holds: plan it again");
                 filled_.insert(address);
             }
             if (found >= pool_) fresh_.take(address, plan_.granule);  // none returns to the pool
         });
-        return read(range);
     }
 
     void discard(Range range) override {
@@ -140,6 +148,19 @@ char *Arena::address(int storage) const {
 
 int64_t Arena::fill(Range range) {
     return hold(range, [this](Range whole) { return bring(whole); });
+}
+
+void Arena::take(Range range) {
+    hold(range, [this](Range whole) { return make_room(whole), int64_t{0}; });
+}
+
+int64_t Arena::write_out(Range range) const {
+    int64_t written = 0;
+    files_.within(range, [&](const FileRange &one) {
+        source_.write(one.file_offset, memory_.at(one.place), one.range.nbytes());
+        written += one.range.nbytes();
+    });
+    return written;
 }
 
 void Arena::drop(Range range) {

@@ -21,6 +21,12 @@ class Arena {
     // once. Raises PS_SOURCE where the bytes cannot be had; the range is then dropped.
     int64_t fill(Range range);
 
+    // Gives a range memory, which a program is about to write; what is held of it keeps its bytes.
+    void take(Range range);
+
+    // Writes the bytes of a range, which stays as it is, to the spill file; returns how many.
+    int64_t write_out(Range range) const;
+
     // Does what `fill` does if that needs no waiting; otherwise nothing.
     virtual std::optional<int64_t> fill_ready(Range) { return std::nullopt; }
 
@@ -40,6 +46,9 @@ class Arena {
     // Brings the bytes of a range, and returns how many; gives back the memory that a range takes.
     virtual int64_t bring(Range range) { return read(range); }
     virtual void discard(Range range) = 0;
+
+    // Puts memory behind what is not filled of a range.
+    virtual void make_room(Range) {}
 
     int64_t read(Range range) const;
 

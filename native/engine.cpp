@@ -86,6 +86,7 @@ ps_statistics Engine::statistics() const {
     result.bytes_read = bytes_read_;
     result.misses = misses_;
     result.stall_ns = stall_ns_;
+    result.bytes_written = bytes_written_;
     arena_->sizes(&result.held_bytes, &result.peak_bytes);
     return result;
 }
@@ -101,7 +102,12 @@ const Method &Engine::method(int graph) const {
 bool Engine::begin(int graph) {
     const Method &next = method(graph);
     check();
-    if (!is_clear_for(next)) start_over(next);
+    if (!is_clear_for(next)) {
+        if (next.continues)
+            throw Failure(PS_STREAM, "the values that a call has kept for its backward are not in memory any more, "
+                                     "because another call came between or one failed: call the module again");
+        start_over(next);
+    }
     {
         std::lock_guard<std::mutex> guard(lock_);
         position_.begin(next, following(next));
@@ -120,9 +126,14 @@ bool Engine::acquire(int graph, int step) {
     const Method &now = method(graph);
     if (step < 0 || step >= now.steps()) throw Failure(PS_STREAM, "there is no step " + std::to_string(step));
     if (demand_ || expected_.empty() || expected_.back() != step) {
+        if (plan_.keeps)
+            throw Failure(PS_STREAM, "step " + std::to_string(step) + " of graph " + std::to_string(graph) +
+                                         " came out of turn, and what a forward has kept for its backward would be "
+                                         "lost: compile with spill=False");
         load_on_demand(now.needs[step]);
         return true;
     }
+    if (!now.takes[step].empty()) arrived_then_ = [this, &now, step] { take(now.takes[step]); };
     const auto left = position_.left;
     return wait_for([left, step] { return !(*left)[step]; });
 }
@@ -130,22 +141,45 @@ bool Engine::acquire(int graph, int step) {
 bool Engine::probe(int graph, int call) {
     const Method &now = method(graph);
     const auto ended = now.closes.find(call), begun = now.opens.find(call);
-    if (ended != now.closes.end()) release(graph, ended->second);
+    if (ended != now.closes.end())
+        for (bool done = release(graph, ended->second); !done;) done = wait();
     return begun == now.opens.end() || acquire(graph, begun->second);
 }
 
-void Engine::release(int graph, int step) {
-    if (demand_) return;
+bool Engine::release(int graph, int step) {
+    if (demand_) return true;
     if (expected_.empty() || expected_.back() != step)
         throw Failure(PS_STREAM, "step " + std::to_string(step) + " of graph " + std::to_string(graph) +
                                      " was released without being acquired");
+    const Method &now = method(graph);
+    const int mark = now.steps() + 1 + step;
+    if (!now.steady.counts[mark]) {
+        leave(now, step);
+        return true;
+    }
+    arrived_then_ = [this, &now, step] { leave(now, step); };
+    const auto left = position_.left;
+    return wait_for([left, mark] { return !(*left)[mark]; });
+}
+
+// Notes that a step has ended, and drops what the plan drops with it.
+void Engine::leave(const Method &now, int step) {
     expected_.pop_back();
-    const Ranges &drops = method(graph).drops[step];
+    const Ranges &drops = now.drops[step];
     dropping_.insert(dropping_.end(), drops.begin(), drops.end());
     std::lock_guard<std::mutex> guard(lock_);
     position_.ended = step + 1;
     if (options_.drop_early || startable()) drop_ended();
     fill_ready();
+}
+
+// Gives memory to what the step that begins writes.
+void Engine::take(const Ranges &ranges) {
+    {
+        std::lock_guard<std::mutex> guard(lock_);
+        drop_ended();
+    }
+    for (const Range &range : ranges) arena_->take(range);
 }
 
 bool Engine::end(int graph) {
@@ -250,9 +284,10 @@ void Engine::read() {
     Taken taken;
     while (take(taken)) {
         std::optional<Sentence> error;
-        int64_t moved = 0;
+        int64_t moved = 0, written = 0;
         try {
-            for (const Piece &piece : taken.pieces) moved += arena_->fill(piece.range);
+            for (const Piece &piece : taken.pieces)
+                (piece.out ? written : moved) += piece.out ? arena_->write_out(piece.range) : arena_->fill(piece.range);
         } catch (const Failure &failure) {
             error = {failure.status, failure.what()};
         }
@@ -260,8 +295,9 @@ void Engine::read() {
         --in_flight_;
         bytes_moved_ += moved;
         bytes_read_ += moved;
+        bytes_written_ += written;
         if (!error)
-            for (const Piece &piece : taken.pieces) --(*taken.left)[piece.step];
+            for (const Piece &piece : taken.pieces) --(*taken.left)[piece.mark];
         else if (!error_)
             error_ = error;
         arrived_.notify_all();
@@ -309,11 +345,14 @@ void Engine::fill_ready() {
         const std::vector<Piece> &pieces = position_.queue->pieces;
         const size_t first = position_.index;
         size_t end = first + 1;
-        while (position_.may_start(end) && pieces[end].range.start == pieces[end - 1].range.stop) ++end;
+        if (pieces[first].out) return wake_reader();
+        while (position_.may_start(end) && !pieces[end].out &&
+               pieces[end].range.start == pieces[end - 1].range.stop)
+            ++end;
         const auto moved = arena_->fill_ready({pieces[first].range.start, pieces[end - 1].range.stop});
         if (!moved) return wake_reader();
         std::vector<int> &left = position_.ahead ? *position_.left_ahead : *position_.left;
-        for (size_t k = first; k < end; ++k) --left[pieces[k].step];
+        for (size_t k = first; k < end; ++k) --left[pieces[k].mark];
         bytes_moved_ += *moved;
         position_.index = end;
         position_.turn(following(*position_.method));

@@ -25,7 +25,7 @@ class Engine {
 
     bool probe(int graph, int call);
 
-    void release(int graph, int step);
+    bool release(int graph, int step);
     void abort();
     void stop();
 
@@ -69,6 +69,8 @@ class Engine {
     void forget_pass();
     bool is_closed() const;
     void refuse_failed() const;
+    void leave(const Method &method, int step);
+    void take(const Ranges &ranges);
     void load_on_demand(const Ranges &needed);
     void read();
     bool take(Taken &taken);
@@ -96,7 +98,7 @@ class Engine {
     std::optional<Sentence> error_;
     int in_flight_ = 0;
     bool running_ = false, paused_ = false, closed_ = false, resident_loaded_ = false;
-    int64_t checked_ns_ = 0, bytes_moved_ = 0, bytes_read_ = 0, misses_ = 0, stall_ns_ = 0;
+    int64_t checked_ns_ = 0, bytes_moved_ = 0, bytes_read_ = 0, misses_ = 0, stall_ns_ = 0, bytes_written_ = 0;
 };
 
 }  // namespace penstock

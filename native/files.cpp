@@ -103,7 +103,18 @@ Descriptor::~Descriptor() {
 }
 
 Source::Source(const Plan &plan, const std::string &folder, const ps_options &options)
-    : callback_(options.read), context_(options.context) {
+    : count_(static_cast<int>(plan.files.size())), callback_(options.read), context_(options.context) {
+    if (plan.spills && !options.spill)
+        throw Failure(PS_PLAN, "what the program keeps leaves memory by this plan, and there is no file for it");
+    if (options.spill) {
+        const ps_spill &given = *options.spill;
+        Descriptor fd(fcntl(given.fd, F_DUPFD_CLOEXEC, 0));
+        Descriptor direct(given.block ? fcntl(given.direct_fd, F_DUPFD_CLOEXEC, 0) : -1);
+        if (fd < 0 || (given.block && direct < 0))
+            throw Failure(PS_SOURCE, "the system refused a descriptor: raise its limit on open files (ulimit -n)");
+        spill_ = std::make_unique<Open>(
+            Open{given.folder, given.nbytes, std::move(fd), std::move(direct), 0, given.block, true});
+    }
     for (size_t k = 0; k < plan.files.size() && !callback_; ++k)
         open(plan.files[k], folder, options.opened ? options.opened + k : nullptr, !options.buffered);
     // What stays outside the arena is not read here.
@@ -184,6 +195,7 @@ void Source::check_unchanged() const {
 }
 
 void Source::check_unchanged(const Open &file) const {
+    if (file.spill) return;
     struct stat status;
     if (fstat(file.fd, &status) != 0 || status.st_size < file.nbytes)
         throw Failure(PS_SOURCE, file.path + " has been truncated while in use: expected " +
@@ -194,13 +206,14 @@ void Source::check_unchanged(const Open &file) const {
 
 void Source::read(int file, int64_t offset, char *address, int64_t nbytes) const {
     if (nbytes <= 0) return;
-    if (callback_) {
+    const bool spill = spill_ && file == count_;
+    if (callback_ && !spill) {
         const int error = callback_(context_, file, offset, address, nbytes);
         if (error) throw Failure(PS_SOURCE, "reading weights failed (" + std::string(std::strerror(error)) + ")");
         return;
     }
-    const Open &opened = files_[file];
-    const bool through = keeping_ && keeping_->goes_through_cache();
+    const Open &opened = spill ? *spill_ : files_[file];
+    const bool through = !spill && keeping_ && keeping_->goes_through_cache();
     if (through) posix_fadvise(opened.fd, offset, nbytes, POSIX_FADV_WILLNEED);
     if (through || !opened.block) {
         read_plainly(opened, opened.fd, offset, address, nbytes);
@@ -215,7 +228,32 @@ void Source::read(int file, int64_t offset, char *address, int64_t nbytes) const
     }
     // Only after the read does this say that all its bytes are those of the file that was opened.
     check_unchanged(opened);
-    if (keeping_) keeping_->count(nbytes);
+    if (keeping_ && !spill) keeping_->count(nbytes);
+}
+
+void Source::write(int64_t offset, const char *address, int64_t nbytes) const {
+    const int64_t block = spill_->block;
+    int64_t head = nbytes, whole = 0;
+    if (block && (offset - reinterpret_cast<intptr_t>(address)) % block == 0) {
+        head = std::min((block - offset % block) % block, nbytes);
+        whole = (nbytes - head) / block * block;  // past the page cache, which would hold them beside the budget
+    }
+    const int64_t done = head + whole;
+    write_plainly(spill_->fd, offset, address, head);
+    write_plainly(spill_->direct_fd, offset + head, address + head, whole);
+    write_plainly(spill_->fd, offset + done, address + done, nbytes - done);
+}
+
+void Source::write_plainly(int fd, int64_t offset, const char *address, int64_t nbytes) const {
+    for (int64_t done = 0; done < nbytes;) {
+        const ssize_t wrote = pwrite(fd, address + done, std::min(nbytes - done, LARGEST_READ), offset + done);
+        if (wrote < 0 && errno == EINTR) continue;
+        if (wrote < 0)
+            throw Failure(PS_SOURCE, "writing " + std::to_string(nbytes) + " bytes to a file in " + spill_->path +
+                                         ", the folder for values that leave memory, failed (" + std::strerror(errno) +
+                                         "): free some room there, or name another folder with load(spill=...)");
+        done += wrote;
+    }
 }
 
 // Reads all blocks that hold the bytes at once and directly; false where some did not come. The first block and the

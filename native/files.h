@@ -40,6 +40,9 @@ class Source {
     // Fills memory with bytes of a file. Raises PS_SOURCE where they cannot be had, or may be another file's.
     void read(int file, int64_t offset, char *address, int64_t nbytes) const;
 
+    // Writes memory to the spill file, whose number is that behind the last file. Raises PS_SOURCE.
+    void write(int64_t offset, const char *address, int64_t nbytes) const;
+
     // Raises PS_SOURCE where a file has been truncated or written to since it was opened (one fstat each).
     void check_unchanged() const;
     void check_unchanged(int file) const { check_unchanged(files_[file]); }
@@ -64,14 +67,18 @@ class Source {
         Descriptor fd, direct_fd;
         int64_t mtime_ns = 0;  // when it was opened
         int64_t block = 0;     // to which direct reads are aligned, 0 where there are none
+        bool spill = false;    // which is written all the time
     };
 
     void open(const WeightFile &file, const std::string &folder, const ps_file *opened, bool direct);
     void check_unchanged(const Open &file) const;
+    void write_plainly(int fd, int64_t offset, const char *address, int64_t nbytes) const;
     void read_plainly(const Open &file, int fd, int64_t offset, char *address, int64_t nbytes) const;
     bool read_and_move(const Open &file, int64_t offset, char *address, int64_t nbytes) const;
 
     std::vector<Open> files_;
+    const int count_;  // of the payload's files, which `callback_` may read
+    std::unique_ptr<Open> spill_;
     ps_read callback_;
     void *context_;
     std::unique_ptr<Keeping> keeping_;

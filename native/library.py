@@ -17,7 +17,7 @@ from typing import NoReturn
 from penstock.schedule.facts.errors import PayloadError, PenstockError, PlanError, SourceError, StreamError
 
 WAITING = 5
-_VERSION = 2
+_VERSION = 3
 _ERRORS: dict[int, type[PenstockError]] = {1: PayloadError, 2: PlanError, 3: SourceError, 4: StreamError}
 _ERROR_BYTES = 4096
 
@@ -28,6 +28,18 @@ class File(ctypes.Structure):
     """`ps_file`: the descriptor of an open weight file, and its modification time in nanoseconds."""
 
     _fields_ = (("fd", c_int32), ("mtime_ns", c_int64))
+
+
+class Spill(ctypes.Structure):
+    """`ps_spill`: the descriptors, the block, the size and the folder of the file for what leaves."""
+
+    _fields_ = (
+        ("fd", c_int32),
+        ("direct_fd", c_int32),
+        ("block", c_int64),
+        ("nbytes", c_int64),
+        ("folder", c_char_p),
+    )
 
 
 class Options(ctypes.Structure):
@@ -45,6 +57,7 @@ class Options(ctypes.Structure):
         ("available", c_int64),
         ("log", c_void_p),
         ("small_folios", c_int64),
+        ("spill", POINTER(Spill)),
     )
 
 
@@ -53,7 +66,10 @@ class Statistics(ctypes.Structure):
 
     _fields_ = tuple(
         (name, c_int64)
-        for name in ("bytes_moved", "bytes_read", "misses", "stall_ns", "held_bytes", "peak_bytes")
+        for name in (
+            *("bytes_moved", "bytes_read", "misses", "stall_ns"),
+            *("held_bytes", "peak_bytes", "bytes_written"),
+        )
     )
 
 

@@ -20,7 +20,7 @@ extern "C" {
 #define PS_API __attribute__((visibility("default")))
 
 /* What a binding was written for. ps_version returns that of the library. */
-#define PS_VERSION 2
+#define PS_VERSION 3
 PS_API int32_t ps_version(void);
 
 typedef enum ps_status {
@@ -53,6 +53,14 @@ typedef struct ps_file {
     int64_t mtime_ns;
 } ps_file;
 
+/* An open file without a name, in `folder`, for what leaves the arena: `nbytes` large, and, if `block` is not 0, open
+ * a second time past the page cache, for reads and writes that are aligned to so many bytes. */
+typedef struct ps_spill {
+    int32_t fd, direct_fd;
+    int64_t block, nbytes;
+    const char *folder;
+} ps_spill;
+
 typedef struct ps_options {
     int32_t readers;       /* threads that read, 1 or more */
     int32_t buffered;      /* not 0: read through the page cache */
@@ -65,11 +73,13 @@ typedef struct ps_options {
     int64_t available;     /* bytes that data and page cache may take; 0: what the system says, asked when needed */
     ps_log log;            /* NULL: nobody is told */
     int64_t small_folios;  /* bytes a second: what is mapped more slowly is held page by page; 0: 40e9 */
+    const ps_spill *spill; /* NULL: plans by which something leaves the arena for a file are refused */
 } ps_options;
 
-/* Bytes, counts and nanoseconds so far. Readers brought `bytes_read` of `bytes_moved`; the rest needed no waiting. */
+/* Bytes, counts and nanoseconds so far. Readers brought `bytes_read` of `bytes_moved`; the rest needed no waiting.
+ * `bytes_written` left the arena for the spill file. */
 typedef struct ps_statistics {
-    int64_t bytes_moved, bytes_read, misses, stall_ns, held_bytes, peak_bytes;
+    int64_t bytes_moved, bytes_read, misses, stall_ns, held_bytes, peak_bytes, bytes_written;
 } ps_statistics;
 
 /* Opens an engine for a plan. `payload` and `plan` are JSON as docs/payload.md specifies them, `folder` is the

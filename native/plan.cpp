@@ -43,13 +43,17 @@ bool intersects(const Ranges &ranges, Range item) {
 }
 
 Queue queue_of(std::vector<Piece> pieces, int steps) {
-    Queue queue{std::move(pieces), std::vector<int>(steps + 1, 0)};
-    for (const Piece &piece : queue.pieces) ++queue.counts[piece.step];
+    Queue queue{std::move(pieces), std::vector<int>(2 * steps + 1, 0)};
+    for (Piece &piece : queue.pieces) {
+        piece.mark = piece.step + (piece.out ? steps + 1 : 0);
+        ++queue.counts[piece.mark];
+    }
     return queue;
 }
 
 Storage read_storage(const Json &json, const std::vector<WeightFile> &files) {
-    Storage storage{json.at("nbytes"), json.value("phase", int64_t{0}), {}};
+    Storage storage{json.at("nbytes"), json.value("phase", int64_t{0}), {}, json.at("kind") == "produced"};
+    if (storage.produced && !json.at("extents").empty()) refuse("a storage that is produced lies in a file");
     if (storage.nbytes < 0) refuse("a storage has a negative size");
     if (storage.phase < 0 || storage.phase >= 64) refuse("a storage has a phase outside of 0 to 63");
     for (const Json &one : json.at("extents")) {
@@ -122,7 +126,9 @@ std::vector<int> probed_steps(const Json &steps, const std::set<int> &acting, co
     int step = 0;
     for (const Json &one : steps) {
         bool acts = acting.count(step) > 0;
-        for (const Json &storage : one.at("reads")) acts = acts || leaving.count(storage.get<int>()) > 0;
+        for (const char *const field : {"reads", "writes"})
+            for (const Json &storage : one.value(field, Json::array()))
+                acts = acts || leaving.count(storage.get<int>()) > 0;
         if (acts) probed.push_back(step);
         ++step;
     }
@@ -174,6 +180,39 @@ static void read_arena(Plan &plan, const Json &json) {
     }
 }
 
+// Gives what the program produces its place in the spill file: in the catalog's order, from granule to granule.
+static void place_produced(Plan &plan) {
+    int64_t end = 0;
+    for (Storage &one : plan.storages) {
+        if (!one.produced || !one.nbytes) continue;
+        one.extents = {{static_cast<int>(plan.files.size()), end, 0, one.nbytes}};
+        end = (end + one.nbytes + plan.granule - 1) / plan.granule * plan.granule;
+    }
+}
+
+// The bytes of the storages that a step reads, or writes, beside the resident ones.
+static Ranges ranges_of(const Plan &plan, const Json &storages, const Ranges &resident) {
+    Ranges needed;
+    for (const Json &one : storages) {
+        const int64_t s = one;
+        if (s < 0 || s >= static_cast<int64_t>(plan.layout.size())) refuse("a step reads no storage");
+        if (plan.layout[s] >= 0 && plan.storages[s].nbytes)
+            needed.push_back(plan.whole_granules({plan.layout[s], plan.layout[s] + plan.storages[s].nbytes}));
+    }
+    return subtract(merged(needed), resident);
+}
+
+// Whether a step reads what the program produces in the arena, and no step of the same trace writes.
+static bool continues(const Plan &plan, const Json &steps) {
+    std::set<int> read, written;
+    for (const Json &step : steps) {
+        for (const Json &s : step.value("writes", Json::array())) written.insert(s.get<int>());
+        for (const Json &s : step.at("reads"))
+            if (plan.storages[s.get<int>()].produced && plan.layout[s.get<int>()] >= 0) read.insert(s.get<int>());
+    }
+    return !std::includes(written.begin(), written.end(), read.begin(), read.end());
+}
+
 static const Json &trace_of(const Json &traces, int graph) {
     const auto found =
         std::find_if(traces.begin(), traces.end(), [&](const Json &one) { return one.at("graph") == graph; });
@@ -213,15 +252,10 @@ static Method read_method(const Plan &plan, const Json &json, const Json &schedu
         if (start >= 0 && !subtract({{start, start + plan.storages[s].nbytes}}, resident).empty()) leaving.insert(s);
     }
     for (const Json &step : steps) {
-        Ranges needed;
-        for (const Json &read : step.at("reads")) {
-            const int64_t s = read;
-            if (s < 0 || s >= static_cast<int64_t>(plan.layout.size())) refuse("a step reads no storage");
-            if (plan.layout[s] >= 0 && plan.storages[s].nbytes)
-                needed.push_back(plan.whole_granules({plan.layout[s], plan.layout[s] + plan.storages[s].nbytes}));
-        }
-        method.needs.push_back(subtract(merged(needed), resident));
+        method.needs.push_back(ranges_of(plan, step.at("reads"), resident));
+        method.takes.push_back(ranges_of(plan, step.value("writes", Json::array()), resident));
     }
+    method.continues = continues(plan, steps);
     std::vector<Piece> pieces;
     method.boundary = read_ranges(boundary);
     check_inside(plan, method.boundary);
@@ -234,8 +268,8 @@ static Method read_method(const Plan &plan, const Json &json, const Json &schedu
         method.crosses_calls = method.crosses_calls || after < 0;
         const Ranges whole{read_range(transfer)};
         check_inside(plan, whole);
-        method.moved_bytes += whole[0].nbytes();
-        for (const Range &part : plan.cut(whole)) pieces.push_back({part, step, after});
+        const bool out = transfer.value("direction", "in") == "out";
+        for (const Range &part : plan.cut(whole)) pieces.push_back({part, step, after, out});
     }
     method.steady = queue_of(std::move(pieces), n);
     method.drops.resize(n);
@@ -285,6 +319,7 @@ Plan read_plan(const std::string &payload_text, const std::string &plan_text) {
         for (const Json &one : payload.at("storages")) plan.storages.push_back(read_storage(one, plan.files));
         plan.barrier = json.at("wrap") == "barrier";
         read_arena(plan, json);
+        place_produced(plan);
         for (const Json &schedule : json.at("schedules")) {
             const bool own = schedule.contains("boundary") && !schedule.at("boundary").is_null();
             const Json &boundary = own ? schedule.at("boundary") : json.at("boundary");
@@ -293,7 +328,13 @@ Plan read_plan(const std::string &payload_text, const std::string &plan_text) {
         }
         for (Method &one : plan.methods) one.following = place_behind(plan, one.graph);
         int64_t moved = 0, all = 0;
-        for (const Method &one : plan.methods) moved += one.moved_bytes;
+        for (const Method &one : plan.methods) {
+            for (const Piece &piece : one.steady.pieces) {
+                if (!piece.out) moved += piece.range.nbytes();
+                plan.spills = plan.spills || piece.out;
+            }
+            for (const Ranges &taken : one.takes) plan.keeps = plan.keeps || !taken.empty();
+        }
         for (const Storage &one : plan.storages) all += one.nbytes;
         plan.repeated_bytes = std::min(moved, all);
         if (plan.methods.empty()) refuse("the plan has no schedule");

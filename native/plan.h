@@ -25,17 +25,21 @@ struct Extent {
 struct Storage {
     int64_t nbytes;
     int64_t phase;  // the address of its first byte modulo 64, by which kernels choose their code
-    std::vector<Extent> extents;
+    std::vector<Extent> extents;  // of what the program produces its place in the spill file, behind all files
+    bool produced;
 };
 
-// A part of a transfer that one reader copies; `step` waits for it, and step `after` must have ended.
+// A part of a transfer that one reader copies, into the arena or `out`; `step` waits for it, and step `after` must
+// have ended. It is counted at `mark`.
 struct Piece {
     Range range;
     int step, after;
+    bool out = false;
+    int mark = 0;
 };
 
-// The pieces of one pass in issue order, and how many each step waits for. The last entry of `counts`, with the
-// number of steps as its index, is what the call itself waits for.
+// The pieces of one pass in issue order, and how many are waited for: by the read of step k at k, by the call itself
+// at n, the number of steps, and by the end of step k, which waits for what goes out, at n + 1 + k.
 struct Queue {
     std::vector<Piece> pieces;
     std::vector<int> counts;
@@ -46,13 +50,14 @@ struct Method {
     int before;  // the number of the method whose pass comes before as planned, and the place of the one behind
     size_t following;
     std::vector<Ranges> needs;  // by step: what it reads beside the resident ranges
+    std::vector<Ranges> takes;  // by step: what it writes, which takes memory when it begins
+    bool continues;             // whether it reads what only the method before has written
     std::vector<int> probed;    // steps at which the plan acts, ascending
     std::vector<Ranges> drops;  // by step
     std::map<int, int> opens, closes;  // the probed step that a probe call begins, and the one that it ends
     Queue steady;
     Ranges boundary;
     bool crosses_calls;
-    int64_t moved_bytes;
 
     int steps() const { return static_cast<int>(needs.size()); }
 };
@@ -67,6 +72,7 @@ struct Plan {
     std::vector<int64_t> layout;  // by storage, -1 where it is not in the arena
     std::vector<int64_t> places;  // where a storage lies in the arena's memory, -1 likewise
     Ranges segments, resident;
+    bool keeps = false, spills = false;  // whether steps write to the arena, and whether something leaves it
     std::vector<Method> methods;
 
     const Method *method(int graph) const;

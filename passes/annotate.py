@@ -28,7 +28,7 @@ from penstock.schedule.facts.model import Hardware, Kind, Method, Storage, Trace
 from penstock.schedule.facts.parts import join_parts, read_together
 from penstock.schedule.payload.codec import Payload
 
-_KINDS: tuple[Kind, ...] = ("streamable", "returned", "mutable")
+_KINDS: tuple[Kind, ...] = ("streamable", "returned", "mutable", "produced")
 """The kinds of storages. If methods, or weights of one storage, differ in kind, the last one here counts."""
 
 
@@ -173,6 +173,8 @@ def follow_weights(found: Programs) -> Programs:
             s = weight.parts[0].storage
             # A weight on another device than the program's stays there whole.
             kind = usage[name].kinds[s] if torch.device(weight.device).type == main.type else "returned"
+            if weight.role == "value":  # which the forward writes, and nothing returns
+                kind = "produced"
             kinds[s] = max(kinds[s], kind, key=_KINDS.index)
     for s, fqn in found.catalog.joined.items():
         if kinds[s] == "mutable":

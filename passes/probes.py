@@ -1,9 +1,11 @@
-"""The two operators that mark the reads of weights, and their insertion into a graph.
+"""The operators that mark reads of weights and writes of kept values, and their insertion into a graph.
 
     penstock::acquire(Tensor(a!)[] weights, int graph, int step) -> ()
     penstock::release(Tensor(a!)[] weights, int graph, int step) -> ()
+    penstock::store(Tensor(a!) slot, Tensor value, int graph, int step) -> ()
 
-They return nothing, and their schema says that they mutate the weights. So every compiler keeps
+The last one copies a value that a forward keeps into its place among the weights, and is a whole step. They
+return nothing, and their schema says that they mutate the weights. So every compiler keeps
 them, and keeps every kernel that reads a weight between the weight's acquire and its release.
 """
 
@@ -151,8 +153,8 @@ def without_probes(graph_module: fx.GraphModule) -> fx.GraphModule:
 def streaming_steps(plan: Plan, graph: int, storages: Sequence[Storage]) -> list[int]:
     """Returns the steps at which a plan waits for a transfer, starts one, or drops a range.
 
-    All other steps read only bytes that never leave the device. Raises PassError if the plan has no schedule
-    for method number `graph`.
+    All other steps read and write only bytes that never leave the device. Raises PassError if the plan has no
+    schedule for method number `graph`.
     """
     trace = next((trace for trace in plan.traces if trace.graph == graph), None)
     schedule = next((schedule for schedule in plan.schedules if schedule.graph == graph), None)
@@ -170,7 +172,11 @@ def streaming_steps(plan: Plan, graph: int, storages: Sequence[Storage]) -> list
         for s, (start, storage) in enumerate(zip(plan.arena.layout, storages, strict=True))
         if start >= 0 and s not in plan.outside and subtract([Range(start, start + storage.nbytes)], resident)
     }
-    return [k for k, step in enumerate(trace.steps) if k in acting or not leaving.isdisjoint(step.reads)]
+    return [
+        k
+        for k, step in enumerate(trace.steps)
+        if k in acting or not leaving.isdisjoint((*step.reads, *step.writes))
+    ]
 
 
 def _trace_of(payload: Payload, method: str | None) -> Trace:
@@ -218,6 +224,13 @@ def _release(weights: list[torch.Tensor], graph: int, step: int) -> None:
         _bump(weights)
 
 
+def _store(slot: torch.Tensor, value: torch.Tensor, graph: int, step: int) -> None:
+    streamer = (STREAMER.get() or _no_streamer()) if step >= 0 else NOTHING_STREAMS
+    streamer.acquire(graph, step)
+    slot.copy_(value)
+    streamer.release(graph, step)
+
+
 def _bump(weights: list[torch.Tensor]) -> None:
     """Marks the weights as written, so that an autograd graph over one of them fails loudly.
 
@@ -231,8 +244,8 @@ def _bump(weights: list[torch.Tensor]) -> None:
         torch.autograd.graph.increment_version([w for w in weights if not w.is_inference()])
 
 
-def _do_nothing(weights: list[torch.Tensor], graph: int, step: int) -> None:
-    """The kernel of both operators for fake tensors."""
+def _do_nothing(*arguments: object) -> None:
+    """The kernel of all operators for fake tensors."""
 
 
 def _register() -> Any:
@@ -241,11 +254,16 @@ def _register() -> Any:
     This uses `Library` and not `custom_op`: the latter marks writes by itself, but takes 20 us a call and not
     3.
     """
-    if hasattr(torch.ops.penstock, "acquire"):
+    if hasattr(torch.ops.penstock, "store"):
         return None
     library: Any = torch.library.Library("penstock", "FRAGMENT")  # type: ignore[no-untyped-call]
-    for name, kernel in (("acquire", _acquire), ("release", _release)):
-        library.define(f"{name}(Tensor(a!)[] weights, int graph, int step) -> ()")
+    marked, stored = "Tensor(a!)[] weights", "Tensor(a!) slot, Tensor value"
+    for name, kernel, tensors in (
+        ("acquire", _acquire, marked),
+        ("release", _release, marked),
+        ("store", _store, stored),
+    ):
+        library.define(f"{name}({tensors}, int graph, int step) -> ()")
         library.impl(name, kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"penstock::{name}", _do_nothing, lib=library)
     return library
@@ -255,3 +273,4 @@ def _register() -> Any:
 _LIBRARY = _register() or globals().get("_LIBRARY")
 
 ACQUIRE, RELEASE = torch.ops.penstock.acquire.default, torch.ops.penstock.release.default
+STORE = torch.ops.penstock.store.default

@@ -16,6 +16,7 @@ from torch._ops import HigherOrderOperator
 
 from penstock.passes.graph.nodes import placeholders_of, size_hint, subgraphs_of, tensors_of
 from penstock.passes.graph.propagation import FLOPS, fake_inputs, propagate
+from penstock.passes.probes import STORE
 from penstock.passes.weights.usage import Usage, is_view
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.hardware import with_times
@@ -40,11 +41,13 @@ PRESET_CPU = Hardware(
 
 
 def observe(usage: Usage, storages: Sequence[Storage], method: Method, hardware: Hardware) -> Trace:
-    """Returns the trace of the eager lowering: one step per node that reads bytes of a streamable storage.
+    """Returns the trace of the eager lowering: a step per node that reads or produces what may stream.
 
     Costs are for the sizes that the program was exported with. The body of a loop counts once.
     """
-    streamable = {s for s, one in enumerate(storages) if one.kind == "streamable" and one.nbytes}
+    streamable = {
+        s for s, one in enumerate(storages) if one.kind in ("streamable", "produced") and one.nbytes
+    }
     steps, tail = steps_of(usage.graph_module.graph, usage.reads, streamable)
     shape = ",".join(f"{symbol.name}={symbol.example}" for symbol in method.symbols)
     untimed = Trace(method.name, method.graph, shape, steps, 0, 0, "modelled", tail)
@@ -54,7 +57,7 @@ def observe(usage: Usage, storages: Sequence[Storage], method: Method, hardware:
 def steps_of(
     graph: fx.Graph, reads: Mapping[str, Iterable[int]], streamed: Container[int]
 ) -> tuple[tuple[Step, ...], Work]:
-    """Returns a step without times for each node that reads a streamed storage, and the work behind the last.
+    """Returns a step without times for each node that reads or stores a streamed storage, and the work after.
 
     `graph` is propagated, and `reads` has the storages that each node reads, by its name.
     """
@@ -64,7 +67,8 @@ def steps_of(
         work = work_of(node)
         read = tuple(s for s in reads.get(node.name, ()) if s in streamed)
         if read:
-            steps.append(Step(node.name, read, 0, 0, lead, work))
+            stored = read if node.target is STORE else ()
+            steps.append(Step(node.name, () if stored else read, 0, 0, lead, work, stored))
             lead = Work()
         else:
             lead = sum_of(lead, work)

@@ -97,7 +97,7 @@ def compile(
     found = None
     if weights is not None:
         checkpoint = _open(weights, annotated, rename, pack=pack)
-        found = find_values(annotated.payload.weights, checkpoint, Rules(rename, cast, slices))
+        found = find_values(_stored_weights(annotated), checkpoint, Rules(rename, cast, slices))
     compiled = None
     if lowering == "inductor":
         compiled = _compile(annotated, found, options, resident_below)
@@ -129,6 +129,11 @@ def write_weights(annotated: Annotated, folder: Path, weights: Paths | None = No
         found = find_values(annotated.payload.weights, checkpoint, Rules(None))
     writer = _Writer(annotated, found, folder, None, in_place=weights is not None, mapped=False)
     return writer.write_weights(folder, {})
+
+
+def _stored_weights(annotated: Annotated) -> list[Weight]:
+    """The weights that files have: all but those that stand for what a forward keeps."""
+    return [weight for weight in annotated.payload.weights if weight.role != "value"]
 
 
 def _save_program(annotated: Annotated, compiled: inductor.Compiled | None, folder: Path) -> ProgramFile:
@@ -232,7 +237,7 @@ class _Writer:
         """Write the packed file, if one is needed, and return the payload with files and extents."""
         in_place = [s for s, storage in enumerate(self._storages) if self._in_place and storage.extents]
         packed = [s for s in _packing_order(self._payload) if s not in set(in_place)]
-        packed = [s for s in packed if self._storages[s].nbytes]
+        packed = [s for s in packed if self._storages[s].nbytes and self._storages[s].kind != "produced"]
         storages = list(self._storages)
         files: list[WeightFile] = []
         if self._in_place:

@@ -160,11 +160,12 @@ def cpu_arenas(payload: Payload) -> dict[str, Arena]:
     storages, traces = payload.storages, payload.traces
     granule = _granule(sum(s.nbytes for s in storages))
     arenas: dict[str, Arena] = {}
-    if supports_populate():
+    writes = any(storage.kind == "produced" for storage in storages)  # which no file's mapping can hold
+    if supports_populate() and not writes:
         mapped = mapped_arena(storages, payload.files, granule=granule, traces=traces)
         if mapped is not None:
             arenas["mapped"] = mapped
-    if supports_move():
+    if supports_move() and not writes:
         arenas["pooled"] = _pooled_arena(payload, granule)
     large = [e for s in storages if s.nbytes >= _SMALL for e in s.extents]
     unit = PAGE if all(e.file_offset % PAGE == 0 for e in large) else 64

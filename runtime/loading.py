@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from ctypes import pointer
 from dataclasses import dataclass
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.native.library import File, Options, library
+from penstock.native.library import File, Options, Spill, library
 from penstock.passes.lowering import compiled, eager
 from penstock.passes.training.facts import Training
 from penstock.passes.weights.values import tensor_in
@@ -30,6 +32,7 @@ from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.runtime.files.rates import READERS
 from penstock.runtime.files.reading import HeldStorages
 from penstock.runtime.files.source import Source, open_source
+from penstock.runtime.files.spill_file import open_spill_file, spills, with_places
 from penstock.runtime.memory_split import MemorySplit, check_host
 from penstock.runtime.module import LoadedMethod, StreamedModule
 from penstock.runtime.sightings import Sightings
@@ -65,6 +68,7 @@ class LoadOptions:
     engine: str = "auto"
     debug: bool = False
     poison: bool = False
+    spill: str | PathLike[str] | None = None
 
     @property
     def native(self) -> bool:
@@ -142,7 +146,10 @@ def _training_module(
     buffers = {w.fqn: weights.tensors[w.fqn] for w in payload.tensors if w.parts[0].storage in written}
     parameters = read_parameters(program.path, training.parameters, training.sha256)
     name = program.path.name
-    return TrainingModule(methods, weights, name, training, parameters=parameters, buffers=buffers)
+    places = any(storage.kind == "produced" for storage in payload.storages)
+    return TrainingModule(
+        methods, weights, name, training, parameters=parameters, buffers=buffers, places=places
+    )
 
 
 def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOptions) -> LoadedWeights:
@@ -158,6 +165,9 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
             repeated = min(moved, sum(storage.nbytes for storage in payload.storages))
             source = open_source(payload.files, folder, repeated=repeated)
         opened.callback(source.close)
+        storages = with_places(payload.storages, plan, len(payload.files))
+        if spills(plan):
+            source.add_spill(open_spill_file(options.spill, storages, plan))
         memory: WeightArena | NativeStreamer | None = None
         streamer: ArenaStreamer | NativeStreamer | None = None
         team: ParkedTeam | None = None
@@ -168,9 +178,7 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
                 memory = streamer = NativeStreamer(folder, payload.to_bytes(), plan, how)
                 opened.callback(streamer.free)
             else:
-                memory = open_arena(
-                    plan, payload.storages, source, debug=options.debug, poison=options.poison
-                )
+                memory = open_arena(plan, storages, source, debug=options.debug, poison=options.poison)
                 opened.callback(memory.close)
                 streamer = ArenaStreamer(
                     plan, payload.storages, memory, readers=options.readers, drop_at_once=at_once
@@ -198,12 +206,16 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
 def _native_options(source: Source, options: LoadOptions, *, drop_early: bool) -> Options:
     """What the native engine is told: it reads the files that are open here, as they are read here."""
     files = [File(file.fd, file.mtime_ns) for file in source.files]
+    spill = None
+    if (one := source.spill) is not None:
+        spill = Spill(one.fd, one.direct_fd, one.block, one.nbytes, str(one.path).encode())
     return Options(
         readers=options.readers,
         buffered=source.mode == "buffered",
         drop_early=drop_early,
         poison=options.poison,
         opened=(File * len(files))(*files),
+        spill=pointer(spill) if spill else None,
     )
 
 

@@ -158,6 +158,7 @@ class Program:
         engine: str = "auto",
         debug: bool = False,
         poison: bool = False,
+        spill: str | PathLike[str] | None = None,
     ) -> StreamedModule:
         """Returns a module that runs this program with at most `budget` bytes of weights, or as `plan` says.
 
@@ -168,9 +169,10 @@ class Program:
         read from the files in every pass. `page_lock=False` uses ordinary memory if the system refuses to
         lock memory. `engine` is what executes the plan on a CPU: "native" is the library in C++, "python" the
         streamer in Python, which run the same plans; "auto" is "native" where the library was built, and
-        "python" with `debug`. Close the module, or use it as a context manager.
+        "python" with `debug`. `spill` is the folder for what leaves memory in training, by default the
+        system's for temporary files. Close the module, or use it as a context manager.
         """
-        run = LoadOptions(device, page_lock, readers, engine, debug, poison)
+        run = LoadOptions(device, page_lock, readers, engine, debug, poison, spill)
         run.check()
         given = PlanRequest(
             budget=0,

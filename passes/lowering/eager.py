@@ -24,9 +24,9 @@ from penstock.passes.graph.retarget import move_graph, nested_modules
 from penstock.passes.lowering.archive import PROGRAM, open_programs, read_code, write_programs
 from penstock.passes.lowering.method_code import MethodCode, MethodGraph, method_code
 from penstock.passes.pipeline import Pipeline, declare
-from penstock.passes.probes import Site, add_sites
+from penstock.passes.probes import STORE, Site, add_sites
 from penstock.schedule.facts.errors import PassError, StreamError
-from penstock.schedule.facts.model import Method, Weight
+from penstock.schedule.facts.model import Method, Trace, Weight
 from penstock.schedule.payload.codec import Payload
 
 
@@ -142,12 +142,15 @@ def with_probes(
 
     Raises PassError if program and payload do not belong together.
     """
-    trace = lowered.payload.trace_for(method.graph)
+    trace, probed = lowered.payload.trace_for(method.graph), frozenset(probed)
+    _number_stores(made.graph, trace, probed)
     placeholders = _placeholders(made.graph, lowered.methods[method.name], lowered.payload)
     names = {node.name for node in made.graph.nodes}
     sites = []
-    for k in probed:
+    for k in sorted(probed):
         step = trace.steps[k]
+        if step.writes:
+            continue
         if step.name not in names or any(read not in placeholders for read in step.reads):
             raise PassError(
                 f"step {k} ({step.name}) of method {trace.method!r} is not in the lowered program: "
@@ -157,6 +160,15 @@ def with_probes(
         sites.append(Site(step.name, k, weights))
     add_sites(made.graph, method.graph, sites)
     return made
+
+
+def _number_stores(graph: fx.Graph, trace: Trace, probed: Collection[int]) -> None:
+    """Tells each node that stores a kept value which step it is; those that are not `probed` only copy."""
+    numbers = {step.name: k for k, step in enumerate(trace.steps) if step.writes}
+    for node in graph.nodes:
+        if node.target is STORE:
+            step = numbers.get(node.name, -1)
+            node.args = (*node.args[:2], trace.graph, step if step in probed else -1)
 
 
 def _placeholders(graph: fx.Graph, code: MethodCode, payload: Payload) -> dict[int, list[str]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._export.verifier import TrainingIRVerifier
 from torch.export import ExportedProgram
 from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import (
@@ -26,16 +27,20 @@ from torch.utils import _pytree as pytree
 
 from penstock.passes.calls.signature import output_names, signature_of
 from penstock.passes.graph.nodes import placeholders_of
+from penstock.passes.probes import STORE
 from penstock.passes.training.alone import call_with
 from penstock.passes.training.facts import BACKWARD, FORWARD, Backward, Training
 from penstock.passes.training.joint import Joint, result_positions, trace_joint
 from penstock.passes.training.partition import Partition, partition
-from penstock.passes.weights.lifted import Catalog, Weights
+from penstock.passes.training.slots import NO_SLOTS, Slots, find_slots
+from penstock.passes.weights.lifted import KEPT, Catalog, Weights
 from penstock.passes.weights.subclasses import parts_of
 from penstock.schedule.facts.errors import PassError
 
 Losses = Collection[str] | Collection[Collection[str]]
 """The names of results that gradients come from together, or several sets of them."""
+
+NOWHERE: Mapping[fx.Node, fx.Node] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,8 @@ def divide(
     trainable: Collection[str],
     losses: Losses | None = None,
     inputs: Collection[str] | None = None,
+    *,
+    spill: bool = False,
 ) -> Halves:
     """Returns forward and backward of a program, for the gradients of its parameters `trainable`, by FQN.
 
@@ -68,9 +75,10 @@ def divide(
     program was exported. Gradients come from the results `losses`, by name, or from one of several sets of
     them, each of which has a backward. None stands for the floating-point numbers of no dimension among the
     results, or for all floating-point tensors if there is no such number.
+    With `spill`, what the forward keeps gets places among the weights where it can.
 
     Raises PassError where autograd cannot trace the program, if nothing has a gradient, for a parameter that
-    shares its memory, and for sets that are equal.
+    shares its memory, and for sets that are equal. With `spill` there is one set.
     """
     catalog = Catalog()
     weights = Weights(catalog.add(exported), catalog.storages)
@@ -88,6 +96,10 @@ def divide(
     pool: dict[object, fx.Node] = {}
     parts = [partition(joint, weights.held.keys() - names, pool) for joint in joints]
     returned = _returned(joints, parts)
+    if spill and len(joints) > 1:
+        raise PassError("spill=True is for one set of losses=: leave it out, or compile each set by itself")
+    slots = find_slots(joints[0], parts[0], _free_prefix(exported)) if spill else NO_SLOTS
+    returned = tuple(node for node in returned if node not in slots.read)
     order = {spec.arg.name: k for k, spec in enumerate(leaves)}
     leaf_of = [k for k in range(signature.results) if k not in signature.constants]
     named = dict(zip(leaf_of, results, strict=True))
@@ -97,7 +109,7 @@ def divide(
         backwards.append(
             Backward(
                 f"{BACKWARD}_{number}" if number else BACKWARD,
-                (*taken, *(-1 - returned.index(node) for node in one.kept)),
+                (*taken, *(-1 - returned.index(node) for node in one.kept if node not in slots.read)),
                 tuple(leaf_of[k] for k, node in enumerate(joint.tangents) if node is not None),
                 tuple(order[specs[k].arg.name] for k in joint.gradients),
             )
@@ -105,8 +117,8 @@ def divide(
     _refuse_equal([one.tangents for one in backwards], named)
     left_out = frozenset.intersection(*(joint.left_out for joint in joints))
     return Halves(
-        _forward(exported, joints[0], replace(parts[0], kept=returned), leaves),
-        tuple(_backward(exported, *one, leaves) for one in zip(joints, parts, strict=True)),
+        _forward(exported, joints[0], replace(parts[0], kept=returned), slots, leaves),
+        tuple(_backward(exported, *one, slots, leaves) for one in zip(joints, parts, strict=True)),
         Training(
             tuple(str(spec.target) for spec in trained),
             tuple(backwards),
@@ -114,6 +126,14 @@ def divide(
             tuple(leaf_of[k] for k in sorted(left_out)),
         ),
     )
+
+
+def _free_prefix(exported: ExportedProgram) -> str:
+    """What the names of kept values begin with, and no name of the program."""
+    prefix = "kept."
+    while any(str(spec.target).startswith(prefix) for spec in exported.graph_signature.input_specs):
+        prefix = f"_{prefix}"
+    return prefix
 
 
 def _returned(joints: Sequence[Joint], parts: Sequence[Partition]) -> tuple[fx.Node, ...]:
@@ -177,14 +197,18 @@ def _inputs_with_grad(exported: ExportedProgram) -> list[str]:
 
 
 def _forward(
-    exported: ExportedProgram, joint: Joint, parts: Partition, leaves: Sequence[InputSpec]
+    exported: ExportedProgram, joint: Joint, parts: Partition, slots: Slots, leaves: Sequence[InputSpec]
 ) -> ExportedProgram:
     specs = exported.graph_signature.input_specs
-    made = _Program(exported, joint)
+    made = _Program(exported, joint, slots)
     given = {spec.arg.name for spec in leaves}
-    for spec in (*(one for one in specs if one.arg.name not in given), *leaves):
-        made.add_input(spec, trained=spec.arg.name in given)
-    made.add_nodes(parts.early)
+    for spec in specs:
+        if spec.arg.name not in given:
+            made.add_input(spec)
+    places = {node: made.add_slot(node, name) for node, name in slots.stored.items()}
+    for spec in leaves:
+        made.add_input(spec, trained=True)
+    made.add_nodes(parts.early, places)
     for number, node in joint.written.items():
         made.add_written(specs[number], node)
     results = iter(joint.results)
@@ -201,15 +225,18 @@ def _forward(
 
 
 def _backward(
-    exported: ExportedProgram, joint: Joint, parts: Partition, leaves: Sequence[InputSpec]
+    exported: ExportedProgram, joint: Joint, parts: Partition, slots: Slots, leaves: Sequence[InputSpec]
 ) -> ExportedProgram:
-    made = _Program(exported, joint, parts.same)
+    made = _Program(exported, joint, slots, parts.same)
     given = {spec.arg.name for spec in leaves}
     weights = _with_all_parts(exported, {node.name for node in parts.inputs} - given)
     for spec in exported.graph_signature.input_specs:
         if spec.arg.name in weights:
             made.add_input(spec)
-    kept = [*(node for node in parts.inputs if node.name in given), *parts.kept]
+    for node, name in slots.read.items():
+        made.add_value(node, name)
+    given_again = [node for node in parts.inputs if node.name in given]
+    kept = [*given_again, *(node for node in parts.kept if node not in slots.read)]
     tangents = [node for node in joint.tangents if node is not None]
     for node in (*kept, *tangents):
         made.add_value(node)
@@ -235,9 +262,13 @@ class _Program:
     """An exported program that is made of nodes of a joint graph; `same` has another node of equal value."""
 
     def __init__(
-        self, exported: ExportedProgram, joint: Joint, same: Mapping[fx.Node, fx.Node] = MappingProxyType({})
+        self,
+        exported: ExportedProgram,
+        joint: Joint,
+        slots: Slots,
+        same: Mapping[fx.Node, fx.Node] = MappingProxyType({}),
     ) -> None:
-        self._exported, self._joint, self._same = exported, joint, same
+        self._exported, self._joint, self._slots, self._same = exported, joint, slots, same
         self._graph = fx.Graph()
         self._given = {node.name: node for node in placeholders_of(exported.graph)}
         self._joined = {node.name: node for node in placeholders_of(joint.graph_module.graph)}
@@ -255,15 +286,29 @@ class _Program:
             self._here[self._joined[name]] = placeholder
         self._inputs.append(InputSpec(InputKind.USER_INPUT, spec.arg, None) if trained else spec)
 
-    def add_value(self, node: fx.Node) -> None:
-        """Adds an input that is a value of the joint graph."""
+    def add_value(self, node: fx.Node, slot: str | None = None) -> None:
+        """Adds an input that is a value of the joint graph, given with each call or in its slot."""
+        if slot is not None:
+            self._here[node] = self.add_slot(node, slot)
+            return
         self._here[node] = self._graph.placeholder(node.name)
         self._here[node].meta = {"val": node.meta["val"]}
         self._inputs.append(InputSpec(InputKind.USER_INPUT, _argument(self._here[node]), None))
 
-    def add_nodes(self, nodes: Iterable[fx.Node]) -> None:
+    def add_slot(self, node: fx.Node, fqn: str) -> fx.Node:
+        """Adds the place of a kept value, which lies among the weights, and returns its node."""
+        slot = self._graph.placeholder(fqn.replace(".", "_"))
+        slot.meta = {"val": node.meta["val"]}
+        spec = InputSpec(InputKind.BUFFER, TensorArgument(slot.name), fqn, persistent=False)
+        self._inputs.append(spec)
+        return slot
+
+    def add_nodes(self, nodes: Iterable[fx.Node], places: Mapping[fx.Node, fx.Node] = NOWHERE) -> None:
+        """Adds nodes, and behind each that has one of the `places` another, which stores its value there."""
         for node in nodes:
             self._here[node] = self._graph.node_copy(node, self._value)
+            if node in places:
+                self._graph.call_function(STORE, (places[node], self._here[node], -1, -1))
 
     def add_written(self, spec: InputSpec, node: fx.Node) -> None:
         """Adds the new value of an input that the program writes to."""
@@ -299,10 +344,16 @@ class _Program:
             old.range_constraints,
             [ModuleCallEntry("", ModuleCallSignature([], [], in_spec, out_spec, names))],
             None,
-            {name: value for name, value in old.constants.items() if name in targets},
+            {
+                name: value
+                for name, value in {**old.constants, **self._slots.tensors}.items()
+                if name in targets
+            },
+            verifiers=[TrainingIRVerifier] if self._slots.stored else None,  # which allows writing to slots
         )
         made._guards_code = []
         made.graph_module.meta.update(old.graph_module.meta)  # parts of weights, and values of buffers
+        made.graph_module.meta[KEPT] = frozenset(self._slots.tensors)
         return made
 
 

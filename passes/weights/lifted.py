@@ -24,12 +24,15 @@ from penstock.passes.weights.values import part_of, same_bytes, storage_bytes, s
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.model import Storage, Weight
 
-_ROLES: dict[InputKind, Literal["parameter", "buffer", "constant"]] = {
+_ROLES: dict[InputKind, Literal["parameter", "buffer", "constant", "value"]] = {
     InputKind.PARAMETER: "parameter",
     InputKind.BUFFER: "buffer",
     InputKind.CONSTANT_TENSOR: "constant",
 }
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+
+KEPT = "penstock_kept"
+"""The key in a graph module's `meta` of the FQNs that stand for values which a forward keeps."""
 
 _PIECE = 1 << 20
 """The bytes of a storage that are compared with zero at a time."""
@@ -87,7 +90,9 @@ class Catalog:
             # The device of the placeholder: the value of a weight for a GPU may lie in a file, on the CPU.
             example = nodes[spec.arg.name].meta.get("val")
             device = example.device if isinstance(example, torch.Tensor) else tensor.device
-            weight = Weight(fqn, _ROLES[spec.kind], str(device), (part_of(tensor, number),))
+            kept = fqn in exported.graph_module.meta.get(KEPT, ())
+            role = "value" if kept else _ROLES[spec.kind]
+            weight = Weight(fqn, role, str(device), (part_of(tensor, number),))
             held[spec.arg.name] = weight
             if self.weights.setdefault(fqn, weight) != weight:
                 raise PassError(

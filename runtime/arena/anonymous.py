@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from penstock.runtime.arena.base import POISON, PagedArena, Pages, WeightArena
 from penstock.runtime.files.source import Source
-from penstock.runtime.system.memory import HUGE_PAGE, PAGE, FreshMemory
+from penstock.runtime.system.memory import HUGE_PAGE, PAGE, FreshMemory, protect
 from penstock.schedule.facts.model import Storage
 from penstock.schedule.plan import Plan
 
@@ -24,6 +24,11 @@ class AnonymousArena(PagedArena):
         for segment in range(len(self._segments)):
             self._memory.map_anonymous(*self._segment_pages(segment))
         self._prepare()
+
+    def _back(self, start: int, stop: int) -> int:
+        for pages in self._pages(start, stop) if self._debug else ():
+            protect(pages.address, pages.nbytes, self._protection)
+        return 0
 
     def _bring_pages(self, pages: Pages) -> int:
         return self._pieces.read(self._source, pages.start, pages.stop)

@@ -162,6 +162,22 @@ class WeightArena(ABC):
             self.drop(start, stop)
             raise
 
+    def take(self, start: int, stop: int) -> None:
+        """Give a range memory, which a program is about to write; what is held of it keeps its bytes."""
+        self._fill(start, stop, self._back)
+
+    def write_out(self, start: int, stop: int) -> int:
+        """Write the bytes of a range, which stays as it is, to the files; returns how many were written.
+
+        Blocks without the GIL, like `fill`.
+        """
+        self._require_open()
+        return self._pieces.write(self._source, start, stop)
+
+    def _back(self, start: int, stop: int) -> int:
+        """Put memory behind a range that is not filled."""
+        return 0
+
     def fill_ready(self, start: int, stop: int) -> int | None:
         """Fill a range as `fill` does if that needs no waiting; otherwise return None."""
         return None
@@ -205,6 +221,8 @@ class WeightArena(ABC):
         """Returns the bytes of the storages that have a place here, by layout offset."""
         base = self._memory.address
         return FileRanges.of(self._storages, self._layout, self._places, base=base, gap=gap)
+
+    _pieces: FileRanges
 
     @abstractmethod
     def _map(self) -> None:

@@ -63,6 +63,12 @@ class PooledArena(WeightArena):
             self._put(address)
         return self._pieces.read(self._source, start, stop)
 
+    def _back(self, start: int, stop: int) -> int:
+        for address in self._granules(start, stop):
+            if address not in self._filled:
+                self._put(address)
+        return 0
+
     def _put(self, address: int) -> None:
         """Put a granule at `address`: the one that was dropped there, or any other."""
         with self._lock:

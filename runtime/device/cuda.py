@@ -119,6 +119,14 @@ class CudaDevice(DiskedDevice):
                 arriving = move.source[move.start : move.start + move.nbytes]
                 target[move.target : move.target + move.nbytes].copy_(arriving, non_blocking=True)
 
+    def copy_out(
+        self, stream: torch.cuda.Stream, source: torch.Tensor, moves: Sequence[Move], label: str
+    ) -> None:
+        with torch.cuda.stream(stream):
+            for move in moves:
+                leaving = source[move.target : move.target + move.nbytes]
+                move.source[move.start : move.start + move.nbytes].copy_(leaving, non_blocking=True)
+
     def fill(
         self, stream: torch.cuda.Stream, target: torch.Tensor, start: int, stop: int, value: int
     ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -13,6 +13,8 @@ from penstock.runtime.device.protocol import Device, Move, aligned_bytes
 from penstock.runtime.device.resident import Load, load_resident
 from penstock.runtime.files.ranges import FileRanges
 from penstock.runtime.files.source import Source
+from penstock.runtime.files.spill_file import with_places
+from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.model import Part, Range, Storage
 from penstock.schedule.plan import Plan
 from penstock.schedule.space.spans import merged
@@ -35,7 +37,8 @@ class DeviceWeights:
         layout = plan.arena.layout
         places = plan.addresses if plan.arena_bytes else (-1,) * len(storages)
         self._by_start = sorted((layout[s], s) for s, place in enumerate(places) if place >= 0)
-        self._pieces = FileRanges.of(storages, layout, places)
+        placed = with_places(storages, plan, len(source.files))  # what is produced is in no file
+        self._pieces = FileRanges.of(placed, layout, places)
         self.host = HostWeights(plan, storages, device)
         self.disk = device.open_disk(source)
         load_resident(device, self.disk, self._loading_memory(), list(self._staying()))
@@ -51,6 +54,15 @@ class DeviceWeights:
         """Give arena, slab and ring back. What is outside the arena stays: a call may have returned it."""
         self.arena.untyped_storage().resize_(0)
         self.host.close()
+
+    def check_held(self, items: Iterable[Range]) -> None:
+        """Raise StreamError unless the host has room of its own for what leaves the arena."""
+        for item in items:
+            if self.host.missing(item):
+                raise StreamError(
+                    f"layout bytes {item.start} to {item.stop} leave the arena, and the plan gives them no "
+                    "room in the host's memory: plan with more host_memory="
+                )
 
     def moves(self, item: Range, staged: Sequence[HostRange] = ()) -> list[Move]:
         """Returns the copies that bring a layout range from the host, as few as the addresses allow."""

@@ -91,6 +91,12 @@ class Device(Protocol):
     def copy(self, stream: Stream, target: torch.Tensor, moves: Sequence[Move], label: str) -> None:
         """Enqueue one transfer from host memory to device memory `target`; it never blocks."""
 
+    def copy_out(self, stream: Stream, source: torch.Tensor, moves: Sequence[Move], label: str) -> None:
+        """Enqueue one transfer the other way, from device memory `source` to host memory; it never blocks.
+
+        Each move goes from its `target`, in device memory, to its `start`.
+        """
+
     def fill(self, stream: Stream, target: torch.Tensor, start: int, stop: int, value: int) -> None:
         """Enqueue the setting of bytes `start` to `stop`."""
 

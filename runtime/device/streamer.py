@@ -28,7 +28,7 @@ from penstock.schedule.plan import Plan
 
 @dataclass(frozen=True)
 class _Pass:
-    """Events of one pass, by step: when its kernels have read, when the last of its transfers arrived.
+    """Events of one pass: by step, when its kernels have run; by mark, when the last transfer has (queue.py).
 
     `entry` stands for a pass that was none: all kernels enqueued before the first one.
     """
@@ -65,6 +65,8 @@ class DeviceStreamer(StreamEngine):
         self._device, self._weights, self._poison = device, weights, poison
         self._copies = device.open_stream("copies")
         self._ring_bytes = weights.host.ring.numel() or None
+        steady = (piece for method in self.methods.values() for piece in method.steady.pieces)
+        weights.check_held(Range(piece.start, piece.stop) for piece in steady if piece.out)
         self._staging = Staging(device, weights.disk, self._copies, weights.host)
         self._closed = False
         self._lost: Exception | None = None
@@ -118,13 +120,23 @@ class DeviceStreamer(StreamEngine):
         self._issue()
 
     def _wait(self, step: int) -> None:
-        self._issue(lambda: self._position.left[step] > 0)
-        if self._position.left[step]:
+        self._await(step, step)
+
+    def _wait_out(self, step: int) -> None:
+        self._await(step, self._position.method.steps + 1 + step)
+
+    def _take(self, ranges: Sequence[Range]) -> None:
+        """The arena is one allocation; the kernels run behind all that was there before."""
+
+    def _await(self, step: int, mark: int) -> None:
+        """Make the kernels that are called next run after the transfers which are counted at `mark`."""
+        self._issue(lambda: self._position.left[mark] > 0)
+        if self._position.left[mark]:
             raise StreamError(
                 f"step {step} of graph {self._position.method.graph} needs a transfer that waits for a later "
                 "step: plan it again"
             )
-        event = self._this.arrived.get(step)
+        event = self._this.arrived.get(mark)
         if event is not None:
             self._device.wait(self._device.current_stream(), event)
 
@@ -184,12 +196,15 @@ class DeviceStreamer(StreamEngine):
             if slot is not None and not self._has_read(slot, block):
                 return
             self._device.wait(self._copies, self._freed(piece))
-            self._copy(item, f"for step {piece.step}", slot)
+            if piece.out:
+                self._copy_out(item, f"before the end of step {piece.step}")
+            else:
+                self._copy(item, f"for step {piece.step}", slot)
             reading = self._next if position.ahead else self._this
-            self._arrived = reading.arrived[piece.step] = self._device.record(self._copies)
+            self._arrived = reading.arrived[piece.mark] = self._device.record(self._copies)
             if slot is not None:
                 self._staging.copied(slot, self._arrived)
-            position.counts[piece.step] -= 1
+            position.counts[piece.mark] -= 1
             position.advance(1)
 
     def _has_read(self, slot: StagedRead, block: Callable[[], bool]) -> bool:
@@ -222,6 +237,13 @@ class DeviceStreamer(StreamEngine):
         label = f"the transfer of layout bytes {item.start} to {item.stop} ({weights.name_of(item)}) {label}"
         self._device.copy(self._copies, weights.arena, moves, label)
         self.counters.bytes_moved += sum(move.nbytes for move in moves)
+
+    def _copy_out(self, item: Range, label: str) -> None:
+        weights = self._weights
+        moves = weights.moves(item)
+        label = f"the copy of layout bytes {item.start} to {item.stop} ({weights.name_of(item)}) out {label}"
+        self._device.copy_out(self._copies, weights.arena, moves, label)
+        self.counters.bytes_written += sum(move.nbytes for move in moves)
 
     def _overwrite(self, items: Sequence[Range]) -> None:
         stream = self._device.current_stream()

@@ -195,6 +195,11 @@ def memory_view(address: int, nbytes: int) -> memoryview:
 def _open_direct(path: Path, buffered_fd: int) -> tuple[int, int]:
     """Returns a descriptor that reads past the page cache, and its block in bytes, or (-1, 0)."""
     fd = open_uncached(path, buffered_fd)
+    return usable_directly(fd)
+
+
+def usable_directly(fd: int) -> tuple[int, int]:
+    """Returns a descriptor past the page cache and its block in bytes, or closes it: (-1, 0)."""
     block = _direct_block(fd) if fd >= 0 else 0
     if fd >= 0 and not block:
         os.close(fd)

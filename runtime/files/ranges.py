@@ -102,6 +102,14 @@ class FileRanges:
             brought += piece.nbytes
         return brought
 
+    def write(self, source: Source, start: int, stop: int) -> int:
+        """Write the bytes between two layout offsets from their addresses; returns how many were written."""
+        written = 0
+        for piece in self.within(start, stop):
+            source.write_from(piece.file, piece.file_offset, piece.address, piece.nbytes)
+            written += piece.nbytes
+        return written
+
 
 def _continues(last: FileRange, piece: FileRange, gap: int) -> bool:
     step = piece.start - last.start

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from penstock.runtime.files.direct_file import AGAIN, DirectFile, open_direct_file
+from penstock.runtime.files.spill_file import SpillFile
 from penstock.runtime.system.limits import available_bytes
 from penstock.runtime.system.page_cache import cached_fraction
 from penstock.schedule.facts.errors import SourceError
@@ -64,6 +65,7 @@ class Source:
         self._closed = False
         self._direct = mode == "direct"
         self._files: list[DirectFile] = []
+        self.spill: SpillFile | None = None
         opening = partial(open_direct_file, folder=folder, direct=self._direct, check=check)
         try:
             for file in _in_order(opening, files):
@@ -117,12 +119,23 @@ class Source:
         The memory must be writable and stay alive until this returns. Raises SourceError when not
         all bytes could be read; the memory then holds an unspecified mixture.
         """
-        keeping = self._keeping
+        keeping = self._keeping if file < len(self._files) else None
         with self._in_flight():
             through = keeping is not None and keeping.through_cache
             self._open(file).read_into(offset, address, nbytes, through_cache=through)
             if keeping is not None:
                 keeping.count(nbytes)
+
+    def add_spill(self, file: SpillFile) -> None:
+        """Have the file for what leaves the arena be the one behind the catalog's; it belongs to this."""
+        self.spill = file
+
+    def write_from(self, file: int, offset: int, address: int, nbytes: int) -> None:
+        """Write memory to the spill file, from byte `offset` on, or raise SourceError."""
+        with self._in_flight():
+            spill = self._open(file)
+            assert isinstance(spill, SpillFile)
+            spill.write_from(offset, address, nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -166,12 +179,15 @@ class Source:
     def _close_files(self) -> None:
         self._closed = True
         files, self._files = self._files, []
-        for file in files:
+        spill, self.spill = self.spill, None
+        for file in (*files, *([spill] if spill else [])):
             file.close()
 
     def _open(self, file: int) -> DirectFile:
         if self._closed:
             raise SourceError(_CLOSED)
+        if file == len(self._files) and self.spill is not None:
+            return self.spill
         return self._files[file]
 
     @contextmanager

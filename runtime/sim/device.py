@@ -182,6 +182,23 @@ class SimDevice:
 
         self._enqueue(stream, run)
 
+    def copy_out(self, stream: SimStream, source: torch.Tensor, moves: Sequence[Move], label: str) -> None:
+        self._operation(stream)
+        for move in moves:
+            self._access(stream, source, move.target, move.nbytes, label, writes=False)
+            self._access(stream, move.source, move.start, move.nbytes, label, writes=True)
+        if self.hardware is not None:
+            taken = self.hardware.write_ns(sum(move.nbytes for move in moves))
+            stream.time_ns += taken
+            self.copied_ns += taken
+
+        def run() -> None:
+            for move in moves:
+                leaving = source[move.target : move.target + move.nbytes]
+                move.source[move.start : move.start + move.nbytes].copy_(leaving)
+
+        self._enqueue(stream, run)
+
     def fill(self, stream: SimStream, target: torch.Tensor, start: int, stop: int, value: int) -> None:
         self._operation(stream)
         self._access(stream, target, start, stop - start, "overwriting what was dropped", writes=True)
@@ -235,10 +252,12 @@ class SimDevice:
         """Advance the virtual clock of the kernels by `ns` nanoseconds."""
         self._kernels.time_ns += ns
 
-    def kernels_read(self, memory: torch.Tensor, start: int, stop: int, label: str) -> None:
-        """Have the kernels read bytes `start` to `stop`."""
+    def kernels_touch(
+        self, memory: torch.Tensor, start: int, stop: int, label: str, *, writes: bool = False
+    ) -> None:
+        """Have the kernels read bytes `start` to `stop`, or write them."""
         self._operation(self._kernels)
-        self._access(self._kernels, memory, start, stop - start, label, writes=False)
+        self._access(self._kernels, memory, start, stop - start, label, writes=writes)
 
     @property
     def now_ns(self) -> int:

@@ -12,7 +12,7 @@ from penstock.schedule.facts.model import Step, Trace
 
 
 class SimStreamer:
-    """Stands between a program's probes and its streamer, and reads the bytes that a step's kernels read.
+    """Stands between a program's probes and its streamer, and touches what a step's kernels read or write.
 
     The trace and the places of weights say which bytes these are, independently of the streamer. So bytes
     that the streamer did not bring, or overwrites too early, are found.
@@ -49,12 +49,12 @@ class SimStreamer:
         self._pass_over(graph, step)
         self._device.compute(steps[step].lead_ns)
         self._streamer.acquire(graph, step)
-        self._read(steps[step])
+        self._touch(steps[step])
 
     def release(self, graph: int, step: int) -> None:
         this = self._traces[graph].steps[step]
         self._device.compute(this.read_ns)
-        self._read(this)  # until now
+        self._touch(this)  # until now
         self._reached = max(self._reached, step + 1)
         self._streamer.release(graph, step)
 
@@ -76,13 +76,14 @@ class SimStreamer:
         for number in range(self._reached, step):
             if number not in probed:
                 this = self._traces[graph].steps[number]
-                self._read(this)
+                self._touch(this)
                 self._device.compute(this.lead_ns + this.read_ns)
 
-    def _read(self, step: Step) -> None:
-        for storage in step.reads:
+    def _touch(self, step: Step) -> None:
+        for storage in (*step.reads, *step.writes):
             found = self._weights.ranges_of(storage)
             if found is not None:
                 memory, start, stop = found
-                label = f"step {step.name!r} reading storage {storage}"
-                self._device.kernels_read(memory, start, stop, label)
+                writes = storage in step.writes
+                label = f"step {step.name!r} {'writing' if writes else 'reading'} storage {storage}"
+                self._device.kernels_touch(memory, start, stop, label, writes=writes)

@@ -37,6 +37,7 @@ class StreamEngine(ABC):
             [tabulate(plan, s, traces[s.graph], storages, piece=piece) for s in plan.schedules]
         )
         self._plan = plan
+        self._keeps = any(any(method.takes) for method in self.methods.values())
         self._forget_pass()
 
     def probed(self, graph: int) -> tuple[int, ...]:
@@ -47,6 +48,11 @@ class StreamEngine(ABC):
         """Start a pass of method `graph`."""
         self._check()
         if self._is_unclear or not self._can_follow(graph):
+            if self.methods[graph].continues:
+                raise StreamError(
+                    "the values that a call has kept for its backward are not in memory any more, because "
+                    "another call came between or one failed: call the module again"
+                )
             self._start_over(graph)
         self._start(self.methods[graph])
 
@@ -54,7 +60,14 @@ class StreamEngine(ABC):
         """Have the kernels that follow find everything that `step` reads in the arena."""
         if self._demand is None and self._expected and self._expected[-1] == step:
             self._wait(step)
+            if takes := self.methods[graph].takes[step]:
+                self._take(takes)
         else:
+            if self._keeps:
+                raise StreamError(
+                    f"step {step} of graph {graph} came out of turn, and what a forward has kept for its "
+                    "backward would be lost: compile with spill=False"
+                )
             self._load_on_demand(self.methods[graph].needs[step])
 
     def release(self, graph: int, step: int) -> None:
@@ -63,6 +76,7 @@ class StreamEngine(ABC):
             return
         if not self._expected or self._expected[-1] != step:
             raise StreamError(f"step {step} of graph {graph} was released without being acquired")
+        self._wait_out(step)
         self._expected.pop()
         self._leave(step, self.methods[graph].drops.get(step, ()))
 
@@ -127,6 +141,14 @@ class StreamEngine(ABC):
     @abstractmethod
     def _wait(self, step: int) -> None:
         """Make the kernels that are called next run after the transfers of a step."""
+
+    @abstractmethod
+    def _take(self, ranges: Sequence[Range]) -> None:
+        """Give memory to ranges that the kernels which are called next write."""
+
+    @abstractmethod
+    def _wait_out(self, step: int) -> None:
+        """Make what follows the end of a step run after the transfers out that this end waits for."""
 
     @abstractmethod
     def _leave(self, step: int, drops: Sequence[Range]) -> None:

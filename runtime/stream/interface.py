@@ -10,14 +10,15 @@ from typing import Protocol
 class Counters:
     """The counters of a streamer so far, in bytes, nanoseconds and events.
 
-    `bytes_read` are those of `bytes_moved` that readers brought; the others were mapped on the caller's
-    thread.
+    `bytes_moved` came into the arena, and `bytes_written` went out of it to the spill file. `bytes_read` are
+    those of `bytes_moved` that readers brought; the others were mapped on the caller's thread.
     """
 
     bytes_moved: int = 0
     bytes_read: int = 0
     misses: int = 0
     stall_ns: int = 0
+    bytes_written: int = 0
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,12 @@ class MemoryUse:
 class Stats(MemoryUse):
     """The counters of a streamed module since it was loaded.
 
-    `peak_bytes` is the most weight memory ever held, within the budget: the arena's ranges and the
-    storages outside it. `stall_seconds` is time the caller waited for weights, loading the resident
-    ones included. `arena` says in words where weights live and why. `pinned_bytes` is what the host
-    holds for a device that copies from it, `mapped_bytes` what of `held_bytes` is the page cache's own, and
-    `simulated_seconds` the virtual time of a simulated device, loading included.
+    `peak_bytes` is the most weight memory ever held, within the budget: the arena's ranges and the storages
+    outside it. `stall_seconds` is time the caller waited for weights, loading the resident ones included.
+    `bytes_written` are those of kept values that left for the spill file. `arena` says in words where weights
+    live and why. `pinned_bytes` is what the host holds for a device that copies from it, `mapped_bytes` what
+    of `held_bytes` is the page cache's own, and `simulated_seconds` the virtual time of a simulated device,
+    loading included.
     """
 
     passes: int
@@ -49,6 +51,7 @@ class Stats(MemoryUse):
     stall_seconds: float
     budget: int
     arena: str
+    bytes_written: int = 0
 
 
 class Streamer(Protocol):

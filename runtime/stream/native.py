@@ -44,7 +44,7 @@ class NativeStreamer:
     def counters(self) -> Counters:
         """What was done so far."""
         now = self._statistics()
-        return Counters(now.bytes_moved, now.bytes_read, now.misses, now.stall_ns)
+        return Counters(now.bytes_moved, now.bytes_read, now.misses, now.stall_ns, now.bytes_written)
 
     @property
     def held_bytes(self) -> int:

@@ -120,6 +120,7 @@ class LoadedWeights:
         return Stats(
             passes=passes,
             bytes_moved=counters.bytes_moved,
+            bytes_written=counters.bytes_written,
             misses=counters.misses,
             stall_seconds=counters.stall_ns / 1e9,
             budget=self.plan.budget,

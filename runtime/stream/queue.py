@@ -17,19 +17,25 @@ PIECE = 2 << 20
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a transfer that one reader copies; `step` and `after` are the transfer's."""
+    """A part of a transfer that one reader copies; `step` and `after` are the transfer's.
+
+    With `out` it goes from the arena to the spill file. `mark` is where it is counted (see Queue).
+    """
 
     start: int
     stop: int
     step: int
     after: int
+    out: bool = False
+    mark: int = -1
 
 
 @dataclass(frozen=True)
 class Queue:
     """The pieces of one pass in issue order, and how many each step waits for.
 
-    The last entry of `counts`, index n, is what the call itself waits for before step 0.
+    Entry k of `counts` is what the read of step k waits for, entry n what the call itself waits for before
+    step 0, and entry n + 1 + k what the end of step k waits for: pieces that go out.
     """
 
     graph: int
@@ -38,10 +44,10 @@ class Queue:
 
     @classmethod
     def of(cls, graph: int, pieces: Iterable[Piece], steps: int) -> Queue:
-        pieces = tuple(pieces)
-        counts = [0] * (steps + 1)
+        pieces = tuple(replace(p, mark=p.step + (steps + 1 if p.out else 0)) for p in pieces)
+        counts = [0] * (2 * steps + 1)
         for piece in pieces:
-            counts[piece.step] += 1
+            counts[piece.mark] += 1
         return cls(graph, pieces, tuple(counts))
 
 
@@ -49,13 +55,16 @@ class Queue:
 class MethodTable:
     """The steady pass of a method. `needs[k]` are the ranges that step k reads beside the resident ones.
 
-    `before` is the number of the method whose pass comes before as planned, and `ahead` the queue of the pass
-    that comes next.
+    `takes[k]` are the ranges that step k writes, which take memory when it begins, and `continues` says that
+    a step reads what only the method before has written. `before` is the number of the method whose pass
+    comes before as planned, and `ahead` the queue of the pass that comes next.
     """
 
     graph: int
     before: int
     needs: tuple[tuple[Range, ...], ...]
+    takes: tuple[tuple[Range, ...], ...]
+    continues: bool
     probed: tuple[int, ...]
     drops: dict[int, list[Range]]
     steady: Queue
@@ -124,9 +133,16 @@ class Position:
         return self.queue.pieces[self.index : end]
 
     def adjacent_pieces(self) -> Sequence[Piece]:
-        """Returns the next piece and those that may start too, each from where the one before it stops."""
+        """Returns the next piece and those that may start too, each from where the one before it stops.
+
+        None of them goes out, unless the first one does.
+        """
         pieces, end = self.queue.pieces, self.index + 1
-        while self.may_start(end) and pieces[end].start == pieces[end - 1].stop:
+        while (
+            self.may_start(end)
+            and pieces[end].start == pieces[end - 1].stop
+            and pieces[end].out == pieces[self.index].out
+        ):
             end += 1
         return pieces[self.index : end]
 
@@ -148,7 +164,7 @@ def tabulate(
     Its own pass comes next, until `in_turn` says otherwise.
     """
     pieces = [
-        Piece(r.start, r.stop, t.step, t.after)
+        Piece(r.start, r.stop, t.step, t.after, t.direction == "out")
         for t in schedule.transfers
         for r in cut([Range(t.start, t.stop)], _piece_bytes(plan, piece))
     ]
@@ -157,10 +173,15 @@ def tabulate(
         drops.setdefault(drop.step, []).append(Range(drop.start, drop.stop))
     steady = Queue.of(schedule.graph, pieces, len(trace.steps))
     needs = tuple(tuple(_step_ranges(plan, storages, step.reads)) for step in trace.steps)
+    takes = tuple(tuple(_step_ranges(plan, storages, step.writes)) for step in trace.steps)
+    written = {s for step in trace.steps for s in step.writes}
+    read = {s for step in trace.steps for s in step.reads if storages[s].kind == "produced"}
     return MethodTable(
         graph=schedule.graph,
         before=schedule.graph if trace.follows is None else trace.follows,
         needs=needs,
+        takes=takes,
+        continues=not read <= written | set(plan.outside),
         probed=tuple(streaming_steps(plan, schedule.graph, storages)),
         drops=drops,
         steady=steady,
@@ -220,7 +241,7 @@ def cut(ranges: Iterable[Range], piece: int) -> list[Range]:
 
 
 def _step_ranges(plan: Plan, storages: Sequence[Storage], reads: Iterable[int]) -> list[Range]:
-    """Returns the ranges that a step which reads the storages `reads` needs beside the resident ones."""
+    """Returns the ranges that a step that reads, or writes, storages needs beside the resident ones."""
     arena = plan.arena
     needed = [
         _whole_granules(arena, Range(arena.layout[s], arena.layout[s] + storages[s].nbytes))

@@ -109,6 +109,17 @@ class ArenaStreamer(StreamEngine):
                 self._drop()
             self._fill_ready()
 
+    def _take(self, ranges: Sequence[Range]) -> None:
+        with self._work:
+            self._drop()
+        for item in ranges:
+            self._arena.take(item.start, item.stop)
+
+    def _wait_out(self, step: int) -> None:
+        mark = self._position.method.steps + 1 + step
+        if self._position.left[mark]:
+            self._wait(mark)
+
     def _finish(self, method: MethodTable) -> None:
         with self._work:
             self._position.ended = method.steps
@@ -151,27 +162,31 @@ class ArenaStreamer(StreamEngine):
     # The readers' threads.
 
     def _read(self) -> None:
-        while (taken := self._take()) is not None:
+        while (taken := self._next()) is not None:
             pieces, left = taken
             error: BaseException | None = None
-            moved = 0
+            moved = written = 0
             try:
                 for piece in pieces:
-                    moved += self._arena.fill(piece.start, piece.stop)
+                    if piece.out:
+                        written += self._arena.write_out(piece.start, piece.stop)
+                    else:
+                        moved += self._arena.fill(piece.start, piece.stop)
             except BaseException as raised:  # raised again on the caller's thread
                 error = raised
             with self._work:
                 self._in_flight -= 1
                 self.counters.bytes_moved += moved
                 self.counters.bytes_read += moved
+                self.counters.bytes_written += written
                 if error is None:
                     for piece in pieces:
-                        left[piece.step] -= 1
+                        left[piece.mark] -= 1
                 else:
                     self._error = self._error or error
                 self._arrived.notify_all()
 
-    def _take(self) -> tuple[Sequence[Piece], list[int]] | None:
+    def _next(self) -> tuple[Sequence[Piece], list[int]] | None:
         """Wait until a piece may start, and return the next pieces and their counts; None once closed.
 
         Small pieces of one pass that may all start are taken together, up to the size of a large one.
@@ -207,12 +222,13 @@ class ArenaStreamer(StreamEngine):
         """Fill the pieces that need no waiting, which is faster than waking a reader; leave the others."""
         while self._startable():
             pieces = self._position.adjacent_pieces()
-            moved = self._arena.fill_ready(pieces[0].start, pieces[-1].stop)
+            ready = not pieces[0].out
+            moved = self._arena.fill_ready(pieces[0].start, pieces[-1].stop) if ready else None
             if moved is None:
                 self._wake_reader()
                 return
             for piece in pieces:
-                self._position.counts[piece.step] -= 1
+                self._position.counts[piece.mark] -= 1
             self.counters.bytes_moved += moved
             self._position.advance(len(pieces))
 

@@ -46,6 +46,7 @@ def compile_training(
     dynamic_shapes: Any = None,
     losses: Sequence[str] | Sequence[Sequence[str]] | None = None,
     evaluate: bool = True,
+    spill: bool = False,
     **options: Any,
 ) -> Program:
     """Compile a program into the artifact folder `path`, whose module computes gradients like the model's.
@@ -64,14 +65,17 @@ def compile_training(
     `losses` names the results from which gradients may come: by default those that are floating-point numbers
     of no dimension, or all floating-point tensors if there is no such number. Given several sets of them, as
     a list of lists, each set has a backward of its own, which runs when gradients come from exactly that set.
-    `options` are those of `compile`.
+    With `spill`, what the forward keeps for the backward counts in the budget like weights, and may leave
+    memory for a file in between (docs/training.md). `options` are those of `compile`.
 
     Raises PassError for a program whose gradients cannot be traced, a pattern that matches no parameter, and
     what `compile` raises.
     """
+    if spill and options.get("lowering", "eager") != "eager":
+        raise PassError("spill=True is for lowering='eager': leave one of the two out")
     exported, in_eval = _exported(model, example, dynamic_shapes, evaluate=evaluate)
     exported = _PLAIN(exported)
-    halves = divide(exported, _chosen(exported, trainable), losses)
+    halves = divide(exported, _chosen(exported, trainable), losses, spill=spill)
     training, parameters = halves.training, halves.training.parameters
     programs = halves.programs
     if evaluate:

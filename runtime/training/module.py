@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -13,6 +14,7 @@ from penstock.passes.training.facts import EVALUATE, FORWARD, PREDICT, TRAINABLE
 from penstock.runtime.module import LoadedMethod, StreamedModule
 from penstock.runtime.stream.passes import LoadedWeights
 from penstock.schedule.facts.errors import StreamError
+from penstock.schedule.facts.model import Trace
 
 
 class TrainingModule(StreamedModule):
@@ -24,6 +26,9 @@ class TrainingModule(StreamedModule):
     forward runs by itself, and keeps nothing. After `eval()` a call computes what the model computes in eval
     mode; where that is another program, it has no backward. `train()` is the mode in which the model was
     exported.
+
+    With `places`, what a forward keeps has places among the weights, one for each value: a forward is refused
+    while another waits for its backward.
     """
 
     def __init__(
@@ -35,11 +40,13 @@ class TrainingModule(StreamedModule):
         *,
         parameters: Mapping[str, torch.Tensor],
         buffers: Mapping[str, torch.Tensor],
+        places: bool = False,
     ) -> None:
         super().__init__(methods, weights, name)
         self.training = True
         training.check({one: len(loaded.program.convention.names) for one, loaded in methods.items()})
-        self._facts = training
+        self._facts, self._has_places = training, places
+        self._kept: Callable[[], TrainingCall | None] = lambda: None  # the last call whose values were kept
         self._places = [_holder(self, fqn) for fqn in training.parameters]
         for (holder, leaf), fqn in zip(self._places, training.parameters, strict=True):
             holder._parameters[leaf] = nn.Parameter(parameters[fqn])
@@ -63,10 +70,30 @@ class TrainingModule(StreamedModule):
             if other:
                 return _without_backward(self.run(PREDICT, _detached(leaves)), wants)
             self._refuse_lost_gradients(leaves, convention.names)
-            return TrainingCall(self._facts, self.run).result(leaves)
+            call = TrainingCall(self._facts, self.run, once=self._has_places)
+            result = call.result(leaves)
+            self._kept = weakref.ref(call)
+            return result
         if not other and EVALUATE not in self._methods:
             return self.run(FORWARD, leaves)[0]
         return self.run(PREDICT if other else EVALUATE, leaves)
+
+    def run(self, method: str, leaves: Sequence[Any]) -> Any:
+        if method not in {one.method for one in self._facts.backwards}:
+            self._refuse_pending()
+        return super().run(method, leaves)
+
+    def measure_call(self, method: str, /, *args: Any, **kwargs: Any) -> Trace:
+        self._refuse_pending()
+        return super().measure_call(method, *args, **kwargs)
+
+    def _refuse_pending(self) -> None:
+        kept = self._kept()
+        if self._has_places and kept is not None and not kept.spent:
+            raise StreamError(
+                "another call waits for its backward, whose values this one would overwrite: call backward() "
+                "or drop the result of that call first, or compile with spill=False"
+            )
 
     def train(self, mode: bool = True) -> TrainingModule:
         if not mode and not self._facts.in_eval:
@@ -103,15 +130,22 @@ class TrainingModule(StreamedModule):
 class TrainingCall:
     """One call of a training program: the facts, and the structure of its result.
 
-    `run` runs a method on leaves; `forward` is the name of the one that runs first.
+    `run` runs a method on leaves; `forward` is the name of the one that runs first. With `once`, what the
+    forward keeps is there for one backward only.
     """
 
     spec: pytree.TreeSpec
 
     def __init__(
-        self, facts: Training, run: Callable[[str, Sequence[Any]], Any], *, forward: str = FORWARD
+        self,
+        facts: Training,
+        run: Callable[[str, Sequence[Any]], Any],
+        *,
+        forward: str = FORWARD,
+        once: bool = False,
     ) -> None:
         self.facts = facts
+        self.spent, self._once = False, once
         self._run, self._forward = run, forward
 
     def result(self, leaves: Sequence[Any]) -> Any:
@@ -129,6 +163,12 @@ class TrainingCall:
 
     def backward(self, chosen: Backward, kept: Sequence[Any], tangents: Sequence[Any]) -> Sequence[Any]:
         """Run a backward, which returns the gradients of the leaves `chosen.gradients`."""
+        if self.spent:
+            raise StreamError(
+                "the values that this call kept have left memory with its first backward: call the module "
+                "again, or compile with spill=False"
+            )
+        self.spent = self._once  # also if it fails on the way
         held = dict(zip(self.facts.kept, kept, strict=True))
         made: Sequence[Any] = self._run(chosen.method, [*(held[leaf] for leaf in chosen.kept), *tangents])
         return made

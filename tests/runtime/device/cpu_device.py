@@ -87,6 +87,14 @@ class CpuDevice(DiskedDevice):
 
         stream.run(work)
 
+    def copy_out(self, stream: CpuStream, source: torch.Tensor, moves: Sequence[Move], label: str) -> None:
+        def work() -> None:
+            for move in moves:
+                leaving = source[move.target : move.target + move.nbytes]
+                move.source[move.start : move.start + move.nbytes].copy_(leaving)
+
+        stream.run(work)
+
     def fill(self, stream: CpuStream, target: torch.Tensor, start: int, stop: int, value: int) -> None:
         stream.run(lambda: target[start:stop].fill_(value))
 

@@ -254,7 +254,7 @@ class Run:
         if self.case.plan.wrap == "barrier":
             # What follows a pass, the replay of a graph for example, finds all copies done.
             memory = self.weights.arena
-            self.device.kernels_read(memory, 0, memory.numel(), "what follows the pass")
+            self.device.kernels_touch(memory, 0, memory.numel(), "what follows the pass")
 
     def _backwards(self, graph: int) -> None:
         self.streamer.begin(graph)

@@ -121,6 +121,9 @@ class FaultyDevice:
     def copy(self, stream: Any, target: torch.Tensor, moves: Sequence[Move], label: str) -> None:
         self._call(Call("copy", stream, (target, list(moves), label)))
 
+    def copy_out(self, stream: Any, source: torch.Tensor, moves: Sequence[Move], label: str) -> None:
+        self._call(Call("copy_out", stream, (source, list(moves), label)))
+
     def fill(self, stream: Any, target: torch.Tensor, start: int, stop: int, value: int) -> None:
         self._call(Call("fill", stream, (target, start, stop, value)))
 

@@ -1,0 +1,130 @@
+"""The file that values leave the arena for, and come back from: without a name, and gone with its process."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from penstock.runtime.files.direct_file import DirectFile, memory_view, usable_directly
+from penstock.schedule.facts.errors import SourceError
+from penstock.schedule.facts.model import Extent, Storage
+from penstock.schedule.plan import Plan
+
+_LARGEST_WRITE = 1 << 30
+_WHERE = "the folder for values that leave memory"
+_INSTEAD = "free some room there, or name another folder with load(spill=...)"
+
+
+@dataclass(frozen=True)
+class SpillFile(DirectFile):
+    """An open file in the folder `path`, which nobody else can open."""
+
+    def check_unchanged(self) -> None:
+        """Does nothing, because the file is written all the time."""
+
+    def write_from(self, offset: int, address: int, nbytes: int) -> None:
+        """Write `nbytes` of memory at `address` from byte `offset` on, or raise SourceError.
+
+        Whole blocks go past the page cache where offset and address agree, which would hold them beside the
+        budget.
+        """
+        head = min(-offset % self.block, nbytes) if self.block else nbytes
+        whole = (nbytes - head) // self.block * self.block if self.block else 0
+        if not self.block or (offset - address) % self.block:
+            head, whole = nbytes, 0
+        done = head + whole
+        self._write(self.fd, offset, address, head)
+        self._write(self.direct_fd, offset + head, address + head, whole)
+        self._write(self.fd, offset + done, address + done, nbytes - done)
+
+    def _write(self, fd: int, offset: int, address: int, nbytes: int) -> None:
+        done = 0
+        while done < nbytes:
+            part = memory_view(address + done, min(nbytes - done, _LARGEST_WRITE))
+            try:
+                done += os.pwritev(fd, [part], offset + done)
+            except OSError as error:
+                raise SourceError(
+                    f"writing {nbytes} bytes to a file in {self.path}, {_WHERE}, failed ({error.strerror}): "
+                    f"{_INSTEAD}"
+                ) from error
+
+
+def with_places(storages: Sequence[Storage], plan: Plan, file: int) -> tuple[Storage, ...]:
+    """The storages, of which those that are produced have places in the spill file, which has number `file`.
+
+    They follow one another in the order of the catalog, each from a multiple of the granule on.
+    """
+    placed, end = [], 0
+    for storage in storages:
+        extents = storage.extents
+        if storage.kind == "produced" and storage.nbytes:
+            extents = (Extent(file, end, 0, storage.nbytes),)
+            end = _round_up(end + storage.nbytes, plan.arena.granule)
+        placed.append(replace(storage, extents=extents))
+    return tuple(placed)
+
+
+def spills(plan: Plan) -> bool:
+    """Tells whether a plan has values leave memory."""
+    return any(t.direction == "out" for schedule in plan.schedules for t in schedule.transfers)
+
+
+def open_spill_file(
+    folder: str | os.PathLike[str] | None, storages: Sequence[Storage], plan: Plan
+) -> SpillFile:
+    """Opens a file for the produced storages in a folder, by default the system's for temporary files.
+
+    Raises SourceError where the folder has no room for them now, or no file can be made there.
+    """
+    where = Path(tempfile.gettempdir() if folder is None else folder)
+    produced = [one for one in storages if one.kind == "produced"]
+    ends = [extent.file_offset + extent.nbytes for one in produced for extent in one.extents]
+    size, needed = max(ends, default=0), sum(one.nbytes for one in produced)
+    fd = -1
+    try:
+        status = os.statvfs(where)
+        free = status.f_bavail * status.f_frsize
+        if free < needed:
+            raise SourceError(
+                f"{where}, {_WHERE}, has {free} bytes free, and {needed} may be written there: {_INSTEAD}"
+            )
+        fd = _unnamed(where)
+        os.ftruncate(fd, size)
+        direct_fd, block = _open_past_cache(fd)
+    except OSError as error:
+        if fd >= 0:
+            os.close(fd)
+        raise SourceError(
+            f"no file of {size} bytes can be made in {where}, {_WHERE} ({error.strerror}): {_INSTEAD}"
+        ) from error
+    return SpillFile(where, size, 0, fd, direct_fd, block)
+
+
+def _unnamed(folder: Path) -> int:
+    """Returns a descriptor of a new file without a name; some file systems need one for a moment."""
+    flag = getattr(os, "O_TMPFILE", 0)
+    if flag:
+        with suppress(OSError):
+            return os.open(folder, os.O_RDWR | os.O_CLOEXEC | flag, 0o600)
+    fd, name = tempfile.mkstemp(prefix="penstock-", dir=folder)
+    os.unlink(name)
+    return fd
+
+
+def _open_past_cache(fd: int) -> tuple[int, int]:
+    flag = getattr(os, "O_DIRECT", 0)
+    if not flag:
+        return -1, 0
+    try:
+        return usable_directly(os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | flag))
+    except OSError:
+        return -1, 0
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit

@@ -1,0 +1,388 @@
+"""Values that leave memory between forward and backward: the same gradients, and every byte is counted."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import penstock
+from penstock.passes.trace import PRESET_CPU
+from penstock.runtime.device.streamer import DeviceStreamer
+from penstock.runtime.files.spill_file import SpillFile
+from penstock.runtime.loading import LoadOptions, load_module
+from penstock.runtime.program import Program
+from penstock.runtime.sim.device import SimDevice
+from penstock.runtime.sim.races import RaceError
+from penstock.runtime.training.module import TrainingModule
+from penstock.schedule.facts.errors import SourceError, StreamError
+from penstock.schedule.plan import Plan
+from penstock.schedule.verify.proof import verify_plan
+from tests.engines import ENGINES
+from tests.runtime.device.cpu_device import CpuDevice
+from tests.runtime.training.spill_plans import spilling_plan
+from tests.training_models import DECODER, NORMED, Trained
+
+MODELS = {"decoder": DECODER, "normed": NORMED}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def trained(request: pytest.FixtureRequest) -> Trained:
+    return MODELS[request.param]
+
+
+@pytest.fixture(scope="module")
+def program(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Program:
+    path: Path = tmp_path_factory.mktemp("spills") / "trained.penstock"
+    return penstock.compile_training(
+        trained.model(),
+        path,
+        example=trained.inputs(),
+        trainable=trained.patterns,
+        spill=True,
+        evaluate=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def plan(program: Program) -> Plan:
+    return spilling_plan(program.payload)
+
+
+@pytest.fixture(params=ENGINES)
+def load(
+    program: Program, plan: Plan, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Callable[[], TrainingModule]]:
+    """Loads the program with poisoned memory and a spill file in the test's own folder."""
+    opened: list[TrainingModule] = []
+
+    def loaded() -> TrainingModule:
+        module = load_module(program, plan, LoadOptions(engine=request.param, poison=True, spill=tmp_path))
+        assert isinstance(module, TrainingModule)
+        opened.append(module)
+        return module
+
+    yield loaded
+    for module in opened:
+        module.close()
+
+
+def loss_of(trained: Trained, module: torch.nn.Module, seed: int = 0) -> torch.Tensor:
+    torch.manual_seed(seed)
+    return trained.loss(module(*trained.inputs()))
+
+
+def gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    found = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
+    module.zero_grad()
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(trained: Trained) -> dict[str, torch.Tensor]:
+    plain = trained.model()
+    loss_of(trained, plain).backward()
+    return gradients(plain)
+
+
+def assert_right(module: TrainingModule, expected: dict[str, torch.Tensor]) -> None:
+    found = gradients(module)
+    assert found
+    for name, gradient in found.items():
+        assert torch.equal(gradient, expected[name]), name
+
+
+def moved(plan: Plan, direction: str) -> int:
+    return sum(t.stop - t.start for one in plan.schedules for t in one.transfers if t.direction == direction)
+
+
+def test_the_plan_is_safe(program: Program, plan: Plan) -> None:
+    verify_plan(program.payload.storages, program.payload.traces, plan)
+
+
+def test_values_that_left_come_back(
+    trained: Trained, plan: Plan, load: Callable[[], TrainingModule], expected: dict[str, torch.Tensor]
+) -> None:
+    assert moved(plan, "out") == moved(plan, "in") > 20_000
+    module = load()
+    for step in range(1, 4):
+        loss = loss_of(trained, module)
+        assert module.stats.bytes_written == step * moved(plan, "out")
+        loss.backward()
+        if step == 1:  # later ones begin with other statistics of batch norms
+            assert_right(module, expected)
+    after = module.stats
+    resident = sum(one.nbytes for one in plan.resident)
+    assert after.bytes_moved == 3 * moved(plan, "in") + resident
+    assert after.misses == 0
+    assert after.peak_bytes <= plan.budget
+
+
+@pytest.mark.parametrize("kind", ["sim", "threads"])
+def test_on_a_device_values_leave_for_the_host(
+    kind: str, trained: Trained, program: Program, plan: Plan, expected: dict[str, torch.Tensor]
+) -> None:
+    device = SimDevice(PRESET_CPU) if kind == "sim" else CpuDevice()
+    module = load_module(program, plan, LoadOptions(device="sim", poison=True), device=device)
+    with module:
+        assert isinstance(module, TrainingModule)
+        for step in range(1, 4):
+            loss = loss_of(trained, module)
+            loss.backward()
+            if step == 1:
+                assert_right(module, expected)
+            assert module.stats.bytes_written == step * moved(plan, "out")
+        stats = module.stats
+        assert stats.bytes_moved == 3 * moved(plan, "in")
+        assert stats.misses == 0
+        assert stats.peak_bytes <= plan.budget
+        assert stats.pinned_bytes >= moved(plan, "out")
+    if isinstance(device, SimDevice):
+        assert device.copied_ns > 0
+
+
+@pytest.mark.parametrize("fault", ["wait_out", "order"])
+def test_the_simulated_device_finds_what_leaves_too_late(
+    fault: str, trained: Trained, program: Program, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the wait for a copy out, or with one that begins too early, kernels and copies race."""
+    if fault == "wait_out":
+        monkeypatch.setattr(DeviceStreamer, "_wait_out", lambda self, step: self._issue())
+    else:
+        freed = DeviceStreamer._freed
+        monkeypatch.setattr(
+            DeviceStreamer,
+            "_freed",
+            lambda self, piece: self._device.record(self._copies) if piece.out else freed(self, piece),
+        )
+    module = load_module(program, plan, LoadOptions(device="sim"), device=SimDevice(PRESET_CPU))
+    with module, pytest.raises(RaceError, match="nothing orders"):
+        loss_of(trained, module).backward()
+
+
+def test_the_file_has_no_name_and_ends_with_the_module(
+    trained: Trained, load: Callable[[], TrainingModule], tmp_path: Path
+) -> None:
+    module = load()
+    loss = loss_of(trained, module)
+    assert not list(tmp_path.iterdir())
+    assert open_files(tmp_path)
+    loss.backward()
+    module.close()
+    assert not open_files(tmp_path)
+
+
+def test_a_folder_that_only_has_files_with_names(
+    program: Program, plan: Plan, trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that nothing is left where the process is killed, the name is gone at once."""
+    monkeypatch.delattr(os, "O_TMPFILE")
+    with load_module(program, plan, LoadOptions(engine="python", spill=tmp_path)) as module:
+        assert not list(tmp_path.iterdir())
+        (name,) = {one for one in open_files(tmp_path)}
+        assert name.endswith("(deleted)")
+        loss_of(trained, module).backward()
+        assert gradients(module)
+
+
+def open_files(folder: Path) -> list[str]:
+    """The open files of this process that were made in a folder."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:  # the folder's own descriptor
+            continue
+        if target.startswith(str(folder)):
+            found.append(target)
+    return found
+
+
+def test_nothing_is_made_where_nothing_leaves(program: Program, trained: Trained, tmp_path: Path) -> None:
+    with program.load("100%", engine="python", spill=tmp_path) as module:
+        loss_of(trained, module).backward()
+        assert not open_files(tmp_path)
+        assert module.stats.bytes_written == 0
+
+
+def test_calls_out_of_turn(
+    trained: Trained, load: Callable[[], TrainingModule], expected: dict[str, torch.Tensor]
+) -> None:
+    module = load()
+    loss = loss_of(trained, module)
+    with pytest.raises(StreamError, match="waits for its backward"):
+        loss_of(trained, module)
+    with torch.no_grad(), pytest.raises(StreamError, match="waits for its backward"):
+        loss_of(trained, module)
+    loss.backward(retain_graph=True)
+    assert_right(module, expected)
+    with pytest.raises(StreamError, match="first backward"):
+        loss.backward()
+    del loss
+    with torch.no_grad():  # its values are written, and thrown away by the next call
+        loss_of(trained, module)
+    dropped = loss_of(trained, module)
+    del dropped
+    loss_of(trained, module).backward()
+    assert gradients(module)
+    assert module.stats.misses == 0
+
+
+def test_a_backward_whose_values_are_gone_is_refused(
+    trained: Trained, load: Callable[[], TrainingModule]
+) -> None:
+    module = load()
+    loss = loss_of(trained, module)
+    weights = module._weights
+    assert weights.streamer is not None
+    weights.streamer.abort()
+    with pytest.raises(StreamError, match="not in memory any more"):
+        loss.backward()
+    del loss
+    loss_of(trained, module).backward()
+    assert gradients(module)
+
+
+def test_a_forward_that_fails_in_the_middle(
+    trained: Trained,
+    load: Callable[[], TrainingModule],
+    expected: dict[str, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = load()
+    streamer = module._weights.streamer
+    assert streamer is not None
+    release, left = streamer.release, [5]
+
+    def interrupted(graph: int, step: int) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        release(graph, step)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(streamer, "release", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            loss_of(trained, module)
+        loss = loss_of(trained, module)
+        left[0] = 4
+        with pytest.raises(KeyboardInterrupt):
+            loss.backward(retain_graph=True)
+    with pytest.raises(StreamError, match="first backward"):
+        loss.backward()
+    del loss
+    module.zero_grad()
+    if trained is DECODER:
+        loss_of(trained, module).backward()
+        assert_right(module, expected)
+
+
+@pytest.mark.parametrize("error", [28, 5], ids=["no space", "failing disk"])
+def test_an_error_in_writing_names_the_folder(
+    error: int,
+    trained: Trained,
+    program: Program,
+    plan: Plan,
+    tmp_path: Path,
+) -> None:
+    def refused(*arguments: object) -> int:
+        raise OSError(error, os.strerror(error))
+
+    with load_module(program, plan, LoadOptions(engine="python", spill=tmp_path)) as module:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(os, "pwritev", refused)
+            with pytest.raises(SourceError, match=f"{tmp_path}.*{os.strerror(error)}.*spill="):
+                loss_of(trained, module)
+        loss_of(trained, module).backward()
+        assert gradients(module)
+        assert module.stats.misses == 0
+
+
+def test_a_write_that_the_system_refuses(
+    trained: Trained, load: Callable[[], TrainingModule], tmp_path: Path
+) -> None:
+    module = load()
+    with limited_files(8192), pytest.raises(SourceError, match=f"{tmp_path}.*File too large.*spill="):
+        loss_of(trained, module)
+    loss_of(trained, module).backward()
+    assert gradients(module)
+    assert module.stats.misses == 0
+
+
+@contextmanager
+def limited_files(nbytes: int) -> Iterator[None]:
+    """No file may grow beyond so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_limit_on_the_size_of_files(program: Program, plan: Plan, trained: Trained, tmp_path: Path) -> None:
+    refused = pytest.raises(SourceError, match=f"no file of .* can be made in {tmp_path}.*File too large")
+    with limited_files(4096), refused:
+        load_module(program, plan, LoadOptions(engine="python", spill=tmp_path))
+    assert not open_files(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_without_room(
+    program: Program, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = os.statvfs(tmp_path)
+    full = os.statvfs_result((*status[:4], 1, *status[5:]))
+    monkeypatch.setattr(os, "statvfs", lambda path: full)
+    with pytest.raises(SourceError, match=f"{tmp_path}.*bytes free, and .* may be written"):
+        load_module(program, plan, LoadOptions(engine="python", spill=tmp_path))
+
+
+def test_a_folder_that_is_not_there(program: Program, plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"no file of .* can be made"):
+        load_module(program, plan, LoadOptions(engine="python", spill=tmp_path / "none"))
+
+
+def test_closing_while_values_leave(
+    trained: Trained, program: Program, plan: Plan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A write that hangs keeps memory and file until it has ended."""
+    begun, go_on = threading.Event(), threading.Event()
+    write = SpillFile.write_from
+
+    def slow(self: SpillFile, offset: int, address: int, nbytes: int) -> None:
+        begun.set()
+        assert go_on.wait(20)
+        write(self, offset, address, nbytes)
+
+    monkeypatch.setattr(SpillFile, "write_from", slow)
+    module = load_module(program, plan, LoadOptions(engine="python", spill=tmp_path))
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            loss_of(trained, module)
+        except StreamError as error:
+            errors.append(error)
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    assert begun.wait(20)
+    closer = threading.Thread(target=module._weights.close)
+    closer.start()
+    closer.join(0.2)
+    assert closer.is_alive()
+    assert open_files(tmp_path)
+    go_on.set()
+    for thread in (caller, closer):
+        thread.join(20)
+        assert not thread.is_alive()
+    assert len(errors) == 1
+    assert "closed" in str(errors[0])
+    assert not open_files(tmp_path)
