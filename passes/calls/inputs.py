@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -93,7 +93,7 @@ class _Sizes:
     """A leaf in the source of a guard. A size that checks do not tie to a symbol is None."""
 
     def __init__(self, value: object) -> None:
-        shape = value.shape if isinstance(value, torch.Tensor) else ()
+        shape: Sequence[Any] = value.shape if isinstance(value, torch.Tensor) else ()
         found = [size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size) for size in shape]
         self._sizes = [size if size.is_Integer or _linear(size) else None for size in found]
 
