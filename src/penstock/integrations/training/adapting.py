@@ -20,6 +20,9 @@ from penstock.passes.weights.subclasses import has_parts
 from penstock.runtime.checkpoint.binding import Names, tensor_names
 from penstock.schedule.facts.errors import PassError
 
+_WRAPPED = ".base_layer."
+"""In the name of a weight whose layer an adapter has wrapped."""
+
 _SENTENCE = (
     "load makes adapters beside weights that are in files; one that begins with their values (DoRA, PiSSA, "
     "modules_to_save) is made by loading the model with its library, for penstock.integrations.apply"
@@ -117,8 +120,10 @@ def under_new_names(module: nn.Module, kept: Sequence[KeptWeights]) -> Callable[
 
     def renamed() -> list[KeptWeights]:
         known = names_of(kept)
-        old = {id(value): fqn for fqn, value in before.items()}
-        moved = {new: old[id(value)] for new, value in _tensors(module).items() if id(value) in old}
+        old: dict[int, list[str]] = {}
+        for fqn, value in before.items():
+            old.setdefault(id(value), []).append(fqn)
+        moved = {new: _former(new, old[id(one)]) for new, one in _tensors(module).items() if id(one) in old}
         return [_renamed(one, moved, known, first=one is kept[0]) for one in kept]
 
     return renamed
@@ -134,6 +139,12 @@ def _renamed(
         if old in kept.names or (first and old not in known)
     }
     return replace(kept, names={new: found for new, found in names.items() if found != (new,)})
+
+
+def _former(new: str, old: Sequence[str]) -> str:
+    """The name that a weight had in its place; tied ones have several, of which files may have any."""
+    own = new.replace(_WRAPPED, ".")
+    return next((name for name in (new, own) if name in old), old[0])
 
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
