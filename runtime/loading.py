@@ -142,7 +142,8 @@ def _training_module(
     buffers = {w.fqn: weights.tensors[w.fqn] for w in payload.tensors if w.parts[0].storage in written}
     parameters = read_parameters(program.path, training.parameters, training.sha256)
     name = program.path.name
-    return TrainingModule(methods, weights, name, training, parameters=parameters, buffers=buffers)
+    rung = program.rung or training.rungs[0]
+    return TrainingModule(methods, weights, name, training, rung, parameters=parameters, buffers=buffers)
 
 
 def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOptions) -> LoadedWeights:
