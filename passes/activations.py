@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +13,7 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from penstock.passes.calls.checks import Dimension
-from penstock.passes.calls.inputs import dimension_of
+from penstock.passes.calls.inputs import dimension_of, user_placeholders
 from penstock.passes.graph.nodes import tensors_of
 from penstock.passes.graph.propagation import fake_inputs, propagate, storages_of
 
@@ -27,6 +27,9 @@ class _Unit:
 
 
 _BYTE = _Unit()
+
+Moment = tuple[int, tuple[int, ...]]
+"""Bytes of a set of values: a number, and how often each dynamic size is added."""
 
 
 def activation_bytes(exported: ExportedProgram) -> int:
@@ -44,35 +47,59 @@ class Activations:
     of numbers: leave room for it.
 
     `moments` are the sets of values alive at once that may be the largest. Each is a number of bytes, and,
-    for each dynamic size in `sizes`, which is in bytes too, how often that size is added.
+    for each dynamic size in `sizes`, which is in bytes too, how often that size is added. `held` is such a
+    set too, of inputs that are alive throughout because another method made them for this one.
     """
 
     sizes: tuple[Dimension, ...]
-    moments: tuple[tuple[int, tuple[int, ...]], ...]
+    moments: tuple[Moment, ...]
+    held: Moment = (0, ())
 
     @classmethod
-    def of(cls, exported: ExportedProgram, propagated: fx.GraphModule | None = None) -> Activations:
-        """The activations of a program; `propagated` is its graph if it has been propagated before."""
+    def of(
+        cls,
+        exported: ExportedProgram,
+        propagated: fx.GraphModule | None = None,
+        held: Collection[int] = (),
+    ) -> Activations:
+        """The activations of a program; `propagated` is its graph if it has been propagated before.
+
+        `held` are the numbers of the leaves of a call that are counted as held.
+        """
         if propagated is None:
             propagated = propagate(exported.graph_module, fake_inputs(exported.graph_module))
-        found = {frozenset(held.items()): held for held in _alive(propagated)}
+        kept = _held(propagated, {one.name for k, one in enumerate(user_placeholders(exported)) if k in held})
+        found = {frozenset(alive.items()): alive for alive in _alive(propagated)}
         largest: list[Counter[_Unit]] = []
-        for held in sorted(found.values(), key=Counter.total, reverse=True):
-            if not any(held <= larger for larger in largest):
-                largest.append(held)
-        units = list(dict.fromkeys(unit for held in largest for unit in held if unit != _BYTE))
-        moments = [(held[_BYTE], tuple(held[unit] for unit in units)) for held in largest]
-        return cls(tuple(dimension_of(exported, unit.symbolic) for unit in units), tuple(moments))
+        for alive in sorted(found.values(), key=Counter.total, reverse=True):
+            if not any(alive <= larger for larger in largest):
+                largest.append(alive)
+        units = list(dict.fromkeys(unit for one in (*largest, kept) for unit in one if unit != _BYTE))
+        moments = [(one[_BYTE], tuple(one[unit] for unit in units)) for one in (*largest, kept)]
+        symbolic = tuple(dimension_of(exported, unit.symbolic) for unit in units)
+        return cls(symbolic, tuple(moments[:-1]), moments[-1] if kept else (0, ()))
 
     def peak(self, sizes: Mapping[str, int] = MappingProxyType({})) -> int:
         """The most bytes if symbols have these sizes; symbols without a size have the exported one."""
-        values = [(size, size.value(sizes)) for size in self.sizes]
-        units = [size.example if value is None else int(value) for size, value in values]
-        peaks = (
-            nbytes + sum(count * unit for count, unit in zip(counts, units, strict=True))
-            for nbytes, counts in self.moments
-        )
-        return max(peaks, default=0)
+        return self.held_bytes(sizes) + max((self._at(one, sizes) for one in self.moments), default=0)
+
+    def held_bytes(self, sizes: Mapping[str, int] = MappingProxyType({})) -> int:
+        """The bytes of what is held, at such sizes."""
+        return self._at(self.held, sizes)
+
+    def _at(self, moment: Moment, sizes: Mapping[str, int]) -> int:
+        nbytes, counts = moment
+        for count, size in zip(counts, self.sizes, strict=False):
+            value = size.value(sizes)
+            nbytes += count * (size.example if value is None else int(value))
+        return nbytes
+
+
+def _held(graph_module: fx.GraphModule, names: Collection[str]) -> Counter[_Unit]:
+    """The sizes of the storages of some inputs, added up by unit."""
+    values = [node.meta["val"] for node in graph_module.graph.nodes if node.name in names]
+    storages = {storages_of(one)[0]: _bytes_of(one) for value in values for one in tensors_of(value)}
+    return sum(storages.values(), Counter())
 
 
 def _alive(graph_module: fx.GraphModule) -> Iterator[Counter[_Unit]]:

@@ -147,8 +147,9 @@ def _training_module(
     parameters = read_parameters(program.path, training.parameters, training.sha256)
     name = program.path.name
     places = any(storage.kind == "produced" for storage in payload.storages)
+    rung = program.rung or training.rungs[0]
     return TrainingModule(
-        methods, weights, name, training, parameters=parameters, buffers=buffers, places=places
+        methods, weights, name, training, rung, parameters=parameters, buffers=buffers, places=places
     )
 
 

@@ -40,11 +40,17 @@ class MemorySplit:
     workspace: int = 0
     reserved: int = 0
     others: int = 0
+    trained: int = 0
 
     @property
     def weights(self) -> int:
         """The bytes that are left for weights, negative if the other parts exceed the cap."""
-        return self.total - self.activations - self.workspace - self.reserved - self.others
+        return self.total - self.own - self.others
+
+    @property
+    def own(self) -> int:
+        """The bytes of all parts but weights that this process takes."""
+        return self.activations + self.workspace + self.reserved + self.trained
 
     def budget(self, floor: int) -> int:
         """Returns the budget for weights. Raises BudgetError, with all parts, if it is below the floor."""
@@ -58,15 +64,15 @@ class MemorySplit:
 
     def outgrown(self, allocated: int, others: int) -> str:
         """Say which part took more than its share when `allocated` bytes beside weights were not enough."""
-        own = self.activations + self.workspace + self.reserved
         parts = [("what other processes hold", others, self.others)]
-        parts.append(("activations, workspace and what the caller keeps", allocated, own))
+        parts.append(("activations, workspace and what the caller keeps", allocated, self.own))
         name, took, share = max(parts, key=lambda part: part[1] - part[2])
         return f"{name} took {format_size(took)} and more, of a share of {format_size(share)}"
 
     def __str__(self) -> str:
         parts = {
             "activations": self.activations,
+            "trained parameters": self.trained,
             "workspace": self.workspace,
             "reserved": self.reserved,
             "held by others": self.others,

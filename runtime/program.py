@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.passes.activations import Activations
 from penstock.passes.lowering import eager
 from penstock.passes.lowering.archive import open_programs, read_code, read_training
-from penstock.passes.training.facts import Training
+from penstock.passes.training.facts import BACKWARD, COPIES, Rung, Training
 from penstock.runtime.choice import (
     PlanRequest,
     cpu_arenas,
@@ -25,6 +26,7 @@ from penstock.runtime.device.cuda import CudaDevice
 from penstock.runtime.device.opening import device_kind
 from penstock.runtime.files.artifact_files import read_payload, replace_payload
 from penstock.runtime.files.rates import READERS
+from penstock.runtime.files.safetensors_file import read_header
 from penstock.runtime.files.source import Source
 from penstock.runtime.files.stamp import Progress, count_bytes, hash_storage
 from penstock.runtime.loading import LoadOptions, load_module
@@ -36,6 +38,15 @@ from penstock.runtime.memory_split import (
     reserved_bytes,
 )
 from penstock.runtime.module import StreamedModule
+from penstock.runtime.training.parameters import PARAMETERS
+from penstock.runtime.training.rungs import (
+    AUTO,
+    Choice,
+    candidates,
+    choose,
+    payload_of,
+    planned_for,
+)
 from penstock.schedule.facts.errors import BudgetError, PlanError, SourceError
 from penstock.schedule.facts.model import Hardware, Trace, Wrap
 from penstock.schedule.facts.sizes import parse_size
@@ -67,17 +78,43 @@ def open(path: str | PathLike[str]) -> Program:
 class Program:
     """A compiled program on disk. It holds facts only; weights are loaded by `load`."""
 
-    def __init__(self, path: Path, payload: Payload) -> None:
+    def __init__(self, path: Path, payload: Payload, activations: str | None = None) -> None:
+        """`activations` names the rung of a program that is trained; it is the first one by default."""
         self.path = path
-        self.payload = payload
+        self._stored, self._activations = payload, activations
 
     def __repr__(self) -> str:
         return f"Program({str(self.path)!r}, {self.payload!r})"
 
+    @cached_property
+    def payload(self) -> Payload:
+        """The facts of the program. Of a program that is trained, those of the methods of one rung."""
+        if self.training is None or self.rung is None:
+            return self._stored
+        return payload_of(self._stored, self.training, self.rung)
+
+    @cached_property
+    def rung(self) -> Rung | None:
+        """The forward and the backward that this program runs, where it is one that is trained."""
+        if self.training is None:
+            return None
+        return self.training.rung(self._activations or self.training.rungs[0].name)
+
+    @cached_property
+    def rungs(self) -> Mapping[str, Program]:
+        """By name, the ways to keep what a backward needs, each a program; none if it is not trained.
+
+        The program of a rung has this rung only.
+        """
+        if self._activations is not None:
+            return {self._activations: self}
+        named = [one.name for one in self.training.rungs] if self.training else []
+        return {name: Program(self.path, self._stored, name) for name in named}
+
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights; each storage is counted once."""
-        return sum(s.nbytes for s in self.payload.storages)
+        return sum(s.nbytes for s in self._stored.storages)
 
     @cached_property
     def floor_bytes(self) -> int:
@@ -107,6 +144,7 @@ class Program:
         arena: str | None = None,
         traces: Sequence[Trace] | None = None,
         host_memory: int | str | None = None,
+        activations: str = AUTO,
     ) -> Plan:
         """Decide what stays and what streams within `budget` (bytes, `32MiB`, or `50%` of the weights).
 
@@ -114,7 +152,8 @@ class Program:
         instead of the fastest. `hardware` is measured (`auto`), a preset's name (`h200`) or a Hardware.
         `traces` replaces the modelled times, by measured ones for example
         (`StreamedModule.measure`). `host_memory` limits what the host of that hardware holds of the
-        weights: the rest comes from its disk.
+        weights: the rest comes from its disk. `activations` is the rung of a program that is trained, as for
+        `load`; a budget is of weights only, so "auto" is the one that keeps all.
 
         With measured hardware and modelled times, an equal plan that was made before on this machine is used
         again, and `load` runs the plan that this returns. Raises BudgetError below the floor, PlanError for
@@ -130,7 +169,7 @@ class Program:
             wrap=wrap,
             host_memory=parse_host_memory(host_memory, self.weight_bytes),
         )
-        return find_plan(self.path, self.payload, request)
+        return find_plan(self.path, candidates(self, activations)[0].payload, request)
 
     def write_ladder(self) -> Program:
         """Write a ladder of verified plans into the artifact, in place of those it has, and open it again.
@@ -138,7 +177,7 @@ class Program:
         A program without Python, such as `penstock-run`, has no planner, and runs the largest of them that
         its budget allows. They reach from the floor to one that streams nothing, and are for this machine.
         """
-        replace_payload(self.path, replace(self.payload, plans=find_ladder(self.path, self.payload)))
+        replace_payload(self.path, replace(self._stored, plans=find_ladder(self.path, self._stored)))
         return open(self.path)
 
     def load(
@@ -153,6 +192,7 @@ class Program:
         host_memory: int | str | None = None,
         keep: Sequence[str] = (),
         arena: str | None = None,
+        activations: str = AUTO,
         page_lock: bool = True,
         readers: int = READERS,
         engine: str = "auto",
@@ -166,11 +206,14 @@ class Program:
         contiguous arena with NaN. `device_memory` is a cap on all memory of the device, in place of a budget;
         the bytes that it leaves for weights are logged (`split_memory`). `host_memory` is a cap on the
         weights that the host of a device holds, by default 80 % of the available memory; other weights are
-        read from the files in every pass. `page_lock=False` uses ordinary memory if the system refuses to
-        lock memory. `engine` is what executes the plan on a CPU: "native" is the library in C++, "python" the
-        streamer in Python, which run the same plans; "auto" is "native" where the library was built, and
-        "python" with `debug`. `spill` is the folder for what leaves memory in training, by default the
-        system's for temporary files. Close the module, or use it as a context manager.
+        read from the files in every pass. `activations` says what a program that is trained keeps for its
+        backward: "keep" everything, all but cheap values ("cut"), or what goes from layer to layer
+        ("layers"); of these, "auto" is the one that is predicted to be fastest within `device_memory`, and
+        "keep" with a budget, which is of weights only. `spill` is the folder for what leaves memory in
+        training, by default the system's for temporary files. `page_lock=False` uses ordinary memory if the
+        system refuses to lock memory. `engine` is what executes the plan on a CPU: "native" is the library in
+        C++, "python" the streamer in Python, which run the same plans; "auto" is "native" where it was built,
+        and "python" with `debug`. Close the module, or use it as a context manager.
         """
         run = LoadOptions(device, page_lock, readers, engine, debug, poison, spill)
         run.check()
@@ -182,25 +225,37 @@ class Program:
             host_memory=parse_host_memory(host_memory, self.weight_bytes),
         )
         _check_modes(budget, plan, device_memory, given)
+        if plan is not None and activations != AUTO:
+            raise PlanError("activations= is decided by the plan: give it to plan()")
         if reserve and device_memory is None:
             raise BudgetError(
                 "reserve= is taken from device_memory=: give that instead of a budget or a plan"
             )
         if plan is not None:
-            verify_plan(self.payload.storages, self.payload.traces, plan)
-            return load_module(self, plan, run)
-        split = None
-        if device_memory is not None:
-            split = self.split_memory(
-                device_memory, reserve=reserve, context_length=context_length, device=device
-            )
-            _log.info("%s", split)
-            nbytes = min(split.budget(self.floor(device, arena)), self.weight_bytes)
-        else:
-            assert budget is not None
-            nbytes = self._nbytes(budget)
-        plan = find_plan_to_load(self.path, self.payload, replace(given, budget=nbytes, arena=arena))
-        return load_module(self, plan, run, split=split)
+            planned = planned_for(self, plan)
+            verify_plan(planned.payload.storages, planned.payload.traces, plan)
+            return load_module(planned, plan, run)
+
+        split = partial(self._split, device_memory, reserve, context_length, device)
+        request = replace(given, budget=0 if budget is None else self._nbytes(budget))
+        programs = candidates(self, activations)
+        chosen = choose(programs if budget is None else programs[:1], partial(_choice, request, split))
+        return load_module(chosen.program, chosen.plan, run, split=chosen.split)
+
+    @staticmethod
+    def _split(
+        device_memory: int | str | None,
+        reserve: Reserve,
+        context_length: int | None,
+        device: str,
+        program: Program,
+    ) -> MemorySplit | None:
+        """The division of a cap for the program of a rung, None where there is no cap."""
+        if device_memory is None:
+            return None
+        return program.split_memory(
+            device_memory, reserve=reserve, context_length=context_length, device=device
+        )
 
     def _nbytes(self, budget: int | str) -> int:
         if budget == 0 and not isinstance(budget, bool) and not self.weight_bytes:
@@ -210,15 +265,33 @@ class Program:
     @cached_property
     def activation_bytes(self) -> int:
         """The most bytes of intermediate values that any method keeps at once, at the exported sizes."""
+        return max(one.peak() for one in self._activations_by_method.values())
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of what a forward keeps for its backward, at the exported sizes."""
+        return max(one.held_bytes() for one in self._activations_by_method.values())
+
+    @cached_property
+    def _activations_by_method(self) -> dict[str, Activations]:
         with open_programs(self.path, self.payload) as archive:
-            codes = [read_code(archive, method.name) for method in self.payload.methods]
-            return max(code.activations().peak() for code in codes)
+            return {m.name: read_code(archive, m.name).activations() for m in self.payload.methods}
 
     @cached_property
     def training(self) -> Training | None:
         """What joins the methods of a program that is trained; None for any other program."""
-        with open_programs(self.path, self.payload) as archive:
+        if all(method.name != BACKWARD for method in self._stored.methods):
+            return None
+        with open_programs(self.path, self._stored) as archive:
             return read_training(archive)
+
+    @cached_property
+    def trained_bytes(self) -> int:
+        """Bytes of the parameters that are trained, with their gradients, and two moments of AdamW."""
+        if self.training is None or not self.training.parameters:
+            return 0
+        entries = read_header(self.path / PARAMETERS).entries.values()
+        return COPIES * sum(one.stop - one.start for one in entries)
 
     @cached_property
     def lowered(self) -> eager.LoweredProgram:
@@ -235,7 +308,8 @@ class Program:
     ) -> MemorySplit:
         """Returns the division of all memory that a device may hold (bytes or `12GB`).
 
-        Activations are taken from it first, then, on CUDA, the memory of libraries and of other processes,
+        Activations are taken from it first, with what a forward keeps for its backward; what is trained, with
+        gradients and two moments of AdamW; on CUDA, the memory of libraries and of other processes;
         and then `reserve`, which is bytes, or a function of `context_length` (for a KV cache outside the
         program). The rest is left for weights.
         """
@@ -248,6 +322,7 @@ class Program:
             workspace=CUDA_WORKSPACE if device_kind(device) == "cuda" else 0,
             reserved=reserved_bytes(reserve, context_length),
             others=others,
+            trained=self.trained_bytes,
         )
 
     def verify(self, progress: Progress | None = None) -> int:
@@ -256,7 +331,7 @@ class Program:
         Raises SourceError naming the first weight whose bytes changed since it was compiled, or that
         cannot be verified because the payload does not say what its bytes were.
         """
-        verify_payload(self.payload)
+        verify_payload(self._stored)
         names = self.payload.storage_names()
         in_files = [(s, storage) for s, storage in enumerate(self.payload.storages) if storage.extents]
         for index, storage in in_files:
@@ -274,6 +349,16 @@ class Program:
                     f"{storage.sha256} and is {found}; restore the file, or compile again"
                 )
         return total
+
+
+def _choice(request: PlanRequest, split: Callable[[Program], MemorySplit | None], program: Program) -> Choice:
+    """The plan of the program of a rung for a request, whose budget is what a cap leaves if there is one."""
+    divided = split(program)
+    if divided is not None:
+        _log.info("%s", divided)
+        least = program.floor(request.device, request.arena)
+        request = replace(request, budget=min(divided.budget(least), program.weight_bytes))
+    return Choice(program, find_plan_to_load(program.path, program.payload, request), divided)
 
 
 def _check_modes(

@@ -55,7 +55,8 @@ def remembered_plan(
     digest = artifact_digest(folder)
     if digest is None:
         return make()
-    asked = repr((digest, request, problem.arena, problem.hardware.name, __version__))
+    methods = [method.name for method in payload.methods]  # of a training program, those of one rung
+    asked = repr((digest, methods, request, problem.arena, problem.hardware.name, __version__))
     path = user_cache() / PLANS / f"{hashlib.sha256(asked.encode()).hexdigest()[:32]}.json"
     known, nearness = _read(path, payload, budget)
     if known is not None and (known.hardware, known.traces) == (problem.hardware, problem.traces):

@@ -43,7 +43,8 @@ def encoded_methods(annotated: Annotated) -> dict[str, bytes | ExportedProgram]:
     """The code of each method as JSON, or its exported program if it has no form in JSON."""
     codes: dict[str, bytes | ExportedProgram] = dict(annotated.codes)
     for name, exported in annotated.programs.items():
-        activations = Activations.of(exported, annotated.propagated[name])
+        held = annotated.training.made(name) if annotated.training else ()
+        activations = Activations.of(exported, annotated.propagated[name], held)
         codes[name] = encode_method(exported, activations) or exported
     return codes
 
@@ -95,7 +96,9 @@ def read_code(archive: zipfile.ZipFile, method: str) -> MethodCode:
     stored = f"{method}.json"
     if stored in archive.namelist():
         return with_types(lambda: decode_method(archive.read(stored)))
-    return method_code(load_stored(archive.read(f"{method}.pt2")))
+    training = read_training(archive)
+    held = training.made(method) if training else ()
+    return method_code(load_stored(archive.read(f"{method}.pt2")), held)
 
 
 def read_training(archive: zipfile.ZipFile) -> Training | None:

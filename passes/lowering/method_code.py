@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -60,15 +60,18 @@ class MethodCode:
     activations: Callable[[], Activations]
 
 
-def method_code(exported: ExportedProgram) -> MethodCode:
-    """The code of a program, whose weights may be on the meta device."""
+def method_code(exported: ExportedProgram, held: Collection[int] = ()) -> MethodCode:
+    """The code of a program, whose weights may be on the meta device.
+
+    Another method made the leaves `held` of a call for it.
+    """
     specs = exported.graph_signature.input_specs
     weights = [(spec.arg.name, str(spec.target)) for spec in specs if spec.kind is not InputKind.USER_INPUT]
     return MethodCode(
         partial(_copied, exported.graph_module),
         signature_of(exported),
         tuple(weights),
-        partial(Activations.of, exported),
+        partial(Activations.of, exported, held=held),
     )
 
 
@@ -85,6 +88,7 @@ def _decoded(stored: Mapping[str, Any]) -> MethodGraph:
 def encode_method(exported: ExportedProgram, activations: Activations) -> bytes | None:
     """The code of a program as JSON; None if a value, an operator or a class in it has no form in JSON."""
     code = method_code(exported)
+    held = [activations.held] if activations.held != (0, ()) else []
     try:
         stored = {
             "version": VERSION,
@@ -92,7 +96,7 @@ def encode_method(exported: ExportedProgram, activations: Activations) -> bytes 
             "weights": [list(pair) for pair in code.weights],
             "signature": encode_signature(code.signature),
             "outputs": list(output_names(code.signature)),
-            "activations": encode_value([activations.sizes, activations.moments]),
+            "activations": encode_value([activations.sizes, activations.moments, *held]),
         }
     except (PassError, NotImplementedError):
         return None

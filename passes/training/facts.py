@@ -11,7 +11,7 @@ from penstock.schedule.facts.model import STRICT
 from penstock.schedule.payload.text import decode, encode, parse
 
 FORWARD, BACKWARD = "forward", "backward"
-"""The names of the methods of a step; further backwards are `backward_1`, `backward_2`, and so on."""
+"""The names of the methods of the first rung; those of others, such as `forward_layers`, begin with them."""
 
 EVALUATE: Final = "evaluate"
 PREDICT: Final = "predict"
@@ -19,6 +19,15 @@ PREDICT: Final = "predict"
 
 TRAINABLE = "trainable"
 """The keyword argument by which the forward takes the parameters that are trained."""
+
+COPIES = 4
+"""What is counted for each trained parameter: itself, its gradient, and the two moments of AdamW."""
+
+Keeping = Literal["keep", "cut", "layers"]
+"""What becomes of values that the backward needs: kept, all but cheap ones kept, kept between layers only."""
+
+RUNGS: tuple[Keeping, ...] = ("keep", "cut", "layers")
+"""The rungs of a ladder: each keeps fewer bytes than the one before, and computes more."""
 
 
 @dataclass(frozen=True)
@@ -38,25 +47,26 @@ class Backward:
 
 
 @dataclass(frozen=True)
-class Training:
-    """How values go between the methods of a training program.
+class Rung:
+    """A forward and its backwards, between which a part of the values is kept: `name` says which.
 
-    The leaves of the forward are those of the program, and behind them `parameters`, by FQN. The forward
-    returns the program's results, and a list of values to keep. There is one of `backwards` for each set of
-    results that gradients may come from. `results` are the names of the results, which are empty for
-    constants. Those in `left_out` depend on what is trained, and no backward has gradients from them.
-    `in_eval` is the method that computes what the model computes in eval mode, empty if there is none; if it
-    is `evaluate`, the modes do not differ. `sha256` is that of the file with the values of the parameters,
-    empty if there is none.
+    The method `forward` returns the program's results, and a list of values to keep.
     """
 
     __pydantic_config__: ClassVar = STRICT
-    parameters: tuple[str, ...]
+    name: Keeping
+    forward: str
     backwards: tuple[Backward, ...]
-    results: tuple[str, ...]
-    left_out: tuple[int, ...] = ()
-    in_eval: Literal["", "evaluate", "predict"] = ""
-    sha256: str = ""
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The names of the methods."""
+        return (self.forward, *(one.method for one in self.backwards))
+
+    def made(self, method: str) -> tuple[int, ...]:
+        """The leaves of a method that the forward made for it."""
+        backwards = (one for one in self.backwards if one.method == method)
+        return tuple(k for one in backwards for k, leaf in enumerate(one.kept) if leaf < 0)
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -68,23 +78,51 @@ class Training:
         """The results that some backward takes gradients of."""
         return tuple(sorted({result for backward in self.backwards for result in backward.tangents}))
 
+
+@dataclass(frozen=True)
+class Training:
+    """How values go between the methods of a training program.
+
+    The leaves of a forward are those of the program, and behind them `parameters`, by FQN. Each of `rungs`
+    has a forward, and a backward for each set of results that gradients may come from. `results` are the
+    names of the results, which are empty for constants. Those in `left_out` depend on what is trained, and no
+    backward has gradients from them. `in_eval` is the method that computes what the model computes in eval
+    mode, empty if there is none; if it is `evaluate`, the modes do not differ. `sha256` is that of the file
+    with the values of the parameters, empty if there is none.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    parameters: tuple[str, ...]
+    rungs: tuple[Rung, ...]
+    results: tuple[str, ...]
+    left_out: tuple[int, ...] = ()
+    in_eval: Literal["", "evaluate", "predict"] = ""
+    sha256: str = ""
+
+    def rung(self, name: str) -> Rung | None:
+        """The rung of a name; None if there is none."""
+        return next((one for one in self.rungs if one.name == name), None)
+
+    def made(self, method: str) -> tuple[int, ...]:
+        """The leaves of a method that another one made for it: what a backward takes of what was kept."""
+        return tuple(leaf for rung in self.rungs for leaf in rung.made(method))
+
     @property
     def sets(self) -> str:
         """The sets of results that gradients may come from, in words."""
-        named = (" and ".join(self.results[k] for k in one.tangents) for one in self.backwards)
-        return ", or ".join(named)
+        backwards = self.rungs[0].backwards
+        return ", or ".join(" and ".join(self.results[k] for k in one.tangents) for one in backwards)
 
-    def check(self, methods: Mapping[str, int]) -> None:
+    def check(self, rung: Rung, methods: Mapping[str, int]) -> None:
         """Raises PayloadError where these are not the facts of methods with so many leaves each."""
-        needed = {FORWARD, *(one.method for one in self.backwards), *filter(None, [self.in_eval])}
-        missing = sorted(needed - methods.keys())
-        if missing or not self.backwards:
+        missing = sorted({*rung.methods, *filter(None, [self.in_eval])} - methods.keys())
+        if missing or not rung.backwards:
             lacks = [*missing, BACKWARD][0]
             raise PayloadError(f"training.json does not fit the program, which lacks {lacks}: compile again")
-        leaves, values = methods[FORWARD], len([one for one in self.kept if one < 0])
+        leaves, values = methods[rung.forward], len([one for one in rung.kept if one < 0])
         fits = len(self.parameters) <= leaves
-        fits &= all(0 <= result < len(self.results) for result in (*self.tangents, *self.left_out))
-        for one in self.backwards:
+        fits &= all(0 <= result < len(self.results) for result in (*rung.tangents, *self.left_out))
+        for one in rung.backwards:
             fits &= all(-values <= leaf < leaves for leaf in one.kept)
             fits &= all(0 <= leaf < leaves for leaf in one.gradients)
             fits &= len(one.kept) + len(one.tangents) == methods[one.method]
@@ -102,4 +140,7 @@ class Training:
     def from_bytes(data: bytes) -> Training:
         """Reads what `to_bytes` wrote; raises PayloadError for anything else."""
         text, tree = parse(data, "training.json")
-        return decode(Training, text, tree, "training.json")
+        facts = decode(Training, text, tree, "training.json")
+        if not facts.rungs:
+            raise PayloadError("training.json has no rungs: compile again")
+        return facts

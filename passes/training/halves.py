@@ -25,13 +25,15 @@ from torch.export.graph_signature import (
 )
 from torch.utils import _pytree as pytree
 
+from penstock.passes.activations import Activations
 from penstock.passes.calls.signature import output_names, signature_of
 from penstock.passes.graph.nodes import placeholders_of
 from penstock.passes.probes import STORE
 from penstock.passes.training.alone import call_with
-from penstock.passes.training.facts import BACKWARD, FORWARD, Backward, Training
+from penstock.passes.training.facts import BACKWARD, FORWARD, RUNGS, Backward, Keeping, Rung, Training
 from penstock.passes.training.joint import Joint, result_positions, trace_joint
 from penstock.passes.training.partition import Partition, partition
+from penstock.passes.training.recomputing import cut, keep, layers
 from penstock.passes.training.slots import NO_SLOTS, Slots, find_slots
 from penstock.passes.weights.lifted import KEPT, Catalog, Weights
 from penstock.passes.weights.subclasses import parts_of
@@ -43,22 +45,26 @@ Losses = Collection[str] | Collection[Collection[str]]
 NOWHERE: Mapping[fx.Node, fx.Node] = MappingProxyType({})
 
 
+_AGAIN = {"keep": keep, "cut": cut, "layers": layers}
+"""What the backward computes again on each rung."""
+
+
 @dataclass(frozen=True)
 class Halves:
-    """The forward and the backwards of a program as programs of their own, and what joins them.
+    """The forwards and backwards of a program as programs of their own, by method, and what joins them."""
 
-    `backwards` are in the order of those in `training`.
-    """
-
-    forward: ExportedProgram
-    backwards: tuple[ExportedProgram, ...]
+    programs: Mapping[str, ExportedProgram]
     training: Training
 
     @property
-    def programs(self) -> dict[str, ExportedProgram]:
-        """The programs by method."""
-        names = (one.method for one in self.training.backwards)
-        return {FORWARD: self.forward, **dict(zip(names, self.backwards, strict=True))}
+    def forward(self) -> ExportedProgram:
+        """The forward of the first rung."""
+        return self.programs[self.training.rungs[0].forward]
+
+    @property
+    def backwards(self) -> tuple[ExportedProgram, ...]:
+        """The backwards of the first rung."""
+        return tuple(self.programs[one.method] for one in self.training.rungs[0].backwards)
 
 
 def divide(
@@ -66,10 +72,14 @@ def divide(
     trainable: Collection[str],
     losses: Losses | None = None,
     inputs: Collection[str] | None = None,
+    rungs: Sequence[Keeping] = RUNGS[:1],
     *,
     spill: bool = False,
 ) -> Halves:
     """Returns forward and backward of a program, for the gradients of its parameters `trainable`, by FQN.
+
+    There are methods for each of `rungs`; one that takes no less memory than those before it is left out.
+    Where there are several sets of results, all is kept, and the first of `rungs` stands for that.
 
     The inputs of the names `inputs` have gradients too; None stands for those that required grad when the
     program was exported. Gradients come from the results `losses`, by name, or from one of several sets of
@@ -93,35 +103,27 @@ def divide(
     joints = trace_joint(exported, weights, names, _chosen(exported, results, losses))
     if not all(joint.gradients for joint in joints):
         raise PassError("no result of the program depends on what is trained: name other parameters")
-    pool: dict[object, fx.Node] = {}
-    parts = [partition(joint, weights.held.keys() - names, pool) for joint in joints]
-    returned = _returned(joints, parts)
-    if spill and len(joints) > 1:
-        raise PassError("spill=True is for one set of losses=: leave it out, or compile each set by itself")
-    slots = find_slots(joints[0], parts[0], _free_prefix(exported)) if spill else NO_SLOTS
-    returned = tuple(node for node in returned if node not in slots.read)
-    order = {spec.arg.name: k for k, spec in enumerate(leaves)}
     leaf_of = [k for k in range(signature.results) if k not in signature.constants]
     named = dict(zip(leaf_of, results, strict=True))
-    backwards = []
-    for number, (joint, one) in enumerate(zip(joints, parts, strict=True)):
-        taken = [order[node.name] for node in one.inputs if node.name in order]
-        backwards.append(
-            Backward(
-                f"{BACKWARD}_{number}" if number else BACKWARD,
-                (*taken, *(-1 - returned.index(node) for node in one.kept if node not in slots.read)),
-                tuple(leaf_of[k] for k, node in enumerate(joint.tangents) if node is not None),
-                tuple(order[specs[k].arg.name] for k in joint.gradients),
-            )
-        )
-    _refuse_equal([one.tangents for one in backwards], named)
+    if spill and len(joints) > 1:
+        raise PassError("spill=True is for one set of losses=: leave it out, or compile each set by itself")
+    divided = _Divided(exported, joints, leaves, weights.held.keys() - names, leaf_of, spill)
+    programs: dict[str, ExportedProgram] = {}
+    made: list[Rung] = []
+    least: int | None = None
+    for name in rungs if len(joints) == 1 else RUNGS[:1]:
+        rung, own = divided.on(name, f"_{name}" if made else "")
+        _refuse_equal([one.tangents for one in rung.backwards], named)
+        peak = _peak(rung, own)
+        if least is None or peak < least:
+            least, made = peak, [*made, rung]
+            programs |= own
     left_out = frozenset.intersection(*(joint.left_out for joint in joints))
     return Halves(
-        _forward(exported, joints[0], replace(parts[0], kept=returned), slots, leaves),
-        tuple(_backward(exported, *one, slots, leaves) for one in zip(joints, parts, strict=True)),
+        programs,
         Training(
             tuple(str(spec.target) for spec in trained),
-            tuple(backwards),
+            tuple(made),
             tuple(named.get(k, "") for k in range(signature.results)),
             tuple(leaf_of[k] for k in sorted(left_out)),
         ),
@@ -134,6 +136,54 @@ def _free_prefix(exported: ExportedProgram) -> str:
     while any(str(spec.target).startswith(prefix) for spec in exported.graph_signature.input_specs):
         prefix = f"_{prefix}"
     return prefix
+
+
+@dataclass(frozen=True)
+class _Divided:
+    """A program, its joint graphs, and the leaves of its forward. `leaf_of[k]` is the leaf of result k.
+
+    With `spill` what the forward keeps has places among the weights.
+    """
+
+    exported: ExportedProgram
+    joints: Sequence[Joint]
+    leaves: Sequence[InputSpec]
+    frozen: Collection[str]
+    leaf_of: Sequence[int]
+    spill: bool
+
+    def on(self, name: Keeping, suffix: str) -> tuple[Rung, dict[str, ExportedProgram]]:
+        """A rung, whose methods end with a suffix, and its programs."""
+        exported, joints, leaves = self.exported, self.joints, self.leaves
+        pool: dict[object, fx.Node] = {}
+        again = _AGAIN[name]
+        parts = [partition(one, self.frozen, again(one, self.frozen), pool) for one in joints]
+        slots = find_slots(joints[0], parts[0], _free_prefix(exported)) if self.spill else NO_SLOTS
+        returned = tuple(node for node in _returned(joints, parts) if node not in slots.read)
+        specs = exported.graph_signature.input_specs
+        order = {spec.arg.name: k for k, spec in enumerate(leaves)}
+        backwards = []
+        for number, (joint, one) in enumerate(zip(joints, parts, strict=True)):
+            taken = [order[node.name] for node in one.inputs if node.name in order]
+            backwards.append(
+                Backward(
+                    f"{BACKWARD}_{number}" if number else BACKWARD + suffix,
+                    (*taken, *(-1 - returned.index(node) for node in one.kept if node not in slots.read)),
+                    tuple(self.leaf_of[k] for k, node in enumerate(joint.tangents) if node is not None),
+                    tuple(order[specs[k].arg.name] for k in joint.gradients),
+                )
+            )
+        rung = Rung(name, FORWARD + suffix, tuple(backwards))
+        programs = [_forward(exported, joints[0], replace(parts[0], kept=returned), slots, leaves)]
+        programs += [_backward(exported, *one, slots, leaves) for one in zip(joints, parts, strict=True)]
+        return rung, dict(zip(rung.methods, programs, strict=True))
+
+
+def _peak(rung: Rung, programs: Mapping[str, ExportedProgram]) -> int:
+    """The most bytes that the methods of a rung take, at the exported sizes."""
+    return max(
+        Activations.of(one, one.graph_module, rung.made(method)).peak() for method, one in programs.items()
+    )
 
 
 def _returned(joints: Sequence[Joint], parts: Sequence[Partition]) -> tuple[fx.Node, ...]:
@@ -281,9 +331,9 @@ class _Program:
         """Adds an input of the original program; one that is `trained` is given with each call."""
         name = spec.arg.name
         placeholder = self._graph.placeholder(name)
-        placeholder.meta = {"val": self._given[name].meta.get("val")}
-        if name in self._joined:  # which has tensors and sizes only
-            self._here[self._joined[name]] = placeholder
+        joined = self._joined.get(name, self._given[name])  # it has tensors and sizes only
+        placeholder.meta = {"val": joined.meta.get("val")}
+        self._here[joined] = placeholder
         self._inputs.append(InputSpec(InputKind.USER_INPUT, spec.arg, None) if trained else spec)
 
     def add_value(self, node: fx.Node, slot: str | None = None) -> None:

@@ -1,16 +1,17 @@
 """Divides a joint graph into a forward and a backward, between which no weight is kept.
 
-What the backward needs of the forward is kept as it is, with two exceptions. A weight, a view of one, or what
-is computed from frozen weights alone, is not kept: the backward takes it from the weight again, which may
-have left memory meanwhile. So a product unpacks its packed weight in both directions, where autograd would
-keep each weight unpacked. A view of an input is taken from the input again, so that autograd sees whether the
-input was changed in between. Whether a value is a view is found by the memory behind it.
+What the backward needs of the forward is kept as it is, or computed again where the caller says so
+(recomputing.py), with two exceptions. A weight, a view of one, or what is computed from frozen weights alone,
+is not kept: the backward takes it from the weight again, which may have left memory meanwhile. So a product
+unpacks its packed weight in both directions, where autograd would keep each weight unpacked. A view of an
+input is taken from the input again, so that autograd sees whether the input was changed in between. Whether a
+value is a view is found by the memory behind it.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -26,9 +27,10 @@ from penstock.passes.weights.usage import is_view
 class Partition:
     """Which nodes of a joint graph run in the forward, which in the backward, and what goes between them.
 
-    `early` are the nodes of the forward, and `late` those of the backward, in order; views of inputs may be
-    in both. `inputs` are the placeholders of inputs that the backward takes, and `kept` the values that the
-    forward returns for it. `same` maps a node to the one among `kept` that is the same value.
+    `early` are the nodes of the forward, and `late` those of the backward, in order; views of inputs, and
+    what is computed again, are in both. `inputs` are the placeholders of inputs that the backward takes, and
+    `kept` the values that the forward returns for it. `same` maps a node to the one among `kept` that is the
+    same value.
     """
 
     early: tuple[fx.Node, ...]
@@ -39,36 +41,80 @@ class Partition:
 
 
 def partition(
-    joint: Joint, frozen: Collection[str] = (), kept: dict[object, fx.Node] | None = None
+    joint: Joint,
+    frozen: Collection[str] = (),
+    again: Collection[fx.Node] = frozenset(),
+    kept: dict[object, fx.Node] | None = None,
 ) -> Partition:
-    """Returns the partition that keeps every value of the forward that the backward reads.
+    """Returns the partition that keeps what the backward reads of the forward, except for nodes in `again`.
 
-    `frozen` are the names of inputs that are weights and have no gradient. `kept` are the values that are
-    kept for other backwards of that forward, to which this one's are added.
+    The backward computes those again, from what they are computed of, where it needs them first. `frozen` are
+    the names of inputs that are weights and have no gradient. `kept` are the values that are kept for other
+    backwards of that forward, to which this one's are added.
     """
     nodes = list(joint.graph_module.graph.nodes)
-    results = [node for node in (*joint.written.values(), *joint.results) if node is not None]
-    after = _reached(joint.given)
-    effects = [
-        node for node in nodes if node.op == "call_function" and node.is_impure() and node not in after
-    ]
-    early = _needed([*results, *effects])
-    early |= {user for node in early for user in node.users if user.target is operator.getitem}
-    own = _needed(joint.gradients.values()) - early
-    crossing = _Crossing(joint, frozenset(frozen), {} if kept is None else kept)
+    early, own = forward_of(joint), needed(joint.gradients.values())
+    own -= early
+    crossing = _Crossing(joint, {*again, *unpacked(joint, frozen)}, {} if kept is None else kept)
     for node in nodes:
         if node in own and node.op != "placeholder":
             for operand in node.all_input_nodes:
                 if operand not in own:
                     crossing.take(operand)
-    late = [node for node in nodes if node in own and node.op != "placeholder"]
     return Partition(
         tuple(node for node in nodes if node in early and node.op != "placeholder"),
-        tuple(_at_first_use(late, crossing.again)),
+        tuple(_where_needed(joint, own | crossing.again)),
         tuple(node for node in placeholders_of(joint.graph_module.graph) if node in crossing.inputs),
         tuple(dict.fromkeys(crossing.same.values())),
         crossing.same,
     )
+
+
+def forward_of(joint: Joint) -> set[fx.Node]:
+    """The nodes that the forward runs: what its results and what it writes are computed of."""
+    after = _reached(joint.given)
+    results = [node for node in (*joint.written.values(), *joint.results) if node is not None]
+    effects = [
+        node
+        for node in joint.graph_module.graph.nodes
+        if node.op == "call_function" and node.is_impure() and node not in after
+    ]
+    early = needed([*results, *effects])
+    return early | {user for node in early for user in node.users if user.target is operator.getitem}
+
+
+def steady_storages(joint: Joint) -> set[int]:
+    """The storages of inputs that the program does not write to, which the backward can read as well."""
+    inputs = (node for k, node in enumerate(joint.inputs) if node is not None and k not in joint.written)
+    return {storage for node in inputs for storage in storages_of(node.meta["val"])}
+
+
+def unpacked(joint: Joint, frozen: Collection[str]) -> set[fx.Node]:
+    """What is computed from frozen weights alone, the same each time that it is computed."""
+    inputs = (node for k, node in enumerate(joint.inputs) if node is not None and k not in joint.written)
+    given = {node for node in inputs if node.name in frozen}
+    found = set(given)
+    for node in joint.graph_module.graph.nodes:
+        operands = node.all_input_nodes
+        if node.op == "call_function" and operands and found.issuperset(operands) and _repeats(node):
+            found.add(node)
+    return found - given
+
+
+def _where_needed(joint: Joint, late: Set[fx.Node]) -> Iterator[fx.Node]:
+    """The nodes of the backward, in the order in which autograd calls those that gradients go through.
+
+    Each other value is computed right before the first of them that needs it: all of them at the beginning
+    would take as much memory as if they had been kept.
+    """
+    nodes = [node for node in joint.graph_module.graph.nodes if node.op != "placeholder"]
+    position = {node: k for k, node in enumerate(nodes)}
+    after = _reached(joint.given)
+    left = late & position.keys()
+    for node in [one for one in nodes if one in left and one in after] + [*joint.gradients.values()]:
+        missing = needed([node], left.__contains__)
+        yield from sorted(missing, key=position.__getitem__)
+        left -= missing
 
 
 @dataclass
@@ -76,7 +122,7 @@ class _Crossing:
     """Collects what crosses from the forward to the backward."""
 
     joint: Joint
-    frozen: frozenset[str]
+    repeated: Collection[fx.Node]
     kept: dict[object, fx.Node]
     inputs: set[fx.Node] = field(default_factory=set)
     again: set[fx.Node] = field(default_factory=set)
@@ -84,53 +130,22 @@ class _Crossing:
 
     def __post_init__(self) -> None:
         # The backward cannot read what the program has written over since: it keeps a copy.
-        written = self.joint.written
-        unwritten = [
-            node for k, node in enumerate(self.joint.inputs) if node is not None and k not in written
-        ]
-        self._steady = {storage for node in unwritten for storage in storages_of(node.meta["val"])}
-        self._unpacked = self._of_weights([node for node in unwritten if node.name in self.frozen])
+        self._steady = steady_storages(self.joint)
 
-    def _of_weights(self, weights: Iterable[fx.Node]) -> set[fx.Node]:
-        """What is computed from frozen weights alone, the same each time that it is computed."""
-        found = set(weights)
-        for node in self.joint.graph_module.graph.nodes:
-            operands = node.all_input_nodes
-            if node.op == "call_function" and operands and found.issuperset(operands) and _repeats(node):
-                found.add(node)
-        return found
-
-    def take(self, node: fx.Node) -> None:
-        storages = storages_of(node.meta["val"])
-        lasting = bool(storages) and self._steady.issuperset(storages)
-        if node.op == "placeholder" and (lasting or node in self.joint.tangents):
-            self.inputs.add(node)
-        elif node.op != "placeholder" and ((lasting and is_view(node)) or node in self._unpacked):
-            if node not in self.again:
-                self.again.add(node)
-                for operand in node.all_input_nodes:
-                    self.take(operand)
-        else:
-            self.same[node] = self.kept.setdefault(_identity(node), node)
-
-
-def _at_first_use(nodes: Iterable[fx.Node], again: Collection[fx.Node]) -> Iterator[fx.Node]:
-    """Nodes in order, each of them behind those of `again` that it is the first to need.
-
-    So a weight is unpacked when it is needed, and not beside all others when the backward begins.
-    """
-    left = set(again)
-
-    def taken(node: fx.Node) -> Iterator[fx.Node]:
-        for operand in node.all_input_nodes:
-            if operand in left:
-                left.remove(operand)
-                yield from taken(operand)
-                yield operand
-
-    for node in nodes:
-        yield from taken(node)
-        yield node
+    def take(self, first: fx.Node) -> None:
+        left = [first]
+        while left:
+            node = left.pop()
+            storages = storages_of(node.meta["val"])
+            lasting = bool(storages) and self._steady.issuperset(storages)
+            if node.op == "placeholder" and (lasting or node in self.joint.tangents):
+                self.inputs.add(node)
+            elif node in self.repeated or (node.op != "placeholder" and lasting and is_view(node)):
+                if node not in self.again:
+                    self.again.add(node)
+                    left += node.all_input_nodes
+            else:
+                self.same[node] = self.kept.setdefault(_identity(node), node)
 
 
 def _repeats(node: fx.Node) -> bool:
@@ -150,15 +165,15 @@ def _identity(node: fx.Node) -> object:
     return value.node.expr if isinstance(value, torch.SymInt | torch.SymFloat) else node
 
 
-def _needed(results: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that values depend on, these included."""
+def needed(results: Iterable[fx.Node], allowed: Callable[[fx.Node], bool] = lambda _: True) -> set[fx.Node]:
+    """The nodes that values depend on, these included, as far as they are allowed."""
     found: set[fx.Node] = set()
-    left = list(results)
+    left = [node for node in results if allowed(node)]
     while left:
         node = left.pop()
         if node not in found:
             found.add(node)
-            left += node.all_input_nodes
+            left += filter(allowed, node.all_input_nodes)
     return found
 
 

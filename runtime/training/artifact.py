@@ -19,7 +19,7 @@ from penstock.passes.building.fake_export import with_computed_buffers
 from penstock.passes.building.refusals import sentence
 from penstock.passes.pipeline import Pipeline
 from penstock.passes.training.alone import alone, is_same
-from penstock.passes.training.facts import EVALUATE, PREDICT
+from penstock.passes.training.facts import EVALUATE, PREDICT, RUNGS, Keeping
 from penstock.passes.training.halves import divide
 from penstock.passes.training.own_gradients import refused_own_gradients
 from penstock.passes.weights.lifted import refuse_lost_values
@@ -47,6 +47,7 @@ def compile_training(
     losses: Sequence[str] | Sequence[Sequence[str]] | None = None,
     evaluate: bool = True,
     spill: bool = False,
+    activations: Sequence[Keeping] | None = None,
     **options: Any,
 ) -> Program:
     """Compile a program into the artifact folder `path`, whose module computes gradients like the model's.
@@ -64,9 +65,14 @@ def compile_training(
 
     `losses` names the results from which gradients may come: by default those that are floating-point numbers
     of no dimension, or all floating-point tensors if there is no such number. Given several sets of them, as
-    a list of lists, each set has a backward of its own, which runs when gradients come from exactly that set.
+    a list of lists, each set has a backward of its own, which runs when gradients come from exactly that set,
+    and everything is kept for them.
+
     With `spill`, what the forward keeps for the backward counts in the budget like weights, and may leave
-    memory for a file in between (docs/training.md). `options` are those of `compile`.
+    memory for a file in between (docs/training.md). `activations` are the ways to keep it elsewhere
+    (`Program.load`), each of which is two more methods: all of them by default, and "keep" only with `spill`,
+    and where Inductor compiles the methods, since what it computes a second time need not have the same bits.
+    `options` are those of `compile`.
 
     Raises PassError for a program whose gradients cannot be traced, a pattern that matches no parameter, and
     what `compile` raises.
@@ -75,9 +81,9 @@ def compile_training(
         raise PassError("spill=True is for lowering='eager': leave one of the two out")
     exported, in_eval = _exported(model, example, dynamic_shapes, evaluate=evaluate)
     exported = _PLAIN(exported)
-    halves = divide(exported, _chosen(exported, trainable), losses, spill=spill)
-    training, parameters = halves.training, halves.training.parameters
-    programs = halves.programs
+    rungs = _rungs(activations, options.get("lowering", "eager"), spill=spill)
+    halves = divide(exported, _chosen(exported, trainable), losses, rungs=rungs, spill=spill)
+    training, parameters, programs = halves.training, halves.training.parameters, dict(halves.programs)
     if evaluate:
         programs[EVALUATE] = alone(exported, parameters)
     if in_eval is not None:
@@ -86,15 +92,33 @@ def compile_training(
         if not same:
             programs[PREDICT] = alone(in_eval, parameters)
     annotated = annotate_with_values(programs)
-    traces = annotated.payload.traces
-    payload = replace(annotated.payload, traces=(*_in_turn(traces[:2]), *traces[2:]))
+    traces = {trace.method: trace for trace in annotated.payload.traces}
+    for rung in training.rungs:
+        pair = rung.methods[:2]
+        traces |= zip(pair, _in_turn(*(traces[name] for name in pair)), strict=True)
+    payload = replace(annotated.payload, traces=tuple(traces.values()))
     values = {fqn: exported.state_dict[fqn] for fqn in parameters}
     return compile(replace(annotated, payload=payload, training=training, trained=values), path, **options)
 
 
-def _in_turn(traces: Sequence[Trace]) -> tuple[Trace, ...]:
-    """The traces of the forward and the backward, each of which follows the other where both read weights."""
-    forward, backward = traces
+def _rungs(asked: Sequence[Keeping] | None, lowering: str, *, spill: bool) -> Sequence[Keeping]:
+    """The rungs to compile, the one that keeps most first."""
+    if asked is None:
+        return RUNGS if lowering == "eager" and not spill else RUNGS[:1]
+    if isinstance(asked, str) or not asked or not {*asked} <= {*RUNGS}:
+        raise PassError(f"activations={asked!r}: expected a list of {', '.join(map(repr, RUNGS))}")
+    if lowering != "eager" and {*asked} != {RUNGS[0]}:
+        raise PassError(
+            f"activations={asked!r} with lowering={lowering!r}: compiled code need not compute the same bits "
+            f"twice, so only {[RUNGS[0]]} is possible"
+        )
+    if spill and {*asked} != {RUNGS[0]}:
+        raise PassError(f"activations={asked!r} with spill=True, by which everything is kept: leave one out")
+    return [one for one in RUNGS if one in asked]
+
+
+def _in_turn(forward: Trace, backward: Trace) -> tuple[Trace, Trace]:
+    """The traces of a forward and a backward, each of which follows the other where both read weights."""
     if not (forward.steps and backward.steps):
         return forward, backward
     return replace(forward, follows=backward.graph), replace(backward, follows=forward.graph)

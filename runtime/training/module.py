@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from penstock.passes.training.facts import EVALUATE, FORWARD, PREDICT, TRAINABLE, Backward, Training
+from penstock.passes.training.facts import EVALUATE, PREDICT, TRAINABLE, Backward, Rung, Training
 from penstock.runtime.module import LoadedMethod, StreamedModule
 from penstock.runtime.stream.passes import LoadedWeights
 from penstock.schedule.facts.errors import StreamError
@@ -37,6 +37,7 @@ class TrainingModule(StreamedModule):
         weights: LoadedWeights,
         name: str,
         training: Training,
+        rung: Rung,
         *,
         parameters: Mapping[str, torch.Tensor],
         buffers: Mapping[str, torch.Tensor],
@@ -44,8 +45,8 @@ class TrainingModule(StreamedModule):
     ) -> None:
         super().__init__(methods, weights, name)
         self.training = True
-        training.check({one: len(loaded.program.convention.names) for one, loaded in methods.items()})
-        self._facts, self._has_places = training, places
+        training.check(rung, {one: len(loaded.program.convention.names) for one, loaded in methods.items()})
+        self._facts, self._rung, self._has_places = training, rung, places
         self._kept: Callable[[], TrainingCall | None] = lambda: None  # the last call whose values were kept
         self._places = [_holder(self, fqn) for fqn in training.parameters]
         for (holder, leaf), fqn in zip(self._places, training.parameters, strict=True):
@@ -53,6 +54,11 @@ class TrainingModule(StreamedModule):
         for fqn, buffer in buffers.items():
             holder, leaf = _holder(self, fqn)
             holder._buffers[leaf] = buffer
+
+    @property
+    def activations(self) -> str:
+        """What is kept for the backward: "keep", "cut" or "layers", as `Program.load` chose."""
+        return self._rung.name
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward. Gradients go to the parameters, and to inputs that were exported with grad."""
@@ -63,23 +69,23 @@ class TrainingModule(StreamedModule):
             )
         trained = [getattr(holder, leaf) for holder, leaf in self._places]
         other = not self.training and self._facts.in_eval == PREDICT
-        convention = self._method(PREDICT if other else FORWARD).program.convention
+        convention = self._method(PREDICT if other else self._rung.forward).program.convention
         leaves = convention.flatten(args, {**kwargs, TRAINABLE: trained})
         wants = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if torch.is_grad_enabled() and wants:
             if other:
                 return _without_backward(self.run(PREDICT, _detached(leaves)), wants)
             self._refuse_lost_gradients(leaves, convention.names)
-            call = TrainingCall(self._facts, self.run, once=self._has_places)
+            call = TrainingCall(self._facts, self._rung, self.run, once=self._has_places)
             result = call.result(leaves)
             self._kept = weakref.ref(call)
             return result
         if not other and EVALUATE not in self._methods:
-            return self.run(FORWARD, leaves)[0]
+            return self.run(self._rung.forward, leaves)[0]
         return self.run(PREDICT if other else EVALUATE, leaves)
 
     def run(self, method: str, leaves: Sequence[Any]) -> Any:
-        if method not in {one.method for one in self._facts.backwards}:
+        if method not in {one.method for one in self._rung.backwards}:
             self._refuse_pending()
         return super().run(method, leaves)
 
@@ -117,7 +123,7 @@ class TrainingModule(StreamedModule):
         return nn.Module.load_state_dict(self, state_dict, strict)
 
     def _refuse_lost_gradients(self, leaves: Sequence[Any], names: Sequence[str]) -> None:
-        trained = {leaf for one in self._facts.backwards for leaf in one.gradients}
+        trained = {leaf for one in self._rung.backwards for leaf in one.gradients}
         trained |= {*range(len(leaves) - len(self._places), len(leaves))}
         for k, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
             if k not in trained and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
@@ -130,23 +136,18 @@ class TrainingModule(StreamedModule):
 class TrainingCall:
     """One call of a training program: the facts, and the structure of its result.
 
-    `run` runs a method on leaves; `forward` is the name of the one that runs first. With `once`, what the
-    forward keeps is there for one backward only.
+    `run` runs a method on leaves, and `rung` says which methods these are. With `once`, what the forward
+    keeps is there for one backward only.
     """
 
     spec: pytree.TreeSpec
 
     def __init__(
-        self,
-        facts: Training,
-        run: Callable[[str, Sequence[Any]], Any],
-        *,
-        forward: str = FORWARD,
-        once: bool = False,
+        self, facts: Training, rung: Rung, run: Callable[[str, Sequence[Any]], Any], *, once: bool = False
     ) -> None:
-        self.facts = facts
+        self.facts, self.rung = facts, rung
         self.spent, self._once = False, once
-        self._run, self._forward = run, forward
+        self._run = run
 
     def result(self, leaves: Sequence[Any]) -> Any:
         """Run the forward on leaves; the result has a `grad_fn`, which gives leaves their gradients."""
@@ -154,12 +155,12 @@ class TrainingCall:
         return pytree.tree_unflatten(list(flat), self.spec)
 
     def forward(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Returns the results, flat, and what backwards need, as `facts.kept` has it: tensors, and sizes."""
+        """Returns the results, flat, and what backwards need, as `rung.kept` has it: tensors, and sizes."""
         # Some kernels keep what a backward needs by the grad mode alone; a graph of their own has no use.
         with torch.enable_grad():
-            result, values = self._run(self._forward, _detached(leaves))
+            result, values = self._run(self.rung.forward, _detached(leaves))
         flat, self.spec = pytree.tree_flatten(result)
-        return flat, [values[-1 - leaf] if leaf < 0 else leaves[leaf] for leaf in self.facts.kept]
+        return flat, [values[-1 - leaf] if leaf < 0 else leaves[leaf] for leaf in self.rung.kept]
 
     def backward(self, chosen: Backward, kept: Sequence[Any], tangents: Sequence[Any]) -> Sequence[Any]:
         """Run a backward, which returns the gradients of the leaves `chosen.gradients`."""
@@ -169,7 +170,7 @@ class TrainingCall:
                 "again, or compile with spill=False"
             )
         self.spent = self._once  # also if it fails on the way
-        held = dict(zip(self.facts.kept, kept, strict=True))
+        held = dict(zip(self.rung.kept, kept, strict=True))
         made: Sequence[Any] = self._run(chosen.method, [*(held[leaf] for leaf in chosen.kept), *tangents])
         return made
 
@@ -183,10 +184,10 @@ class _Pass(torch.autograd.Function):
         ctx.call, ctx.leaves = call, len(leaves)
         ctx.numbers = [None if isinstance(one, torch.Tensor) else one for one in kept]
         ctx.save_for_backward(*(one for one in kept if isinstance(one, torch.Tensor)))
-        ctx.layouts = {k: _layout(flat[k]) for k in call.facts.tangents}
+        ctx.layouts = {k: _layout(flat[k]) for k in call.rung.tangents}
         ctx.set_materialize_grads(False)
         # A gradient that reaches a result which is left out is refused, so that it is not lost.
-        seen = {*call.facts.tangents, *call.facts.left_out}
+        seen = {*call.rung.tangents, *call.facts.left_out}
         others = [one for k, one in enumerate(flat) if k not in seen and isinstance(one, torch.Tensor)]
         ctx.mark_non_differentiable(*others)
         return tuple(flat)
@@ -198,7 +199,7 @@ class _Pass(torch.autograd.Function):
                 "gradients of gradients through streamed weights are not supported: call backward without "
                 "create_graph=True"
             )
-        chosen = _backward_for(ctx.call.facts, grads)
+        chosen = _backward_for(ctx.call.facts, ctx.call.rung, grads)
         tangents = [_laid_out(grads[k], ctx.layouts[k]) for k in chosen.tangents]
         saved = iter(ctx.saved_tensors)
         kept = [next(saved) if number is None else number for number in ctx.numbers]
@@ -210,10 +211,10 @@ class _Pass(torch.autograd.Function):
         return (None, *results)
 
 
-def _backward_for(facts: Training, grads: Sequence[torch.Tensor | None]) -> Backward:
+def _backward_for(facts: Training, rung: Rung, grads: Sequence[torch.Tensor | None]) -> Backward:
     """The backward for the results that gradients have come to."""
-    came = tuple(k for k in sorted({*facts.tangents, *facts.left_out}) if grads[k] is not None)
-    found = next((one for one in facts.backwards if one.tangents == came), None)
+    came = tuple(k for k in sorted({*rung.tangents, *facts.left_out}) if grads[k] is not None)
+    found = next((one for one in rung.backwards if one.tangents == came), None)
     if found is None:
         results = " and ".join(facts.results[k] for k in came) or "no result"
         raise StreamError(

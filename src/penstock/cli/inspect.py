@@ -16,6 +16,7 @@ from penstock.schedule.facts.sizes import format_size, format_time
 
 if TYPE_CHECKING:
     from penstock.backends.executorch.files import Exported
+    from penstock.runtime.training.rungs import RungBytes
     from penstock.schedule.payload.codec import Payload
     from penstock.schedule.plan import Plan
 
@@ -76,6 +77,7 @@ def inspect(
         return
     console.print_facts(str(program.path), _totals(program))
     tables = artifact_tables(program)
+    tables += activation_tables(_activations(program))
     if program.payload.lowering == "executorch":
         tables += delegate_tables(cast("Exported", program))
     for title, columns, rows in tables:
@@ -132,6 +134,7 @@ def _facts(program: _Inspected) -> dict[str, Any]:
         "weights": [asdict(w) for w in payload.weights],
         "storages": [asdict(s) for s in payload.storages],
         "traces": [asdict(t) for t in payload.traces],
+        "activations": [asdict(one) for one in _activations(program)],
     }
     return facts if payload.lowering != "executorch" else facts | _delegate_facts(program)
 
@@ -159,6 +162,24 @@ def _totals(program: _Inspected) -> list[tuple[str, str]]:
         *([("compiled for", machine)] if machine else []),
         *(("file", f"{name} ({format_size(nbytes)})") for name, nbytes in sizes[:_ROWS]),
     ]
+
+
+def _activations(program: _Inspected) -> Sequence[RungBytes]:
+    """What the rungs of a program that is trained keep."""
+    from penstock.runtime.program import Program
+    from penstock.runtime.training.rungs import rung_bytes
+
+    return rung_bytes(program) if isinstance(program, Program) else ()
+
+
+def activation_tables(rungs: Sequence[RungBytes]) -> list[Table]:
+    """The table of what is kept for a backward, at the exported sizes; none for what is not trained."""
+    rows = [
+        [one.activations, *map(format_size, (one.kept_bytes, one.activation_bytes, one.backward_read_bytes))]
+        for one in rungs
+    ]
+    columns = ("activations", "kept", "at most", "weights read by the backward")
+    return [("Kept for the backward", columns, rows)] if rows else []
 
 
 def delegate_tables(exported: Exported) -> list[Table]:

@@ -36,6 +36,7 @@ def plan(
     arena: options.ArenaName = None,
     hardware: options.HardwareName = "auto",
     host_memory: options.HostMemory = None,
+    activations: options.Activations = "auto",
     compare: Annotated[bool, typer.Option("--compare", help="Beside what other policies take.")] = False,
     sweep: Annotated[bool, typer.Option("--sweep", help="Time against budget, with all policies.")] = False,
     output: Annotated[
@@ -51,10 +52,11 @@ def plan(
     """Show what would stay in memory and what would stream within a budget, and whether that pays."""
     from penstock.models.advice import advise
     from penstock.runtime.program import open as open_program
+    from penstock.runtime.training.rungs import candidates
 
     check_outputs(output, report, timeline, force=force)
     with console.spinner("planning") as say:
-        program = open_program(artifact)
+        program = candidates(open_program(artifact), activations)[0]
         decide = partial(program.plan, keep=keep or (), arena=arena, host_memory=host_memory)
         decided = decide(budget, hardware=hardware)
 
@@ -67,7 +69,7 @@ def plan(
         _write_report(found, artifact.resolve().name, report, force=force)
     _write(found, output=output, timeline=timeline, force=force)
     if json:
-        _print_json(found)
+        _print_json(program, found)
     else:
         _print(artifact, program, found)
 
@@ -91,7 +93,7 @@ def _write(found: Advice, *, output: Path | None, timeline: Path | None, force: 
         found.plan.save_timeline(timeline, force=force)
 
 
-def _print_json(found: Advice) -> None:
+def _print_json(program: Program, found: Advice) -> None:
     """Print the verdict, the figures behind it, and the plan itself as JSON."""
     facts: dict[str, Any] = {
         "verdict": list(found.verdict),
@@ -100,6 +102,8 @@ def _print_json(found: Advice) -> None:
         "floor_bytes": found.floor_bytes,
         "plan": json_module.loads(found.plan.to_json()),
     }
+    if program.rung is not None:
+        facts["kept_bytes"], facts["activation_bytes"] = program.kept_bytes, program.activation_bytes
     if found.comparison is not None:
         facts["comparison"] = found.comparison
     if found.points is not None:
@@ -148,9 +152,16 @@ def _facts(program: Program, plan: Plan) -> list[tuple[str, str]]:
         ("streamed each pass", streamed),
         ("predicted", f"{predicted} a pass, {compute} of it compute"),
         ("best streaming possible", bound),
+        *([("activations", _kept(program))] if program.rung is not None else []),
         ("assumed", f"{plan.hardware.name}: {plan.hardware.note.removesuffix(UNEVEN).removesuffix('; ')}"),
         *([("but", UNEVEN)] if plan.hardware.uneven else []),
     ]
+
+
+def _kept(program: Program) -> str:
+    assert program.rung is not None
+    kept, most = format_size(program.kept_bytes), format_size(program.activation_bytes)
+    return f"{program.rung.name}: {kept} kept for the backward, {most} at most, beside the budget"
 
 
 def _print_sweep(points: Sequence[Point]) -> None:

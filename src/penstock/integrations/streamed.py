@@ -196,7 +196,7 @@ class Component:
                     self._steps.add(module.stats, self._plan.streamed_bytes)
                 return made
 
-        training = TrainingCall(backward.training, run, forward=method.name)
+        training = TrainingCall(backward.training, backward.training.rungs[0], run)
         outputs: Sequence[torch.Tensor] = training.result(list(call.tensors))
         return outputs
 

@@ -12,7 +12,7 @@ from torch.export import Dim, ExportedProgram, export
 from torch.nn import functional
 
 from penstock.passes.annotate import annotate
-from penstock.passes.training.facts import Training
+from penstock.passes.training.facts import RUNGS, Training
 from penstock.passes.training.halves import Halves, divide
 from penstock.schedule.facts.errors import PassError
 from tests.training_models import DECODER, Decoder
@@ -114,20 +114,25 @@ def run(program: ExportedProgram, leaves: list[Any]) -> list[Any]:
     return outputs[len(outputs) - len(signature.user_outputs) :]
 
 
-def call(halves: Halves, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[Any, dict[str, Any]]:
-    """The first result and the gradients of the trained parameters, by way of the two programs."""
+def call(
+    halves: Halves, module: nn.Module, inputs: tuple[torch.Tensor, ...], number: int = 0
+) -> tuple[Any, dict[str, Any]]:
+    """The first result and the gradients of the trained parameters, by way of the two programs of a rung."""
     facts: Training = halves.training
+    rung = facts.rungs[number]
+    (backward,) = rung.backwards
+    forward = halves.programs[rung.forward]
     leaves = [*inputs, *(module.get_parameter(fqn).detach() for fqn in facts.parameters)]
     with torch.enable_grad():
-        outputs = run(halves.forward, leaves)
+        outputs = run(forward, leaves)
     results, values = outputs[: len(facts.results)], outputs[len(facts.results) :]
-    weights = {value.untyped_storage().data_ptr() for value in halves.forward.state_dict.values()}
+    weights = {value.untyped_storage().data_ptr() for value in forward.state_dict.values()}
     kept_memory = {one.untyped_storage().data_ptr() for one in values if isinstance(one, torch.Tensor)}
     assert weights.isdisjoint(kept_memory), "a weight was kept"
-    (backward,) = facts.backwards
     kept = [values[-1 - leaf] if leaf < 0 else leaves[leaf] for leaf in backward.kept]
     with torch.no_grad():
-        found = run(halves.backwards[0], [*kept, *(torch.ones_like(results[k]) for k in facts.tangents)])
+        tangents = [torch.ones_like(results[k]) for k in backward.tangents]
+        found = run(halves.programs[backward.method], [*kept, *tangents])
     names = {leaf: fqn for leaf, fqn in enumerate(facts.parameters, len(inputs))}
     return results[0], {names[leaf]: one for leaf, one in zip(backward.gradients, found, strict=True)}
 
@@ -138,7 +143,7 @@ def test_values_are_those_of_autograd(name: str) -> None:
     torch.manual_seed(0)
     kind, shape = MODELS[name]
     module, x = kind(), torch.randn(shape)
-    halves = divide(exported := export(module, (x,), strict=False), trained(exported))
+    halves = divide(exported := export(module, (x,), strict=False), trained(exported), rungs=RUNGS)
     torch.manual_seed(1)
     expected = exported.module()(x)
     module.zero_grad()
@@ -152,14 +157,17 @@ def test_values_are_those_of_autograd(name: str) -> None:
     torch.manual_seed(1)
     loss = plain(x)
     loss.backward()
-    torch.manual_seed(1)
-    result, gradients = call(halves, module, (x,))
-    assert torch.equal(result, loss)
-    assert torch.equal(result, expected)
-    assert set(gradients) == set(trained(exported))
-    for fqn, gradient in gradients.items():
-        assert gradient.any()
-        assert torch.equal(gradient, plain.get_parameter(fqn).grad), fqn  # type: ignore[arg-type]
+    for number in range(len(halves.training.rungs)):
+        if name == "moving":
+            exported.state_dict["scale"].fill_(2.0)
+        torch.manual_seed(1)
+        result, gradients = call(halves, module, (x,), number)
+        assert torch.equal(result, loss)
+        assert torch.equal(result, expected)
+        assert set(gradients) == set(trained(exported))
+        for fqn, gradient in gradients.items():
+            assert gradient.any()
+            assert torch.equal(gradient, plain.get_parameter(fqn).grad), fqn  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +244,7 @@ def test_no_weight_needs_a_value() -> None:
 
     exported = penstock.fake_export(Decoder, DECODER.inputs())
     halves = divide(exported, trained(exported))
-    assert len(halves.training.backwards[0].gradients) == len(trained(exported)) == 12
+    assert len(halves.training.rungs[0].backwards[0].gradients) == len(trained(exported)) == 12
 
 
 def test_an_operation_without_a_gradient() -> None:

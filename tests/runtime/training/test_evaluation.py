@@ -119,7 +119,7 @@ def test_nothing_is_kept(programs: dict[str, Program]) -> None:
     """The methods for calls without gradients return the results only."""
     program = programs["dropout"]
     with program.load("100%") as module:
-        assert len([one for one in module._facts.kept if one < 0]) > 10  # type: ignore[union-attr]
+        assert len([one for one in module._rung.kept if one < 0]) > 10  # type: ignore[union-attr]
         inputs = [*DECODER.inputs(), *module.parameters()]
         for method in ("evaluate", "predict"):
             loss, logits = module.run(method, [one.detach() for one in inputs])

@@ -204,7 +204,7 @@ def test_one_forward_for_all_sets() -> None:
         assert counts[0] == max(counts), target
         assert counts[0] == counts[2], target
     assert calls[0]["aten.mm.default"] == 15
-    kept = [{*one.training.kept} for one in (joined, *alone)]
+    kept = [{*one.training.rungs[0].kept} for one in (joined, *alone)]
     assert len(kept[0]) <= len(kept[2]) + 1  # values that each set needs are returned once
     for one, other in zip(joined.backwards, alone, strict=True):
         assert len(list(one.graph.nodes)) == len(list(other.backwards[0].graph.nodes))

@@ -377,9 +377,10 @@ def rewritten(program: Program, folder: Path, change: Callable[[dict[str, Any]],
         ("backwards.tangents", [7], "does not fit the program"),
         ("backwards.method", "other", "which lacks other"),
         ("backwards", [], "which lacks backward"),
+        ("rungs", [], "has no rungs"),
         ("parameters", ["up.weight"] * 9, "does not fit the program"),
         ("parameters", ["other"], "lacks the parameter other"),
-        ("backwards.kept", ["up"], r"\$.backwards\[0\].kept\[0\]: expected"),
+        ("backwards.kept", ["up"], r"\$.rungs\[0\].backwards\[0\].kept\[0\]: expected"),
         ("losses", [], "losses is not a field"),
     ],
 )
@@ -388,7 +389,9 @@ def test_damaged_facts(
 ) -> None:
     def change(facts: dict[str, Any]) -> None:
         *path, name = field.split(".")
-        (facts["backwards"][0] if path else facts).update({name: value})
+        rung = facts["rungs"][0]
+        held = rung["backwards"][0] if path else rung if name == "backwards" else facts
+        held.update({name: value})
 
     folder = rewritten(two[1], tmp_path / "two.penstock", change)
     with pytest.raises((PayloadError, SourceError), match=sentence):

@@ -32,10 +32,12 @@ def budget(program: Program, request: pytest.FixtureRequest) -> int | str:
     return program.floor(arena="contiguous") if request.param == "floor" else str(request.param)
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=[*((engine, "keep") for engine in ENGINES), (ENGINES[-1], "layers")])
 def module(program: Program, budget: int | str, request: pytest.FixtureRequest) -> Iterator[TrainingModule]:
     """The decoder with readers of its own and poisoned memory, in which nothing comes without a copy."""
-    with program.load(budget, engine=request.param, poison=True, arena="contiguous") as loaded:
+    engine, rung = request.param
+    options = {"engine": engine, "activations": rung, "poison": True, "arena": "contiguous"}
+    with program.load(budget, **options) as loaded:
         yield loaded
 
 

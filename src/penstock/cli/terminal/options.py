@@ -14,6 +14,7 @@ from penstock.schedule.facts.sizes import parse_size
 
 _Given = str | list[str] | None
 _ARENAS = ("mapped", "pooled", "contiguous", "paged")
+_ACTIVATIONS = ("auto", "keep", "cut", "layers")
 _ENGINES = ("auto", "native", "python")
 _DTYPES = ("bfloat16", "float16", "float32")
 _ANY_TOTAL = 1 << 60
@@ -98,6 +99,13 @@ ArenaName = Annotated[
         help="mapped, pooled, contiguous or paged instead of the fastest.",
         callback=check_arena,
         autocompletion=offer(*_ARENAS),
+    ),
+]
+Activations = Annotated[
+    str,
+    typer.Option(
+        help="What a program that is trained keeps for its backward: keep, cut or layers.",
+        autocompletion=offer(*_ACTIVATIONS),
     ),
 ]
 EngineName = Annotated[

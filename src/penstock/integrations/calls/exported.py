@@ -22,7 +22,7 @@ from penstock.integrations.calls.modes import FastPathError, modes_of_call
 from penstock.integrations.calls.stages import Stage, stages_of, within
 from penstock.integrations.calls.values import Values, has_values, known_in_trace, with_values
 from penstock.integrations.libraries import as_when_called
-from penstock.integrations.training.backward import Backward, Size, differentiate
+from penstock.integrations.training.backward import Backward, differentiate
 from penstock.integrations.training.parameters import given, in_modes
 from penstock.passes.activations import Activations
 from penstock.passes.annotate import Annotated, annotate_with_values
@@ -38,6 +38,8 @@ from penstock.passes.weights.values import storage_bytes
 from penstock.schedule.facts.errors import PassError, StreamError
 
 _log = logging.getLogger(__name__)
+
+Size = int | Dimension
 
 _MOST_ANSWERS = 24
 """How often a call is exported until it decides what was assumed."""
@@ -127,7 +129,9 @@ class ExportedCall:
     def bytes_beside(self, call: Call) -> int:
         """Bytes that the call takes beside weights, for the tensors that it is given too."""
         sizes = self.checks.check(list(call.tensors))
-        peaks = [one.peak(sizes) for one in (self.activations, self.backward) if one is not None]
+        peaks = [self.activations.peak(sizes)]
+        if self.backward is not None:
+            peaks.append(self.backward.activations.peak(sizes))
         return max(peaks) + call.nbytes
 
     def check(self, outputs: Sequence[torch.Tensor]) -> None:

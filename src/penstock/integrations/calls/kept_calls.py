@@ -147,8 +147,8 @@ def encode_call(method: ExportedCall) -> bytes:
         "computed": sorted(annotated.computed),
     }
     if backward is not None:
-        sizes, moments = backward.activations.sizes, backward.activations.moments
-        call["backward"] = [backward.name, *map(encode_value, (backward.kept, sizes, moments))]
+        taken = backward.activations
+        call["backward"] = [backward.name, *map(encode_value, (taken.sizes, taken.moments, taken.held))]
     members = {_CALL: json.dumps(call, separators=(",", ":"), allow_nan=False).encode()}
     members |= _encode_method(annotated)
     if backward is not None:
@@ -199,15 +199,14 @@ def decode_call(data: bytes) -> ExportedCall:
 
 
 def _decode_backward(
-    members: Mapping[str, bytes], name: str, kept: Any, sizes: Any, moments: Any
+    members: Mapping[str, bytes], name: str, sizes: Any, moments: Any, held: Any
 ) -> Backward:
     own = {one.removeprefix(_BACKWARD): held for one, held in members.items() if one.startswith(_BACKWARD)}
     return Backward(
         name,
         Training.from_bytes(members[_TRAINING]),
         decode_method(own[_METHOD]),
-        decode_value(kept),
-        Activations(decode_value(sizes), decode_value(moments)),
+        Activations(*map(decode_value, (sizes, moments, held))),
         lambda: _annotated(own, name, ()),
     )
 

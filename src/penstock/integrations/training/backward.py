@@ -12,17 +12,12 @@ from torch.export import ExportedProgram
 from penstock.integrations.calls.arguments import Collected, Tree
 from penstock.passes.activations import Activations
 from penstock.passes.annotate import Annotated, annotate_with_values
-from penstock.passes.calls.checks import Dimension
-from penstock.passes.calls.inputs import dimension_of, user_placeholders
+from penstock.passes.calls.inputs import user_placeholders
 from penstock.passes.calls.signature import output_names, signature_of
-from penstock.passes.graph.nodes import tensors_of
-from penstock.passes.graph.propagation import storages_of
 from penstock.passes.lowering.method_code import MethodCode, method_code
 from penstock.passes.training.facts import Training
 from penstock.passes.training.halves import divide
 from penstock.schedule.facts.errors import PassError
-
-Size = int | Dimension
 
 _LOSSES = "loss", "logits", "last_hidden_state"
 """What a model returns that gradients come from: the first of these that it has."""
@@ -32,20 +27,15 @@ _LOSSES = "loss", "logits", "last_hidden_state"
 class Backward:
     """The backward of an exported call: its method, and what joins it to the forward.
 
-    `kept` are the bytes of what the forward keeps for it, and `activations` those that it takes itself, for
-    the sizes of the forward's call.
+    `activations` are the bytes of what it takes, and of what the forward keeps for it, for the sizes of the
+    forward's call.
     """
 
     name: str
     training: Training
     code: MethodCode
-    kept: tuple[Size, ...]
     activations: Activations
     annotated: Callable[[], Annotated]
-
-    def peak(self, sizes: Mapping[str, int]) -> int:
-        """The most bytes beside weights while it runs."""
-        return sum(_at(one, sizes) for one in self.kept) + self.activations.peak(sizes)
 
 
 def differentiate(
@@ -63,19 +53,15 @@ def differentiate(
             f"in training mode the model writes to its buffer {written[0]}, which only its program would "
             "see: put that part into eval mode"
         )
-    returned: Any = halves.forward.graph.output_node().args[0]
-    kept = returned[len(halves.training.results) :]
-    storages = {s: one for node in kept for one in tensors_of(node.meta["val"]) for s in storages_of(one)}
-    sizes: list[Any] = [one.untyped_storage().nbytes() for one in storages.values()]
-    (backward,) = halves.backwards
-    (facts,) = halves.training.backwards
-    own = f"{name}_backward"
+    (backward,), own, (rung,) = halves.backwards, f"{name}_backward", halves.training.rungs
+    (facts,) = rung.backwards
+    rung = replace(rung, forward=name, backwards=(replace(facts, method=own),))
+    training = replace(halves.training, rungs=(rung,))
     return halves.forward, Backward(
         own,
-        replace(halves.training, backwards=(replace(facts, method=own),)),
+        training,
         method_code(backward),
-        tuple(size if isinstance(size, int) else dimension_of(halves.forward, size) for size in sizes),
-        Activations.of(halves.forward, backward.graph_module),
+        Activations.of(backward, backward.graph_module, training.made(own)),
         lambda: annotate_with_values({own: backward}),
     )
 
@@ -89,10 +75,3 @@ def _losses(exported: ExportedProgram, output: Tree) -> Sequence[str] | None:
         if isinstance(leaf := held.get(name), Collected):
             return [names[leaf.index]]
     return None
-
-
-def _at(size: Size, sizes: Mapping[str, int]) -> int:
-    if isinstance(size, int):
-        return size
-    value = size.value(sizes)
-    return size.example if value is None else int(value)

@@ -14,13 +14,11 @@ from torch import nn
 from penstock.integrations.calls.kinds import Call
 from penstock.integrations.emptied.absent import AbsentTensor
 from penstock.integrations.emptied.watch import SETTINGS
+from penstock.passes.training.facts import COPIES
 from penstock.passes.weights.subclasses import has_parts
 from penstock.schedule.facts.errors import PassError, StreamError
 
 _log = logging.getLogger(__name__)
-
-COPIES = 4
-"""What is counted for each trained parameter: itself, its gradient, and the two moments of AdamW."""
 
 _CHECKPOINTING = "gradient_checkpointing"
 

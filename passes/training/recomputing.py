@@ -1,0 +1,235 @@
+"""What the backward computes again instead of keeping it: cheap values (`cut`), or whole layers (`layers`).
+
+Computed again are only operators that give the same bits from the same values: no random ones, whose draws
+are kept (a dropout's mask), none with effects, and none from outside of torch, of which nothing is known. A
+value that is computed again may read weights, which the backward then acquires once more.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Sequence
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from penstock.passes.graph.nodes import size_hint, tensors_of
+from penstock.passes.graph.propagation import FLOPS, storages_of
+from penstock.passes.training.joint import Joint
+from penstock.passes.training.partition import forward_of, needed, partition, steady_storages, unpacked
+from penstock.passes.weights.usage import is_view
+
+_BY_GRAD_MODE = frozenset({torch.ops.aten.mkldnn_rnn_layer.default})
+"""Operators that return less where gradients are not recorded, as in a backward."""
+
+_INFINITE = 2**30
+"""A capacity that no cut contains; all others add up to less. The solver counts in 32 bits."""
+
+_LIMITS, _MOST_PLACES = 32, 256
+"""How many sizes of the largest segment are tried, and of how many positions its ends are chosen."""
+
+
+def keep(joint: Joint, frozen: Collection[str] = ()) -> frozenset[fx.Node]:
+    """Returns what is computed again if all is kept that the backward reads: nothing."""
+    return frozenset()
+
+
+def cut(joint: Joint, frozen: Collection[str] = ()) -> frozenset[fx.Node]:
+    """Returns what is computed again if fewest bytes are kept, and no product is computed twice.
+
+    The values that are kept are a minimal cut between what the forward is given and what the backward needs,
+    each value with its bytes as its capacity. Of several minimal cuts it is the one behind which the least is
+    computed. Nor is a value computed again that reads more bytes of weights than it has itself: a row of an
+    embedding's table is kept, and a matrix that is unpacked from fewer bits is not.
+    """
+    values = _Values(joint, frozen)
+    cheap = {node for node in values.repeatable if values.is_cheap(node)}
+    return frozenset(cheap - _minimal_cut(values, cheap))
+
+
+def layers(joint: Joint, frozen: Collection[str] = ()) -> frozenset[fx.Node]:
+    """Returns what is computed again if only values are kept that go from one segment to the next.
+
+    A segment begins where few bytes go from the nodes in front of it to those behind: between two layers, one
+    value does. The segments are those for which what is kept, and what the largest of them computes again,
+    take the fewest bytes together.
+    """
+    values = _Values(joint, frozen)
+    kept = {storage for position in _segments(values) for storage in values.crossing[position]}
+    return frozenset(
+        node for node in values.repeatable if not values.owns(node) or kept.isdisjoint(_storage_bytes(node))
+    )
+
+
+class _Values:
+    """The values of a joint graph's forward, and what may be computed again of them."""
+
+    def __init__(self, joint: Joint, frozen: Collection[str]) -> None:
+        self.joint, self.frozen, self.steady = joint, frozen, steady_storages(joint)
+        self.unpacked = unpacked(joint, frozen)
+        inputs = {s for node in joint.inputs if node is not None for s in storages_of(node.meta["val"])}
+        self._written = inputs - self.steady
+        early = forward_of(joint)
+        self.nodes = [node for node in joint.graph_module.graph.nodes if node in early]
+        self.own = needed(joint.gradients.values()) - early
+        self.repeatable: set[fx.Node] = set()
+        for node in self.nodes:
+            if self._gives_the_same(node):
+                self.repeatable.add(node)
+
+    def _gives_the_same(self, node: fx.Node) -> bool:
+        if not storages_of(node.meta.get("val")):
+            return False  # sizes are kept, as numbers
+        if node.target is operator.getitem:
+            return node.args[0] in self.repeatable
+        if any(self._written.intersection(storages_of(one.meta.get("val"))) for one in node.all_input_nodes):
+            return False  # the backward would read what the program has written since
+        return node.op == "call_function" and _is_deterministic(node)
+
+    def is_given(self, node: fx.Node) -> bool:
+        """Tells whether the backward has a value anyway: inputs, views of them, sizes, unpacked weights."""
+        return node in self.unpacked or self.steady.issuperset(storages_of(node.meta.get("val")))
+
+    def owns(self, node: fx.Node) -> bool:
+        """Tells whether a node's value is the tensor that a storage was made for, and no view of one."""
+        if node.target is operator.getitem:
+            return not is_view(node.args[0])  # type: ignore[arg-type]
+        return isinstance(node.meta["val"], torch.Tensor) and not (is_view(node) and node.op != "placeholder")
+
+    def is_cheap(self, node: fx.Node) -> bool:
+        """Tells whether a node multiplies no matrices, and reads no weight that is larger than its value."""
+        made = sum(_storage_bytes(node).values())
+        given = [one for one in node.all_input_nodes if self.is_given(one)]
+        reads = max((sum(_storage_bytes(one).values()) for one in given), default=0)
+        return is_view(node) or (not node.meta.get(FLOPS, 0) and reads <= made)
+
+    @cached_property
+    def needed(self) -> dict[int, int]:
+        """The bytes of each storage that the backward reads, where nothing is computed again."""
+        kept = partition(self.joint, self.frozen).kept
+        return {s: n for node in kept for s, n in _storage_bytes(node).items()}
+
+    @cached_property
+    def crossing(self) -> list[dict[int, int]]:
+        """For each node, the bytes of each storage that is made before it, and read by it or behind it.
+
+        Those that are kept in any case are left out.
+        """
+        last: dict[int, int] = {}
+        fixed: set[int] = set()
+        for k, node in enumerate(self.nodes):
+            last |= {s: k for one in node.all_input_nodes for s in storages_of(one.meta["val"])}
+            if node not in self.repeatable:
+                fixed.update(storages_of(node.meta["val"]))
+        found: list[dict[int, int]] = []
+        held: dict[int, int] = {}
+        for k, node in enumerate(self.nodes):
+            held = {s: n for s, n in held.items() if last[s] >= k}
+            found.append(held)
+            made = {} if node.op == "placeholder" or self.is_given(node) else _storage_bytes(node)
+            held = held | {s: n for s, n in made.items() if s in last and s not in fixed}
+        return found
+
+
+def _is_deterministic(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, OpOverload) or target.namespace != "aten" or target in _BY_GRAD_MODE:
+        return False
+    if target._schema.is_mutable or torch.Tag.nondeterministic_bitwise in target.tags:
+        return False
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return True
+    # Attention has the tag for its dropout, and draws nothing where there is none.
+    arguments = target._schema.arguments
+    given = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    given |= dict(zip((a.name for a in arguments), node.args, strict=False)) | dict(node.kwargs)
+    return given.get("dropout_p") == 0
+
+
+def _storage_bytes(node: fx.Node) -> dict[int, int]:
+    """The bytes of the storages of a node's value at the exported sizes."""
+    tensors = tensors_of(node.meta["val"])
+    return {storages_of(one)[0]: size_hint(one.untyped_storage().nbytes()) for one in tensors}
+
+
+def _minimal_cut(values: _Values, cheap: Collection[fx.Node]) -> set[fx.Node]:
+    """The values to keep so that the bytes of them are the fewest."""
+    import numpy as np
+    from scipy.sparse import csr_matrix
+    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+    nodes = [node for node in values.nodes if not values.is_given(node)]
+    number = {
+        node: 2 * k for k, node in enumerate(nodes)
+    }  # where a value is made; one more: where it is read
+    source, sink = 2 * len(nodes), 2 * len(nodes) + 1
+    owned = {node: sum(_storage_bytes(node).values()) for node in nodes if values.owns(node)}
+    unit = sum(owned.values()) // (_INFINITE // 2) + 1
+    edges: list[tuple[int, int, int]] = []
+    for node, k in number.items():
+        edges.append((k, k + 1, owned[node] // unit + 1 if node in owned else _INFINITE))
+        if node in cheap:
+            edges += [(number[one] + 1, k, _INFINITE) for one in node.all_input_nodes if one in number]
+        else:
+            edges.append((source, k, _INFINITE))
+        if any(user in values.own for user in node.users):
+            edges.append((k + 1, sink, _INFINITE))
+    starts, ends, capacities = np.array(edges, dtype=np.int32).T
+    size = (sink + 1, sink + 1)
+    graph = csr_matrix((capacities, (starts, ends)), shape=size)
+    left = graph - maximum_flow(graph, source, sink).flow
+    left.data = (left.data > 0).astype(np.int32)
+    left.eliminate_zeros()
+    behind = {int(k) for k in breadth_first_order(left.T.tocsr(), sink, return_predecessors=False)}
+    return {node for node, k in number.items() if k + 1 in behind and k not in behind}
+
+
+def _segments(values: _Values) -> Sequence[int]:
+    """The positions of the nodes at which segments begin, without the first.
+
+    For each size of the largest segment, in bytes that the backward needs of it, the positions at which
+    fewest bytes are kept are found from the end. What goes through several positions is kept once.
+    """
+    places = [0, *_narrow(values), len(values.nodes)]
+    crossing = [*values.crossing, {}]
+    inside = _inside(values, places)
+    added = [[sum(n for s, n in crossing[b].items() if s not in crossing[a]) for b in places] for a in places]
+    best: tuple[int, list[int]] | None = None
+    largest, most = max(b - a for a, b in pairwise(inside)), inside[-1]
+    for limit in {largest + (most - largest) * k * k // _LIMITS**2 for k in range(_LIMITS + 1)}:
+        kept, after = [0] * len(places), [0] * len(places)
+        for a in reversed(range(len(places) - 1)):
+            reached = [b for b in range(a + 1, len(places)) if inside[b] - inside[a] <= limit]
+            after[a] = min(reached, key=lambda b: added[a][b] + kept[b])
+            kept[a] = added[a][after[a]] + kept[after[a]]
+        if best is None or kept[0] + limit < best[0]:
+            chosen = [after[0]]
+            while chosen[-1] < len(places) - 1:
+                chosen.append(after[chosen[-1]])
+            best = kept[0] + limit, [places[k] for k in chosen[:-1]]
+    return best[1] if best else ()
+
+
+def _narrow(values: _Values) -> list[int]:
+    """The positions where fewer bytes cross than around them, and the fewest of all if there are many."""
+    widths = [sum(one.values()) for one in values.crossing]
+    changes = [k for k in range(1, len(widths)) if values.crossing[k] != values.crossing[k - 1]]
+    around = zip([0, *changes], changes, [*changes[1:], None], strict=False)
+    found = [
+        k
+        for before, k, behind in around
+        if 0 < widths[k] <= widths[before] and (behind is None or widths[k] <= widths[behind])
+    ]
+    return sorted(sorted(found, key=widths.__getitem__)[:_MOST_PLACES])
+
+
+def _inside(values: _Values, places: Sequence[int]) -> list[int]:
+    """The bytes that the backward needs of what is made in front of each of these positions."""
+    made: dict[int, int] = {}
+    for k, node in enumerate(values.nodes):
+        for storage in storages_of(node.meta["val"]):
+            made.setdefault(storage, k)
+    return [sum(n for s, n in values.needed.items() if made.get(s, 0) < place) for place in places]

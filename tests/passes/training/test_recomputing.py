@@ -1,0 +1,158 @@
+"""What the backward computes again: the same bits, no random value, and products only where layers are."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim, ExportedProgram, export
+from torch.nn import functional
+
+from penstock.passes.activations import Activations
+from penstock.passes.annotate import annotate
+from penstock.passes.training.facts import RUNGS
+from penstock.passes.training.halves import Halves, divide
+from tests.passes.training.test_halves import call, products, trained
+from tests.training_models import DECODER, WIDTH, Decoder
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(scope="module")
+def decoder() -> tuple[nn.Module, Halves]:
+    """The decoder for batches of any length, which are as large as those of its weights."""
+    length = Dim("length", min=2, max=512)
+    module = DECODER.model()
+    tokens = torch.randint(0, 96, (2, 100))
+    exported = export(module, (tokens, tokens), dynamic_shapes=({1: length}, {1: length}), strict=False)
+    return module, divide(exported, trained(exported), rungs=RUNGS)
+
+
+def backward_of(halves: Halves, name: str) -> ExportedProgram:
+    rung = halves.training.rung(name)
+    assert rung is not None
+    return halves.programs[rung.backwards[0].method]
+
+
+def held(halves: Halves, name: str) -> Activations:
+    rung = halves.training.rung(name)
+    assert rung is not None
+    return Activations.of(halves.programs[rung.backwards[0].method], held=rung.made(rung.backwards[0].method))
+
+
+def test_each_rung_keeps_fewer_bytes_and_takes_less_memory(decoder: tuple[nn.Module, Halves]) -> None:
+    found = [held(decoder[1], name) for name in RUNGS]
+    assert found[0].held_bytes() > found[1].held_bytes() > 2 * found[2].held_bytes()
+    assert found[0].peak() > found[1].peak() > found[2].peak()
+
+
+def test_layers_keep_what_goes_from_one_to_the_next_and_what_is_random(
+    decoder: tuple[nn.Module, Halves],
+) -> None:
+    value = 2 * 100 * WIDTH * 4
+    masks, between = 3 * 2, 3 * 2 - 1  # one value goes between any two of three attentions and three others
+    assert held(decoder[1], "layers").held_bytes() == (masks + between) * value
+
+
+def test_bytes_are_counted_at_any_size(decoder: tuple[nn.Module, Halves]) -> None:
+    for name in RUNGS:
+        one = held(decoder[1], name)
+        (symbol,) = {symbol for size in one.sizes for symbol in size.symbols}
+        exported, fixed = one.held_bytes(), one.held[0]
+        assert one.held_bytes({symbol: 300}) - fixed == 3 * (exported - fixed)
+
+
+def test_random_values_are_drawn_once(decoder: tuple[nn.Module, Halves]) -> None:
+    for name in RUNGS:
+        drawn = [
+            node for node in backward_of(decoder[1], name).graph.nodes if node.target is aten.bernoulli.p
+        ]
+        assert not drawn
+
+
+def test_a_cut_computes_no_product_twice(decoder: tuple[nn.Module, Halves]) -> None:
+    counts = [len(list(products(backward_of(decoder[1], name)))) for name in RUNGS]
+    assert counts[0] == counts[1]
+    # In each block three views of one weight, the gate with its adapter, and what the other adapter's second
+    # product is of; behind the last value that is kept, the last product of the block, and the head.
+    assert counts[2] == counts[0] + 3 * (3 + 3 + 1) + 2
+
+
+def test_weights_are_read_once_more_where_layers_are_computed_again(
+    decoder: tuple[nn.Module, Halves],
+) -> None:
+    payload = annotate(dict(decoder[1].programs))
+    names = payload.storage_names()
+    reads = {
+        trace.method: Counter(names[s] for step in trace.steps for s in step.reads)
+        for trace in payload.traces
+    }
+    once, forward = reads["backward"], reads["forward"]
+    large = {name for name, one in zip(names, payload.storages, strict=True) if one.nbytes > 32 << 10}
+    assert {name: once[name] for name in large} == {name: reads["backward_cut"][name] for name in large}
+    more = {name for name in large if name.endswith(("packed", "gate.base.weight"))}
+    more |= {"blocks.2.back.weight"}
+    for name in large - {"embed.weight"}:
+        assert reads["backward_layers"][name] == once[name] + (forward[name] if name in more else 0), name
+    assert reads["backward_layers"]["embed.weight"] == once["embed.weight"] + 2  # as table, and as head
+
+
+def test_gradients_are_equal_on_every_rung(decoder: tuple[nn.Module, Halves]) -> None:
+    module, halves = decoder
+    tokens = torch.randint(0, 96, (2, 37))
+    for parameter in module.parameters():
+        parameter.grad = None
+    torch.manual_seed(3)
+    module(tokens, tokens)[0].backward()
+    for number in range(len(RUNGS)):
+        torch.manual_seed(3)
+        _, gradients = call(halves, module, (tokens, tokens), number)
+        for fqn, gradient in gradients.items():
+            assert gradient.any()
+            assert torch.equal(gradient, module.get_parameter(fqn).grad), fqn  # type: ignore[arg-type]
+
+
+class Unpacked(nn.Module):
+    """A linear whose weight is stored in one byte for each number, behind a trained one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 64)
+        self.register_buffer("packed", torch.randint(-9, 9, (64, 64), dtype=torch.int8))
+        self.table = nn.Embedding(512, 64)
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        y = functional.linear(self.up(x), self.packed.to(torch.float32) * 0.1)  # type: ignore[operator]
+        return (self.up(y) * self.table(rows)).square().mean()
+
+
+def test_a_matrix_is_unpacked_again_and_a_table_is_not_read_again() -> None:
+    inputs = torch.randn(4, 64), torch.arange(4)
+    exported = export(Unpacked(), inputs, strict=False)
+    halves = divide(exported, trained(exported), rungs=("cut",))
+    assert held(halves, "cut").held_bytes() < 64 * 64  # neither the matrix, nor what is made of it
+    targets = [node.target for node in backward_of(halves, "cut").graph.nodes]
+    assert aten.embedding.default not in targets
+
+
+def test_a_rung_that_saves_nothing_is_left_out() -> None:
+    class One(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.up(x).sum()
+
+    exported = export(One(), (torch.ones(2, 8),), strict=False)
+    halves = divide(exported, trained(exported), rungs=RUNGS)
+    assert [rung.name for rung in halves.training.rungs] == ["keep"]
+
+
+def test_no_weight_needs_a_value() -> None:
+    import penstock
+
+    exported = penstock.fake_export(Decoder, DECODER.inputs())
+    assert len(divide(exported, trained(exported), rungs=RUNGS).programs) == 2 * len(RUNGS)
