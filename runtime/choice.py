@@ -29,6 +29,7 @@ from penstock.schedule.facts.hardware import find_hardware, stretched, with_time
 from penstock.schedule.facts.model import Arena, Hardware, Range, Storage, Trace, Wrap
 from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.facts.sizes import format_budget, format_size
+from penstock.schedule.facts.validity import check_machine
 from penstock.schedule.ladder import ladder
 from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan
@@ -118,7 +119,7 @@ def _problem(folder: Path, payload: Payload, request: PlanRequest) -> Problem:
     """The problem to plan: the arena, the machine, and the times of the traces on this machine."""
     kept = kept_storages(payload, request.keep)
     arena, hardware = _choose(folder, payload, request, kept)
-    hardware.check()  # first, because modelling times divides by the rates
+    check_machine(hardware)  # first, because modelling times divides by the rates
     traces = request.traces
     if not traces:
         traces = tuple(with_times(trace, hardware) for trace in payload.traces)

@@ -228,9 +228,7 @@ class Program:
         if plan is not None and activations != AUTO:
             raise PlanError("activations= is decided by the plan: give it to plan()")
         if reserve and device_memory is None:
-            raise BudgetError(
-                "reserve= is taken from device_memory=: give that instead of a budget or a plan"
-            )
+            raise BudgetError("reserve= is taken from device_memory=: give that, not a budget or a plan")
         if plan is not None:
             planned = planned_for(self, plan)
             verify_plan(planned.payload.storages, planned.payload.traces, plan)

@@ -20,7 +20,7 @@ from penstock.schedule.facts.errors import BudgetError, PlanError
 from penstock.schedule.facts.model import Schedule, Trace
 from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.facts.sizes import format_budget, format_size
-from penstock.schedule.facts.validity import facts_faults
+from penstock.schedule.facts.validity import check_machine, facts_faults
 from penstock.schedule.host import with_host
 from penstock.schedule.plan import Plan
 from penstock.schedule.search import contiguous, paged
@@ -109,7 +109,7 @@ def make_plan(
         PlanError: the hardware has a rate that is not above 0 and finite, or a negative size; it has no disk,
             and `problem.host` limits the host; or a time, size or read of the facts is impossible.
     """
-    problem.hardware.check()
+    check_machine(problem.hardware)
     for fault in facts_faults(problem.storages, problem.traces):
         raise PlanError(f"nothing can be planned: {fault}")
     traces = _planned_traces(problem)

@@ -80,15 +80,14 @@ def divide(
 
     There are methods for each of `rungs`; one that takes no less memory than those before it is left out.
     Where there are several sets of results, all is kept, and the first of `rungs` stands for that.
-
     The inputs of the names `inputs` have gradients too; None stands for those that required grad when the
     program was exported. Gradients come from the results `losses`, by name, or from one of several sets of
     them, each of which has a backward. None stands for the floating-point numbers of no dimension among the
-    results, or for all floating-point tensors if there is no such number.
-    With `spill`, what the forward keeps gets places among the weights where it can.
+    results, or for all floating-point tensors if there is no such number. With `spill`, what the forward
+    keeps gets places among the weights where it can.
 
     Raises PassError where autograd cannot trace the program, if nothing has a gradient, for a parameter that
-    shares its memory, and for sets that are equal. With `spill` there is one set.
+    shares its memory, for sets that are equal, and for several sets with `spill`.
     """
     catalog = Catalog()
     weights = Weights(catalog.add(exported), catalog.storages)

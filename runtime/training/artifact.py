@@ -19,7 +19,7 @@ from penstock.passes.building.fake_export import with_computed_buffers
 from penstock.passes.building.refusals import sentence
 from penstock.passes.pipeline import Pipeline
 from penstock.passes.training.alone import alone, is_same
-from penstock.passes.training.facts import EVALUATE, PREDICT, RUNGS, Keeping
+from penstock.passes.training.facts import EVALUATE, PREDICT, RUNGS, Keeping, Training
 from penstock.passes.training.halves import divide
 from penstock.passes.training.own_gradients import refused_own_gradients
 from penstock.passes.weights.lifted import refuse_lost_values
@@ -92,11 +92,7 @@ def compile_training(
         if not same:
             programs[PREDICT] = alone(in_eval, parameters)
     annotated = annotate_with_values(programs)
-    traces = {trace.method: trace for trace in annotated.payload.traces}
-    for rung in training.rungs:
-        pair = rung.methods[:2]
-        traces |= zip(pair, _in_turn(*(traces[name] for name in pair)), strict=True)
-    payload = replace(annotated.payload, traces=tuple(traces.values()))
+    payload = replace(annotated.payload, traces=_in_turn(annotated.payload.traces, training))
     values = {fqn: exported.state_dict[fqn] for fqn in parameters}
     return compile(replace(annotated, payload=payload, training=training, trained=values), path, **options)
 
@@ -117,11 +113,15 @@ def _rungs(asked: Sequence[Keeping] | None, lowering: str, *, spill: bool) -> Se
     return [one for one in RUNGS if one in asked]
 
 
-def _in_turn(forward: Trace, backward: Trace) -> tuple[Trace, Trace]:
-    """The traces of a forward and a backward, each of which follows the other where both read weights."""
-    if not (forward.steps and backward.steps):
-        return forward, backward
-    return replace(forward, follows=backward.graph), replace(backward, follows=forward.graph)
+def _in_turn(traces: Sequence[Trace], training: Training) -> tuple[Trace, ...]:
+    """The traces, in which forward and backward of each rung follow each other where both read weights."""
+    found = {trace.method: trace for trace in traces}
+    for rung in training.rungs:
+        forward, backward = (found[name] for name in rung.methods[:2])
+        if forward.steps and backward.steps:
+            found[forward.method] = replace(forward, follows=backward.graph)
+            found[backward.method] = replace(backward, follows=forward.graph)
+    return tuple(found.values())
 
 
 def _exported(

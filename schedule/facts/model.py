@@ -7,13 +7,9 @@ field. All offsets are in bytes, all ranges are half-open, and all times are int
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
-
-from penstock.schedule.facts.errors import PlanError
 
 Kind = Literal["streamable", "mutable", "returned", "inlined", "small", "produced"]
 Role = Literal["parameter", "buffer", "constant", "value"]
@@ -237,10 +233,6 @@ UNEVEN = "measured rates are uneven: see `penstock hardware`"
 """The end of the note of hardware that has a doubtful figure."""
 
 
-_UNKNOWN = ("disk_bytes_per_s", "write_bytes_per_s")
-"""The rates of a machine that may be missing."""
-
-
 @dataclass(frozen=True)
 class Hardware:
     """The machine that a plan assumes. Rates are per second, and latencies are for each transfer.
@@ -273,26 +265,6 @@ class Hardware:
     def uneven(self) -> bool:
         """True if `note` says that figures of this hardware are doubtful."""
         return self.note.endswith(UNEVEN)
-
-    def faults(self) -> Iterator[str]:
-        """Yield a sentence for each impossible figure: its field, what is expected, and what was found."""
-        for name in ("link_latency_ns", "link_in_flight_bytes", "memory_nbytes", "disk_latency_ns"):
-            if (getattr(self, name) or 0) < 0:
-                yield f"{name}: expected 0 or more, got {getattr(self, name)}"
-        for name in ("flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", *_UNKNOWN):
-            rate = getattr(self, name)
-            if rate is None and name in _UNKNOWN:
-                continue
-            if not (rate > 0 and math.isfinite(rate)):
-                yield f"{name}: expected a rate above 0 and finite, got {rate}"
-
-    def check(self) -> None:
-        """Raise PlanError with the first of `faults`."""
-        for fault in self.faults():
-            raise PlanError(
-                f"nothing can be planned for the hardware {self.name!r}: {fault}; "
-                "give its figures, or measure it (hardware='auto')"
-            )
 
     def copy_ns(self, nbytes: int) -> int:
         """Nanoseconds that one transfer of `nbytes` takes, rounded up."""

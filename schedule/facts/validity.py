@@ -6,12 +6,17 @@ Every function yields a sentence for each fault, which begins with `path`, the p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
+from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import Decisions, Drop, Hardware, Range, Storage, Trace, Transfer
 
 LARGEST_SIZE = 1 << 50
 """The most bytes that a file, a storage or an arena may have: far above any model, and far below overflow."""
+
+_UNKNOWN = ("disk_bytes_per_s", "write_bytes_per_s")
+"""The rates of a machine that may be missing."""
 
 
 def range_faults(value: int, least: int, most: int, path: str) -> Iterator[str]:
@@ -112,8 +117,29 @@ def turn_faults(traces: Sequence[Trace], path: str) -> Iterator[str]:
 
 
 def machine_faults(hardware: Hardware, path: str) -> Iterator[str]:
-    for fault in hardware.faults():
+    for fault in _figure_faults(hardware):
         yield f"{path}.{fault}"
+
+
+def check_machine(hardware: Hardware) -> None:
+    """Raise PlanError for a machine with an impossible figure."""
+    for fault in _figure_faults(hardware):
+        raise PlanError(
+            f"nothing can be planned for the hardware {hardware.name!r}: {fault}; "
+            "give its figures, or measure it (hardware='auto')"
+        )
+
+
+def _figure_faults(hardware: Hardware) -> Iterator[str]:
+    for name in ("link_latency_ns", "link_in_flight_bytes", "memory_nbytes", "disk_latency_ns"):
+        if (getattr(hardware, name) or 0) < 0:
+            yield f"{name}: expected 0 or more, got {getattr(hardware, name)}"
+    for name in ("flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", *_UNKNOWN):
+        rate = getattr(hardware, name)
+        if rate is None and name in _UNKNOWN:
+            continue
+        if not (rate > 0 and math.isfinite(rate)):
+            yield f"{name}: expected a rate above 0 and finite, got {rate}"
 
 
 def plan_faults(plan: Decisions, path: str, storages: int) -> Iterator[str]:

@@ -77,20 +77,9 @@ def _share_for_all(
         gaps = gaps_of(groups, trace, which=which)
         steps = len(trace.steps)
         residency = Residency(groups, gaps, needed_bytes(groups, steps, which=which))
-        plans.append(
-            (
-                trace,
-                residency,
-                Loads(
-                    groups,
-                    gaps,
-                    steps,
-                    breaks=pieces.breaks,
-                    which=which,
-                    call_ends=partial(problem.call_ends, which),
-                ),
-            )
-        )
+        ends = partial(problem.call_ends, which)
+        loads = Loads(groups, gaps, steps, breaks=pieces.breaks, which=which, call_ends=ends)
+        plans.append((trace, residency, loads))
     for share in range(_SHARES, -1, -1):
         fixed = tuple(len(g.spans) if g.kept else len(g.spans) * share // _SHARES for g in groups)
         streams, period = [], 0

@@ -409,8 +409,7 @@ def apply(
     parts = components_of(model)
     if train and not isinstance(model, nn.Module):
         raise PassError(f"train=True takes a model, and this {type(model).__name__} is a pipeline of several")
-    if train and lowering != "eager":
-        raise PassError(f'train=True computes what eager PyTorch does: leave lowering="{lowering}" out')
+    _refuse_compiled(lowering, train=train)
     for name, module in parts.items():
         refuse_wrapped(module, name)
     where = Where(Cache.at(cache), device, lowering)
@@ -453,23 +452,17 @@ def load(
     `dtype` is what `from_pretrained` takes (`torch.bfloat16`, `"bfloat16"`, `"auto"`). Weights that the files
     have in another dtype than the library gives them are converted once, to the same bits, into `cache`; how
     many bytes that writes is logged before.
-
     With `train`, an adapter is made on a model and trained as by `apply`. `adapter` is a configuration of
     peft, the folder of a saved adapter, or a function such as `lambda model: get_peft_model(model, config)`,
-    whose result is returned. Its first values are those that it has in the present state of torch's
-    generator.
-
-    As a context manager the object stops its readers and frees its memory at the end.
-
-    Raises SourceError for a folder that holds no model, PassError and BudgetError as `apply`.
+    whose result is returned. Its first values are drawn from torch's generator as it is.
+    As a context manager the object stops its readers and frees its memory. Raises SourceError for a folder
+    that holds no model, PassError and BudgetError as `apply`.
     """
     begun, adapting = monotonic(), Adapting.asked(adapter, train=train)
     refuse_global_hooks()
-    if train and lowering != "eager":
-        raise PassError(f'train=True computes what eager PyTorch does: leave lowering="{lowering}" out')
-    folder = local_folder(source)
+    _refuse_compiled(lowering, train=train)
+    folder, asked = local_folder(source), asked_dtype(dtype)
     refuse_variant(folder, variant)
-    asked = asked_dtype(dtype)
     nbytes, where = parse_size(memory, name="memory"), Where(Cache.at(cache), device, lowering)
     applied = Applied(None, Cap(nbytes, counts_own=device == "cpu"), where, restores=False)
 
@@ -496,3 +489,8 @@ def load(
         applied.prepare_tiny_call()
     applied.log_ready(begun)
     return closing(applied.target)
+
+
+def _refuse_compiled(lowering: str, *, train: bool) -> None:
+    if train and lowering != "eager":
+        raise PassError(f'train=True computes what eager PyTorch does: leave lowering="{lowering}" out')

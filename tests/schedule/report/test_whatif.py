@@ -8,6 +8,7 @@ from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.hardware import PRESETS, find_hardware, with_times
 from penstock.schedule.facts.model import Hardware, Step, Storage, Trace, Work
 from penstock.schedule.facts.problem import Demand, Problem
+from penstock.schedule.facts.validity import check_machine
 from penstock.schedule.plan import Plan
 from penstock.schedule.planner import floor, make_plan
 from penstock.schedule.report import whatif
@@ -66,6 +67,6 @@ def test_an_unknown_machine_lists_all() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_machines(name: str) -> None:
     hardware = find_hardware(name)
-    hardware.check()
+    check_machine(hardware)
     assert hardware.name == name
     assert hardware.memory_nbytes
