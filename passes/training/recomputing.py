@@ -70,7 +70,7 @@ class _Values:
     def __init__(self, joint: Joint, frozen: Collection[str]) -> None:
         self.joint, self.frozen, self.steady = joint, frozen, steady_storages(joint)
         self.unpacked = unpacked(joint, frozen)
-        inputs = {s for node in joint.inputs if node is not None for s in storages_of(node.meta["val"])}
+        inputs = {s for node in joint.inputs if node is not None for s in storages_of(node.meta.get("val"))}
         self._written = inputs - self.steady
         early = forward_of(joint)
         self.nodes = [node for node in joint.graph_module.graph.nodes if node in early]
@@ -97,7 +97,9 @@ class _Values:
         """Tells whether a node's value is the tensor that a storage was made for, and no view of one."""
         if node.target is operator.getitem:
             return not is_view(node.args[0])  # type: ignore[arg-type]
-        return isinstance(node.meta["val"], torch.Tensor) and not (is_view(node) and node.op != "placeholder")
+        return isinstance(node.meta.get("val"), torch.Tensor) and not (
+            is_view(node) and node.op != "placeholder"
+        )
 
     def is_cheap(self, node: fx.Node) -> bool:
         """Tells whether a node multiplies no matrices, and reads no weight that is larger than its value."""
@@ -121,9 +123,9 @@ class _Values:
         last: dict[int, int] = {}
         fixed: set[int] = set()
         for k, node in enumerate(self.nodes):
-            last |= {s: k for one in node.all_input_nodes for s in storages_of(one.meta["val"])}
+            last |= {s: k for one in node.all_input_nodes for s in storages_of(one.meta.get("val"))}
             if node not in self.repeatable:
-                fixed.update(storages_of(node.meta["val"]))
+                fixed.update(storages_of(node.meta.get("val")))
         found: list[dict[int, int]] = []
         held: dict[int, int] = {}
         for k, node in enumerate(self.nodes):
@@ -151,7 +153,7 @@ def _is_deterministic(node: fx.Node) -> bool:
 
 def _storage_bytes(node: fx.Node) -> dict[int, int]:
     """The bytes of the storages of a node's value at the exported sizes."""
-    tensors = tensors_of(node.meta["val"])
+    tensors = tensors_of(node.meta.get("val"))
     return {storages_of(one)[0]: size_hint(one.untyped_storage().nbytes()) for one in tensors}
 
 
@@ -230,6 +232,6 @@ def _inside(values: _Values, places: Sequence[int]) -> list[int]:
     """The bytes that the backward needs of what is made in front of each of these positions."""
     made: dict[int, int] = {}
     for k, node in enumerate(values.nodes):
-        for storage in storages_of(node.meta["val"]):
+        for storage in storages_of(node.meta.get("val")):
             made.setdefault(storage, k)
     return [sum(n for s, n in values.needed.items() if made.get(s, 0) < place) for place in places]

@@ -260,4 +260,4 @@ def test_an_artifact_without_the_method(programs: dict[str, Program]) -> None:
     with programs["dropout"].load("100%") as module:
         leaves = {name: 1 for name in ("forward", "backward", "evaluate")}
         with pytest.raises(PayloadError, match="which lacks predict: compile again"):
-            module._facts.check(leaves)  # type: ignore[operator, union-attr]
+            module._facts.check(module._rung, leaves)  # type: ignore[operator, union-attr]
