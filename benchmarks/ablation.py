@@ -90,8 +90,8 @@ KEYS: dict[str, Callable[..., object]] = {
     "search.task:steady_period_ns": lambda trace, schedule, *_: (trace.graph, schedule.transfers),
     "search.contiguous:place_oldest": lambda blocks, resident, cap, ring=None: (resident, cap, ring),
     "search.one_trace:Joiner.fastest": lambda joiner, pieces: tuple(pieces),
-    "search.one_trace:Loads.stream": lambda loads, rows, resident, cap, early, join=object: (
-        (rows.tobytes(), cap, early) if join is None else object()
+    "search.one_trace:Loads.stream": lambda loads, rows, resident, cap, early, join=object, put_off=0: (
+        (rows.tobytes(), cap, early, put_off) if join is None else object()
     ),
 }
 """Functions that plans of one case call with the same arguments, and what tells those apart within a case."""

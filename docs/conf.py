@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -154,9 +155,13 @@ def write_signature(app: Sphinx, what: str, name: str, found: Any, *_: Any) -> t
 
 
 def _written(annotation: str, aliases: Mapping[str, Any]) -> Written:
-    """An annotation; a choice of literals, which are no documented names, in place of its alias."""
-    meant = aliases.get(annotation)
-    return Written(f"Literal{list(get_args(meant))}" if get_origin(meant) is Literal else annotation)
+    """An annotation; choices of literals, which are no documented names, in place of their aliases."""
+
+    def meant(name: re.Match[str]) -> str:
+        found = aliases.get(name[0])
+        return f"Literal{list(get_args(found))}" if get_origin(found) is Literal else name[0]
+
+    return Written(re.sub(r"\b[A-Za-z_]\w*\b", meant, annotation))
 
 
 def _short(default: Any) -> Any:

@@ -9,7 +9,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 MAX_FILE_BYTES = 1 << 20
@@ -83,9 +83,19 @@ def check_file(root: Path, path: Path) -> Iterator[str]:
         yield f"{path}:{line}: {sentence}"
 
 
+def check_names(paths: Iterable[Path]) -> Iterator[str]:
+    """Yields a finding for each test file whose name another has: pytest imports one of them only."""
+    known: dict[str, Path] = {}
+    for path in paths:
+        if path.parts[0] == "tests" and path.match("test_*.py") and known.setdefault(path.name, path) != path:
+            yield f"{path}: has the name of {known[path.name]}"
+
+
 def main() -> int:
     root = Path(__file__).resolve().parent.parent
-    findings = [finding for path in find_tracked(root) for finding in check_file(root, path)]
+    paths = find_tracked(root)
+    findings = [finding for path in paths for finding in check_file(root, path)]
+    findings += check_names(paths)
     for finding in findings:
         print(finding)
     print(f"hygiene: {len(findings)} findings")

@@ -171,7 +171,7 @@ def test_an_alignment_that_no_reader_can_use_is_refused(tmp_path: Path) -> None:
     )
     program = edge.to_executorch(ExecutorchBackendConfig(segment_alignment=128))
     sentence = "expected a multiple of 4096, from which they are read in place: export with to_executorch"
-    with pytest.raises(penstock.SourceError, match=rf"would have its segments at byte \d+, {sentence}"):
+    with pytest.raises(penstock.SourceError, match=rf"would have weights at byte \d+, {sentence}"):
         save(program, tmp_path / "model.pte")
     assert not list(tmp_path.iterdir())
     program.save(str(tmp_path / "model.pte"))

@@ -10,6 +10,7 @@ import pytest
 from penstock.schedule.facts.hardware import PRESETS, host_beside
 from penstock.schedule.facts.model import UNEVEN, Input, Method, Symbol
 from penstock.schedule.facts.sizes import parse_size
+from penstock.schedule.facts.validity import check_machine
 from penstock.schedule.report.baselines import REST
 from penstock.schedule.report.verdict import limit_of, tokens_of, verdict
 from penstock.schedule.report.whatif import other_policies
@@ -98,7 +99,7 @@ def test_a_device_has_a_host_of_its_own(name: str, host: str | None) -> None:
     found = host_beside(PRESETS[name])
     assert (found.name if found else None) == host
     if found:
-        found.check()
+        check_machine(found)
     assert host_beside(replace(PRESETS["rtx4090"], name="cuda:0")) is None
 
 

@@ -35,11 +35,10 @@ class Delegate:
 
 @dataclass(frozen=True)
 class Pte:
-    """The named data in a `.pte` by key, its delegates in the order of calls, and its segments' base."""
+    """The named data in a `.pte` by key, and its delegates in the order of calls."""
 
     named: Mapping[str, bytes]
     delegates: tuple[Delegate, ...]
-    base: int
 
 
 def read_pte(data: Bytes) -> Pte:
@@ -73,7 +72,7 @@ def read_pte(data: Bytes) -> Pte:
                 delegates.append(Delegate(plan.text(_PLAN_NAME), one.text(_BACKEND), own))
     except (struct.error, IndexError, UnicodeDecodeError) as error:
         raise ValueError(f"it is cut off or damaged ({error})") from None
-    return Pte(named, tuple(delegates), base)
+    return Pte(named, tuple(delegates))
 
 
 def read_ptd(file: BinaryIO) -> dict[str, tuple[int, int]]:

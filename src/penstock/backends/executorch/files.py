@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from os import PathLike
@@ -79,26 +80,28 @@ class Exported:
 def save(program: Any, path: str | PathLike[str], *, force: bool = False) -> Path:
     """Writes what `to_executorch` returned: the `.pte` at `path`, and the `.ptd` files beside it.
 
-    Each file is there whole or not at all, the `.pte` last. Raises SourceError, before anything is written,
-    for an alignment from which weights cannot be read in place, for a program without values, and for a
-    file that is there already unless `force` is given.
+    Each file is there whole or not at all, the `.pte` last. Raises SourceError, with every file as it was, for
+    an alignment from which weights cannot be read in place, for a program without values, and for a file that
+    is there already unless `force` is given.
     """
     path = Path(path)
     if path.suffix != ".pte":
         raise SourceError(f"the program goes to a file with the ending .pte, got {path}")
     pte = bytes(program.buffer)
-    contents = _contents(path, pte)
-    exported = _exported(path, contents)
-    if exported.payload.files and contents.base % BLOCK:
-        raise _misaligned(f"{path.name} would have its segments at byte {contents.base}")
+    exported = _exported(path, _contents(path, pte))
     names = sorted({file.path for file in exported.payload.files})
     for name in (*names, path.name):
         if not force and (path.parent / name).exists():
             raise SourceError(f"{path.parent / name} exists already: give force=True to replace it")
-    for name, cord in sorted(program._tensor_data.items()):
-        target = path.parent / (name if name.endswith(".ptd") else f"{name}.ptd")
-        with replace_file(target, force=force) as fd, os.fdopen(os.dup(fd), "wb") as file:
-            cord.write_to_file(file)
+    with ExitStack() as files:  # all are checked before one of them is in its place
+        for name, cord in sorted(program._tensor_data.items()):
+            target = path.parent / (name if name.endswith(".ptd") else f"{name}.ptd")
+            fd = files.enter_context(replace_file(target, force=force))
+            with os.fdopen(os.dup(fd), "r+b") as file:
+                cord.write_to_file(file)
+                for offset, _ in read_ptd(file).values() if target.name in names else ():
+                    if offset % BLOCK:
+                        raise _misaligned(f"{target} would have weights at byte {offset}")
     with replace_file(path, force=force) as fd, os.fdopen(os.dup(fd), "wb") as file:
         file.write(pte)
     read(path)
