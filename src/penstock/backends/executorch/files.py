@@ -80,9 +80,9 @@ class Exported:
 def save(program: Any, path: str | PathLike[str], *, force: bool = False) -> Path:
     """Writes what `to_executorch` returned: the `.pte` at `path`, and the `.ptd` files beside it.
 
-    Each file is there whole or not at all, the `.pte` last. Raises SourceError, with every file as it was, for
-    an alignment from which weights cannot be read in place, for a program without values, and for a file that
-    is there already unless `force` is given.
+    Each file is there whole or not at all, the `.pte` last. Raises SourceError, with all files as they were,
+    for an alignment from which weights cannot be read in place, for a program without values, and for a file
+    that is there already unless `force` is given.
     """
     path = Path(path)
     if path.suffix != ".pte":
