@@ -97,9 +97,9 @@ def save(program: Any, path: str | PathLike[str], *, force: bool = False) -> Pat
         for name, cord in sorted(program._tensor_data.items()):
             target = path.parent / (name if name.endswith(".ptd") else f"{name}.ptd")
             fd = files.enter_context(replace_file(target, force=force))
-            with os.fdopen(os.dup(fd), "r+b") as file:
-                cord.write_to_file(file)
-                for offset, _ in read_ptd(file).values() if target.name in names else ():
+            with os.fdopen(os.dup(fd), "r+b") as both:
+                cord.write_to_file(both)
+                for offset, _ in read_ptd(both).values() if target.name in names else ():
                     if offset % BLOCK:
                         raise _misaligned(f"{target} would have weights at byte {offset}")
     with replace_file(path, force=force) as fd, os.fdopen(os.dup(fd), "wb") as file:
