@@ -22,10 +22,12 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
+from penstock.passes.building.refusals import sentence
 from penstock.passes.graph.grouped import groups_of_any_dtype
 from penstock.passes.graph.nodes import copy_graph_module, placeholders_of, size_hint, tensors_of
 from penstock.passes.weights.lifted import Weights
 from penstock.passes.weights.values import tensor_in
+from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.model import Storage, Weight
 
 FLOPS = "penstock_flops"
@@ -35,14 +37,21 @@ FLOPS = "penstock_flops"
 def propagate(graph_module: fx.GraphModule, inputs: Sequence[object]) -> fx.GraphModule:
     """Returns a copy of the graph whose `meta["val"]` and `meta[FLOPS]` come from running it on `inputs`.
 
-    `inputs` are fake tensors and symbolic sizes of one fake mode, as `fake_inputs` makes them.
+    `inputs` are fake tensors and symbolic sizes of one fake mode, as `fake_inputs` makes them. Raises
+    PassError for a value without memory of its own, such as a sparse tensor.
     """
     copied = copy_graph_module(graph_module)
     mode = fake_mode_of(inputs)
     # The symbols are the exported program's own: a guard added here would make its dynamic sizes static.
     unguarded = mode.shape_env.suppress_guards() if mode.shape_env else nullcontext()
     with unguarded, groups_of_any_dtype():
-        _CountingProp(copied, mode).propagate_dont_convert_inputs(*inputs)
+        try:
+            _CountingProp(copied, mode).propagate_dont_convert_inputs(*inputs)
+        except NotImplementedError as error:
+            raise PassError(
+                f"the program computes a value whose memory cannot be found ({sentence(error)}), such as a "
+                "sparse tensor: export it without"
+            ) from error
     return copied
 
 

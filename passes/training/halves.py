@@ -330,6 +330,7 @@ class _Program:
         """Adds an input of the original program; one that is `trained` is given with each call."""
         name = spec.arg.name
         placeholder = self._graph.placeholder(name)
+        placeholder.name = name  # FX itself would rename what is a builtin of Python, such as `input`
         joined = self._joined.get(name, self._given[name])  # it has tensors and sizes only
         placeholder.meta = {"val": joined.meta.get("val")}
         self._here[joined] = placeholder

@@ -18,6 +18,10 @@ import torch
 from torch import fx, nn
 from torch._C import DispatchKey
 from torch._functorch._aot_autograd.descriptors import (
+    BackwardTokenAOTInput,
+    BackwardTokenAOTOutput,
+    ForwardTokenAOTInput,
+    ForwardTokenAOTOutput,
     GradAOTOutput,
     InputMutationAOTOutput,
     PlainAOTInput,
@@ -48,6 +52,9 @@ _DEFINED_TWICE = (
 )
 """Operators that torch defines in C++ and, for its tracers, in Python by other operators."""
 
+
+_TOKENS_IN = (ForwardTokenAOTInput, BackwardTokenAOTInput)
+_TOKENS_OUT = (ForwardTokenAOTOutput, BackwardTokenAOTOutput)
 
 _LOCK = threading.RLock()
 """Held while torch's table of operators is changed."""
@@ -128,10 +135,9 @@ def trace_joint(
     for trace in others:
         given = {node.name for node in placeholders_of(trace.made.graph) if _is_gradient(node)}
         meanings.append(_meanings(trace, align(first.made, trace.made, given)))
-    try:
-        graph_module = propagate(first.made, fake_inputs(first.made, weights))
-    except NotImplementedError as error:  # such as a tensor without memory of its own
-        raise _refusal(error) from error
+    graph_module = propagate(first.made, fake_inputs(first.made, weights))
+    for node, copied in zip(first.made.graph.nodes, graph_module.graph.nodes, strict=True):
+        copied.name = node.name  # copying renames what is a builtin of Python, such as `input`
     joints = [
         _described(graph_module, trace.flat, len(result_positions(exported)), meaning)
         for trace, meaning in zip(traces, meanings, strict=True)
@@ -175,10 +181,23 @@ def _traced(
     graph = made.graph_module.graph
     graph.set_codegen(fx.graph.CodeGen())  # its own has the structure of the trace's arguments
     _erase_assertions(graph)
-    for node in placeholders_of(graph):
-        if isinstance(node.meta["desc"], PlainAOTInput):
-            node._rename(names[flat.shown[node.meta["desc"].idx]])
+    _unwrap_effects(graph)
+    _name_inputs(graph, {one.meta["desc"]: names[flat.shown[one.meta["desc"].idx]] for one in _plain(graph)})
     return _Trace(made.graph_module, flat)
+
+
+def _plain(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in placeholders_of(graph) if isinstance(node.meta["desc"], PlainAOTInput)]
+
+
+def _name_inputs(graph: fx.Graph, names: Mapping[object, str]) -> None:
+    """Gives inputs the names that they have in the program, and another one to each node that has that."""
+    taken = {*names.values()}
+    for node in graph.nodes:
+        if node.name in taken:
+            node._rename(f"{node.name}_value")
+    for node in _plain(graph):
+        node.name = names[node.meta["desc"]]
 
 
 def _refusal(error: Exception) -> PassError:
@@ -256,6 +275,40 @@ def _erase_assertions(graph: fx.Graph) -> None:
     """
     for node in reversed(list(graph.nodes)):
         if getattr(node.target, "overloadpacket", None) is aten._assert_tensor_metadata:
+            graph.erase_node(node)
+
+
+def _unwrap_effects(graph: fx.Graph) -> None:
+    """Puts operators with effects, such as the check behind `linalg.cholesky`, in place of their wrappers.
+
+    Autograd hands a token from one to the next, so that no compiler changes their order. The order of the
+    graph is kept here.
+    """
+    for node in [one for one in graph.nodes if one.target is torch.ops.higher_order.with_effects]:
+        _, operator, *args = node.args
+        with graph.inserting_before(node):
+            result = graph.call_function(operator, tuple(args), node.kwargs)
+        values = node.meta["val"][1:]
+        result.meta = {**node.meta, "val": values[0] if len(values) == 1 else values}
+        for user in list(node.users):
+            number = user.args[1]
+            if number == 0:
+                user.replace_all_uses_with(None)  # type: ignore[arg-type]
+            elif len(values) == 1:
+                user.replace_all_uses_with(result)
+            else:
+                user.args = (result, number - 1)
+                continue
+            graph.erase_node(user)
+        graph.erase_node(node)
+    output = graph.output_node()
+    meanings = output.meta["desc"]
+    left = [k for k, one in enumerate(meanings) if not isinstance(one, _TOKENS_OUT)]
+    returned: Any = output.args[0]
+    output.args = ([returned[k] for k in left],)
+    output.meta["desc"] = [meanings[k] for k in left]
+    for node in placeholders_of(graph):
+        if isinstance(node.meta["desc"], _TOKENS_IN):
             graph.erase_node(node)
 
 

@@ -53,8 +53,10 @@ def partition(
     backwards of that forward, to which this one's are added.
     """
     nodes = list(joint.graph_module.graph.nodes)
-    early, own = forward_of(joint), needed(joint.gradients.values())
-    own -= early
+    early = forward_of(joint)
+    after = _reached(node for node in joint.tangents if node is not None)
+    checks = [node for node in nodes if node in after and node.op == "call_function" and node.is_impure()]
+    own = needed([*joint.gradients.values(), *checks]) - early
     crossing = _Crossing(joint, {*again, *unpacked(joint, frozen)}, {} if kept is None else kept)
     for node in nodes:
         if node in own and node.op != "placeholder":

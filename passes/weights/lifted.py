@@ -136,6 +136,11 @@ def _value_of(exported: ExportedProgram, spec: InputSpec) -> torch.Tensor:
             f"{name} is a {type(tensor).__name__}, which does not say what it is made of, expected a plain "
             "tensor or a subclass with __tensor_flatten__: make it plain before the export (dequantise it)"
         )
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise PassError(
+            f"{name} is a value inside of torch.func.grad or vmap, which export has left in the program: "
+            "compute what the function does by torch.autograd.grad or by hand"
+        )
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         raise PassError(
             f"{name} is sparse, quantised or a lazy conjugate, expected plain strided values: "

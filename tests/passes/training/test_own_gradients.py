@@ -91,15 +91,16 @@ EQUAL = {
     "sorting": lambda x, base: base(x).sort()[0].cummax(0)[0],
     "singular values": lambda x, base: torch.linalg.svdvals(base(x)),
     "hard samples": lambda x, base: functional.gumbel_softmax(base(x), hard=True),
-    "simulated quantisation": lambda x, base: torch.fake_quantize_per_tensor_affine(base(x), 0.1, 0, 0, 255),
-}
-
-REFUSED = {
     "a factorisation that is checked": lambda x, base: torch.linalg.cholesky(
         base(x) @ base(x).T + torch.eye(4)
     ),
     "an equation that is checked": lambda x, base: torch.linalg.solve(torch.eye(4) + x @ x.T, base(x)),
+    "simulated quantisation": lambda x, base: torch.fake_quantize_per_tensor_affine(base(x), 0.1, 0, 0, 255),
+}
+
+REFUSED = {
     "sparse tensors": lambda x, base: torch.sparse.mm(torch.eye(4).to_sparse(), base(x)),
+    "a transformation": lambda x, base: torch.func.grad(lambda v: (v * v * v).sum())(base(x)),
 }
 
 
@@ -119,6 +120,35 @@ def test_the_name_of_what_is_refused(tmp_path: Path) -> None:
         refused_own_gradients(),
     ):
         rounded_by_name(torch.ones(2))
+
+
+def test_inputs_of_names_that_the_trace_uses(tmp_path: Path) -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base, self.up = nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)
+
+        def forward(self, input: torch.Tensor, t: torch.Tensor, mul: torch.Tensor) -> torch.Tensor:
+            return ((self.base(self.up(input)) - t) * mul).square().mean()
+
+    model, example = Named(), tuple(torch.randn(4, 8) for _ in range(3))
+    program = penstock.compile_training(model, tmp_path / "m.penstock", example=example, trainable=["up.*"])
+    with program.load(program.floor_bytes) as module:
+        for one in (model, module):
+            one(*example).backward()
+        assert torch.equal(module.get_parameter("up.weight").grad, model.up.weight.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_check_that_fails_in_the_forward_is_an_error(tmp_path: Path) -> None:
+    model = Between(EQUAL["a factorisation that is checked"])
+    program = penstock.compile_training(
+        model, tmp_path / "m.penstock", example=(torch.randn(4, 8),), trainable=["up.*"]
+    )
+    with program.load("100%") as module:
+        with pytest.raises(torch.linalg.LinAlgError, match="cholesky"):
+            module(torch.full((4, 8), torch.nan))
+        module(torch.randn(4, 8)).backward()  # and the next call is right
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -142,8 +172,8 @@ def test_gradients_are_those_of_pytorch(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("name", REFUSED)
-def test_programs_that_export_makes_and_autograd_cannot_trace(name: str, tmp_path: Path) -> None:
-    with pytest.raises(PassError, match=r"autograd's trace takes|autograd cannot trace"):
+def test_programs_that_export_makes_and_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(PassError, match=r"whose memory cannot be found|inside of torch\.func\.grad"):
         penstock.compile_training(
             Between(REFUSED[name]), tmp_path / "m.penstock", example=(torch.randn(4, 8),), trainable=["up.*"]
         )
