@@ -16,6 +16,7 @@ from penstock.passes.calls.checks import Dimension
 from penstock.passes.calls.inputs import dimension_of, user_placeholders
 from penstock.passes.graph.nodes import tensors_of
 from penstock.passes.graph.propagation import fake_inputs, propagate, storages_of
+from penstock.passes.training.rerun import SEGMENT_GRADIENTS
 
 
 @dataclass(frozen=True)
@@ -147,4 +148,14 @@ def _in_bodies(graph_module: fx.GraphModule, node: fx.Node) -> Iterator[Counter[
     for name in [str(n.target) for n in node.all_input_nodes if n.op == "get_attr"]:
         body = getattr(graph_module, name)
         if isinstance(body, fx.GraphModule):
-            yield from _alive(body)
+            yield from [_recorded(body)] if node.target is SEGMENT_GRADIENTS else _alive(body)
+
+
+def _recorded(body: fx.GraphModule) -> Counter[_Unit]:
+    """All that a segment computes, which autograd may hold until the segment's gradients are there."""
+    found = {}
+    for node in reversed(body.graph.nodes):
+        for tensor in tensors_of(node.meta.get("val")):
+            storage = int(tensor.untyped_storage()._cdata)
+            found[storage] = Counter() if node.op == "placeholder" else _bytes_of(tensor)
+    return sum(found.values(), Counter())

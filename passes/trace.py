@@ -17,6 +17,7 @@ from torch._ops import HigherOrderOperator
 from penstock.passes.graph.nodes import placeholders_of, size_hint, subgraphs_of, tensors_of
 from penstock.passes.graph.propagation import FLOPS, fake_inputs, propagate
 from penstock.passes.probes import STORE
+from penstock.passes.training.rerun import SEGMENT_GRADIENTS
 from penstock.passes.weights.usage import Usage, is_view
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.hardware import with_times
@@ -98,7 +99,9 @@ def work_of(node: fx.Node) -> Work:
     if node.op not in ("call_function", "call_module"):
         return Work()
     if isinstance(node.target, HigherOrderOperator) or node.op == "call_module":
-        return sum_of(*(_work_of_body(body) for body in subgraphs_of(node)))
+        work = sum_of(*(_work_of_body(body) for body in subgraphs_of(node)))
+        # A segment runs again, and then a product of the same size for the gradient of each product's input.
+        return sum_of(work, work) if node.target is SEGMENT_GRADIENTS else work
     if is_view(node):
         return Work()
     written = sum(_nbytes(tensor) for tensor in tensors_of(node.meta.get("val")))

@@ -15,7 +15,7 @@ from penstock.schedule.facts.errors import PassError
 TRANSFER = "penstock_transfer"
 """The key in `node.meta` that marks a conversion to another device, in a graph without values."""
 
-_CPU_KERNELS = ("_for_cpu", "mkldnn", "onednn")
+_CPU_KERNELS = ("_for_cpu", "mkldnn", "onednn", "penstock.random_state")
 """Parts of the names of operators that exist on a CPU only."""
 
 

@@ -30,10 +30,20 @@ from penstock.passes.calls.signature import output_names, signature_of
 from penstock.passes.graph.nodes import placeholders_of
 from penstock.passes.probes import STORE
 from penstock.passes.training.alone import call_with
-from penstock.passes.training.facts import BACKWARD, FORWARD, RUNGS, Backward, Keeping, Rung, Training
+from penstock.passes.training.facts import (
+    BACKWARD,
+    FORWARD,
+    RUNGS,
+    SEGMENTS,
+    Backward,
+    Keeping,
+    Rung,
+    Training,
+)
 from penstock.passes.training.joint import Joint, result_positions, trace_joint
 from penstock.passes.training.partition import Partition, partition
 from penstock.passes.training.recomputing import cut, keep, layers
+from penstock.passes.training.segments import segment_joint
 from penstock.passes.training.slots import NO_SLOTS, Slots, find_slots
 from penstock.passes.weights.lifted import KEPT, Catalog, Weights
 from penstock.passes.weights.subclasses import parts_of
@@ -45,7 +55,7 @@ Losses = Collection[str] | Collection[Collection[str]]
 NOWHERE: Mapping[fx.Node, fx.Node] = MappingProxyType({})
 
 
-_AGAIN = {"keep": keep, "cut": cut, "layers": layers}
+_AGAIN = {"keep": keep, "cut": cut, "layers": layers, "segments": keep}
 """What the backward computes again on each rung."""
 
 
@@ -79,15 +89,15 @@ def divide(
     """Returns forward and backward of a program, for the gradients of its parameters `trainable`, by FQN.
 
     There are methods for each of `rungs`; one that takes no less memory than those before it is left out.
+    The rung "segments" stands alone: its backward runs autograd, on one segment of the forward after another.
     Where there are several sets of results, all is kept, and the first of `rungs` stands for that.
     The inputs of the names `inputs` have gradients too; None stands for those that required grad when the
     program was exported. Gradients come from the results `losses`, by name, or from one of several sets of
     them, each of which has a backward. None stands for the floating-point numbers of no dimension among the
     results, or for all floating-point tensors if there is no such number. With `spill`, what the forward
-    keeps gets places among the weights where it can.
-
-    Raises PassError where autograd cannot trace the program, if nothing has a gradient, for a parameter that
-    shares its memory, for sets that are equal, and for several sets with `spill`.
+    keeps gets places among the weights where it can. Raises PassError where autograd cannot trace the
+    program, if nothing has a gradient, for a parameter that shares its memory, for sets that are equal, and
+    for several sets with `spill`.
     """
     catalog = Catalog()
     weights = Weights(catalog.add(exported), catalog.storages)
@@ -98,8 +108,8 @@ def divide(
     names.update(_inputs_with_grad(exported) if inputs is None else inputs)
     _refuse_shared(weights, trained)
     signature = signature_of(exported)
-    results = output_names(signature)
-    joints = trace_joint(exported, weights, names, _chosen(exported, results, losses))
+    results, trace = output_names(signature), segment_joint if SEGMENTS in rungs else trace_joint
+    joints = trace(exported, weights, names, _chosen(exported, results, losses))
     if not all(joint.gradients for joint in joints):
         raise PassError("no result of the program depends on what is trained: name other parameters")
     leaf_of = [k for k in range(signature.results) if k not in signature.constants]
@@ -110,7 +120,7 @@ def divide(
     programs: dict[str, ExportedProgram] = {}
     made: list[Rung] = []
     least: int | None = None
-    for name in rungs if len(joints) == 1 else RUNGS[:1]:
+    for name in rungs if len(joints) == 1 or SEGMENTS in rungs else RUNGS[:1]:
         rung, own = divided.on(name, f"_{name}" if made else "")
         _refuse_equal([one.tangents for one in rung.backwards], named)
         peak = _peak(rung, own)

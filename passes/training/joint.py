@@ -7,6 +7,7 @@ symbolic, and no weight needs to have a value.
 
 from __future__ import annotations
 
+import copy
 import threading
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -33,7 +34,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument
 
 from penstock.passes.building.refusals import sentence
-from penstock.passes.graph.nodes import placeholders_of
+from penstock.passes.graph.nodes import copy_graph_module, placeholders_of
 from penstock.passes.graph.propagation import fake_inputs, propagate
 from penstock.passes.training.aligned import align
 from penstock.passes.weights.lifted import Weights
@@ -92,6 +93,7 @@ class _Flat(nn.Module):
     def __init__(self, exported: ExportedProgram, inputs: Sequence[Any], losses: Collection[int]) -> None:
         super().__init__()
         self._graph_module = exported.graph_module
+        self.forward_only = False
         self.inputs = list(inputs)
         self.shown = [k for k, value in enumerate(inputs) if is_value(value)]
         self._results, self._losses = result_positions(exported), frozenset(losses)
@@ -107,7 +109,10 @@ class _Flat(nn.Module):
             if isinstance(one, torch.Tensor):
                 if one.requires_grad and k not in self._losses:
                     self.left_out.add(k)
-                results[k] = (one if k in self._losses else one.detach()).clone()
+                differs = k in self._losses and not self.forward_only
+                results[k] = (one if differs else one.detach()).clone()
+        if self.forward_only:  # autograd wants something to differentiate
+            results.append(sum(one.sum() for one in inputs if getattr(one, "requires_grad", False)))
         return results
 
 
@@ -150,6 +155,62 @@ def trace_joint(
     ]
 
 
+def trace_forward(
+    exported: ExportedProgram, weights: Weights, trainable: Collection[str], losses: Collection[int]
+) -> Joint:
+    """Returns a joint without gradients: the graph of the forward, as autograd sees it.
+
+    What a region without gradients computes is detached in it. Raises PassError where that has no trace.
+    """
+    trace = _traced(_with_detached_regions(exported), weights, trainable, losses, forward_only=True)
+    results, graph = len(result_positions(exported)), trace.made.graph
+    output = graph.output_node()
+    returned: Any = output.args[0]
+    kept = [
+        (node, meaning)
+        for node, meaning in zip(returned, output.meta["desc"], strict=True)
+        if isinstance(meaning, InputMutationAOTOutput)
+        or (isinstance(meaning, PlainAOTOutput) and meaning.idx < results)
+    ]
+    output.args = ([node for node, _ in kept],)
+    output.meta["desc"] = [meaning for _, meaning in kept]
+    graph.eliminate_dead_code()
+    for node in placeholders_of(graph):
+        if _is_gradient(node):
+            graph.erase_node(node)
+    meanings = _meanings(trace, {})
+    graph_module = propagate(trace.made, fake_inputs(trace.made, weights))
+    for node, copied in zip(graph.nodes, graph_module.graph.nodes, strict=True):
+        copied.name = node.name
+    found = _described(graph_module, trace.flat, results, meanings)
+    return replace(found, results=tuple(_attached(node) for node in found.results))
+
+
+def _attached(result: Any) -> Any:
+    """The value that `_Flat` detached to return it."""
+    detached = isinstance(result, fx.Node) and result.target is aten.detach.default
+    return result.args[0] if detached else result
+
+
+def _with_detached_regions(exported: ExportedProgram) -> ExportedProgram:
+    """The program, in which what comes out of a region without gradients is detached.
+
+    The trace, which is of what autograd calls, has no other sign of such a region.
+    """
+    made = copy.copy(exported)
+    made._graph_module = copy_graph_module(exported.graph_module)
+    for before, node in zip(exported.graph.nodes, made.graph.nodes, strict=True):
+        node.name = before.name
+    for node in list(made.graph.nodes):
+        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and node.args[0] is False:
+            for user in node.users:
+                with made.graph.inserting_after(user):
+                    detached = made.graph.call_function(aten.detach.default, (user,))
+                user.replace_all_uses_with(detached, lambda one, own=detached: one is not own)
+    made._graph_module.recompile()
+    return made
+
+
 @dataclass(frozen=True)
 class _Trace:
     """A graph as autograd traced it, and the module that it traced."""
@@ -159,12 +220,18 @@ class _Trace:
 
 
 def _traced(
-    exported: ExportedProgram, weights: Weights, trainable: Collection[str], losses: Collection[int]
+    exported: ExportedProgram,
+    weights: Weights,
+    trainable: Collection[str],
+    losses: Collection[int],
+    *,
+    forward_only: bool = False,
 ) -> _Trace:
     recorded = fake_inputs(exported.graph_module, weights)
     names = [node.name for node in placeholders_of(exported.graph)]
     inputs = [_seen(value, name in trainable) for name, value in zip(names, recorded, strict=True)]
     flat = _Flat(exported, inputs, losses)
+    flat.forward_only = forward_only
     with ExitStack() as entered:
         entered.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # torch's own, about gradients of fake tensors that are no leaves
@@ -176,7 +243,7 @@ def _traced(
                 entered, flat, tuple(inputs[k] for k in flat.shown), decompositions={}
             )
         except Exception as error:
-            raise _refusal(error) from error
+            raise _refusal(error, forward_only=forward_only) from error
         known.check()
     graph = made.graph_module.graph
     graph.set_codegen(fx.graph.CodeGen())  # its own has the structure of the trace's arguments
@@ -200,10 +267,11 @@ def _name_inputs(graph: fx.Graph, names: Mapping[object, str]) -> None:
         node.name = names[node.meta["desc"]]
 
 
-def _refusal(error: Exception) -> PassError:
+def _refusal(error: Exception, *, forward_only: bool) -> PassError:
+    other = "" if forward_only else ", or compile with backward='segments', which traces the forward only"
     return PassError(
         f"autograd cannot trace the program ({type(error).__name__}: {sentence(error)}): export what it "
-        "trains without this operation"
+        f"trains without this operation{other}"
     )
 
 
@@ -293,7 +361,7 @@ def _unwrap_effects(graph: fx.Graph) -> None:
         for user in list(node.users):
             number = user.args[1]
             if number == 0:
-                user.replace_all_uses_with(None)  # type: ignore[arg-type]
+                user.replace_all_uses_with(None)
             elif len(values) == 1:
                 user.replace_all_uses_with(result)
             else:

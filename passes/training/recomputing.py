@@ -64,6 +64,33 @@ def layers(joint: Joint, frozen: Collection[str] = ()) -> frozenset[fx.Node]:
     )
 
 
+def boundaries(joint: Joint, frozen: Collection[str] = ()) -> list[fx.Node]:
+    """Returns the nodes at which segments of a forward begin, without the first, if all is computed again.
+
+    What is random counts as computed again too, and of each segment all that it computes is held at once, and
+    all that it reads of frozen weights.
+    """
+    values = _Values(joint, frozen)
+    values.repeatable.update(values.nodes)
+    values.needed, values.first = {}, {}
+    for k, node in enumerate(values.nodes):
+        if node.op == "placeholder":
+            continue
+        read = [one for one in node.all_input_nodes if one.name in frozen or one in values.unpacked]
+        for one in [node, *read]:
+            values.needed |= _storage_bytes(one)
+            values.first |= {s: k for s in _storage_bytes(one) if s not in values.first}
+    return [values.nodes[position] for position in _segments(values)]
+
+
+def may_draw(node: fx.Node) -> bool:
+    """Tells whether a node may draw random numbers: an operator from outside of torch may."""
+    target = node.target
+    if not isinstance(target, OpOverload) or _is_deterministic(node):
+        return False
+    return target.namespace not in ("aten", "prims") or torch.Tag.nondeterministic_seeded in target.tags
+
+
 class _Values:
     """The values of a joint graph's forward, and what may be computed again of them."""
 
@@ -113,6 +140,14 @@ class _Values:
         """The bytes of each storage that the backward reads, where nothing is computed again."""
         kept = partition(self.joint, self.frozen).kept
         return {s: n for node in kept for s, n in _storage_bytes(node).items()}
+
+    @cached_property
+    def first(self) -> dict[int, int]:
+        """The position of the first node of each storage."""
+        found: dict[int, int] = {}
+        for k, node in enumerate(self.nodes):
+            found |= {s: k for s in storages_of(node.meta.get("val")) if s not in found}
+        return found
 
     @cached_property
     def crossing(self) -> list[dict[int, int]]:
@@ -230,8 +265,5 @@ def _narrow(values: _Values) -> list[int]:
 
 def _inside(values: _Values, places: Sequence[int]) -> list[int]:
     """The bytes that the backward needs of what is made in front of each of these positions."""
-    made: dict[int, int] = {}
-    for k, node in enumerate(values.nodes):
-        for storage in storages_of(node.meta.get("val")):
-            made.setdefault(storage, k)
-    return [sum(n for s, n in values.needed.items() if made.get(s, 0) < place) for place in places]
+    first = values.first
+    return [sum(n for s, n in values.needed.items() if first.get(s, 0) < place) for place in places]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 from torch.export import ExportedProgram, export
@@ -19,7 +19,7 @@ from penstock.passes.building.fake_export import with_computed_buffers
 from penstock.passes.building.refusals import sentence
 from penstock.passes.pipeline import Pipeline
 from penstock.passes.training.alone import alone, is_same
-from penstock.passes.training.facts import EVALUATE, PREDICT, RUNGS, Keeping, Training
+from penstock.passes.training.facts import EVALUATE, PREDICT, RUNGS, SEGMENTS, Keeping, Training
 from penstock.passes.training.halves import divide
 from penstock.passes.training.own_gradients import refused_own_gradients
 from penstock.passes.weights.lifted import refuse_lost_values
@@ -48,6 +48,7 @@ def compile_training(
     evaluate: bool = True,
     spill: bool = False,
     activations: Sequence[Keeping] | None = None,
+    backward: Literal["joint", "segments"] = "joint",
     **options: Any,
 ) -> Program:
     """Compile a program into the artifact folder `path`, whose module computes gradients like the model's.
@@ -74,14 +75,15 @@ def compile_training(
     and where Inductor compiles the methods, since what it computes a second time need not have the same bits.
     `options` are those of `compile`.
 
+    With `backward="segments"` the backward is not traced: autograd takes the gradients of one segment of the
+    forward after another, which it computes again from what entered it.
+
     Raises PassError for a program whose gradients cannot be traced, a pattern that matches no parameter, and
     what `compile` raises.
     """
-    if spill and options.get("lowering", "eager") != "eager":
-        raise PassError("spill=True is for lowering='eager': leave one of the two out")
+    rungs = _rungs(activations, backward, options.get("lowering", "eager"), spill=spill)
     exported, in_eval = _exported(model, example, dynamic_shapes, evaluate=evaluate)
     exported = _PLAIN(exported)
-    rungs = _rungs(activations, options.get("lowering", "eager"), spill=spill)
     halves = divide(exported, _chosen(exported, trainable), losses, rungs=rungs, spill=spill)
     training, parameters, programs = halves.training, halves.training.parameters, dict(halves.programs)
     if evaluate:
@@ -97,8 +99,14 @@ def compile_training(
     return compile(replace(annotated, payload=payload, training=training, trained=values), path, **options)
 
 
-def _rungs(asked: Sequence[Keeping] | None, lowering: str, *, spill: bool) -> Sequence[Keeping]:
+def _rungs(
+    asked: Sequence[Keeping] | None, backward: str, lowering: str, *, spill: bool
+) -> Sequence[Keeping]:
     """The rungs to compile, the one that keeps most first."""
+    if spill and lowering != "eager":
+        raise PassError("spill=True is for lowering='eager': leave one of the two out")
+    if backward != "joint":
+        return _segments(backward, asked, lowering)
     if asked is None:
         return RUNGS if lowering == "eager" and not spill else RUNGS[:1]
     if isinstance(asked, str) or not asked or not {*asked} <= {*RUNGS}:
@@ -111,6 +119,18 @@ def _rungs(asked: Sequence[Keeping] | None, lowering: str, *, spill: bool) -> Se
     if spill and {*asked} != {RUNGS[0]}:
         raise PassError(f"activations={asked!r} with spill=True, by which everything is kept: leave one out")
     return [one for one in RUNGS if one in asked]
+
+
+def _segments(backward: str, activations: Sequence[Keeping] | None, lowering: str) -> Sequence[Keeping]:
+    """The rungs of a backward that is not traced."""
+    if backward != SEGMENTS:
+        raise PassError(f"backward={backward!r}: expected 'joint' or 'segments'")
+    if activations is not None or lowering != "eager":
+        raise PassError(
+            "backward='segments' keeps what enters each segment, and runs as eager PyTorch does: leave out "
+            "activations= and lowering="
+        )
+    return [SEGMENTS]
 
 
 def _in_turn(traces: Sequence[Trace], training: Training) -> tuple[Trace, ...]:

@@ -57,7 +57,7 @@ class TrainingModule(StreamedModule):
 
     @property
     def activations(self) -> str:
-        """What is kept for the backward: "keep", "cut" or "layers", as `Program.load` chose."""
+        """What is kept for the backward: "keep", "cut", "layers" or "segments"."""
         return self._rung.name
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

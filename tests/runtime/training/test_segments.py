@@ -1,0 +1,253 @@
+"""A backward by segments: gradients equal PyTorch's to the bit where autograd's backward has no trace."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.export import Dim
+
+import penstock
+from penstock.passes.graph.retarget import move_graph
+from penstock.passes.training.rerun import RANDOM_STATE, SEGMENT_GRADIENTS
+from penstock.runtime.program import Program
+from penstock.schedule.facts.errors import PassError
+from tests.engines import ENGINES
+from tests.runtime.training.test_training import assert_equal, gradients, train
+from tests.training_models import DECODER, NORMED, Adapted, Trained
+
+
+@torch.library.custom_op("penstock_tests::limited", mutates_args=())
+def limited(x: torch.Tensor) -> torch.Tensor:
+    """Doubles a value; its gradient is cut off where it is large, which only its values tell."""
+    return x * 2
+
+
+def _limit(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    return gradient * 2 if gradient.abs().max().item() < 1e-3 else gradient.clamp(-1e-3, 1e-3)
+
+
+limited.register_fake(torch.empty_like)
+limited.register_autograd(_limit)
+
+
+class Layered(nn.Module):
+    """A factorisation in front of layers that all read one value twice, with dropout and a detached part."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.before, self.shared = nn.Linear(width, width), Adapted(width, width)
+        self.layers = nn.ModuleList(Adapted(width, width) for _ in range(4))
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> dict[str, torch.Tensor]:
+        seen = self.before(x).float()
+        square = seen.transpose(-1, -2) @ seen + 64 * torch.eye(x.shape[-1])
+        y = (seen @ torch.linalg.cholesky(square)).to(x.dtype) / 8
+        shared = self.shared(self.drop(y))
+        for layer in self.layers:
+            with torch.no_grad():
+                scale = y.abs().mean() + 1
+            y = y + torch.tanh(limited(layer(self.drop(y))) * shared) / scale + shared.sin() - y.detach() / 2
+        loss = (y - target).square().mean()
+        return {"loss": loss, "size": shared.square().mean()}
+
+
+def _values() -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(2, 8, 64, generator=generator), torch.randn(2, 8, 64, generator=generator)
+
+
+def _case(dtype: torch.dtype) -> Trained:
+    inputs = tuple(one.to(dtype) for one in _values())
+    return Trained(Layered, lambda: inputs, ("down", "up"), lambda result: result["loss"])
+
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, Program]:
+    """The layers, compiled by segments."""
+    folder = tmp_path_factory.mktemp("segments")
+    return {dtype: _compiled(_case(dtype), folder / f"{dtype}.penstock", dtype) for dtype in DTYPES}
+
+
+def _compiled(case: Trained, path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Program:
+    options = {"losses": ["loss"], **options} if case.make is Layered else options
+    return penstock.compile_training(
+        case.model(dtype),
+        path,
+        example=case.inputs(),
+        trainable=case.patterns,
+        backward="segments",
+        **options,
+    )
+
+
+@pytest.mark.parametrize("budget", ["floor", "25%", "100%"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_five_steps(
+    programs: dict[torch.dtype, Program], dtype: torch.dtype, engine: str, budget: str
+) -> None:
+    program, case = penstock.open(programs[dtype].path), _case(dtype)
+    plain = case.model(dtype)
+    expected, state = train(plain, case), torch.get_rng_state()
+    floor = program.floor_bytes
+    with program.load(
+        floor if budget == "floor" else max(floor, _share(program, budget)), engine=engine
+    ) as module:
+        assert all(map(torch.equal, train(module, case), expected))
+        assert torch.equal(torch.get_rng_state(), state)
+        assert_equal(gradients(module), gradients(plain))
+        assert module.stats.misses == 0
+        assert module.activations == "segments"
+        moved = sum(one.stop - one.start for s in module.plan.schedules for one in s.transfers)
+        assert bool(moved) == (budget != "100%")
+
+
+def _share(program: Program, budget: str) -> int:
+    percent = 0 if budget == "floor" else int(budget.rstrip("%"))
+    return sum(one.nbytes for one in program.payload.storages) * percent // 100
+
+
+def test_each_weight_is_read_once_in_each_direction(programs: dict[torch.dtype, Program]) -> None:
+    payload = programs[torch.float32].payload
+    traces = {trace.method: trace for trace in payload.traces}
+    names = payload.storage_names()
+    reads = {
+        method: Counter(names[read] for step in traces[method].steps for read in step.reads)
+        for method in ("forward", "backward")
+    }
+    assert set(reads["forward"].values()) == set(reads["backward"].values()) == {1}
+    assert set(reads["forward"]) - set(reads["backward"]) == {"before.weight", "before.bias"}
+    assert len(traces["backward"].steps) > 2
+    assert traces["backward"].follows == traces["forward"].graph
+
+
+def test_what_is_kept(programs: dict[torch.dtype, Program], tmp_path: Path) -> None:
+    """Less than joint graphs of a like model keep, where no layer computes anything twice."""
+    by_segments = _compiled(DECODER, tmp_path / "segments.penstock")
+    joint = penstock.compile_training(
+        DECODER.model(),
+        tmp_path / "joint.penstock",
+        example=DECODER.inputs(),
+        trainable=DECODER.patterns,
+        activations=["keep"],
+    )
+    assert by_segments.rungs["segments"].kept_bytes < joint.rungs["keep"].kept_bytes
+
+
+@pytest.mark.parametrize("spill", [False, True])
+def test_a_decoder_of_any_length(tmp_path: Path, spill: bool) -> None:
+    length = Dim("length", min=2, max=64)
+    shapes = {} if spill else {"dynamic_shapes": ({1: length}, {1: length})}
+    program = _compiled(DECODER, tmp_path / "m.penstock", spill=spill, **shapes)
+    plain = DECODER.model()
+    expected = train(plain, DECODER)
+    with program.load(program.floor(arena="contiguous"), poison=True, arena="contiguous") as module:
+        assert all(map(torch.equal, train(module, DECODER), expected))
+        assert_equal(gradients(module), gradients(plain))
+        if not spill:
+            for one in (plain, module):
+                one.zero_grad()
+                torch.manual_seed(0)
+                one(*(value.repeat(1, 3) for value in DECODER.inputs()))[0].backward()
+            assert_equal(gradients(module), gradients(plain))
+
+
+def test_statistics_and_the_simulated_device(tmp_path: Path) -> None:
+    program = _compiled(NORMED, tmp_path / "m.penstock")
+    plain = NORMED.model()
+    expected = train(plain, NORMED)
+    with program.load(program.floor_bytes, device="sim") as module:
+        assert all(map(torch.equal, train(module, NORMED), expected))
+        assert_equal(gradients(module), gradients(plain))
+        for name, statistic in plain.named_buffers():
+            assert torch.equal(statistic, dict(module.named_buffers())[name]), name
+        assert module.stats.misses == 0
+
+
+def test_sets_of_losses(tmp_path: Path) -> None:
+    case = _case(torch.float32)
+    program = _compiled(case, tmp_path / "m.penstock", losses=[["loss"], ["size"], ["loss", "size"]])
+    plain = case.model()
+    with program.load("100%") as module:
+        for one in (plain, module):
+            torch.manual_seed(0)
+            found = one(*case.inputs())
+            found["size"].backward(retain_graph=True)
+            found["loss"].backward(retain_graph=True)
+            sum(found.values()).backward()
+        assert_equal(gradients(module), gradients(plain))
+
+
+def test_what_is_refused(programs: dict[torch.dtype, Program], tmp_path: Path) -> None:
+    case = _case(torch.float32)
+    known = {"example": case.inputs(), "trainable": case.patterns, "losses": ["loss"]}
+    with pytest.raises(PassError, match=r"autograd cannot trace .* or compile with backward='segments'"):
+        penstock.compile_training(case.model(), tmp_path / "joint.penstock", **known)
+    for wrong, message in (
+        ({"backward": "traced"}, "expected 'joint' or 'segments'"),
+        ({"backward": "segments", "activations": ["keep"]}, "leave out activations="),
+        ({"backward": "segments", "lowering": "inductor"}, "leave out activations= and lowering="),
+    ):
+        with pytest.raises(PassError, match=message):
+            penstock.compile_training(case.model(), tmp_path / "m.penstock", **known, **wrong)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_control_flow_is_refused(tmp_path: Path) -> None:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cond(x.sum() > 0, torch.sin, torch.cos, (self.up(x),)).sum()  # type: ignore[no-any-return]
+
+    with pytest.raises(PassError, match="control flow stands in a segment"):
+        penstock.compile_training(
+            Branching(),
+            tmp_path / "m.penstock",
+            example=(torch.randn(2, 8),),
+            trainable=["up.*"],
+            backward="segments",
+        )
+
+
+def test_random_numbers_of_an_accelerator_are_refused() -> None:
+    graph = fx.Graph()
+    graph.output((graph.call_function(RANDOM_STATE),))
+    with pytest.raises(PassError, match=r"random_state.*cannot move to cuda"):
+        move_graph(graph, [], torch.device("cpu"), "cuda")
+
+
+def test_no_gradient_is_a_view_of_a_weight() -> None:
+    weight, x = torch.randn(4), torch.randn(4)
+    graph = fx.Graph()
+    inputs = [graph.placeholder("x"), graph.placeholder("weight")]
+    graph.output((graph.call_function(_product, tuple(inputs)),))
+    (found,) = SEGMENT_GRADIENTS(fx.GraphModule({}, graph), (0,), (0,), (), False, torch.ones(()), x, weight)
+    assert torch.equal(found, weight)
+    assert found.data_ptr() != weight.data_ptr()
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.saved_tensors[0], None
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return _Product.apply(x, weight)  # type: ignore[no-any-return, no-untyped-call]
