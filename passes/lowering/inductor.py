@@ -31,6 +31,7 @@ from penstock.passes.lowering.archive import PROGRAM, write_programs
 from penstock.passes.lowering.emitted import Observation, observe_cpp
 from penstock.passes.lowering.hollow import example_arguments, without_values
 from penstock.passes.lowering.post_grad import GraphPass, PlacedProbes, ProbePass
+from penstock.passes.lowering.written_buffers import INLINED, OldValues, options_for
 from penstock.passes.pipeline import Pipeline, declare
 from penstock.passes.trace import PRESET_CPU, sum_of
 from penstock.passes.weights.lifted import Weights
@@ -42,9 +43,6 @@ from penstock.schedule.facts.parts import read_together
 from penstock.schedule.payload.codec import Payload, ProbeOrder
 
 PACKAGE = "compiled.pt2"
-
-_INLINED = 8
-"""The most elements of a tensor that the compiler may copy into the code."""
 
 
 FIXED = {
@@ -188,8 +186,14 @@ def _compile(compiled: Compiled, method: Method) -> Emitted:
     if device.type != "cpu":
         raise PassError(f"method {method.name!r} is for {device}: this version compiles for the CPU")
     weights = Weights({weight.fqn: weight for weight in compiled.payload.tensors}, compiled.payload.storages)
-    probes = ProbePass(method.graph, weights, _fqn_among(compiled.streamed), own_passes(compiled.options))
-    patches = {**compiled.options, **FIXED, "post_grad_custom_post_pass": probes}
+    before = (*own_passes(compiled.options), OldValues(weights))
+    probes = ProbePass(method.graph, weights, _fqn_among(compiled.streamed), before)
+    patches = {
+        **compiled.options,
+        **options_for(compiled.payload),
+        **FIXED,
+        "post_grad_custom_post_pass": probes,
+    }
     files = _run_inductor(without_values(exported, weights), method.name, patches)
     return Emitted(files, probes.placed or PlacedProbes((), Work()))
 
@@ -273,7 +277,7 @@ def tell_inlined(compiled: Compiled) -> Compiled:
         s = weight.parts[0].storage
         if weight.fqn in bound or weight.fqn not in used or not storages[s].nbytes:
             continue
-        if prod(weight.parts[0].shape) > _INLINED:
+        if prod(weight.parts[0].shape) > INLINED:
             continue  # no step reads this weight
         _check_values(weight, programs)
         if s not in entered and storages[s].kind != "mutable":

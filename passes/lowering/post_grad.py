@@ -91,7 +91,7 @@ class ProbePass(CustomGraphPass):
                 "compiles it for several shapes or devices"
             )
         self.input_names = {i: node.name for i, node in enumerate(entries)}
-        propagated, flow = follow_weights(*_lifted(graph, held, self._weights))
+        propagated, flow = follow_weights(*with_weights_as_inputs(graph, held, self._weights))
         if self._inputs is not None:
             check_flow(flow, held, self._weights)
         operands = _operands(held, self._weights)
@@ -139,7 +139,9 @@ def _insert(
             graph.call_function(RELEASE, arguments)
 
 
-def _lifted(graph: fx.Graph, held: Mapping[fx.Node, str], weights: Weights) -> tuple[fx.GraphModule, Weights]:
+def with_weights_as_inputs(
+    graph: fx.Graph, held: Mapping[fx.Node, str], weights: Weights
+) -> tuple[fx.GraphModule, Weights]:
     """Returns a copy of the graph in which weights are inputs, and the weights by the inputs' names."""
     copied, values = fx.Graph(), {}
     for node in held:

@@ -9,12 +9,10 @@ from executorch.exir.dialects.edge._ops import EdgeOpOverload
 from torch import fx
 from torch._ops import OpOverload
 from torch.export import ExportedProgram
-from torch.export.graph_signature import OutputKind
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from penstock.passes.graph.nodes import copy_graph_module
-from penstock.passes.graph.propagation import fake_inputs, propagate, storages_of
-from penstock.schedule.facts.errors import PassError
+from penstock.passes.graph.propagation import fake_inputs, propagate
 
 
 def with_plain_operators(exported: ExportedProgram) -> ExportedProgram:
@@ -48,7 +46,7 @@ def with_views(exported: ExportedProgram) -> ExportedProgram:
     The graph is changed in place. It writes nothing but its buffers, in the end, so a view and a copy have
     the same values. Orders of dimensions are memory formats again, which compilers know. A copy has other
     strides than the view that it was made of, so formats are found after views are back, and a `view` becomes
-    a `reshape`, which takes any strides. Raises PassError for a result that would show what is written.
+    a `reshape`, which takes any strides.
     """
     for node in _operators(exported.graph_module):
         _restore_view(node)
@@ -56,7 +54,6 @@ def with_views(exported: ExportedProgram) -> ExportedProgram:
     _take_values(graph_module, propagate(graph_module, fake_inputs(graph_module)))
     for node in _operators(graph_module):
         _restore_format(node)
-    _refuse_old_values(exported)
     for module in graph_module.modules():
         if isinstance(module, fx.GraphModule):
             module.recompile()
@@ -122,39 +119,6 @@ def _memory_format(node: fx.Node, order: object) -> torch.memory_format:
     if list(order) == sorted(order):
         return torch.contiguous_format
     return _FORMATS.get(tuple(order), torch.preserve_format)
-
-
-def _refuse_old_values(exported: ExportedProgram) -> None:
-    """Raises PassError for a result that is what a buffer held before the program writes it.
-
-    AOTInductor removes a copy of a buffer, and returns the buffer, with what is written.
-    """
-    signature = exported.graph_signature
-    written = set(signature.buffers_to_mutate.values())
-    buffers = {name: fqn for name, fqn in signature.inputs_to_buffers.items() if fqn in written}
-    results = {spec.arg.name for spec in signature.output_specs if spec.kind is OutputKind.USER_OUTPUT}
-    for node in exported.graph.nodes:
-        fqn = buffers.get(_source(node).name) if node.name in results else None
-        if fqn:
-            raise PassError(
-                f"the program returns what buffer {fqn!r} held before it writes it, which a compiled method "
-                'cannot: return something computed from it, or export with kernels="executorch"'
-            )
-
-
-def _source(node: fx.Node) -> fx.Node:
-    """The node that has computed a value, before views and copies of it."""
-    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
-        given, value = node.args[0].meta.get("val"), node.meta.get("val")
-        if not isinstance(given, torch.Tensor) or not isinstance(value, torch.Tensor):
-            break
-        if node.target not in _COPIES and storages_of(given) != storages_of(value):
-            break
-        node = node.args[0]
-    return node
-
-
-_COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 
 
 def copied_graph(graph_module: fx.GraphModule) -> fx.GraphModule:

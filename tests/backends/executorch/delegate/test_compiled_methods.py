@@ -130,6 +130,31 @@ def test_a_weight_that_the_code_asks_for_and_no_step_reads(runner, tmp_path, pla
     torch.testing.assert_close(outputs_of(runner([Program(files, options)], [Call([x])])), [model(x)])
 
 
+class Before(nn.Module):
+    """Returns what a buffer and a count held before it writes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.register_buffer("held", torch.randn(3, 64))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        held, count = self.held[:2].clone().view(-1, 32), self.count.clone()
+        self.held.add_(x)
+        self.count.add_(1)
+        return self.linear(x) + self.held + self.count, held, count
+
+
+def test_results_that_a_buffer_held_before_it_is_written(runner, tmp_path):
+    model = Before().eval()
+    files = write_files(
+        tmp_path / "before", {"forward": torch.export.export(model, (rows(),))}, kernels="aotinductor"
+    )
+    found = outputs_of(runner([Program(files)], [Call([rows()])] * 3))
+    torch.testing.assert_close(found, [one for _ in range(3) for one in model(rows())])
+
+
 def refused(runner: Runner, files: Files, error: str, sentence: str, budget: str = "100%") -> None:
     (answer,) = runner([Program(files, {"budget": budget})], [Call([rows()])])
     assert answer.error == f"Error::{error}"
