@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -72,7 +73,7 @@ def guards_of(exported: ExportedProgram) -> tuple[tuple[str, str], ...]:
     names an input which no leaf has.
     """
     sources, nodes = _sources(exported), user_placeholders(exported)
-    sizes = [_Sizes(node.meta.get("val")) for node in nodes]
+    sizes = [_sizes(node.meta.get("val")) for node in nodes]
     guards = []
     for code in dict.fromkeys(getattr(exported, "_guards_code", ())):
         text, source = code, code
@@ -89,38 +90,58 @@ def guards_of(exported: ExportedProgram) -> tuple[tuple[str, str], ...]:
     return tuple(guards)
 
 
-class _Sizes:
-    """A leaf in the source of a guard. A size that checks do not tie to a symbol is None."""
-
-    def __init__(self, value: object) -> None:
-        shape: Sequence[Any] = value.shape if isinstance(value, torch.Tensor) else ()
-        found = [size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size) for size in shape]
-        self._sizes = [size if size.is_Integer or _linear(size) else None for size in found]
-
-    def size(self) -> list[sympy.Expr | None]:
-        return self._sizes
+_Sizes = Sequence[sympy.Expr | None]
+"""The sizes of a leaf. One that checks do not tie to a symbol is None."""
 
 
-def _follows(source: str, leaves: list[_Sizes], exported: ExportedProgram) -> bool:
+def _sizes(value: object) -> _Sizes:
+    shape: Sequence[Any] = value.shape if isinstance(value, torch.Tensor) else ()
+    found = [size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size) for size in shape]
+    return [size if size.is_Integer or _linear(size) else None for size in found]
+
+
+def _follows(source: str, leaves: Sequence[_Sizes], exported: ExportedProgram) -> bool:
     """Tells whether a guard is a comparison that is known to hold for all sizes that the leaves may have."""
     tree = ast.parse(source, mode="eval").body
     if not isinstance(tree, ast.Compare) or len(tree.ops) != 1 or type(tree.ops[0]) not in _COMPARED:
         return False
-    try:
-        sides = ast.Expression(ast.BinOp(tree.left, ast.Sub(), tree.comparators[0]))
-        code = compile(ast.fix_missing_locations(sides), "<guard>", "eval")
-        difference = sympy.simplify(eval(code, {}, {"leaves": leaves}))
-        if not difference.is_polynomial():
-            return False
-        bounds = bound_sympy(difference, exported.range_constraints)
-    except (
-        TypeError,
-        NameError,
-        AttributeError,
-    ):  # of what is no number here, or a function: the guard stays
+    difference = _value(ast.BinOp(tree.left, ast.Sub(), tree.comparators[0]), leaves)
+    difference = None if difference is None else sympy.simplify(difference)
+    if difference is None or not difference.is_polynomial():
         return False
+    bounds = bound_sympy(difference, exported.range_constraints)
     return bool(_COMPARED[type(tree.ops[0])](bounds))
 
+
+def _value(tree: ast.expr, leaves: Sequence[_Sizes]) -> sympy.Expr | None:
+    """What an expression of sizes and whole numbers in a guard is; None if it has anything else."""
+    match tree:
+        case ast.Constant(value=int(number)):
+            return sympy.Integer(number)
+        case ast.BinOp(left, operation, right) if type(operation) in _COMPUTED:
+            sides = _value(left, leaves), _value(right, leaves)
+            known = None not in sides and (sides[1] != 0 or type(operation) not in (ast.FloorDiv, ast.Mod))
+            return _COMPUTED[type(operation)](*sides) if known else None
+        case ast.UnaryOp(ast.USub(), operand):
+            value = _value(operand, leaves)
+            return None if value is None else -value
+        case ast.Subscript(
+            ast.Call(
+                ast.Attribute(ast.Subscript(ast.Name("leaves"), ast.Constant(int(leaf))), "size"), [], []
+            ),
+            ast.Constant(int(dimension)),
+        ):
+            return leaves[leaf][dimension]
+    return None
+
+
+_COMPUTED: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
 
 _COMPARED: Mapping[type[ast.cmpop], Callable[[Any], bool]] = {
     ast.Eq: lambda found: found.lower == found.upper == 0,

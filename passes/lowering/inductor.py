@@ -186,7 +186,7 @@ def _compile(compiled: Compiled, method: Method) -> Emitted:
     if device.type != "cpu":
         raise PassError(f"method {method.name!r} is for {device}: this version compiles for the CPU")
     weights = Weights({weight.fqn: weight for weight in compiled.payload.tensors}, compiled.payload.storages)
-    before = (*own_passes(compiled.options), OldValues(weights))
+    before: list[GraphPass] = [*own_passes(compiled.options), OldValues(weights)]
     probes = ProbePass(method.graph, weights, _fqn_among(compiled.streamed), before)
     patches = {
         **compiled.options,
