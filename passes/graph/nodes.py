@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import fx
@@ -31,6 +31,27 @@ def tensors_of(value: object) -> Iterator[torch.Tensor]:
 def placeholders_of(graph: fx.Graph) -> list[fx.Node]:
     """Returns the inputs of a graph in order."""
     return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def needed(results: Iterable[fx.Node], allowed: Callable[[fx.Node], bool] = lambda _: True) -> set[fx.Node]:
+    """Returns the nodes that values depend on, these included, as far as they are allowed."""
+    return _reached(filter(allowed, results), lambda node: filter(allowed, node.all_input_nodes))
+
+
+def dependent(sources: Iterable[fx.Node]) -> set[fx.Node]:
+    """Returns the nodes that depend on values, these included."""
+    return _reached(sources, lambda node: node.users)
+
+
+def _reached(starts: Iterable[fx.Node], neighbours: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    left = list(starts)
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += neighbours(node)
+    return found
 
 
 def subgraphs_of(node: fx.Node) -> list[fx.GraphModule]:

@@ -11,13 +11,13 @@ value is a view is found by the memory behind it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Set
+from collections.abc import Collection, Iterator, Set
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
-from penstock.passes.graph.nodes import placeholders_of
+from penstock.passes.graph.nodes import dependent, needed, placeholders_of
 from penstock.passes.graph.propagation import storages_of
 from penstock.passes.training.joint import Joint
 from penstock.passes.weights.usage import is_view
@@ -74,7 +74,7 @@ def partition(
 
 def forward_of(joint: Joint) -> set[fx.Node]:
     """The nodes that the forward runs: what its results and what it writes are computed of."""
-    after = _reached(joint.given)
+    after = dependent(joint.given)
     results = [node for node in (*joint.written.values(), *joint.results) if node is not None]
     effects = [
         node
@@ -111,7 +111,7 @@ def _where_needed(joint: Joint, late: Set[fx.Node]) -> Iterator[fx.Node]:
     """
     nodes = [node for node in joint.graph_module.graph.nodes if node.op != "placeholder"]
     position = {node: k for k, node in enumerate(nodes)}
-    after = _reached(joint.given)
+    after = dependent(joint.given)
     left = late & position.keys()
     for node in [one for one in nodes if one in left and one in after] + [*joint.gradients.values()]:
         missing = needed([node], left.__contains__)
@@ -165,27 +165,3 @@ def _identity(node: fx.Node) -> object:
         layout = (value.storage_offset(), tuple(value.shape), value.stride())
         return (storages_of(value)[0], value.dtype, *map(str, layout))
     return value.node.expr if isinstance(value, torch.SymInt | torch.SymFloat) else node
-
-
-def needed(results: Iterable[fx.Node], allowed: Callable[[fx.Node], bool] = lambda _: True) -> set[fx.Node]:
-    """The nodes that values depend on, these included, as far as they are allowed."""
-    found: set[fx.Node] = set()
-    left = [node for node in results if allowed(node)]
-    while left:
-        node = left.pop()
-        if node not in found:
-            found.add(node)
-            left += filter(allowed, node.all_input_nodes)
-    return found
-
-
-def _reached(sources: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that depend on values, these included."""
-    found: set[fx.Node] = set()
-    left = list(sources)
-    while left:
-        node = left.pop()
-        if node not in found:
-            found.add(node)
-            left += node.users
-    return found

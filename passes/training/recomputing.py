@@ -16,10 +16,10 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from penstock.passes.graph.nodes import size_hint, tensors_of
+from penstock.passes.graph.nodes import needed, size_hint, tensors_of
 from penstock.passes.graph.propagation import FLOPS, storages_of
 from penstock.passes.training.joint import Joint
-from penstock.passes.training.partition import forward_of, needed, partition, steady_storages, unpacked
+from penstock.passes.training.partition import forward_of, partition, steady_storages, unpacked
 from penstock.passes.weights.usage import is_view
 
 _BY_GRAD_MODE = frozenset({torch.ops.aten.mkldnn_rnn_layer.default})

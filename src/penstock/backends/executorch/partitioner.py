@@ -32,7 +32,7 @@ from penstock.passes.weights.usage import find_usage
 from penstock.passes.weights.values import has_values, part_of, storage_identity
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.hardware import find_hardware
-from penstock.schedule.facts.model import Hardware, Input
+from penstock.schedule.facts.model import Hardware, Input, Symbol
 from penstock.schedule.facts.sizes import parse_size
 
 LEAST = 64 << 10
@@ -91,7 +91,7 @@ class PenstockPartitioner(Partitioner):  # type: ignore[misc]
         self._aliases: list[Alias] = []
         self._parts: dict[str, tuple[str, str]] = {}
         self._written: set[str] = set()
-        self._lowest: dict[tuple[tuple[Input, ...], str], int] = {}
+        self._lowest: dict[object, int] = {}
         self._partitioned = False
 
     def transform_for_pre_decomposition(self, exported_program: ExportedProgram) -> ExportedProgram:
@@ -114,7 +114,7 @@ class PenstockPartitioner(Partitioner):  # type: ignore[misc]
         """Remembers the smallest sizes, which torch raises from 1 to 2 where it decomposes a program."""
         method = describe_method(exported, "method", 0)
         for symbol in method.symbols:
-            key = method.inputs, symbol.name
+            key = _place(method.inputs, symbol)
             self._lowest[key] = max(symbol.lower, self._lowest.get(key, 0))
 
     @property
@@ -182,11 +182,22 @@ class PenstockPartitioner(Partitioner):  # type: ignore[misc]
         method = describe_method(exported, "method", 0)
         parts = tuple(PartName(name, *pair) for name, pair in self._parts.items())
         symbols = [
-            replace(one, lower=min(one.lower, self._lowest.get((method.inputs, one.name), one.lower)))
+            replace(one, lower=min(one.lower, self._lowest.get(_place(method.inputs, one), one.lower)))
             for one in method.symbols
         ]
         guards = tuple(text for text, _ in guards_of(exported)) if self._compiles else ()
         return MethodFacts(method.inputs, tuple(symbols), tuple(self._aliases), parts, guards)
+
+
+def _place(inputs: Sequence[Input], symbol: Symbol) -> object:
+    """Where a symbol stands among the inputs, by types: ExecuTorch renames an input called `input`."""
+    types = tuple(
+        (one.dtype, *(size if isinstance(size, int) else None for size in one.shape)) for one in inputs
+    )
+    places = tuple(
+        (k, d) for k, one in enumerate(inputs) for d, size in enumerate(one.shape) if size == symbol.name
+    )
+    return types, places
 
 
 def _unwrapped(name: str) -> tuple[str, str] | None:

@@ -20,7 +20,7 @@ from torch.export.graph_signature import ConstantArgument, OutputKind, TensorArg
 
 from penstock.backends.executorch.options import NO_WORK
 from penstock.backends.executorch.uses import named_without_use, takes_part
-from penstock.passes.graph.nodes import placeholders_of
+from penstock.passes.graph.nodes import needed, placeholders_of
 from penstock.passes.trace import sum_of, work_of
 from penstock.passes.weights.usage import Usage
 from penstock.schedule.facts.errors import PassError
@@ -184,14 +184,8 @@ def _whole_weights(graph: _Graph, groups: Sequence[set[fx.Node]]) -> list[set[fx
 
 def _computed_for(reader: fx.Node, read: Mapping[fx.Node, set[int]], owned: set[fx.Node]) -> set[fx.Node]:
     """The nodes that a reader's inputs are computed by from weights alone, and that no earlier reader has."""
-    found: set[fx.Node] = set()
-    open_nodes = [one for one in reader.all_input_nodes if one in read]
-    while open_nodes:
-        node = open_nodes.pop()
-        if node.op != "placeholder" and node not in owned and node not in found:
-            found.add(node)
-            open_nodes.extend(node.all_input_nodes)
-    return found
+    inputs = (one for one in reader.all_input_nodes if one in read)
+    return needed(inputs, lambda one: one.op != "placeholder" and one not in owned)
 
 
 def _states(graph: _Graph) -> Iterator[set[fx.Node]]:

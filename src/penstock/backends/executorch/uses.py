@@ -24,7 +24,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec, TensorArgument
 
 from penstock.backends.executorch.plain import copied_graph
-from penstock.passes.graph.nodes import placeholders_of, tensors_of
+from penstock.passes.graph.nodes import needed, placeholders_of, tensors_of
 from penstock.schedule.facts.errors import PassError
 
 _USE = "_penstock_use_"
@@ -114,11 +114,11 @@ def _give_own_copies(exported: ExportedProgram, least: int) -> None:
         copies = [one for one in inputs if one in computed and one.op != "placeholder"]
         if sum(tensor.nbytes for one in copies for tensor in tensors_of(one.meta["val"])) < least:
             continue
-        needed = _needed(copies)
-        if owned.isdisjoint(needed):
-            owned.update(needed)
+        computing = needed(copies, lambda one: one.op != "placeholder")
+        if owned.isdisjoint(computing):
+            owned.update(computing)
             continue
-        _compute_again(exported.graph, needed, node)
+        _compute_again(exported.graph, computing, node)
     for node in reversed(list(exported.graph.nodes)):
         if node in computed and node.op != "placeholder" and not node.users:
             exported.graph.erase_node(node)
@@ -132,18 +132,6 @@ def _compute_again(graph: fx.Graph, nodes: set[fx.Node], reader: fx.Node) -> Non
             own[node] = graph.node_copy(node, lambda one: own.get(one, one))
     for node in set(reader.all_input_nodes) & nodes:
         reader.replace_input_with(node, own[node])
-
-
-def _needed(nodes: list[fx.Node]) -> set[fx.Node]:
-    """The nodes, and all by which they are computed; inputs are not among them."""
-    found: set[fx.Node] = set()
-    open_nodes = list(nodes)
-    while open_nodes:
-        node = open_nodes.pop()
-        if node.op != "placeholder" and node not in found:
-            found.add(node)
-            open_nodes.extend(node.all_input_nodes)
-    return found
 
 
 def _give_own_inputs(exported: ExportedProgram) -> None:

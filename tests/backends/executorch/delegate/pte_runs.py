@@ -81,14 +81,19 @@ class Runner:
         *,
         with_library: bool = True,
         threads: bool = False,
+        late: bool = False,
     ) -> list[Answer]:
-        """Runs calls, one after another; with `threads`, those of each program in a thread of its own."""
+        """Runs calls, one after another; with `threads`, those of each program in a thread of its own.
+
+        With `late`, programs are destroyed after everything that is static in the libraries.
+        """
         asked = [self._asked(number, call) for number, call in enumerate(calls)]
         request = {
             "libraries": [str(self.library)] if with_library else [],
             "programs": [one.to_json() for one in programs],
             "calls": asked,
             "threads": threads,
+            "late": late,
         }
         path = self.folder / "request.json"
         path.write_text(json.dumps(request))

@@ -4,7 +4,8 @@
 // share, options}, where `share` has methods share the memory of buffers;
 // `calls` in order, each {program, method, inputs: FILE, outputs: FILE} or {program, unload: METHOD or true} or
 // {program, shell: COMMAND} or {program, method, reload: TIMES}; `options` of a call replace those of its program. With
-// `threads`, the calls of each program run in a thread of its own. The answer has, for each call, ExecuTorch's `error`, the
+// `threads`, the calls of each program run in a thread of its own; with `late`, programs are destroyed after all that the
+// libraries have that is static. The answer has, for each call, ExecuTorch's `error`, the
 // most memory that the process has taken, what its heap takes now, and the delegate's figures.
 
 #include <dlfcn.h>
@@ -51,7 +52,7 @@ BackendOption make_option(const std::string &key, const Json &value) {
 
 // A file in memory, once however many programs are made of it.
 const std::string &in_memory(const std::string &path) {
-    static std::map<std::string, std::string> files;
+    static auto &files = *new std::map<std::string, std::string>;
     static std::mutex lock;
     const std::lock_guard<std::mutex> guard(lock);
     if (!files.count(path)) files[path] = penstock::read_file(path);
@@ -172,6 +173,7 @@ Json run(const Json &asked, const Json &description, std::unique_ptr<Program> &p
 }  // namespace
 
 int main(int, char **words) {
+    static std::vector<std::unique_ptr<Program>> late;  // is destroyed behind what is made static from here on
     const Json asked = Json::parse(penstock::read_file(words[1]));
     for (const Json &library : asked.at("libraries"))
         if (!dlopen(library.get<std::string>().c_str(), RTLD_NOW | RTLD_GLOBAL)) return std::cerr << dlerror() << "\n", 1;
@@ -191,4 +193,5 @@ int main(int, char **words) {
         run_calls(0, programs.size());
     for (std::thread &one : threads) one.join();
     std::cout << Json(answers).dump() << std::endl;
+    if (asked.value("late", false)) late = std::move(programs);
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.export import Dim, ExportedProgram, export
 from penstock.backends.executorch import read
 from tests.backends.executorch.delegate.pte_models import WIDTH, Files, rows, write_files
 from tests.backends.executorch.delegate.pte_runs import Call, Program, Runner
+from tests.backends.executorch.forging import fields, forge
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -110,3 +112,25 @@ def test_where_sizes_cannot_be_checked_those_of_the_export_are_taken(
     assert [one.error for one in answers] == ["Error::Ok", "Error::InvalidArgument"]
     (said,) = runner.sentences()
     assert "input x.shape[0]: expected 4, a static size, got 6" in said
+
+
+def test_an_input_of_another_dtype_than_the_code_was_compiled_for(
+    runner: Runner, files: Callable[[bool], Files], tmp_path: Path
+) -> None:
+    """ExecuTorch refuses other dtypes than those of the method, so the region's own are changed here."""
+    shutil.copytree(files(False).pte.parent, tmp_path / "copy")
+    forged = Files(tmp_path / "copy/model.pte", (tmp_path / "copy/weights.ptd",))
+    forge(forged.pte, region=fields(lambda one: one["takes"][1].update(dtype="int64")))
+    (answer,) = runner([Program(forged)], [Call((rows(4), rows(4), rows(1)))])
+    assert answer.error == "Error::InvalidArgument"
+    (said,) = runner.sentences()
+    assert said == "input b: expected Long, got Float; pass what the program was exported for"
+
+
+def test_nothing_is_kept_of_the_results_of_a_call(runner: Runner, tmp_path: Path) -> None:
+    count = Dim("count", min=1, max=256)
+    program = export(nn.Linear(WIDTH, WIDTH), (rows(4),), dynamic_shapes=({0: count},))
+    written = write_files(tmp_path / "long", {"forward": program}, kernels="aotinductor")
+    answers = runner([Program(written)], [Call([rows(size)]) for size in (1, 256, 1, 256)])
+    assert [one.error for one in answers] == ["Error::Ok"] * 4  # and ExecuTorch renames an input `input`
+    assert answers[3].heap_bytes - answers[2].heap_bytes < 256 * WIDTH * 4 // 2

@@ -98,6 +98,10 @@ def test_programs_of_one_file_share_nothing(runner, compiled, expected):
     assert (both[-1].programs, both[-1].misses) == (2, 0)
 
 
+def test_programs_that_outlive_what_is_static(runner, compiled, expected):
+    assert_equal(runner([Program(compiled("dynamic"))], CALLS["dynamic"], late=True), expected("dynamic"))
+
+
 def test_weights_are_not_copied(runner, compiled):
     files = compiled("wide")
     total = sum(storage.nbytes for storage in read(files.pte).payload.storages)

@@ -79,6 +79,12 @@ def test_two_modules_in_two_threads(runner, exported):
     _assert_equal(answers[half:-1], expected)
 
 
+def test_programs_that_outlive_what_is_static(runner, exported):
+    files, _ = exported("mlp")
+    answers = runner([Program(files, {"budget": "60%"})] * 2, [*MLP, replace(MLP[0], program=1)], late=True)
+    assert [one.error for one in answers] == ["Error::Ok"] * 4
+
+
 def test_programs_that_come_and_go_in_threads(runner, exported):
     files, _ = exported("mlp")
     calls = [Call(program=number, reload=8) for number in range(3)]
