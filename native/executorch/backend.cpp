@@ -107,7 +107,8 @@ class PenstockBackend final : public BackendInterface {
     }
 };
 
-PenstockBackend backend;
+// Never destroyed: ExecuTorch calls it for programs that outlive what is static here.
+PenstockBackend &backend = *new PenstockBackend;
 const Error registered = executorch::runtime::register_backend({NAME, &backend});
 
 }  // namespace
