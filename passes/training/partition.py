@@ -54,7 +54,7 @@ def partition(
     """
     nodes = list(joint.graph_module.graph.nodes)
     early = forward_of(joint)
-    after = _reached(node for node in joint.tangents if node is not None)
+    after = dependent(node for node in joint.tangents if node is not None)
     checks = [node for node in nodes if node in after and node.op == "call_function" and node.is_impure()]
     own = needed([*joint.gradients.values(), *checks]) - early
     crossing = _Crossing(joint, {*again, *unpacked(joint, frozen)}, {} if kept is None else kept)
