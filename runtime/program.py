@@ -114,7 +114,17 @@ class Program:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights; each storage is counted once."""
-        return sum(s.nbytes for s in self._stored.storages)
+        return sum(s.nbytes for s in self._stored.storages if s.kind != "produced")
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of what a forward keeps among the weights, if it was compiled with `spill=True`."""
+        return sum(s.nbytes for s in self._stored.storages if s.kind == "produced")
+
+    @property
+    def largest_budget(self) -> int:
+        """Bytes of all that a budget holds: the weights, and what a forward keeps among them."""
+        return self.weight_bytes + self.value_bytes
 
     @cached_property
     def floor_bytes(self) -> int:
@@ -167,7 +177,7 @@ class Program:
             hardware=hardware,
             traces=_traces(traces),
             wrap=wrap,
-            host_memory=parse_host_memory(host_memory, self.weight_bytes),
+            host_memory=parse_host_memory(host_memory, self.largest_budget),
         )
         return find_plan(self.path, candidates(self, activations)[0].payload, request)
 
@@ -222,7 +232,7 @@ class Program:
             device=device,
             arena=arena,
             keep=_patterns(keep),
-            host_memory=parse_host_memory(host_memory, self.weight_bytes),
+            host_memory=parse_host_memory(host_memory, self.largest_budget),
         )
         _check_modes(budget, plan, device_memory, given)
         if plan is not None and activations != AUTO:
@@ -256,9 +266,9 @@ class Program:
         )
 
     def _nbytes(self, budget: int | str) -> int:
-        if budget == 0 and not isinstance(budget, bool) and not self.weight_bytes:
+        if budget == 0 and not isinstance(budget, bool) and not self.largest_budget:
             return 1  # `floor_bytes` is 0 for a program without weights, and any budget will do
-        return parse_size(budget, total=self.weight_bytes or 100)
+        return parse_size(budget, total=self.largest_budget or 100)
 
     @cached_property
     def activation_bytes(self) -> int:
@@ -355,7 +365,7 @@ def _choice(request: PlanRequest, split: Callable[[Program], MemorySplit | None]
     if divided is not None:
         _log.info("%s", divided)
         least = program.floor(request.device, request.arena)
-        request = replace(request, budget=min(divided.budget(least), program.weight_bytes))
+        request = replace(request, budget=min(divided.budget(least), program.largest_budget))
     return Choice(program, find_plan_to_load(program.path, program.payload, request), divided)
 
 

@@ -26,13 +26,21 @@ class Plan(Decisions):
 
     @property
     def residency(self) -> str:
-        """How many bytes of the weights stay in memory and how many stream in a pass, in words."""
-        outside = sum(self.sizes[s] for s in self.outside) if self.sizes else 0
+        """How many bytes of the weights stay in memory and how many stream in a pass, in words.
+
+        What a forward keeps for its backward is counted apart.
+        """
+        kept = sum(self.sizes[s] for s in self.produced) if self.sizes else 0
+        outside = sum(self.sizes[s] for s in {*self.outside} - self.produced) if self.sizes else 0
         resident = format_size(sum(one.nbytes for one in self.resident) + outside)
-        total = f" of {format_size(sum(self.sizes))}" if self.sizes else ""
+        total = f" of {format_size(sum(self.sizes) - kept)}" if self.sizes else ""
         streamed = format_size(self.streamed_bytes)
+        written = ""
+        if self.produced:
+            values = f" of {format_size(kept)}" if kept else ""
+            written = f", {format_size(self.written_bytes)}{values} of kept values written out"
         budget = format_budget(self.budget, sum(self.sizes))
-        return f"{resident}{total} resident, {streamed} streamed a pass, budget {budget}"
+        return f"{resident}{total} resident, {streamed} streamed a pass{written}, budget {budget}"
 
     def to_json(self) -> str:
         """The plan as JSON, as docs/payload.md specifies it."""

@@ -127,9 +127,22 @@ class RungBytes:
 
 def rung_bytes(program: Program) -> list[RungBytes]:
     """The bytes of each rung, at the exported sizes; none for a program that is not trained."""
-    sizes, found = [storage.nbytes for storage in program.payload.storages], []
+    weights = [0 if one.kind == "produced" else one.nbytes for one in program.payload.storages]
+    found = []
     for name, one in program.rungs.items():
         traces = [t for t in one.payload.traces if one.rung and t.method in one.rung.methods[1:]]
-        read = max(sum(sizes[s] for step in trace.steps for s in step.reads) for trace in traces)
+        read = max(sum(weights[s] for step in trace.steps for s in step.reads) for trace in traces)
         found.append(RungBytes(name, one.kept_bytes, one.activation_bytes, read))
     return found
+
+
+def dynamic_values(program: Program) -> tuple[str, ...]:
+    """The values of dynamic size that a forward keeps for its backward although it has places for others."""
+    if program.training is None or not program.value_bytes:
+        return ()
+    return tuple(
+        method.inputs[leaf].name
+        for method in program.payload.methods
+        for leaf in program.training.made(method.name)
+        if any(isinstance(size, str) for size in method.inputs[leaf].shape)
+    )

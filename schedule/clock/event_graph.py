@@ -37,9 +37,10 @@ Steady times repeat after a few passes; this number is a multiple of 1, 2, 3, 4 
 class PassTimes:
     """The times of one pass, in nanoseconds since the first call began: a pair (start, end) for each event.
 
-    A read starts when the lead of its step has ended and its spans have arrived. `transfers` are those for
-    the reads of this pass, some of which start during the pass before. `stages` are the reads of the disk for
-    these transfers, in order.
+    A read starts when the lead of its step has ended and its spans have arrived. It takes the time of its
+    step, and longer where the end of the step waits for copies out. `transfers` are those for the reads of
+    this pass, some of which start during the pass before. `stages` are the reads of the disk for these
+    transfers, in order.
     """
 
     call_start: int
@@ -129,13 +130,26 @@ def simulate(
                 elif before is not None:
                     times.append(before[source] + weight)
             now[node] = max(times)
-        reads = tuple((now[k] - step.read_ns, now[k]) for k, step in enumerate(steps))
+        reads = _reads(trace, schedule, now)
         copies = zip(now[len(steps) : call], copy_ns, strict=True)
         stages = zip(now[call + 1 :], disk_ns, strict=True)
         spans = [tuple((end - ns, end) for end, ns in some) for some in (copies, stages)]
         result.append(PassTimes(now[call], reads, *spans))
         before = now
     return tuple(result)
+
+
+def _reads(trace: Trace, schedule: Schedule, now: list[int]) -> tuple[tuple[int, int], ...]:
+    """When the reads of a pass begin, and when their steps end, from the times of all events."""
+    n, began = len(trace.steps), []
+    ended = now[n + len(schedule.transfers)]
+    for k, step in enumerate(trace.steps):
+        began.append(ended + step.lead_ns)
+        ended = now[k]
+    for i, t in enumerate(schedule.transfers):
+        if t.direction == "in":
+            began[t.step] = max(began[t.step], now[n + i])
+    return tuple(zip(began, now[:n], strict=True))
 
 
 @dataclass(frozen=True)
@@ -160,10 +174,10 @@ def settle(trace: Trace, schedule: Schedule, hardware: Hardware, wrap: Wrap) -> 
 
 
 def stalls_of(trace: Trace, times: PassTimes) -> list[int]:
-    """Nanoseconds for which each step of a pass waits for the spans that it reads."""
+    """Nanoseconds for which each step of a pass waits: for the spans that it reads, and for copies out."""
     ended, found = times.call_start, []
-    for step, (start, end) in zip(trace.steps, times.reads, strict=True):
-        found.append(start - ended - step.lead_ns)
+    for step, (_, end) in zip(trace.steps, times.reads, strict=True):
+        found.append(end - ended - step.lead_ns - step.read_ns)
         ended = end
     return found
 

@@ -393,6 +393,10 @@ class Schedule:
     staging_bytes: int = 0
     boundary: tuple[Range, ...] | None = None
 
+    def moved_bytes(self, direction: Direction) -> int:
+        """Bytes that the transfers of one direction move in a pass."""
+        return sum(t.stop - t.start for t in self.transfers if t.direction == direction)
+
 
 @dataclass(frozen=True)
 class HostTier:
@@ -443,7 +447,17 @@ class Decisions:
     @cached_property
     def streamed_bytes(self) -> int:
         """Bytes copied to the device in one pass of each method, summed."""
-        return sum(t.stop - t.start for s in self.schedules for t in s.transfers)
+        return sum(schedule.moved_bytes("in") for schedule in self.schedules)
+
+    @cached_property
+    def written_bytes(self) -> int:
+        """Bytes copied out of the arena in one pass of each method, summed."""
+        return sum(schedule.moved_bytes("out") for schedule in self.schedules)
+
+    @cached_property
+    def produced(self) -> frozenset[int]:
+        """The storages that a step writes: what a forward keeps for its backward."""
+        return frozenset(s for trace in self.traces for step in trace.steps for s in step.writes)
 
     def boundary_of(self, schedule: Schedule) -> tuple[Range, ...]:
         """The ranges on the device, or on their way to it, between two calls of the schedule's method."""

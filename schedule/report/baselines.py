@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.schedule.clock.event_graph import steady_period_ns
 from penstock.schedule.facts.hardware import roofline_ns
@@ -147,6 +147,17 @@ def compare(setting: Setting, host: Hardware | None = None) -> dict[str, int | N
     if host is not None:
         found[REST] = rest_on_host(setting, host)
     return found
+
+
+def without_values(trace: Trace) -> Trace:
+    """The trace with the reads of weights alone: other tools leave in memory what a step writes."""
+    written = {s for step in trace.steps for s in step.writes}
+    if not written:
+        return trace
+    steps = (
+        replace(one, reads=tuple(s for s in one.reads if s not in written), writes=()) for one in trace.steps
+    )
+    return replace(trace, steps=tuple(steps))
 
 
 def _period(setting: Setting, starts: Sequence[tuple[int, int]]) -> int | None:

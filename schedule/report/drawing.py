@@ -113,7 +113,7 @@ def _cells(intervals: Iterable[Interval], view: View, columns: int) -> str:
     begin, period = view.begins[view.focus], max(1, view.period_ns)
     shares = [0.0] * columns
     for one in intervals:
-        if one.kind == "stall":
+        if one.kind in {"stall", "hold"}:
             continue
         low = (max(one.start, begin) - begin) * columns / period
         high = (min(one.end, begin + period) - begin) * columns / period
@@ -135,16 +135,19 @@ def _events(plan: Decisions, which: int, names: Sequence[str], passes: int) -> I
         yield _named("thread_name", lane, which + 1, tid)
         for one in intervals:
             title, args = one.kind, {}
-            if one.of is not None and one.kind in {"copy", "disk"}:
+            if one.of is not None and one.kind in {"copy", "out", "disk"}:
                 args = copied[one.of]
-                title = title_of(args["weights"])
+                title = f"{title_of(args['weights'])}{' out' * (one.kind == 'out')}"
             elif one.of is not None:
                 step = trace.steps[one.of]
-                title = {"lead": f"{step.name} (lead)", "read": step.name}.get(title, title)
+                said = {"lead": f"{step.name} (lead)", "read": step.name, "hold": "stall for copies out"}
+                title = said.get(title, title)
                 args = {
                     "step": step.name,
                     "weights": [] if one.kind == "lead" else [names[s] for s in step.reads],
                 }
+                if step.writes:
+                    args["writes"] = [names[s] for s in step.writes]
             when = {"ts": one.start / 1000, "dur": one.nanoseconds / 1000}
             event = {"ph": "X", "name": title, "cat": one.kind, "pid": which + 1, "tid": tid}
             yield event | when | {"args": {"pass": one.at} | args}

@@ -110,7 +110,12 @@ def _described(plan: Decisions, which: int, kind: str) -> list[dict[str, Any]]:
         ]
     copied = list(zip(schedule.transfers, copied_by(plan, which, names_of(plan)), strict=True))
     moved = [
-        {"name": ", ".join(one["weights"]), "bytes": one["bytes"], "pass": -int(t.after < 0)}
+        {
+            "name": ", ".join(one["weights"]),
+            "bytes": one["bytes"],
+            "direction": t.direction,
+            "pass": -int(t.after < 0),
+        }
         for t, one in copied
     ]
     if kind == "transfer":

@@ -18,8 +18,11 @@ from penstock.schedule.report.views import (
     View,
     Views,
     copies_of,
+    cut_of,
+    overlap,
     resident_of,
     stays_of,
+    storage_ranges,
     views_of,
 )
 
@@ -28,10 +31,10 @@ from penstock.schedule.report.views import (
 class Interval:
     """What compute or a link does from `start` to `end` (ns), in pass number `at` of a view.
 
-    For compute, `kind` is the `lead` or the `read` of step number `of`, or a `stall` before that read. Behind
-    the last step, where `of` is None, it is the `tail`, a `stall` for copies under way, or the `gap` to the
-    next call. For a link, `kind` is `copy`, or `disk` where the disk reads for a copy, and `of` is the copy's
-    number.
+    For compute, `kind` is the `lead` or the `read` of step number `of`, a `stall` before that read, or `hold`
+    behind it: the wait for copies out. Behind the last step, where `of` is None, it is the `tail`, a `stall`
+    for copies under way, or the `gap` to the next call. For a link, `kind` is `copy`, `out` for a copy out of
+    the arena, or `disk` where the disk reads for a copy, and `of` is the copy's number.
     """
 
     kind: str
@@ -49,6 +52,7 @@ class Interval:
 class Box:
     """A range of a storage that arrives in the arena from `start` to `ready` and leaves at `end` (ns).
 
+    What a step writes takes memory from the beginning of that step on, where `ready` is `start`.
     `until` is the step at whose end the range leaves, counted as in Stay, or None if it never leaves.
     """
 
@@ -91,15 +95,24 @@ def lanes_of(picture: Picture, view: View) -> dict[str, list[Interval]]:
     copies, lasts = picture.copies, [copy.last for copy in picture.copies]
     staged = [bisect_right(lasts, i) for i, nbytes in enumerate(picture.schedule.staged) if nbytes]
     links = sorted({copy.link for copy in copies} | ({1} if staged else set()))
+    apart = picture.plan.hardware.duplex and any(copy.out for copy in copies)
     lanes: dict[str, list[Interval]] = {"compute": [], **{_lane(link): [] for link in links}}
+    if apart:
+        lanes[_OUT] = []
     for at, (times, following) in enumerate(zip(view.passes, view.begins[1:], strict=True)):
         lanes["compute"] += _compute(picture.trace, times, following, at)
         for c, copy in enumerate(copies):
             start, end = times.transfers[copy.first][0], times.transfers[copy.last - 1][1]
-            lanes[_lane(copy.link)].append(Interval("disk" if copy.link % 2 else "copy", start, end, c, at))
+            lane = _OUT if apart and copy.out else _lane(copy.link)
+            kind = "out" if copy.out else "disk" if copy.link % 2 else "copy"
+            lanes[lane].append(Interval(kind, start, end, c, at))
         for c, (start, end) in zip(staged, times.stages, strict=True):
             lanes[_lane(1)].append(Interval("disk", start, end, c, at))
     return lanes
+
+
+_OUT = "link out"
+"""The lane of copies out of the arena, where the link carries both directions at once."""
 
 
 def _lane(link: int) -> str:
@@ -112,7 +125,9 @@ def _compute(trace: Trace, times: PassTimes, following: int, at: int) -> Iterato
     found: list[tuple[str, int, int, int | None]] = []
     for k, (step, (start, end)) in enumerate(zip(trace.steps, times.reads, strict=True)):
         ready = begin + step.lead_ns
-        found += [("lead", begin, ready, k), ("stall", ready, start, k), ("read", start, end, k)]
+        done = start + step.read_ns
+        found += [("lead", begin, ready, k), ("stall", ready, start, k), ("read", start, done, k)]
+        found.append(("hold", done, end, k))
         begin = end
     done, leaves = begin + trace.tail_ns, following - trace.gap_ns
     found += [("tail", begin, done, None), ("stall", done, leaves, None), ("gap", leaves, following, None)]
@@ -120,7 +135,7 @@ def _compute(trace: Trace, times: PassTimes, following: int, at: int) -> Iterato
 
 
 def boxes_of(picture: Picture, view: View) -> list[Box]:
-    """The boxes of a view: first the ranges that never leave, then those that copies bring.
+    """The boxes of a view: first the ranges that never leave, then those that copies bring or steps write.
 
     A box that is still in the arena when the view ends is cut off there.
     """
@@ -133,17 +148,37 @@ def boxes_of(picture: Picture, view: View) -> list[Box]:
 
     found = [Box(s, piece, None, begin, begin, view.end) for s, piece in resident_of(picture.plan)]
     for stay in picture.stays:
-        copy, what = picture.copies[stay.copy], (stay.storage, stay.range, stay.until)
+        what = (stay.storage, stay.range, stay.until)
         if stay.until >= n:  # the pass before the view brought this range, which is there from the start
             found.append(Box(*what, begin, begin, leaves(0, stay.until - n)))
         for at, times in enumerate(view.passes):
-            first, last = times.transfers[copy.first][0], times.transfers[copy.last - 1][1]
-            start, ready = (
-                first + (last - first) * (offset - copy.range.start) // copy.range.nbytes
-                for offset in (stay.range.start, stay.range.stop)
-            )
+            start = ready = times.reads[stay.step - 1][1] if stay.step else times.call_start
+            if stay.copy is not None:
+                start, ready = _moving(picture.copies[stay.copy], stay.range, times)
             found.append(Box(*what, start, ready, leaves(at, stay.until)))
     return found
+
+
+def leaving_of(picture: Picture, view: View) -> list[tuple[int, Box]]:
+    """What is copied out of the arena in a view, while it is: the number of the copy, and a box."""
+    places, found = storage_ranges(picture.plan), []
+    numbers = [c for c, copy in enumerate(picture.copies) if copy.out]
+    for number, s, piece in cut_of(picture.plan, [picture.copies[c].range for c in numbers]):
+        copy = picture.copies[numbers[number]]
+        for times in view.passes if overlap(places[s], piece) else ():
+            start, end = _moving(copy, piece, times)
+            found.append((numbers[number], Box(s, piece, copy.step, start, start, end)))
+    return found
+
+
+def _moving(copy: Copy, piece: Range, times: PassTimes) -> tuple[int, int]:
+    """When the first and the last byte of a piece of a copy move (ns)."""
+    first, last = times.transfers[copy.first][0], times.transfers[copy.last - 1][1]
+    start, end = (
+        first + (last - first) * (offset - copy.range.start) // copy.range.nbytes
+        for offset in (piece.start, piece.stop)
+    )
+    return start, end
 
 
 def held_of(view: View, boxes: Sequence[Box]) -> list[tuple[int, int]]:

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from penstock.schedule.clock.event_graph import stalls_of
-from penstock.schedule.facts.sizes import format_time
+from penstock.schedule.facts.sizes import format_size, format_time
 from penstock.schedule.report.pictures import Picture
 from penstock.schedule.report.views import overlap, resident_bytes, storage_ranges
 
-Lives = Literal["resident", "in part", "streamed", "outside", "not read"]
+Lives = Literal["resident", "in part", "streamed", "outside", "not read", "kept", "spilled"]
 
 
 @dataclass(frozen=True)
 class Use:
     """Where a weight is kept, the first step that reads it (-1 for none), its bytes copied a pass, and why.
 
-    `where` says in words what `lives` says, and which share of the weight stays if only a part does.
+    `where` says in words what `lives` says, and which share of the weight stays if only a part does. What a
+    step writes is `kept` if it stays until it is read, and `spilled` if bytes of it are copied out and come
+    back; its first step is the one that writes it.
     """
 
     lives: Lives
@@ -51,11 +53,16 @@ def uses_of(picture: Picture) -> list[Use]:
     plan, trace = picture.plan, picture.trace
     waits = stalls_of(trace, picture.views.steady.now)
     reads: list[list[int]] = [[] for _ in plan.arena.layout]
+    written: dict[int, int] = {}
     for k, step in enumerate(trace.steps):
+        written |= dict.fromkeys(step.writes, k)
         for s in dict.fromkeys(step.reads):
             reads[s].append(k)
     found = []
     for s, (stream, ks) in enumerate(zip(_streams(picture), reads, strict=True)):
+        if s in written:
+            found.append(_of_value(picture, s, written[s], stream, waits))
+            continue
         lives: Lives = "resident" if not stream.nbytes else "in part" if stream.share else "streamed"
         if s in plan.outside or not ks:
             lives = "outside" if s in plan.outside else "not read"
@@ -74,12 +81,32 @@ def uses_of(picture: Picture) -> list[Use]:
     return found
 
 
+def _of_value(picture: Picture, s: int, written: int, stream: _Stream, waits: Sequence[int]) -> Use:
+    """The use of a storage that a step writes."""
+    plan, steps = picture.plan, picture.trace.steps
+    last = max((k for k, step in enumerate(steps) if s in step.reads), default=written)
+    why = f"written by {steps[written].name}, last read by {steps[last].name}; "
+    if s in plan.outside:
+        return Use("outside", "outside", written, 0, f"{why}it has memory for itself")
+    place = storage_ranges(plan)[s]
+    outs = [copy for copy in picture.copies if copy.out and overlap(place, copy.range)]
+    if not outs:
+        return Use("kept", "kept", written, 0, f"{why}it stays in between")
+    nbytes = sum(overlap(place, copy.range) for copy in outs)
+    left = f"{format_size(nbytes)} leave by the end of {steps[max(copy.step for copy in outs)].name}"
+    wait = sum(waits[k] for k in stream.steps | {copy.step for copy in outs})
+    late = f"steps wait {format_time(wait)}" if wait else "in time"
+    moved = nbytes + stream.nbytes
+    return Use("spilled", "spilled", written, moved, f"{why}{left}, and come back; {late}")
+
+
 def _streams(picture: Picture) -> Iterator[_Stream]:
     """Yield the copies of each storage, by index."""
     places, view = storage_ranges(picture.plan), picture.views.steady
     brought: list[Counter[int]] = [Counter() for _ in places]
     for stay in picture.stays:
-        if nbytes := overlap(places[stay.storage], stay.range):
+        nbytes = overlap(places[stay.storage], stay.range)
+        if nbytes and stay.copy is not None:
             brought[stay.storage][stay.copy] += nbytes
     ends = [end for one in (view.passes[0], view.now) for _, end in one.reads]
     n = len(view.now.reads)

@@ -44,10 +44,18 @@ def tokens_of(methods: Iterable[Method]) -> dict[str, int]:
     return found
 
 
+def copying_ns(plan: Decisions) -> int:
+    """Nanoseconds for which the link is busy in a pass of each method; if duplex, its busier direction."""
+    taken = {"in": 0, "out": 0}
+    for transfer in (t for schedule in plan.schedules for t in schedule.transfers):
+        taken[transfer.direction] += plan.hardware.moving_ns(transfer)
+    return max(taken.values()) if plan.hardware.duplex else sum(taken.values())
+
+
 def limit_of(plan: Decisions) -> Limit:
     """The resource that sets the plan's time, or `memory` if compute, link and disk wait for one another."""
     predicted = plan.predicted_ns
-    copying = sum(plan.hardware.copy_ns(t.stop - t.start) for s in plan.schedules for t in s.transfers)
+    copying = copying_ns(plan)
     if predicted <= plan.compute_ns * _ALIKE:
         return "compute"
     reading = sum(plan.hardware.disk_ns(nbytes) for s in plan.schedules for nbytes in s.staged if nbytes)
@@ -92,7 +100,8 @@ def _beside(plan: Decisions, policies: Mapping[str, int]) -> tuple[str, list[str
     Returns the words that say whether streaming pays, and a sentence about that policy, if there is one.
     """
     if not policies:
-        return "This plan streams", []
+        apart = ["No other way fits, since each holds all that the forward keeps."] if plan.produced else []
+        return "This plan streams", apart
     name = min(policies, key=lambda policy: policies[policy])
     host, way = host_beside(plan.hardware), repr(name)
     if name == REST and host is not None:
@@ -110,15 +119,18 @@ def _beside(plan: Decisions, policies: Mapping[str, int]) -> tuple[str, list[str
 def _limit(plan: Decisions) -> str:
     """The sentence on what limits a plan."""
     predicted, compute = format_time(plan.predicted_ns), format_time(plan.compute_ns)
-    moved = format_size(plan.streamed_bytes)
+    moved, out, link = format_size(plan.streamed_bytes), format_size(plan.written_bytes), plan.hardware
     match limit_of(plan):
         case "compute":
-            return f"Compute limits it: copying {moved} a pass hides behind {compute} of compute."
+            both = f"{moved} in and {out} out" if plan.written_bytes else moved
+            return f"Compute limits it: copying {both} a pass hides behind {compute} of compute."
         case "link":
-            return (
-                f"The link limits it: {moved} a pass at {_gigabytes(plan.hardware.link_bytes_per_s)} take "
-                f"{predicted}, compute {compute}."
-            )
+            both = f"{moved} a pass at {_gigabytes(link.link_bytes_per_s)}"
+            if plan.written_bytes:
+                rate = _gigabytes(link.write_bytes_per_s or link.link_bytes_per_s)
+                beside = "beside" if link.duplex else "and"
+                both = f"{both} in, {beside} {out} at {rate} out,"
+            return f"The link limits it: {both} take {predicted}, compute {compute}."
         case "disk":
             held, read = format_size(plan.host.nbytes if plan.host else 0), format_size(_staged(plan))
             return (
@@ -137,7 +149,8 @@ def _best(plan: Decisions) -> str:
         return "How much faster streaming could be is not known: the solver found no bound in time."
     if plan.ratio < 1.00005:
         return "This is the best streaming possible."
-    return f"The best streaming possible is at most {plan.ratio * 100 - 100:.2g} % faster."
+    faster = plan.ratio * 100 - 100
+    return f"The best streaming possible is at most {faster:.{'0f' if faster >= 100 else '2g'}} % faster."
 
 
 def _twice(plan: Decisions) -> list[str]:
@@ -158,6 +171,8 @@ def _twice(plan: Decisions) -> list[str]:
     budgets = range(plan.budget, plan.budget + sum(plan.sizes) + 1)
     budget = budgets[bisect_left(budgets, True, key=lambda nbytes: best_ns(plan, nbytes) <= wanted)]
     link = f", or a link of {_gigabytes(2 * plan.hardware.link_bytes_per_s)}" if limit == "link" else ""
+    if link and plan.written_bytes and plan.hardware.write_bytes_per_s:
+        link += f" in and {_gigabytes(2 * plan.hardware.write_bytes_per_s)} out"
     return [f"Twice as fast takes a budget of about {format_size(budget)}{link}."]
 
 

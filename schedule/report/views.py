@@ -1,7 +1,8 @@
 """The copies, stays and times that pictures of a plan are drawn from, worked out from the plan alone.
 
 A *copy* here is a run of neighbouring transfers for one step that follow each other without a pause. A
-*stay* is a range of one storage on the device, from its copy to the step at whose end it leaves.
+*stay* is a range of one storage on the device, from its copy, or from the step that writes it, to the step at
+whose end it leaves.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.schedule.clock.event_graph import PassTimes, simulate
@@ -24,7 +25,10 @@ _MOST_EVENTS = 400_000
 
 @dataclass(frozen=True)
 class Copy:
-    """Transfers `first` to `last` (the latter excluded) as one range; other fields are as in Transfer."""
+    """Transfers `first` to `last` (the latter excluded) as one range; other fields are as in Transfer.
+
+    `out` is its direction: from the arena, and not into it.
+    """
 
     range: Range
     step: int
@@ -32,19 +36,21 @@ class Copy:
     link: int
     first: int
     last: int
+    out: bool = False
 
 
 @dataclass(frozen=True)
 class Stay:
     """A range of storage `storage` that copy number `copy` brings, and that leaves when step `until` ends.
 
-    `until` counts from the start of the pass that the copy is for; a step of the next pass is n or more,
-    where a pass has n steps.
+    If no copy brings it, `copy` is None, and step `step` writes it. `until` counts from the start of the pass
+    that the copy is for; a step of the next pass is n or more, where a pass has n steps.
     """
 
     storage: int
     range: Range
-    copy: int
+    copy: int | None
+    step: int
     until: int
 
 
@@ -115,18 +121,25 @@ def copies_of(plan: Decisions, schedule: Schedule, passes: Sequence[PassTimes] =
             before is not None
             and passes
             and (before.range.stop, before.step, before.link) == (t.start, t.step, t.link)
+            and before.out == (t.direction == "out")
             and t.start not in breaks
             and all(one.transfers[i - 1][1] == one.transfers[i][0] for one in passes)
         ):
             joined = Range(before.range.start, t.stop)
-            found[-1] = Copy(joined, t.step, before.after, t.link, before.first, i + 1)
+            found[-1] = replace(before, range=joined, last=i + 1)
         else:
-            found.append(Copy(Range(t.start, t.stop), t.step, t.after, t.link, i, i + 1))
+            way = t.direction == "out"
+            found.append(Copy(Range(t.start, t.stop), t.step, t.after, t.link, i, i + 1, way))
     return tuple(found)
 
 
 def stays_of(plan: Decisions, which: int, copies: Sequence[Copy]) -> tuple[Stay, ...]:
-    """Returns the stays of all copies, which are cut where storages begin and where the drops differ."""
+    """Returns the stays of what is copied in or written, cut where storages begin and where drops differ."""
+    places = storage_ranges(plan)
+    arriving = [(copy.range, c, copy.step) for c, copy in enumerate(copies) if not copy.out]
+    for k, writes in enumerate(step.writes for step in plan.traces[which].steps):
+        inside = [(places[s], None, k) for s in writes if s not in plan.outside]
+        arriving += [(place, c, step) for place, c, step in inside if place is not None]
     steps, drops = len(plan.traces[which].steps), plan.schedules[which].drops
     edges = sorted({edge for drop in drops for edge in (drop.start, drop.stop)})
     dropped: list[list[int]] = [[] for _ in range(len(edges) + 1)]
@@ -134,18 +147,18 @@ def stays_of(plan: Decisions, which: int, copies: Sequence[Copy]) -> tuple[Stay,
         for i in range(bisect_left(edges, drop.start), bisect_left(edges, drop.stop)):
             dropped[i + 1].append(drop.step)
     found: list[Stay] = []
-    for c, storage, piece in _cut(plan, [copy.range for copy in copies]):
+    for number, storage, piece in cut_of(plan, [one for one, _, _ in arriving]):
+        _, c, step = arriving[number]
         low, high = bisect_right(edges, piece.start), bisect_left(edges, piece.stop)
         cuts = (piece.start, *edges[low:high], piece.stop)
         for i, (start, stop) in enumerate(itertools.pairwise(cuts), low):
-            step = copies[c].step
             # The first drop at or after the step counts, in this pass or the next one.
             until = min((one + steps * (one < step) for one in dropped[i]), default=step + steps)
             before = found[-1] if found else None
-            if before and (before.storage, before.copy, before.until) == (storage, c, until):
-                found[-1] = Stay(storage, Range(before.range.start, stop), c, until)
+            if before and replace(before, range=piece) == Stay(storage, piece, c, step, until):
+                found[-1] = replace(before, range=Range(before.range.start, stop))
             else:
-                found.append(Stay(storage, Range(start, stop), c, until))
+                found.append(Stay(storage, Range(start, stop), c, step, until))
     return tuple(found)
 
 
@@ -168,22 +181,23 @@ def title_of(weights: Sequence[str]) -> str:
 
 
 def weights_of(plan: Decisions, copies: Sequence[Copy]) -> list[list[int]]:
-    """The storages of which each copy brings bytes, and not only the padding behind them."""
+    """The storages of which each copy moves bytes, and not only the padding behind them."""
     places = storage_ranges(plan)
     found: list[list[int]] = [[] for _ in copies]
-    for c, storage, piece in _cut(plan, [copy.range for copy in copies]):
+    for c, storage, piece in cut_of(plan, [copy.range for copy in copies]):
         if overlap(places[storage], piece):
             found[c].append(storage)
     return found
 
 
 def copied_by(plan: Decisions, which: int, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yields the weights, the bytes, the step and the step waited for of every transfer of a method."""
+    """Yields the weights, bytes and direction of every transfer, its step and the step that it waits for."""
     steps, copies = plan.traces[which].steps, copies_of(plan, plan.schedules[which])
     for copy, weights in zip(copies, weights_of(plan, copies), strict=True):
         yield {
             "weights": [names[s] for s in weights],
             "bytes": copy.range.nbytes,
+            "direction": "out" if copy.out else "in",
             "layout": [copy.range.start, copy.range.stop],
             "for": steps[copy.step].name,
             "after": steps[copy.after].name,
@@ -192,7 +206,7 @@ def copied_by(plan: Decisions, which: int, names: Sequence[str]) -> Iterator[dic
 
 def resident_of(plan: Decisions) -> tuple[tuple[int, Range], ...]:
     """The ranges that never leave the arena, cut where storages begin, each with its storage."""
-    return tuple((storage, piece) for _, storage, piece in _cut(plan, merged(plan.resident)))
+    return tuple((storage, piece) for _, storage, piece in cut_of(plan, merged(plan.resident)))
 
 
 def resident_bytes(plan: Decisions) -> list[int]:
@@ -221,7 +235,7 @@ def overlap(place: Range | None, piece: Range) -> int:
     return max(0, min(place.stop, piece.stop) - max(place.start, piece.start)) if place else 0
 
 
-def _cut(plan: Decisions, ranges: Iterable[Range]) -> Iterator[tuple[int, int, Range]]:
+def cut_of(plan: Decisions, ranges: Iterable[Range]) -> Iterator[tuple[int, int, Range]]:
     """Cuts ranges where storages begin, and yields each range's number, a storage and its piece.
 
     Padding belongs to the storage before it.

@@ -8,8 +8,8 @@ from typing import Any
 
 from penstock.schedule.clock.turns import joined
 from penstock.schedule.facts.hardware import host_beside
-from penstock.schedule.facts.model import Decisions, Hardware
-from penstock.schedule.report.baselines import Setting, compare
+from penstock.schedule.facts.model import Decisions, Hardware, Trace
+from penstock.schedule.report.baselines import Setting, compare, without_values
 
 SHARES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 """The budgets of a sweep: 0 is the floor, and 1 the bytes of all weights."""
@@ -33,13 +33,15 @@ class Point:
 def other_policies(plan: Decisions, host: Hardware | None = None) -> dict[str, int]:
     """The period of each policy that fits into the plan's budget, summed over the plan's traces.
 
+    What a forward keeps stays in memory under all of them, and weights have the rest of the budget.
     The default of `host` is the host beside the plan's hardware. For a plan without sizes there is no result.
     """
     plan, host = joined(plan), host or host_beside(plan.hardware)
     found: dict[str, int] = {}
     for number, trace in enumerate(plan.traces if plan.sizes else ()):
-        setting = Setting(plan.sizes, trace, plan.budget - _fixed(plan), plan.hardware)
-        periods = compare(setting, host) if trace.steps else {}
+        cap = plan.budget - _fixed(plan) - max(_alive(plan, trace), default=0)
+        setting = Setting(plan.sizes, without_values(trace), max(0, cap), plan.hardware)
+        periods = compare(setting, host) if trace.steps and cap >= 0 else {}
         for name, ns in periods.items():
             if ns is not None and (number == 0 or name in found):
                 found[name] = found.get(name, 0) + ns
@@ -86,13 +88,32 @@ def curve_of(
 def best_ns(plan: Decisions, budget: int) -> int:
     """A lower bound (ns), set by link and compute alone, for a pass of each method with `budget` bytes.
 
-    The bytes of the weights that a method reads and the budget cannot hold are copied in every pass.
+    The bytes of the weights that a method reads and the budget cannot hold are copied in every pass. What a
+    forward keeps takes memory from the step that writes it to the last that reads it. So at the step at which
+    most is alive, what the budget cannot hold of it and the weights is copied in, and what it cannot hold of
+    it alone is copied out, too.
     """
-    found, rate = 0, plan.hardware.link_bytes_per_s / 1e9
+    found, hardware = 0, plan.hardware
     for trace in joined(plan).traces:
-        total = sum(plan.sizes[s] for s in {s for step in trace.steps for s in step.reads})
-        found += max(trace.compute_ns, int((total + _fixed(plan) - budget) / rate))
+        alive = max(_alive(plan, trace), default=0)
+        weights = {s for step in trace.steps for s in step.reads} - plan.produced
+        left = budget - _fixed(plan)
+        brought = max(0, alive + sum(plan.sizes[s] for s in weights) - left) / hardware.link_bytes_per_s
+        taken = max(0, alive - left) / (hardware.write_bytes_per_s or hardware.link_bytes_per_s)
+        copying = max(brought, taken) if hardware.duplex else brought + taken
+        found += max(trace.compute_ns, int(copying * 1e9))
     return found
+
+
+def _alive(plan: Decisions, trace: Trace) -> list[int]:
+    """At each step, the bytes of what steps write and that have been written, or are, and are read later."""
+    alive = [0] * len(trace.steps)
+    last = {s: k for k, step in enumerate(trace.steps) for s in step.reads}
+    for written, step in enumerate(trace.steps):
+        for s in step.writes:
+            for k in range(written, last.get(s, written) + 1):
+                alive[k] += plan.sizes[s]
+    return alive
 
 
 def _fixed(plan: Decisions) -> int:

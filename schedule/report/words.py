@@ -9,7 +9,7 @@ from penstock.schedule.facts.model import Decisions
 from penstock.schedule.facts.sizes import format_budget, format_size, format_time
 from penstock.schedule.report.pictures import Box, Interval, Picture
 from penstock.schedule.report.uses import format_share
-from penstock.schedule.report.verdict import limit_of
+from penstock.schedule.report.verdict import copying_ns, limit_of
 from penstock.schedule.report.views import View, resident_bytes, storage_ranges, title_of, weights_of
 
 Lines = list[tuple[str, str]]
@@ -24,7 +24,7 @@ _MOST_LISTED = 4
 def cards_of(plan: Decisions) -> Iterator[tuple[str, str, str]]:
     """Yield the four facts at the top of the page, each as a title, a value, and a line of detail."""
     transfers = [t for schedule in plan.schedules for t in schedule.transfers]
-    busy = sum(plan.hardware.copy_ns(t.stop - t.start) for t in transfers) / max(1, plan.predicted_ns)
+    busy = copying_ns(plan) / max(1, plan.predicted_ns)
     limit, reason = {
         "compute": ("Compute", "copies hide behind it"),
         "link": ("The link", f"busy {format_share(busy)} of the time"),
@@ -40,7 +40,8 @@ def cards_of(plan: Decisions) -> Iterator[tuple[str, str, str]]:
     yield title, format_time(plan.predicted_ns), f"compute alone takes {format_time(plan.compute_ns)}"
     yield "Best streaming possible", bound or "not found", near
     yield "What limits it", limit, reason if transfers else "nothing streams"
-    yield "Budget", format_budget(plan.budget), f"{share} of weights"
+    values = " and kept values" if plan.produced else ""
+    yield "Budget", format_budget(plan.budget), f"{share} of weights{values}"
 
 
 def terms_of(plan: Decisions) -> Iterator[tuple[str, str]]:
@@ -49,14 +50,14 @@ def terms_of(plan: Decisions) -> Iterator[tuple[str, str]]:
     methods = " or ".join(trace.method for trace in plan.traces) or "the program"
     moved, room = "nothing streams", "nothing needs it"
     if plan.streamed_bytes:
-        transfers = sum(len(schedule.transfers) for schedule in plan.schedules)
-        moved = f"{format_size(plan.streamed_bytes)} stream in {_count(transfers, 'transfer')}"
+        moved = f"{format_size(plan.streamed_bytes)} stream in {_count(_transfers(plan, 'in'), 'transfer')}"
     if plan.arena_bytes:
         stays = format_size(sum(one.nbytes for one in plan.resident))
         room = f"{format_size(plan.arena_bytes)}, {arena.kind}, of which {stays} never leave"
-    outside = _count(len(plan.outside), "weight")
-    if plan.sizes and plan.outside:
-        outside += f" ({format_size(sum(plan.sizes[s] for s in plan.outside))})"
+    others = {*plan.outside} - plan.produced
+    outside = _count(len(others), "weight")
+    if plan.sizes and others:
+        outside += f" ({format_size(sum(plan.sizes[s] for s in others))})"
     rate = f"{hardware.link_bytes_per_s / 1e9:.3g} GB/s on {hardware.name}"
     yield "Pass", f"one call of {methods}, which always reads its weights in the same order; {moved}"
     yield "Arena", f"the memory in which weights take turns: {room}; {outside} outside it"
@@ -65,6 +66,30 @@ def terms_of(plan: Decisions) -> Iterator[tuple[str, str]]:
         "Link",
         f"what brings weights to the arena: {rate}" + (f" ({hardware.note})" if hardware.note else ""),
     )
+    if plan.produced:
+        yield "Kept", _values(plan)
+
+
+def _values(plan: Decisions) -> str:
+    """What the forward keeps, what of it leaves in a pass, and at which rate."""
+    rate = (plan.hardware.write_bytes_per_s or plan.hardware.link_bytes_per_s) / 1e9
+    what = (
+        _count(len(plan.produced), "value")
+        + " that a forward keeps for its backward, in memory as weights are"
+    )
+    if plan.sizes:
+        what += f": {format_size(sum(plan.sizes[s] for s in plan.produced))}"
+    if not plan.written_bytes:
+        return f"{what}; none leaves"
+    beside = (
+        "beside what comes in" if plan.hardware.duplex else "on the same link, in turn with what comes in"
+    )
+    moved = f"{format_size(plan.written_bytes)} leave in {_count(_transfers(plan, 'out'), 'transfer')}"
+    return f"{what}; {moved} a pass, at {rate:.3g} GB/s, {beside}, and come back"
+
+
+def _transfers(plan: Decisions, direction: str) -> int:
+    return sum(t.direction == direction for schedule in plan.schedules for t in schedule.transfers)
 
 
 def note_of_curve(*, swept: bool, logarithmic: bool) -> str:
@@ -121,24 +146,37 @@ class Sayings:
         self._brought = weights_of(picture.plan, picture.copies)
         self._late: dict[int, set[int]] = {}
         for copy, weights in zip(picture.copies, self._brought, strict=True):
-            self._late.setdefault(copy.step, set()).update(weights)
+            if not copy.out:
+                self._late.setdefault(copy.step, set()).update(weights)
 
     def of_interval(self, one: Interval) -> Said:
         """The description of an interval; reads and copies have a name that is shown in the picture."""
         if one.of is None:
             titles = {"tail": "Compute after the last step", "gap": "Between two calls", "stall": "Stall"}
             return _said(titles[one.kind], (), [("for", "copies under way")] if one.kind == "stall" else [])
-        if one.kind in {"copy", "disk"}:
-            weights = self._brought[one.of]
-            return _said(title_of([self._names[s] for s in weights]), weights, self._copy(one.of), named=True)
+        if one.kind in {"copy", "out", "disk"}:
+            return self.of_copy(one.of)
         step = self._steps[one.of]
         if one.kind == "lead":
             return _said(f"Compute before {step.name}", (), [])
+        if one.kind == "hold":
+            leaving = zip(self._picture.copies, self._brought, strict=True)
+            weights = [s for copy, some in leaving if copy.out and copy.step == one.of for s in some]
+            lines = [("for", f"copies out of\n{self._listed(weights)}")]
+            return _said(f"Stall at the end of {step.name}", weights, lines)
         if one.kind == "stall":
             weights = [s for s in step.reads if s in self._late.get(one.of, ())] or list(step.reads)
             return _said(f"Stall before {step.name}", weights, [("for", self._listed(weights))])
-        lines = [("step", f"{one.of} (0 to {len(self._steps) - 1})"), ("reads", self._listed(step.reads))]
-        return _said(step.name, step.reads, lines, named=True)
+        lines = [("step", f"{one.of} (0 to {len(self._steps) - 1})")]
+        for verb, some in (("reads", step.reads), ("writes", step.writes)):
+            lines += [(verb, self._listed(some))] if some else []
+        return _said(step.name, (*step.reads, *step.writes), lines, named=True)
+
+    def of_copy(self, number: int) -> Said:
+        """The description of a copy, named by what it moves."""
+        weights = self._brought[number]
+        title = title_of([self._names[s] for s in weights]) + " out" * self._picture.copies[number].out
+        return _said(title, weights, self._copy(number), named=True)
 
     def of_box(self, box: Box) -> Said:
         """The description of a box."""
@@ -155,12 +193,14 @@ class Sayings:
         """The lines on a copy: its bytes, its step, when it may start, and the weights that it brings."""
         copy, weights = self._picture.copies[number], self._brought[number]
         before = " of the pass before" if copy.after < 0 else ""
+        moved = f"{format_size(copy.range.nbytes)} in {_count(copy.last - copy.first, 'transfer')}"
         lines = [
-            ("copies", f"{format_size(copy.range.nbytes)} in {_count(copy.last - copy.first, 'transfer')}"),
-            ("for step", f"{self._steps[copy.step].name} ({copy.step})"),
+            ("copies out" if copy.out else "copies", moved),
+            ("by the end of" if copy.out else "for step", f"{self._steps[copy.step].name} ({copy.step})"),
             ("may start", f"after {self._steps[copy.after].name} ({copy.after % len(self._steps)}){before}"),
         ]
-        return lines + ([("brings", self._listed(weights))] if len(weights) > 1 else [])
+        verb = "takes" if copy.out else "brings"
+        return lines + ([(verb, self._listed(weights))] if len(weights) > 1 else [])
 
     def _listed(self, weights: Sequence[int]) -> str:
         """A line for each of the first weights, and a line that counts the others."""

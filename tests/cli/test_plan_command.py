@@ -72,9 +72,9 @@ def test_more_bytes_a_pass_than_the_model_has_are_explained(artifact: Path) -> N
     program = api.open(artifact)
     plan = program.plan("50%", hardware="l4")
     twice = replace(plan, schedules=tuple(replace(s, transfers=s.transfers * 2) for s in plan.schedules))
-    for decided, told in ((plan, False), (twice, twice.streamed_bytes > program.weight_bytes)):
+    for decided, told in ((plan, False), (twice, twice.streamed_bytes > program.largest_budget)):
         assert ("comes more than once" in dict(_facts(program, decided))["streamed each pass"]) == told
-    assert twice.streamed_bytes > program.weight_bytes
+    assert twice.streamed_bytes > program.largest_budget
 
 
 def test_doubt_about_rates_is_one_short_row(artifact: Path) -> None:

@@ -93,7 +93,7 @@ function drawArena(canvas) {
     const reads = isRead ? [] : figure.view.reads.filter(({ weights }) => weights.includes(weight));
     const times = reads.flatMap((read) => [read.start, read.end]);
     const edges = [left, ...times.map((time) => clamp(x(time), left, right)), right];
-    names.push([title, edges, colour(isRead ? "surface" : "ink"), middle]);
+    names.push([title, edges, colour(isRead || paint === "out" ? "surface" : "ink"), middle]);
   }
   for (const name of names) drawName(canvas, ...name);
   g.stroke(outlines);

@@ -20,7 +20,16 @@ from typing import Any
 from penstock.schedule.facts.model import Decisions
 from penstock.schedule.facts.sizes import format_budget
 from penstock.schedule.report import words
-from penstock.schedule.report.pictures import Box, Interval, Picture, boxes_of, held_of, lanes_of, picture_of
+from penstock.schedule.report.pictures import (
+    Box,
+    Interval,
+    Picture,
+    boxes_of,
+    held_of,
+    lanes_of,
+    leaving_of,
+    picture_of,
+)
 from penstock.schedule.report.uses import uses_of
 from penstock.schedule.report.verdict import Origin, verdict
 from penstock.schedule.report.views import View, resident_bytes, storage_ranges
@@ -28,7 +37,7 @@ from penstock.schedule.report.whatif import curve_of, other_policies
 
 Facts = dict[str, Any]
 
-_PAINTS = {"read": "compute", "tail": "lead", "gap": "line"}
+_PAINTS = {"read": "compute", "tail": "lead", "gap": "line", "hold": "stall"}
 """The names of colours for kinds of intervals whose colour has another name than the kind."""
 _SCRIPTS = ("vendor/uPlot.iife.min.js", "base.js", "figure.js", "draw.js", "input.js", "curve.js", "table.js")
 
@@ -56,6 +65,7 @@ def render_page(
         style=_read("vendor/uPlot.min.css") + _read("page.css"),
         # Compressed, since there may be thousands of transfers; in base64, no name can end the element.
         data=base64.b64encode(packed).decode(),
+        listed="Weights and kept values" if plan.produced else "Weights",
         licence=_read("vendor/LICENSE.txt"),
         script="\n".join(map(_read, _SCRIPTS)),
     )
@@ -65,9 +75,10 @@ def page_data(plan: Decisions, names: Sequence[str]) -> Facts:
     """The data that the page draws, for JSON: totals, weights, and the bars and boxes of each method."""
     ends = [segment.stop for segment in plan.arena.segments] if plan.arena_bytes else [0]
     places = plan.addresses or plan.arena.layout
-    fields = ("name", "nbytes", "address", "resident")
+    fields = ("name", "nbytes", "address", "resident", "value")
     sizes = plan.sizes or [place and place.nbytes for place in storage_ranges(plan)]
-    weights = zip(names, sizes, places, resident_bytes(plan), strict=True)
+    values = (s in plan.produced for s in range(len(sizes)))
+    weights = zip(names, sizes, places, resident_bytes(plan), values, strict=True)
     return {
         "budget": plan.budget,
         "arena": plan.arena.kind,
@@ -108,17 +119,20 @@ def _view(picture: Picture, view: View, sayings: words.Sayings, about: dict[str,
     def bar(one: Interval, lane: int) -> Sequence[Any]:
         return piece(one.kind, sayings.of_interval(one), (one.start, one.start, one.end), lane, lane + 1)
 
-    def box(one: Box) -> Sequence[Any]:
+    def box(one: Box, paint: str, said: Facts) -> Sequence[Any]:
         moved = plan.addresses[one.storage] - plan.arena.layout[one.storage] if plan.addresses else 0
-        paint, times = "resident" if one.until is None else "held", (one.start, one.ready, one.end)
-        return piece(paint, sayings.of_box(one), times, one.range.start + moved, one.range.stop + moved)
+        times = (one.start, one.ready, one.end)
+        return piece(paint, said, times, one.range.start + moved, one.range.stop + moved)
+
+    drawn = [box(one, "resident" if one.until is None else "held", sayings.of_box(one)) for one in boxes]
+    drawn += [box(one, "out", sayings.of_copy(number)) for number, one in leaving_of(picture, view)]
 
     return {
         "limits": (view.begins[0] - zero, view.end - zero),
         "period": view.period_ns,
         "lanes": list(lanes),
         "bars": [bar(one, at) for at, lane in enumerate(lanes.values()) for one in lane],
-        "boxes": [box(one) for one in boxes],
+        "boxes": drawn,
         "held": list(zip(*((time - zero, nbytes) for time, nbytes in held_of(view, boxes)), strict=True)),
     }
 

@@ -9,7 +9,7 @@ const breakable = (name) => name.split(/(?<=[._])/).flatMap((part) => [part, ele
 /** The line of a weight in the table, what it is ordered by, and what it is found by. */
 function rowOf(weight, index) {
   const { method } = figure;
-  const { name, nbytes, resident, lives, where, first, streamed, why } = { ...weight, ...method.uses[index] };
+  const { name, nbytes, resident, value, lives, where, first, streamed, why } = { ...weight, ...method.uses[index] };
   const share = nbytes ? Math.min(1, resident / nbytes) : 0;
   const bar = `--stays: ${share * 100}%; --rest: var(--${share || streamed ? "held" : "soft"})`;
   const named = { name: "weight", value: index, title: "Show in the picture" };
@@ -23,7 +23,7 @@ function rowOf(weight, index) {
   ].map((content) => element("td", {}, ...content)));
   const orders = { name, nbytes, where, streamed, why };
   const text = `${line.textContent} ${lives}`.toLowerCase();
-  return { ...orders, step: first < 0 ? Infinity : first, line, index, lives, text };
+  return { ...orders, step: first < 0 ? Infinity : first, line, index, lives, text, value };
 }
 
 /** Orders the rows, and shows those that are searched for. */
@@ -39,8 +39,12 @@ function showTable() {
     head.ariaSort = value !== order ? "none" : down ? "descending" : "ascending";
   }
   press("lives", lives);
-  const nbytes = formatBytes(shown.reduce((sum, row) => sum + row.nbytes, 0));
-  byId("count").textContent = `${shown.length} of ${rows.length} weights, ${nbytes}`;
+  const counts = [["weights", false], ["kept values", true]].map(([kind, value]) => {
+    const [some, all] = [shown, rows].map((list) => list.filter((row) => row.value === value));
+    const nbytes = formatBytes(some.reduce((sum, row) => sum + row.nbytes, 0));
+    return all.length ? `${some.length} of ${all.length} ${kind}, ${nbytes}` : "";
+  });
+  byId("count").textContent = counts.filter(Boolean).join("; ");
 }
 
 /** The rows of the method; search and order stay. */

@@ -17,6 +17,7 @@ from penstock.schedule.facts.sizes import format_size, format_time
 if TYPE_CHECKING:
     from penstock.backends.executorch.files import Exported
     from penstock.runtime.training.rungs import RungBytes
+    from penstock.schedule.facts.model import Weight
     from penstock.schedule.payload.codec import Payload
     from penstock.schedule.plan import Plan
 
@@ -128,12 +129,14 @@ def _facts(program: _Inspected) -> dict[str, Any]:
         "lowering": payload.lowering,
         "torch": payload.torch,
         "weight_bytes": program.weight_bytes,
+        "value_bytes": sum(one.nbytes for one in payload.storages if one.kind == "produced"),
         "floors": {name: program.floor(arena=name) for name in program.arenas()},
         "files": [asdict(f) for f in payload.files],
         "methods": [asdict(m) for m in payload.methods],
         "weights": [asdict(w) for w in payload.weights],
         "storages": [asdict(s) for s in payload.storages],
         "traces": [asdict(t) for t in payload.traces],
+        "dynamic_values": list(_dynamic(program)),
         "activations": [asdict(one) for one in _activations(program)],
     }
     return facts if payload.lowering != "executorch" else facts | _delegate_facts(program)
@@ -150,6 +153,7 @@ def _delegate_facts(program: _Inspected) -> dict[str, Any]:
 
 def _totals(program: _Inspected) -> list[tuple[str, str]]:
     payload = program.payload
+    values = [one.nbytes for one in payload.storages if one.kind == "produced"]
     machine = payload.program.machine if payload.program else ""
     named = {(f.path, f.key): f for f in payload.files if f.kind == "named"}
     sizes = [(f.path, f.nbytes) for f in payload.files if f.kind == "file"]
@@ -157,11 +161,32 @@ def _totals(program: _Inspected) -> list[tuple[str, str]]:
         sizes.append((name, sum(f.nbytes for f in named.values() if f.path == name)))
     return [
         ("lowering", f"{payload.lowering} (torch {payload.torch})"),
-        ("weights", f"{format_size(program.weight_bytes)} in {len(payload.storages)} storages"),
+        ("weights", f"{format_size(program.weight_bytes)} in {len(payload.storages) - len(values)} storages"),
+        *_values(program, values),
         *((f"floor, {name}", format_size(program.floor(arena=name))) for name in program.arenas()),
         *([("compiled for", machine)] if machine else []),
         *(("file", f"{name} ({format_size(nbytes)})") for name, nbytes in sizes[:_ROWS]),
     ]
+
+
+def _values(program: _Inspected, sizes: Sequence[int]) -> list[tuple[str, str]]:
+    """What a forward keeps among the weights, and what it keeps beside them because its size is dynamic."""
+    if not sizes:
+        return []
+    said = f"{format_size(sum(sizes))} in {len(sizes)} places, within the budget; what leaves goes to a file"
+    from penstock.runtime.checkpoint.binding import listed
+
+    dynamic = _dynamic(program)
+    named = f"{len(dynamic)} of dynamic size stay in memory, beside the budget: {listed(dynamic, 4)}"
+    return [("kept values", said), *([("kept beside them", named)] if dynamic else [])]
+
+
+def _dynamic(program: _Inspected) -> Sequence[str]:
+    """The values of dynamic size that a forward with places for others keeps."""
+    from penstock.runtime.program import Program
+    from penstock.runtime.training.rungs import dynamic_values
+
+    return dynamic_values(program) if isinstance(program, Program) else ()
 
 
 def _activations(program: _Inspected) -> Sequence[RungBytes]:
@@ -220,17 +245,24 @@ def artifact_tables(program: _Inspected) -> list[Table]:
         for t in payload.traces
         if t.graph == m.graph
     ]
-    parts = [(w.fqn, w.parts[0], payload.storages[w.parts[0].storage]) for w in payload.tensors]
-    largest = sorted(parts, key=lambda row: -row[2].nbytes)[:_ROWS]
-    weights = [
-        [name, p.dtype, _shape(p.shape), format_size(s.nbytes), s.kind, str(p.storage)]
-        for name, p, s in largest
-    ]
-    title = f"Weights (the largest {_ROWS} of {len(parts)})" if len(parts) > _ROWS else "Weights"
+    values = [w for w in payload.tensors if w.role == "value"]
+    weights = [w for w in payload.tensors if w.role != "value"]
     return [
         ("Methods", ("name", "steps", "inputs"), methods),
-        (title, ("weight", "dtype", "shape", "bytes", "kind", "storage"), weights),
+        _largest(payload, "Weights", "weight", weights),
+        *([_largest(payload, "Kept values", "value", values)] if values else []),
     ]
+
+
+def _largest(payload: Payload, title: str, what: str, weights: Sequence[Weight]) -> Table:
+    """The table of the largest weights, or of the largest values that a forward keeps among them."""
+    parts = [(w.fqn, w.parts[0], payload.storages[w.parts[0].storage]) for w in weights]
+    rows = [
+        [name, p.dtype, _shape(p.shape), format_size(s.nbytes), s.kind, str(p.storage)]
+        for name, p, s in sorted(parts, key=lambda row: -row[2].nbytes)[:_ROWS]
+    ]
+    title = f"{title} (the largest {_ROWS} of {len(parts)})" if len(parts) > _ROWS else title
+    return title, (what, "dtype", "shape", "bytes", "kind", "storage"), rows
 
 
 def _shape(shape: Sequence[int | str]) -> str:

@@ -102,6 +102,8 @@ def _print_json(program: Program, found: Advice) -> None:
         "floor_bytes": found.floor_bytes,
         "plan": json_module.loads(found.plan.to_json()),
     }
+    if found.plan.produced:
+        facts["value_bytes"], facts["written_bytes"] = program.value_bytes, found.plan.written_bytes
     if program.rung is not None:
         facts["kept_bytes"], facts["activation_bytes"] = program.kept_bytes, program.activation_bytes
     if found.comparison is not None:
@@ -117,7 +119,7 @@ def _print(artifact: Path, program: Program, found: Advice) -> None:
     plan = found.plan
     console.print_sentences(found.verdict)
     facts = [("floor", format_size(found.floor_bytes)), *_facts(program, plan)]
-    console.print_facts(f"{artifact} within {format_budget(plan.budget, program.weight_bytes)}", facts)
+    console.print_facts(f"{artifact} within {format_budget(plan.budget, program.largest_budget)}", facts)
     if plan.streamed_bytes:
         console.print_text(terminal_timeline(plan, console.width()))
     if found.comparison is not None:
@@ -136,10 +138,10 @@ def _print(artifact: Path, program: Program, found: Advice) -> None:
 def _facts(program: Program, plan: Plan) -> list[tuple[str, str]]:
     """The plan's decisions and times as lines of a name and a value."""
     resident = sum(r.nbytes for r in plan.resident)
-    outside = sum(program.payload.storages[s].nbytes for s in plan.outside)
-    transfers = sum(len(s.transfers) for s in plan.schedules)
-    streamed = f"{format_size(plan.streamed_bytes)} in {transfers} transfers"
-    if plan.streamed_bytes > program.weight_bytes:
+    outside = sum(program.payload.storages[s].nbytes for s in {*plan.outside} - plan.produced)
+    ways = [t.direction for schedule in plan.schedules for t in schedule.transfers]
+    streamed = f"{format_size(plan.streamed_bytes)} in {ways.count('in')} transfers"
+    if plan.streamed_bytes > program.largest_budget:
         streamed += "; what several steps read, or lies in one granule with it, comes more than once"
     bound = "not found: the solver gave up"
     if plan.lower_bound_ns is not None:
@@ -150,12 +152,25 @@ def _facts(program: Program, plan: Plan) -> list[tuple[str, str]]:
         ("arena", f"{format_size(plan.arena_bytes)}, {plan.arena.kind}, {plan.arena.backing}"),
         ("always in memory", f"{format_size(resident)} in the arena, {format_size(outside)} outside"),
         ("streamed each pass", streamed),
+        *([("kept values", _values(program, plan, ways.count("out")))] if plan.produced else []),
         ("predicted", f"{predicted} a pass, {compute} of it compute"),
         ("best streaming possible", bound),
         *([("activations", _kept(program))] if program.rung is not None else []),
         ("assumed", f"{plan.hardware.name}: {plan.hardware.note.removesuffix(UNEVEN).removesuffix('; ')}"),
         *([("but", UNEVEN)] if plan.hardware.uneven else []),
     ]
+
+
+def _values(program: Program, plan: Plan, transfers: int) -> str:
+    """What a forward keeps in the arena, and how much of it is written to the spill file in a pass."""
+    kept = f"{format_size(program.value_bytes)} from forward to backward, within the budget"
+    if not plan.written_bytes:
+        return f"{kept}; none leaves memory"
+    hardware = plan.hardware
+    rate = format_size(hardware.write_bytes_per_s or hardware.link_bytes_per_s)
+    assumed = "" if hardware.write_bytes_per_s else ", taken to be that of reads"
+    written = f"{format_size(plan.written_bytes)} in {transfers} transfers"
+    return f"{kept}; each pass writes {written} and reads them again, at {rate} a second{assumed}"
 
 
 def _kept(program: Program) -> str:

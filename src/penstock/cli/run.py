@@ -64,7 +64,7 @@ def run(
     if json:
         console.print_json(done.facts())
     else:
-        within = format_budget(done.stats.budget, program.weight_bytes)
+        within = format_budget(done.stats.budget, program.largest_budget)
         console.print_facts(f"{artifact} within {within}", _facts(done))
 
 
@@ -75,6 +75,7 @@ def _facts(done: TrialResult) -> list[tuple[str, str]]:
         ("time a pass", f"{times} (load {format_time(done.load_seconds * 1e9)})"),
         ("memory for weights", f"{format_size(stats.peak_bytes)} at most, of {format_budget(stats.budget)}"),
         ("moved", format_size(stats.bytes_moved)),
+        *([("written", format_size(stats.bytes_written))] if stats.bytes_written else []),
         ("waited for weights", f"{format_time(stats.stall_seconds * 1e9)}, {stats.misses} misses"),
         ("weights live in", stats.arena),
         *[("output " + name, shape) for name, shape in done.outputs.items()],

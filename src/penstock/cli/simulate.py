@@ -60,6 +60,8 @@ def _print_on_clock(artifact: Path, one: dict[str, Any]) -> None:
             ("first pass", f"{time('first_ns')}, {time('first_stall_ns')} of it waiting"),
             ("steady pass", f"{time('period_ns')}, {time('stall_ns')} of it waiting"),
             ("predicted", f"{time('predicted_ns')}, compute {time('compute_ns')}"),
+            ("copied", f"{format_size(one['copied_bytes'])} a pass"),
+            *([("written", f"{format_size(one['written_bytes'])} a pass")] if one["written_bytes"] else []),
         ],
     )
     longest = sorted(one["stalls"], key=lambda stall: -stall["ns"])[:_STALLS]
@@ -73,5 +75,6 @@ def _ran(one: dict[str, Any]) -> list[tuple[str, str]]:
         ("passes", ", ".join(format_time(seconds * 1e9) for seconds in one["pass_seconds"])),
         ("outputs", ", ".join(f"{name} {shape}" for name, shape in one["outputs"].items())),
         ("copied", format_size(one["bytes_moved"])),
+        *([("written", format_size(one["bytes_written"]))] if one["bytes_written"] else []),
         ("races", "none: an event orders every two accesses of the same bytes"),
     ]

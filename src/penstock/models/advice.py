@@ -43,7 +43,7 @@ def advise(
     point, lowest = whatif.point_of(decided), _lowest(again)
     points = None
     if sweep:
-        points = whatif.sweep(again, lowest=lowest, highest=max(lowest, program.weight_bytes))
+        points = whatif.sweep(again, lowest=lowest, highest=max(lowest, program.largest_budget))
     tokens = tokens_of(program.payload.methods)
     judged = verdict(decided, tokens, point.policies)
     return Advice(decided, tokens, lowest, judged, _comparison(point) if compare else None, points)
@@ -78,6 +78,8 @@ def simulated(plan: Plan) -> list[dict[str, Any]]:
                 "period_ns": done.period_ns,
                 "predicted_ns": schedule.predicted_ns,
                 "compute_ns": trace.compute_ns,
+                "copied_bytes": schedule.moved_bytes("in"),
+                "written_bytes": schedule.moved_bytes("out"),
                 "first_stall_ns": sum(stalls_of(trace, done.first)),
                 "stall_ns": sum(stalls),
                 "stalls": [

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from penstock.runtime.checkpoint.binding import listed
 from penstock.runtime.module import StreamedModule
 from penstock.runtime.program import Program
 from penstock.runtime.stream.interface import Stats
+from penstock.schedule.clock.turns import turns_of
 from penstock.schedule.facts.errors import SourceError, StreamError
 from penstock.schedule.facts.model import Input, Method
 from penstock.schedule.plan import Plan
@@ -21,6 +21,8 @@ from penstock.schedule.plan import Plan
 if TYPE_CHECKING:
     import torch
 
+
+_SIMULATED_PASSES = 3
 
 _NUMBERS: Mapping[str, type] = {"int": int, "float": float}
 """The types of inputs that are Python numbers, by name. No dtype of a tensor has such a name."""
@@ -94,29 +96,36 @@ def run_trial(
 def run_simulated(program: Program, plan: Plan, device: str) -> list[dict[str, Any]]:
     """Run each method three times on a simulated device, on random inputs; return times and outputs as JSON.
 
+    Methods whose calls come in turn run in turn, since one may read what another has left in memory.
+
     Raises StreamError if the device's memory does not suffice, and RaceError if two accesses of the same
     bytes are not ordered by an event.
     """
     import torch
 
-    facts = []
+    methods = {method.graph: method for method in program.payload.methods}
+    found: dict[str, dict[str, Any]] = {}
     with program.load(plan=plan, device=device) as module, torch.inference_mode():
-        for method in program.payload.methods:
-            args, kwargs = module.arguments(_generated(method, {}, 0), method.name)
-            times, moved = [module.stats.simulated_seconds or 0.0], module.stats.bytes_moved
-            for _ in range(3):
+        for turn in turns_of(plan.traces):
+            for k in [*turn] * _SIMULATED_PASSES:
+                method = methods[plan.traces[k].graph]
+                args, kwargs = module.arguments(_generated(method, {}, 0), method.name)
+                before = module.stats
                 outputs = module.call(method.name, *args, **kwargs)
-                times.append(module.stats.simulated_seconds or 0.0)
-            facts.append(
-                {
-                    "method": method.name,
-                    "device": device,
-                    "pass_seconds": [after - before for before, after in pairwise(times)],
-                    "outputs": _described(_named_outputs(outputs)),
-                    "bytes_moved": module.stats.bytes_moved - moved,
-                }
-            )
-    return facts
+                after = module.stats
+                one = found.setdefault(
+                    method.name,
+                    {"method": method.name, "device": device, "pass_seconds": [], "bytes_moved": 0},
+                )
+                one["pass_seconds"].append(
+                    (after.simulated_seconds or 0.0) - (before.simulated_seconds or 0.0)
+                )
+                one["outputs"] = _described(_named_outputs(outputs))
+                one["bytes_moved"] += after.bytes_moved - before.bytes_moved
+                one["bytes_written"] = (
+                    one.get("bytes_written", 0) + after.bytes_written - before.bytes_written
+                )
+    return [found[method.name] for method in program.payload.methods if method.name in found]
 
 
 def _method(program: Program, name: str | None) -> Method:
@@ -126,6 +135,13 @@ def _method(program: Program, name: str | None) -> Method:
     if name not in methods:
         missing = "there are several methods" if name is None else f"there is no method {name!r}"
         raise StreamError(f"{missing}: choose one of {', '.join(methods)} with --method")
+    steps = program.payload.trace_for(methods[name].graph).steps
+    read, written = {s for step in steps for s in step.reads}, {s for step in steps for s in step.writes}
+    if any(program.payload.storages[s].kind == "produced" for s in read - written):
+        raise StreamError(
+            f"{name} reads what a call before it has left in memory, and cannot run by itself: run another "
+            "method, or simulate the program with --device sim"
+        )
     return methods[name]
 
 

@@ -144,7 +144,7 @@ def test_at_any_budget_gradients_are_those_of_the_model(
     engine: str, arena: str, share: float, trained: Trained, program: Program
 ) -> None:
     floor = program.floor(arena=arena)
-    budget = floor + int(share * (program.weight_bytes - floor))
+    budget = floor + int(share * (program.largest_budget - floor))
     plain, rounds = trained.model(), 3
     with program.load(budget, engine=engine, arena=arena, poison=True) as module:
         for seed in range(rounds):

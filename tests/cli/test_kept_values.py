@@ -1,0 +1,87 @@
+"""The commands on a program that is trained and whose kept values may leave memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import penstock as api
+from tests.cli.command_line import Command, penstock_fixture
+from tests.training_models import DECODER
+
+__all__ = ["penstock_fixture"]
+GIVEN = ("--budget", "20%", "--hardware", "laptop")
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("kept") / "trained.penstock"
+    api.compile_training(
+        DECODER.model(),
+        path,
+        example=DECODER.inputs(),
+        trainable=DECODER.patterns,
+        spill=True,
+        evaluate=False,
+    )
+    return path
+
+
+def test_inspect_counts_kept_values_apart(penstock: Command, artifact: Path) -> None:
+    facts = json.loads(penstock("inspect", artifact, "--json").out)
+    sizes = {kind: [s["nbytes"] for s in facts["storages"] if s["kind"] == kind] for kind in ("produced",)}
+    assert facts["value_bytes"] == sum(sizes["produced"]) > 0
+    assert facts["weight_bytes"] + facts["value_bytes"] == sum(s["nbytes"] for s in facts["storages"])
+    assert facts["dynamic_values"] == []
+    said = " ".join(penstock("inspect", artifact).out.split())
+    assert f"in {len(sizes['produced'])} places, within the budget" in said
+    assert f"in {len(facts['storages']) - len(sizes['produced'])} storages" in said
+    assert "Kept values" in said
+    assert "beside the budget:" not in said
+
+
+def test_plan_says_what_is_written(penstock: Command, artifact: Path, tmp_path: Path) -> None:
+    facts = json.loads(penstock("plan", artifact, *GIVEN, "--json", "--compare").out)
+    transfers = [t for schedule in facts["plan"]["schedules"] for t in schedule["transfers"]]
+    assert (
+        facts["written_bytes"]
+        == sum(t["stop"] - t["start"] for t in transfers if t["direction"] == "out")
+        > 0
+    )
+    assert facts["value_bytes"] == api.open(artifact).value_bytes
+    assert {row["policy"] for row in facts["comparison"]} == {"this plan", "best streaming possible"}
+    asked = (*GIVEN, "--report", tmp_path / "plan.html", "--timeline", tmp_path / "plan.json")
+    said = " ".join(penstock("plan", artifact, *asked).out.split())
+    assert f"in {sum(t['direction'] == 'in' for t in transfers)} transfers" in said
+    assert f"in {sum(t['direction'] == 'out' for t in transfers)} transfers and reads them again" in said
+    assert "taken to be that of reads" in said
+    assert (tmp_path / "plan.html").stat().st_size > 10_000
+    whole = " ".join(penstock("plan", artifact, "--budget", "100%", "--hardware", "laptop").out.split())
+    assert "within the budget; none leaves memory" in whole
+
+
+def test_simulate_runs_methods_in_turn_and_counts_what_is_written(penstock: Command, artifact: Path) -> None:
+    rounds, forward, backward = json.loads(
+        penstock("simulate", artifact, "--budget", "20%", "--device", "sim:laptop", "--json").out
+    )
+    assert rounds["method"] == "forward + backward"
+    assert rounds["copied_bytes"] > 0
+    assert forward["bytes_written"] == 3 * rounds["written_bytes"] > 0
+    assert backward["bytes_written"] == 0
+    assert len(backward["pass_seconds"]) == 3
+    assert "written" in penstock("simulate", artifact, *GIVEN).out
+
+
+def test_run_runs_what_begins_a_round_and_refuses_what_does_not(penstock: Command, artifact: Path) -> None:
+    done = json.loads(penstock("run", artifact, "--budget", "20%", "--method", "forward", "--json").out)
+    assert done["bytes_written"] > 0
+    refused = penstock("run", artifact, "--budget", "20%", "--method", "backward")
+    assert refused.status
+    assert "cannot run by itself" in " ".join(refused.err.split())
+
+
+def test_verify_hashes_weights_alone(penstock: Command, artifact: Path) -> None:
+    verified = json.loads(penstock("verify", artifact, "--json").out)["verified_bytes"]
+    assert verified == api.open(artifact).weight_bytes
