@@ -113,7 +113,7 @@ Source::Source(const Plan &plan, const std::string &folder, const ps_options &op
         if (fd < 0 || (given.block && direct < 0))
             throw Failure(PS_SOURCE, "the system refused a descriptor: raise its limit on open files (ulimit -n)");
         spill_ = std::make_unique<Open>(
-            Open{given.folder, given.nbytes, std::move(fd), std::move(direct), 0, given.block, true});
+            Open{"a file in " + std::string(given.folder) + ", the folder for values that leave memory,", given.nbytes, std::move(fd), std::move(direct), 0, given.block, true});
     }
     for (size_t k = 0; k < plan.files.size() && !callback_; ++k)
         open(plan.files[k], folder, options.opened ? options.opened + k : nullptr, !options.buffered);
@@ -232,11 +232,13 @@ void Source::read(int file, int64_t offset, char *address, int64_t nbytes) const
 }
 
 void Source::write(int64_t offset, const char *address, int64_t nbytes) const {
-    const int64_t block = spill_->block;
+    const int64_t block = spill_->block, unit = std::max(block, PAGE);
     int64_t head = nbytes, whole = 0;
+    // Past the page cache, which would hold them beside the budget. Pages, and not blocks: a page of which one thread
+    // writes a part past the cache, while another writes the rest through it, may lose either.
     if (block && (offset - reinterpret_cast<intptr_t>(address)) % block == 0) {
-        head = std::min((block - offset % block) % block, nbytes);
-        whole = (nbytes - head) / block * block;  // past the page cache, which would hold them beside the budget
+        head = std::min((unit - offset % unit) % unit, nbytes);
+        whole = (nbytes - head) / unit * unit;
     }
     const int64_t done = head + whole;
     write_plainly(spill_->fd, offset, address, head);
@@ -248,10 +250,11 @@ void Source::write_plainly(int fd, int64_t offset, const char *address, int64_t 
     for (int64_t done = 0; done < nbytes;) {
         const ssize_t wrote = pwrite(fd, address + done, std::min(nbytes - done, LARGEST_READ), offset + done);
         if (wrote < 0 && errno == EINTR) continue;
-        if (wrote < 0)
-            throw Failure(PS_SOURCE, "writing " + std::to_string(nbytes) + " bytes to a file in " + spill_->path +
-                                         ", the folder for values that leave memory, failed (" + std::strerror(errno) +
+        if (wrote <= 0) {
+            const std::string why = wrote ? std::strerror(errno) : "no byte was written";
+            throw Failure(PS_SOURCE, "writing " + std::to_string(nbytes) + " bytes to " + spill_->path + " failed (" + why +
                                          "): free some room there, or name another folder with load(spill=...)");
+        }
         done += wrote;
     }
 }
@@ -285,12 +288,14 @@ void Source::read_plainly(const Open &file, int fd, int64_t offset, char *addres
         if (got < 0) {
             const int error = errno;
             check_unchanged(file);  // behind a new end in the middle of a block a direct read fails with EINVAL
-            throw Failure(PS_SOURCE, "reading " + in_words(offset, stop, file.path) + " failed (" +
-                                         std::strerror(error) + "); check the disk, then try again");
+            throw Failure(PS_SOURCE, "reading " + in_words(offset, stop, file.path) + " failed (" + std::strerror(error) +
+                                         (file.spill ? "); name another folder with load(spill=...)"
+                                                     : "); check the disk, then try again"));
         }
         if (got == 0) {
             check_unchanged(file);
-            throw Failure(PS_SOURCE, file.path + " ended at byte " + std::to_string(offset) + " while it was read");
+            throw Failure(PS_SOURCE, file.path + " ended at byte " + std::to_string(offset) + " while it was read" +
+                                         (file.spill ? ": name another folder with load(spill=...)" : ""));
         }
         offset += got;
         address += got;

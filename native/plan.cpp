@@ -4,6 +4,7 @@
 
 #include "failure.h"
 #include "json.h"
+#include "memory.h"
 
 namespace penstock {
 
@@ -180,13 +181,15 @@ static void read_arena(Plan &plan, const Json &json) {
     }
 }
 
-// Gives what the program produces its place in the spill file: in the catalog's order, from granule to granule.
+// Gives what the program produces its place in the spill file: in the catalog's order, from granule to granule, or
+// from page to page: no two share one.
 static void place_produced(Plan &plan) {
+    const int64_t unit = round_up(plan.granule, PAGE);
     int64_t end = 0;
     for (Storage &one : plan.storages) {
         if (!one.produced || !one.nbytes) continue;
         one.extents = {{static_cast<int>(plan.files.size()), end, 0, one.nbytes}};
-        end = (end + one.nbytes + plan.granule - 1) / plan.granule * plan.granule;
+        end = (end + one.nbytes + unit - 1) / unit * unit;
     }
 }
 

@@ -10,18 +10,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.runtime.files.direct_file import DirectFile, memory_view, usable_directly
+from penstock.runtime.system.memory import PAGE
 from penstock.schedule.facts.errors import SourceError
 from penstock.schedule.facts.model import Extent, Storage
 from penstock.schedule.plan import Plan
 
 _LARGEST_WRITE = 1 << 30
 _WHERE = "the folder for values that leave memory"
-_INSTEAD = "free some room there, or name another folder with load(spill=...)"
+_ELSEWHERE = "name another folder with load(spill=...)"
+_INSTEAD = f"free some room there, or {_ELSEWHERE}"
 
 
 @dataclass(frozen=True)
 class SpillFile(DirectFile):
     """An open file in the folder `path`, which nobody else can open."""
+
+    def read_into(self, offset: int, address: int, nbytes: int, *, through_cache: bool = False) -> None:
+        try:
+            super().read_into(offset, address, nbytes, through_cache=through_cache)
+        except SourceError as error:
+            raise SourceError(
+                f"what left memory for a file in {self.path}, {_WHERE}, could not be read back ({error}): "
+                f"{_ELSEWHERE}"
+            ) from error
 
     def check_unchanged(self) -> None:
         """Does nothing, because the file is written all the time."""
@@ -29,13 +40,15 @@ class SpillFile(DirectFile):
     def write_from(self, offset: int, address: int, nbytes: int) -> None:
         """Write `nbytes` of memory at `address` from byte `offset` on, or raise SourceError.
 
-        Whole blocks go past the page cache where offset and address agree, which would hold them beside the
-        budget.
+        Whole pages go past the page cache where offset and address agree, which would hold them beside the
+        budget. Pages, and not blocks: a page of which one thread writes a part past the cache, while another
+        writes the rest through it, may lose either.
         """
-        head = min(-offset % self.block, nbytes) if self.block else nbytes
-        whole = (nbytes - head) // self.block * self.block if self.block else 0
-        if not self.block or (offset - address) % self.block:
-            head, whole = nbytes, 0
+        head, whole = nbytes, 0
+        if self.block and (offset - address) % self.block == 0:
+            unit = max(self.block, PAGE)
+            head = min(-offset % unit, nbytes)
+            whole = (nbytes - head) // unit * unit
         done = head + whole
         self._write(self.fd, offset, address, head)
         self._write(self.direct_fd, offset + head, address + head, whole)
@@ -46,25 +59,31 @@ class SpillFile(DirectFile):
         while done < nbytes:
             part = memory_view(address + done, min(nbytes - done, _LARGEST_WRITE))
             try:
-                done += os.pwritev(fd, [part], offset + done)
+                wrote = os.pwritev(fd, [part], offset + done)
             except OSError as error:
-                raise SourceError(
-                    f"writing {nbytes} bytes to a file in {self.path}, {_WHERE}, failed ({error.strerror}): "
-                    f"{_INSTEAD}"
-                ) from error
+                raise self._refused(nbytes, str(error.strerror)) from error
+            if not wrote:
+                raise self._refused(nbytes, "no byte was written")
+            done += wrote
+
+    def _refused(self, nbytes: int, why: str) -> SourceError:
+        return SourceError(
+            f"writing {nbytes} bytes to a file in {self.path}, {_WHERE}, failed ({why}): {_INSTEAD}"
+        )
 
 
 def with_places(storages: Sequence[Storage], plan: Plan, file: int) -> tuple[Storage, ...]:
     """The storages, of which those that are produced have places in the spill file, which has number `file`.
 
-    They follow one another in the order of the catalog, each from a multiple of the granule on.
+    They follow one another in the order of the catalog, each from a multiple of the granule in whole pages
+    on, so that no two of them share a page.
     """
-    placed, end = [], 0
+    placed, end, unit = [], 0, _round_up(plan.arena.granule, PAGE)
     for storage in storages:
         extents = storage.extents
         if storage.kind == "produced" and storage.nbytes:
             extents = (Extent(file, end, 0, storage.nbytes),)
-            end = _round_up(end + storage.nbytes, plan.arena.granule)
+            end = _round_up(end + storage.nbytes, unit)
         placed.append(replace(storage, extents=extents))
     return tuple(placed)
 

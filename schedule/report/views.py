@@ -136,6 +136,7 @@ def copies_of(plan: Decisions, schedule: Schedule, passes: Sequence[PassTimes] =
 def stays_of(plan: Decisions, which: int, copies: Sequence[Copy]) -> tuple[Stay, ...]:
     """Returns the stays of what is copied in or written, cut where storages begin and where drops differ."""
     places = storage_ranges(plan)
+    arriving: list[tuple[Range, int | None, int]]
     arriving = [(copy.range, c, copy.step) for c, copy in enumerate(copies) if not copy.out]
     for k, writes in enumerate(step.writes for step in plan.traces[which].steps):
         inside = [(places[s], None, k) for s in writes if s not in plan.outside]

@@ -167,10 +167,10 @@ def _values(program: Program, plan: Plan, transfers: int) -> str:
     if not plan.written_bytes:
         return f"{kept}; none leaves memory"
     hardware = plan.hardware
-    rate = format_size(hardware.write_bytes_per_s or hardware.link_bytes_per_s)
+    rate = f"{(hardware.write_bytes_per_s or hardware.link_bytes_per_s) / 1e9:.3g} GB/s"
     assumed = "" if hardware.write_bytes_per_s else ", taken to be that of reads"
     written = f"{format_size(plan.written_bytes)} in {transfers} transfers"
-    return f"{kept}; each pass writes {written} and reads them again, at {rate} a second{assumed}"
+    return f"{kept}; each pass writes {written} and reads them again, at {rate}{assumed}"
 
 
 def _kept(program: Program) -> str:

@@ -1,0 +1,131 @@
+"""Every write and every read of the spill file goes wrong once: a typed error, and the next call is right.
+
+Where a call is interrupted, or moves less than was asked for, the step goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import penstock
+from penstock.runtime.files.spill_file import open_spill_file, with_places
+from penstock.schedule.facts.errors import SourceError
+from tests.engines import ENGINES
+from tests.runtime.training.spill_plans import spilling_plan
+from tests.training_models import DECODER
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+FATAL = {"ENOSPC", "EIO", "nothing"}
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("faults") / "trained.penstock"
+    penstock.compile_training(
+        DECODER.model(),
+        path,
+        example=DECODER.inputs(),
+        trainable=DECODER.patterns,
+        spill=True,
+        evaluate=False,
+    )
+    return path
+
+
+@pytest.fixture(scope="module", params=["writes", "reads"])
+def double(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("gcc")
+    assert compiler, "gcc is missing: scripts/install-compiler installs it"
+    library = tmp_path_factory.mktemp("double") / f"{request.param}.so"
+    flags = ["-O1", "-shared", "-fPIC", *(["-DOF_READS"] if request.param == "reads" else [])]
+    subprocess.run([compiler, *flags, "-o", str(library), str(HERE / "spill_faults.c"), "-ldl"], check=True)
+    return library
+
+
+def child(*arguments: object, **environment: str) -> list[str]:
+    path = os.pathsep.join((str(ROOT), *sys.path))
+    command = [sys.executable, "-m", *map(str, arguments)]
+    variables = os.environ | {"PYTHONPATH": path} | environment
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_each_call_that_goes_wrong_is_named_or_mended(
+    engine: str, double: Path, artifact: Path, tmp_path: Path
+) -> None:
+    told = child("tests.runtime.training.spill_faults", artifact, tmp_path, engine, LD_PRELOAD=str(double))
+    lines = [json.loads(line) for line in told]
+    assert len(lines) == 7
+    for one in lines:
+        fatal = one["fault"] in FATAL
+        expected = "refused, then right" if fatal else "right, then right"
+        assert one["came"] == {expected: one["failed"]}, one
+        assert one["failed"] > 10
+        assert one["misses"] == 0
+    assert not list(tmp_path.iterdir())
+
+
+TRAINING = """
+import sys
+import os
+from tests.training_models import DECODER
+from tests.runtime.training.spill_plans import spilling_plan
+from penstock.runtime.loading import LoadOptions, load_module
+import penstock
+
+if sys.argv[4] == "named":
+    del os.O_TMPFILE
+program = penstock.open(sys.argv[1])
+options = LoadOptions(engine=sys.argv[3], spill=sys.argv[2])
+with load_module(program, spilling_plan(program.payload), options) as module:
+    for number in range(10**9):
+        DECODER.loss(module(*DECODER.inputs())).backward()
+        print(number, module.stats.bytes_written, flush=True)
+"""
+
+
+@pytest.mark.parametrize("kind", ["unnamed", "named"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_process_that_is_killed_leaves_nothing(
+    engine: str, kind: str, artifact: Path, tmp_path: Path
+) -> None:
+    path = os.pathsep.join((str(ROOT), *sys.path))
+    command = [sys.executable, "-c", TRAINING, str(artifact), str(tmp_path), engine, kind]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path}, text=True
+    )
+    assert process.stdout is not None
+    with process, process.stdout:
+        told = [process.stdout.readline().split() for _ in range(3)]
+        assert int(told[2][1]) > 0, "nothing was written"
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    assert not list(tmp_path.iterdir())
+
+
+def place_for(folder: Path, artifact: Path) -> None:
+    program = penstock.open(artifact)
+    plan = spilling_plan(program.payload)
+    open_spill_file(folder, with_places(program.payload.storages, plan, 1), plan)
+
+
+def test_a_folder_that_is_no_folder_or_cannot_be_written_to(artifact: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "closed").mkdir(mode=0o500)
+    for folder, why in ((tmp_path / "none", "No such file"), (tmp_path / "file", "Not a directory")):
+        with pytest.raises(SourceError, match=f"no file of .* can be made in {folder}.*{why}.*load\\(spill="):
+            place_for(folder, artifact)
+    closed = Path("/proc/self") if os.geteuid() == 0 else tmp_path / "closed"  # root may write to the other
+    with pytest.raises(SourceError, match=f"{closed}.*load\\(spill="):
+        place_for(closed, artifact)
