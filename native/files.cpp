@@ -206,7 +206,9 @@ void Source::check_unchanged(const Open &file) const {
 
 void Source::read(int file, int64_t offset, char *address, int64_t nbytes) const {
     if (nbytes <= 0) return;
-    const bool spill = spill_ && file == count_;
+    const bool spill = file == count_;
+    if (spill && !spill_)
+        throw Failure(PS_PLAN, "the plan reads back what it never copies out: plan again");
     if (callback_ && !spill) {
         const int error = callback_(context_, file, offset, address, nbytes);
         if (error) throw Failure(PS_SOURCE, "reading weights failed (" + std::string(std::strerror(error)) + ")");

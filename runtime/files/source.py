@@ -19,7 +19,7 @@ from penstock.runtime.files.direct_file import AGAIN, DirectFile, open_direct_fi
 from penstock.runtime.files.spill_file import SpillFile
 from penstock.runtime.system.limits import available_bytes
 from penstock.runtime.system.page_cache import cached_fraction
-from penstock.schedule.facts.errors import SourceError
+from penstock.schedule.facts.errors import PlanError, SourceError
 from penstock.schedule.facts.model import WeightFile
 
 Mode = Literal["direct", "buffered"]
@@ -186,7 +186,9 @@ class Source:
     def _open(self, file: int) -> DirectFile:
         if self._closed:
             raise SourceError(_CLOSED)
-        if file == len(self._files) and self.spill is not None:
+        if file == len(self._files):
+            if self.spill is None:
+                raise PlanError("the plan reads back what it never copies out: plan again")
             return self.spill
         return self._files[file]
 

@@ -1,4 +1,5 @@
-/* A double of the calls that write and read a spill file: fail_next says which call in which folder goes wrong, and how.
+/* A double of the calls that write and read a spill file: fail_next says which call in which folder goes wrong, and how,
+ * and spoil_all what all calls there do.
  *
  * It is preloaded, so that both engines meet it. Other files, and all other calls, go to the system. */
 #define _GNU_SOURCE
@@ -14,7 +15,8 @@
 
 static char folder[4096];
 static atomic_int left, fired, seen;
-static int kind;
+static int kind, late_us;
+static off_t moved;
 
 /* `how` is an errno, 0 to move nothing, -n to move at most n bytes. The call with this number, from 0 on, goes wrong. */
 void fail_next(const char *where, int number, int how) {
@@ -22,6 +24,13 @@ void fail_next(const char *where, int number, int how) {
     kind = how;
     fired = seen = 0;
     left = number + 1;
+}
+
+/* All calls are late, and go to another place of the file. */
+void spoil_all(const char *where, int microseconds, long bytes) {
+    strncpy(folder, where, sizeof folder - 1);
+    late_us = microseconds;
+    moved = bytes;
 }
 
 int calls_failed(void) { return fired; }
@@ -37,9 +46,11 @@ static int is_ours(int fd) {
 }
 
 /* Whether this call goes wrong; then what it returns is in `result`, or it moves at most `most` bytes. */
-static int spoiled(int fd, ssize_t *result, size_t *most) {
+static int spoiled(int fd, ssize_t *result, size_t *most, off_t *offset) {
     if (!is_ours(fd)) return 0;
     ++seen;
+    if (late_us) usleep(late_us);
+    *offset += moved;
     if (atomic_fetch_sub(&left, 1) != 1) return 0;
     ++fired;
     *result = 0;
@@ -54,7 +65,7 @@ static int spoiled(int fd, ssize_t *result, size_t *most) {
         ssize_t (*const real)(int, MEMORY, size_t, off_t) = dlsym(RTLD_NEXT, #name);              \
         ssize_t result;                                                                           \
         size_t most = nbytes;                                                                     \
-        if (!spoiled(fd, &result, &most) || most < nbytes) return real(fd, memory, most, offset); \
+        if (!spoiled(fd, &result, &most, &offset) || most < nbytes) return real(fd, memory, most, offset); \
         return result;                                                                            \
     }
 
@@ -65,7 +76,7 @@ static int spoiled(int fd, ssize_t *result, size_t *most) {
         struct iovec first = parts[0];                                                                           \
         ssize_t result;                                                                                          \
         size_t most = first.iov_len;                                                                             \
-        if (!spoiled(fd, &result, &most)) return real(fd, parts, count, offset, flags);                          \
+        if (!spoiled(fd, &result, &most, &offset)) return real(fd, parts, count, offset, flags);                          \
         if (most == first.iov_len) return result;                                                                \
         first.iov_len = most;                                                                                    \
         return real(fd, &first, 1, offset, flags);                                                               \

@@ -1,0 +1,161 @@
+"""The mutants of what a streamer does with values that leave are caught on a CPU and on the simulated device.
+
+On a CPU they show in the gradients, with memory that is poisoned where bytes are dropped. On the simulated
+device some are races already, whatever the order in which its streams run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import penstock
+from penstock.passes.trace import PRESET_CPU
+from penstock.runtime.device.protocol import Move
+from penstock.runtime.device.streamer import DeviceStreamer
+from penstock.runtime.loading import LoadOptions, load_module
+from penstock.runtime.program import Program
+from penstock.runtime.sim.device import SimStream
+from penstock.runtime.sim.races import RaceError
+from penstock.schedule.facts.errors import PenstockError, PlanError
+from penstock.schedule.verify.proof import verify_plan
+from tests.engines import ENGINES
+from tests.runtime.sim.ordered_device import OrderedDevice, Policy
+from tests.runtime.training.out_mutants import ELSEWHERE, MUTANTS
+from tests.runtime.training.spill_faults import step
+from tests.runtime.training.spill_plans import spilling_plan
+from tests.training_models import DECODER
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+POLICIES: tuple[Policy, ...] = ("latest", "earliest", "lagging", "random")
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
+    path = tmp_path_factory.mktemp("mutants") / "trained.penstock"
+    given = {"example": DECODER.inputs(), "trainable": DECODER.patterns}
+    return penstock.compile_training(DECODER.model(), path, **given, spill=True, evaluate=False)
+
+
+@pytest.fixture(scope="module")
+def wanted() -> dict[str, torch.Tensor]:
+    return step(DECODER.model())
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def came(request: pytest.FixtureRequest, program: Program, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What came of each mutant on an engine, in a process whose writes to the spill file are late."""
+    compiler, folder = shutil.which("gcc"), tmp_path_factory.mktemp("late")
+    assert compiler, "gcc is missing: scripts/install-compiler installs it"
+    library = folder / "double.so"
+    flags = ["-O1", "-shared", "-fPIC", "-o", str(library), str(HERE / "spill_faults.c"), "-ldl"]
+    subprocess.run([compiler, *flags], check=True)
+    (folder / "spill").mkdir()
+    given = [program.path, folder / "spill", request.param]
+    command = [sys.executable, "-m", "tests.runtime.training.out_mutants", *map(str, given)]
+    variables = {"PYTHONPATH": os.pathsep.join((str(ROOT), *sys.path)), "LD_PRELOAD": str(library)}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | variables, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", [*MUTANTS, ELSEWHERE])
+def test_on_a_cpu_with_late_writes(name: str, came: dict[str, str]) -> None:
+    expected = {"none": "right", "outs are forgotten": "PlanError: "}.get(name, "wrong gradients")
+    assert came[name].startswith(expected)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_verifier_refuses_their_plans(name: str, program: Program) -> None:
+    plan, payload = MUTANTS[name](spilling_plan(program.payload)), program.payload
+    if name == "none":
+        verify_plan(payload.storages, payload.traces, plan)
+    else:
+        with pytest.raises(PlanError):
+            verify_plan(payload.storages, payload.traces, plan)
+
+
+class ElsewhereDevice(OrderedDevice):
+    """Copies out go to other bytes of the host's memory."""
+
+    def copy_out(self, stream: SimStream, source: torch.Tensor, moves: Sequence[Move], label: str) -> None:
+        super().copy_out(stream, source, [replace(move, start=_elsewhere(move)) for move in moves], label)
+
+
+def _elsewhere(move: Move) -> int:
+    return move.start - 64 if move.start >= 64 else move.start + 64
+
+
+class ForgetfulDevice(OrderedDevice):
+    """Copies out are not made."""
+
+    def copy_out(self, stream: SimStream, source: torch.Tensor, moves: Sequence[Move], label: str) -> None:
+        pass
+
+
+def _too_early(freed: Callable[..., Any]) -> Callable[..., Any]:
+    """Copies out wait for the copies before them alone."""
+    return lambda self, piece: self._device.record(self._copies) if piece.out else freed(self, piece)
+
+
+CHANGES: dict[str, tuple[str, Callable[..., Any]]] = {
+    "the end of a step does not wait for outs": (
+        "_wait_out",
+        lambda original: lambda self, step: self._issue(),
+    ),
+    "outs do not wait for the step that writes": ("_freed", _too_early),
+}
+"""Methods of the streamer that are replaced."""
+
+SIMULATED = [*MUTANTS, *CHANGES, ELSEWHERE, "outs are not made"]
+
+
+RACES = {
+    "an out is not waited for before its place is overwritten",
+    "an out is issued before the value is written",
+    *CHANGES,
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", SIMULATED)
+def test_on_the_simulated_device_in_any_order(
+    name: str,
+    policy: Policy,
+    program: Program,
+    wanted: dict[str, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kind = {ELSEWHERE: ElsewhereDevice, "outs are not made": ForgetfulDevice}.get(name, OrderedDevice)
+    if name in CHANGES:
+        method, change = CHANGES[name]
+        monkeypatch.setattr(DeviceStreamer, method, change(getattr(DeviceStreamer, method)))
+    plan = MUTANTS.get(name, MUTANTS["none"])(spilling_plan(program.payload))
+    device = kind(PRESET_CPU, policy=policy)
+    try:
+        with load_module(program, plan, LoadOptions(device="sim"), device=device) as module:
+            got = step(module)
+        found = "nothing" if all(torch.equal(got[one], wanted[one]) for one in wanted) else "bits"
+    except RaceError:
+        found = "race"
+    except PenstockError:
+        found = "error"
+    if name == "none":
+        assert found == "nothing"
+    elif name in RACES:
+        assert found == "race"
+    else:
+        assert found in {"bits", "error"}
