@@ -217,7 +217,13 @@ def _allowed(payload: Payload, device: str, arena: str | None) -> dict[str, Aren
     if arena is None:
         return arenas
     if arena not in arenas:
-        raise PlanError(f"these weights cannot be in an arena {arena!r}: choose from {', '.join(arenas)}")
+        choices = ", ".join(arenas)
+        if arena in ("mapped", "pooled") and any(one.kind == "produced" for one in payload.storages):
+            raise PlanError(
+                f"an arena {arena!r} has the weight files' own pages, of which none can hold what a forward "
+                f"keeps among the weights: choose from {choices}, or compile with spill=False"
+            )
+        raise PlanError(f"these weights cannot be in an arena {arena!r}: choose from {choices}")
     return {arena: arenas[arena]}
 
 

@@ -96,6 +96,10 @@ def compile_training(
     annotated = annotate_with_values(programs)
     payload = replace(annotated.payload, traces=_in_turn(annotated.payload.traces, training))
     values = {fqn: exported.state_dict[fqn] for fqn in parameters}
+    if spill and all(one.kind != "produced" for one in payload.storages):
+        _log.warning(
+            "spill=True has no effect: nothing that the forward keeps has a fixed size of 4,096 bytes or more"
+        )
     return compile(replace(annotated, payload=payload, training=training, trained=values), path, **options)
 
 

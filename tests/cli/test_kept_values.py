@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
+import torch
 
 import penstock as api
 from tests.cli.command_line import Command, penstock_fixture
@@ -85,3 +87,65 @@ def test_run_runs_what_begins_a_round_and_refuses_what_does_not(penstock: Comman
 def test_verify_hashes_weights_alone(penstock: Command, artifact: Path) -> None:
     verified = json.loads(penstock("verify", artifact, "--json").out)["verified_bytes"]
     assert verified == api.open(artifact).weight_bytes
+
+
+class Scaled(torch.nn.Module):
+    """Keeps scaled weights, whose size is fixed, and values of as many rows as the input has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.randn(64, 64) for _ in range(2))
+        self.scales = torch.nn.ParameterList(torch.ones(64, 64) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight, scale in zip(self.weights, self.scales, strict=True):
+            x = torch.relu(x @ (weight * scale))
+        return x.sum()
+
+
+def test_inspect_names_values_of_dynamic_size(penstock: Command, tmp_path: Path) -> None:
+    given = {"example": (torch.randn(8, 64),), "trainable": ["scales.*"], "evaluate": False}
+    rows = {"x": {0: torch.export.Dim("rows", min=2, max=64)}}
+    path = tmp_path / "scaled.penstock"
+    program = api.compile_training(Scaled(), path, **given, dynamic_shapes=rows, spill=True)
+    assert program.value_bytes >= 64 * 64 * 4
+    named = json.loads(penstock("inspect", path, "--json").out)["dynamic_values"]
+    assert named
+    said = " ".join(penstock("inspect", path).out.split())
+    assert f"{len(named)} of dynamic size stay in memory, beside the budget: {named[0]}" in said
+
+
+class Unscaled(torch.nn.Module):
+    """Keeps values of as many rows as the input has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x))).sum()
+
+
+def test_a_program_that_keeps_nothing_of_fixed_size_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Unscaled()
+    given = {"example": (torch.randn(8, 64),), "trainable": ["first.*"], "evaluate": False}
+    rows = {"x": {0: torch.export.Dim("rows", min=2, max=64)}}
+    with caplog.at_level(logging.WARNING, logger="penstock"):
+        program = api.compile_training(
+            model, tmp_path / "x.penstock", **given, dynamic_shapes=rows, spill=True
+        )
+    assert not program.value_bytes
+    assert "spill=True has no effect" in caplog.text
+
+
+@pytest.mark.parametrize("arena", ["mapped", "pooled"])
+def test_an_arena_of_the_files_own_pages_is_refused_by_a_sentence(
+    arena: str, penstock: Command, artifact: Path
+) -> None:
+    refused = penstock("plan", artifact, *GIVEN, "--arena", arena)
+    said = " ".join(refused.err.split())
+    assert refused.status
+    assert f"an arena '{arena}' has the weight files' own pages" in said
+    assert "choose from contiguous, paged, or compile with spill=False" in said

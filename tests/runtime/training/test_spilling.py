@@ -7,6 +7,7 @@ import resource
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -110,15 +111,19 @@ def test_values_that_left_come_back(
     trained: Trained, plan: Plan, load: Callable[[], TrainingModule], expected: dict[str, torch.Tensor]
 ) -> None:
     assert moved(plan, "out") == moved(plan, "in") > 20_000
-    module = load()
+    resident = sum(one.nbytes for one in plan.resident)
+    module, forward = load(), plan.traces[0]
+    places = {one.start: one.nbytes for one in plan.arena.segments}
+    taken = [sum(places[plan.arena.layout[s]] for s in one.writes) for one in forward.steps]
     for step in range(1, 4):
         loss = loss_of(trained, module)
         assert module.stats.bytes_written == step * moved(plan, "out")
+        # Each value is there until the end of the step behind the one that writes it.
+        assert module.stats.peak_bytes >= resident + max(map(sum, pairwise(taken)))
         loss.backward()
         if step == 1:  # later ones begin with other statistics of batch norms
             assert_right(module, expected)
     after = module.stats
-    resident = sum(one.nbytes for one in plan.resident)
     assert after.bytes_moved == 3 * moved(plan, "in") + resident
     assert after.misses == 0
     assert after.peak_bytes <= plan.budget
