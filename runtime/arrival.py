@@ -1,17 +1,23 @@
-"""Measures the rate at which weights of an artifact arrive: read from its files, or mapped from them."""
+"""Measures the rate at which weights of an artifact arrive: read from its files, or mapped from them.
+
+And that at which what a forward keeps leaves, for a folder.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from os import PathLike
 from pathlib import Path
 
 import torch
 
 from penstock.runtime.files.rates import READERS, measure_answer, measure_populate, measure_read
 from penstock.runtime.files.source import Source
+from penstock.runtime.files.spill_rates import measure_writes
 from penstock.runtime.measurements import (
     Cache,
     Measurement,
@@ -19,16 +25,19 @@ from penstock.runtime.measurements import (
     Subject,
     measured,
     recall,
+    record,
     this_machine,
 )
 from penstock.runtime.system.memory import supports_move
 from penstock.runtime.system.mounts import find_mount
 from penstock.runtime.system.trials import Trials
+from penstock.schedule.facts.errors import SourceError
 from penstock.schedule.facts.model import WeightFile
 
 _SAMPLE = 256 << 20
 _SECONDS = 0.3
 _BESIDE = 512  # rows and columns: a product of about a millisecond
+_BOTH = 1.8  # of 2: reads and writes that keep so much of their rates beside each other do not share a link
 _OFF_BLOCKS = 64  # bytes: an offset at which no block begins
 
 
@@ -48,6 +57,44 @@ class Arrival:
     def in_flight_bytes(self) -> int:
         """The bytes that would have arrived in the time of an answer."""
         return int(self.rate.median * self.answer.median / 1e9) if self.answer else 0
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """How what a forward keeps leaves for a folder: its rate, and how much goes on both ways at once."""
+
+    rate: Measurement
+    both: Measurement
+
+    @property
+    def duplex(self) -> bool:
+        """Tells whether reads and writes at once keep their rates, to a tenth."""
+        return self.both.median >= _BOTH
+
+
+def leaving(folder: str | PathLike[str] | None = None) -> Leaving | None:
+    """How values leave for a folder, by default the system's for temporary files; None if they cannot."""
+    where = Path(tempfile.gettempdir() if folder is None else folder).resolve()
+    machine, mount = this_machine(), " on ".join(find_mount(where))
+    ways: tuple[Cache, ...] = ("past", "")
+
+    def subject(quantity: Quantity, cache: Cache) -> Subject:
+        return Subject(quantity, machine, str(where), "", mount, cache)
+
+    for cache in ways:
+        rate = recall(subject("writes", cache))
+        both = recall(subject("both ways", cache))
+        if rate is not None and both is not None:
+            return Leaving(rate, both)
+    try:
+        writes, shares, past = measure_writes(where)
+    except SourceError:
+        return None
+    cache = ways[0] if past else ways[1]
+    return Leaving(
+        record(subject("writes", cache), writes),
+        record(subject("both ways", cache), shares),
+    )
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from penstock.runtime.arrival import Arrival, WeightFiles
+from penstock.runtime.arrival import Arrival, Leaving, WeightFiles, leaving
 from penstock.runtime.device.cuda import CudaDevice
 from penstock.runtime.measurements import (
     Machine,
@@ -64,6 +64,25 @@ def measure_cpu(weights: Sequence[Weight], arrival: Arrival | None, why: str = "
         link_latency_ns=_LATENCY_NS,
         link_in_flight_bytes=arrival.in_flight_bytes if arrival else 0,
         note=noted(where, (said, why), (products, memory, rate, answer)),
+    )
+
+
+def with_leaving(hardware: Hardware, found: Leaving | None) -> Hardware:
+    """The machine with the rate at which what a forward keeps leaves memory, and with a note of it."""
+    if found is None:
+        return replace(
+            hardware, note=noted(hardware.note, ["no rate of writes: they are taken for reads"], ())
+        )
+    both = "beside reads" if found.duplex else "in turn with reads"
+    return replace(
+        hardware,
+        write_bytes_per_s=found.rate.median,
+        duplex=found.duplex,
+        note=noted(
+            hardware.note,
+            [f"{found.rate.subject.title} at {found.rate.amount}, {both}"],
+            (found.rate, found.both),
+        ),
     )
 
 
@@ -121,6 +140,7 @@ def measure_again() -> None:
     forget(lambda one: one.subject.machine in here)
     for dtype in dict.fromkeys(("float32", "bfloat16", *known)):
         compute_rates(dtype)
+    leaving()
     for index in range(torch.cuda.device_count()):
         measure_cuda(f"cuda:{index}", (), None)
 

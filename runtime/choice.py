@@ -15,8 +15,8 @@ from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 
-from penstock.runtime.arrival import Arrival, WeightFiles
-from penstock.runtime.calibrate import THIS_CPU, measure_cpu, measure_cuda
+from penstock.runtime.arrival import Arrival, WeightFiles, leaving
+from penstock.runtime.calibrate import THIS_CPU, measure_cpu, measure_cuda, with_leaving
 from penstock.runtime.device.opening import device_kind, hardware_of
 from penstock.runtime.measurements import noted
 from penstock.runtime.memory_split import fits_host
@@ -56,6 +56,7 @@ class PlanRequest:
     traces: tuple[Trace, ...] = ()
     wrap: Wrap = "overlap"
     host_memory: int | None = None
+    spill: str | None = None
 
 
 def find_plan(folder: Path, payload: Payload, request: PlanRequest) -> Plan:
@@ -119,6 +120,9 @@ def _problem(folder: Path, payload: Payload, request: PlanRequest) -> Problem:
     """The problem to plan: the arena, the machine, and the times of the traces on this machine."""
     kept = kept_storages(payload, request.keep)
     arena, hardware = _choose(folder, payload, request, kept)
+    produced = any(storage.kind == "produced" for storage in payload.storages)
+    if produced and request.hardware == "auto" and device_kind(request.device) == "cpu":
+        hardware = with_leaving(hardware, leaving(request.spill))
     check_machine(hardware)  # first, because modelling times divides by the rates
     traces = request.traces
     if not traces:

@@ -24,7 +24,18 @@ from penstock.schedule.facts.errors import PayloadError
 from penstock.schedule.facts.model import STRICT, UNEVEN
 from penstock.schedule.payload.text import decode, encode, parse
 
-Quantity = Literal["products", "memory", "copies", "reads", "bounced reads", "mapping", "answer", "pass"]
+Quantity = Literal[
+    "products",
+    "memory",
+    "copies",
+    "reads",
+    "bounced reads",
+    "mapping",
+    "answer",
+    "pass",
+    "writes",
+    "both ways",
+]
 Cache = Literal["", "past", "warm", "cold"]
 
 WEEK, HOUR = 7 * 24 * 3600, 3600
@@ -45,6 +56,20 @@ BUSY = 0.1
 
 DISK_MOST = 5e10
 """Bytes per second that no disk reads: four striped PCIe 5.0 x4 disks read 56 GB/s at best."""
+
+
+_TITLES: dict[Quantity, str] = {
+    "products": "products of {what}",
+    "memory": "reading memory",
+    "copies": "copies from {what} memory",
+    "answer": "one read at a time beside products",
+    "pass": "compute of a pass of {what}",
+    "bounced reads": "direct reads off the disk's blocks",
+    "mapping": "mapping",
+    "reads": "reads",
+    "writes": "writes",
+    "both ways": "writes and reads at once",
+}
 
 
 @dataclass(frozen=True)
@@ -79,29 +104,17 @@ class Subject:
     @property
     def title(self) -> str:
         """The subject in words."""
-        match self.quantity:
-            case "products":
-                return f"products of {self.what}"
-            case "memory":
-                return "reading memory"
-            case "copies":
-                return f"copies from {self.what} memory"
-            case "answer":
-                name = "one read at a time beside products"
-            case "pass":
-                return f"compute of a pass of {self.what}"
-            case "bounced reads":
-                return "direct reads off the disk's blocks"
-            case "mapping":
-                name = "mapping"
-            case "reads":
-                name = "direct reads" if self.cache == "past" else "buffered reads"
+        name = _TITLES[self.quantity].format(what=self.what)
+        if self.quantity in ("reads", "writes"):
+            name = f"{'direct' if self.cache == 'past' else 'buffered'} {name}"
         return name + {"warm": " from the page cache", "cold": " with a cold page cache"}.get(self.cache, "")
 
 
 @dataclass(frozen=True)
 class Measurement:
     """A figure: units per second, or the nanoseconds of an `answer` or of a `pass`.
+
+    Of `both ways` it is the sum of the shares of their rates that writes and reads keep beside each other.
 
     `median`, `spread` and `waited` are as in `Trials`. `taken_at` is in seconds since 1970.
     """
@@ -117,13 +130,16 @@ class Measurement:
     @property
     def unit(self) -> str:
         """The unit of the median."""
-        return {"products": "FLOP/s", "answer": "ns", "pass": "ns"}.get(self.subject.quantity, "B/s")
+        units = {"products": "FLOP/s", "answer": "ns", "pass": "ns", "both ways": "rates"}
+        return units.get(self.subject.quantity, "B/s")
 
     @property
     def amount(self) -> str:
         """The figure with its unit, for people."""
         if self.unit == "ns":
             return f"{self.median / 1e6:,.3f} ms"
+        if self.unit == "rates":
+            return f"{self.median:.2f} of 2 rates"
         return f"{self.median / 1e9:,.2f} G{self.unit}"
 
     def doubts(self) -> Iterator[str]:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from os import PathLike
+from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -233,6 +233,7 @@ class Program:
             arena=arena,
             keep=_patterns(keep),
             host_memory=parse_host_memory(host_memory, self.largest_budget),
+            spill=None if spill is None else fspath(spill),
         )
         _check_modes(budget, plan, device_memory, given)
         if plan is not None and activations != AUTO:

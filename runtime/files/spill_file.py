@@ -103,8 +103,15 @@ def open_spill_file(
     where = Path(tempfile.gettempdir() if folder is None else folder)
     produced = [one for one in storages if one.kind == "produced"]
     ends = [extent.file_offset + extent.nbytes for one in produced for extent in one.extents]
-    size, needed = max(ends, default=0), sum(one.nbytes for one in produced)
-    fd = -1
+    return open_scratch(where, max(ends, default=0), needed=sum(one.nbytes for one in produced))
+
+
+def open_scratch(where: Path, size: int, *, needed: int | None = None) -> SpillFile:
+    """Opens a file of `size` bytes in a folder, of which `needed` bytes are written, by default all.
+
+    Raises SourceError as `open_spill_file` does.
+    """
+    needed, fd = size if needed is None else needed, -1
     try:
         status = os.statvfs(where)
         free = status.f_bavail * status.f_frsize

@@ -31,6 +31,12 @@ from pinned memory were reported to reach, in one direction.
   2.13 took 2.1 us for a product of eight numbers by eight, on the virtual machine of docs/benchmarks.md.
 
 The disk behind the host of every device is an NVMe disk that reads 7 GB/s.
+
+No preset has a rate of copies out (`write_bytes_per_s`), or is `duplex`: what a forward keeps is taken to
+leave as fast as weights arrive, in turn with them. On devices that is so by construction: PCIe and NVLink
+have one rate for both directions, and the streamer makes all copies on one stream. Of disks it is a guess
+that may be too good: many write fast until their own cache is full, and then at a small part of that rate. So
+measure the machine, or give a `Hardware` with both figures.
 """
 
 from __future__ import annotations

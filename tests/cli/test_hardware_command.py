@@ -24,6 +24,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setenv("COLUMNS", str(COLUMNS))
     monkeypatch.setattr(calibrate, "_products", lambda dtype: done.append(dtype) or Trials((2e11,) * 3))
     monkeypatch.setattr(calibrate, "_memory", lambda: done.append("memory") or Trials((1e10, 4e10), 0.5))
+    monkeypatch.setattr(calibrate, "leaving", lambda: done.append("writes"))
     return done
 
 
@@ -54,6 +55,7 @@ def test_presets_and_figures_fit_a_terminal(penstock: Command) -> None:
 def test_one_preset(penstock: Command) -> None:
     done = penstock("hardware", "h200")
     assert "4800 GB/s" in done.out
+    assert "the same rate, which is assumed, in turn with what arrives" in " ".join(done.out.split())
     assert "rtx4090" not in done.out
     assert json.loads(penstock("hardware", "h200", "--json").out)["memory_bytes_per_s"] == 4.8e12
 
@@ -65,7 +67,7 @@ def test_measuring_again_forgets_this_machine_and_takes_every_dtype_that_was_kno
     measured(reads(), lambda: Trials((1.5e9,)))
     measured(Subject("products", this_machine(), "float16"), lambda: Trials((1.0,)))
     facts = json.loads(penstock("hardware", "auto", "--measure", "--json").out)
-    assert machine == ["float32", "memory", "bfloat16", "float16"]
+    assert machine == ["float32", "memory", "bfloat16", "float16", "writes"]
     assert facts["presets"] == []
     assert sorted(one["title"] for one in facts["measured"]) == [
         "products of bfloat16",

@@ -97,6 +97,9 @@ def _show_preset(preset: Hardware, *, json: bool) -> None:
         ("memory", f"{_gb(preset.memory_bytes_per_s)} GB/s"),
         ("weights arrive at", f"{_gb(preset.link_bytes_per_s)} GB/s, {latency}"),
     ]
+    rate, ways = preset.write_bytes_per_s, "beside" if preset.duplex else "in turn with"
+    written = f"{_gb(rate)} GB/s" if rate else "the same rate, which is assumed"
+    facts.append(("kept values leave at", f"{written}, {ways} what arrives"))
     if preset.disk_bytes_per_s is not None:
         facts.append(("from the disk at", f"{_gb(preset.disk_bytes_per_s)} GB/s"))
     if preset.memory_nbytes is not None:

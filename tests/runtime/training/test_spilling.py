@@ -7,6 +7,7 @@ import resource
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,9 +16,12 @@ import torch
 
 import penstock
 from penstock.passes.trace import PRESET_CPU
+from penstock.runtime import choice
+from penstock.runtime.arrival import Leaving
 from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.runtime.files.spill_file import SpillFile
 from penstock.runtime.loading import LoadOptions, load_module
+from penstock.runtime.measurements import Measurement, Quantity, Subject, this_machine
 from penstock.runtime.program import Program
 from penstock.runtime.sim.device import SimDevice
 from penstock.runtime.sim.races import RaceError
@@ -391,3 +395,24 @@ def test_closing_while_values_leave(
     assert len(errors) == 1
     assert "closed" in str(errors[0])
     assert not open_files(tmp_path)
+
+
+def test_plans_know_the_rate_of_the_folder(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    def found(folder: object) -> Leaving:
+        asked.append(folder)
+        names: tuple[Quantity, ...] = ("writes", "both ways")
+        rates = [Measurement(Subject(one, this_machine()), 1.7, 0.0, 0.0, 3, 0) for one in names]
+        return Leaving(replace(rates[0], median=3e8), rates[1])
+
+    monkeypatch.setattr(choice, "leaving", found)
+    budget = program.floor(arena="contiguous")
+    assert program.plan(budget).hardware.write_bytes_per_s == 3e8
+    with program.load(budget, spill=tmp_path) as module:
+        assert module.plan.hardware.write_bytes_per_s == 3e8
+        assert not module.plan.hardware.duplex
+    assert program.plan(budget, hardware="laptop").hardware.write_bytes_per_s is None
+    assert asked == [None, str(tmp_path)]
