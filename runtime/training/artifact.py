@@ -36,6 +36,10 @@ _log = logging.getLogger(__name__)
 _PLAIN: Pipeline[ExportedProgram] = Pipeline((refuse_lost_values, with_computed_buffers, with_plain_parts))
 """What a program goes through before it is differentiated."""
 
+_NOTHING_LEAVES = (
+    "spill=True has no effect: nothing that the forward keeps has a fixed size of 4,096 bytes or more"
+)
+
 
 def compile_training(
     model: ExportedProgram | nn.Module,
@@ -97,9 +101,7 @@ def compile_training(
     payload = replace(annotated.payload, traces=_in_turn(annotated.payload.traces, training))
     values = {fqn: exported.state_dict[fqn] for fqn in parameters}
     if spill and all(one.kind != "produced" for one in payload.storages):
-        _log.warning(
-            "spill=True has no effect: nothing that the forward keeps has a fixed size of 4,096 bytes or more"
-        )
+        _log.warning(_NOTHING_LEAVES)
     return compile(replace(annotated, payload=payload, training=training, trained=values), path, **options)
 
 

@@ -336,10 +336,9 @@ class Arena:
 class Transfer:
     """One copy of the layout range `start:stop` into the arena, for the read of step `step`, or out of it.
 
-    The copy may start once step `after` has ended. `after` is less than `step` and counts from the
-    start of the pass in which `step` runs: a negative value is step `n + after` of the pass before, which
-    has n steps. Where that is a pass of the same method, `after` is never less than `step - n`, since a
-    dependency reaches back one pass at most.
+    The copy may start once step `after` has ended. `after` is less than `step` and counts from the start of
+    the pass in which `step` runs: a negative value is step `n + after` of the pass before, which has n steps.
+    If that is one of the same method, it is at least `step - n`: no dependency reaches back two passes.
 
     A copy in direction `out` takes produced bytes to the spill file, from which another brings them back.
     Step `step` does not end before it is done, so that they may leave with that step.
