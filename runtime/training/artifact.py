@@ -77,10 +77,8 @@ def compile_training(
     memory for a file in between (docs/training.md). `activations` are the ways to keep it elsewhere
     (`Program.load`), each of which is two more methods: all of them by default, and "keep" only with `spill`,
     and where Inductor compiles the methods, since what it computes a second time need not have the same bits.
-    `options` are those of `compile`.
-
     With `backward="segments"` the backward is not traced: autograd takes the gradients of one segment of the
-    forward after another, which it computes again from what entered it.
+    forward after another, computed again from what entered it. `options` are those of `compile`.
 
     Raises PassError for a program whose gradients cannot be traced, a pattern that matches no parameter, and
     what `compile` raises.
