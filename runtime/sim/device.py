@@ -120,7 +120,7 @@ class SimDevice:
 
     def allocate_host(self, nbytes: int, *, once: bool = False) -> torch.Tensor:
         # Aligned to blocks of a disk as on a real device, since loading depends on where memory begins.
-        memory = aligned_bytes(nbytes, BLOCK if nbytes else 64)
+        memory = aligned_bytes(nbytes, BLOCK if nbytes else 64).fill_(POISON)
         memory = self._named(memory, "staging memory" if once else "host memory")
         if once:
             self._read_once.add(memory.data_ptr())
