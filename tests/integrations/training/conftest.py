@@ -13,7 +13,7 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def half_streams():
     """The values that a tiny model saves are larger than its weights, which would all stay in memory."""
     with pytest.MonkeyPatch.context() as patch:
