@@ -1,4 +1,4 @@
-"""How many random cases a test goes through: some in the suite, many times as many in `make soak`.
+"""How many cases a test goes through: some in the suite, all or many times as many in `make soak`.
 
 Tests that ask are marked `random`, by which `make soak` finds them.
 """
@@ -6,6 +6,10 @@ Tests that ask are marked `random`, by which `make soak` finds them.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from typing import TypeVar
+
+Case = TypeVar("Case")
 
 _TIMES = int(os.environ.get("PENSTOCK_SOAK", "1"))
 
@@ -13,3 +17,8 @@ _TIMES = int(os.environ.get("PENSTOCK_SOAK", "1"))
 def scaled(number: int) -> int:
     """`number` in the suite, and so many times as many in `make soak`."""
     return number * _TIMES
+
+
+def sampled(cases: Sequence[Case], every: int) -> Sequence[Case]:
+    """Every so manyth of the cases in the suite, from the first on, and all of them in `make soak`."""
+    return cases if _TIMES > 1 else cases[::every]

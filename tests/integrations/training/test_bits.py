@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from penstock.integrations import apply
+from tests.hunt import sampled
 from tests.integrations.training.adapted import MEMORY, adapted, batch, equal, gradients, steps, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -25,7 +26,8 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize(("dtype", "attention", "dropout"), KINDS)
+@pytest.mark.random
+@pytest.mark.parametrize(("dtype", "attention", "dropout"), sampled(KINDS, 3))
 def test_gradients_and_adapters_are_those_of_the_model_in_memory(dtype, attention, dropout, cache):
     expected = steps(adapted(dtype, attention, dropout), BATCHES)
     model = adapted(dtype, attention, dropout)

@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM, TorchAoConfig
 from penstock.integrations import load
 from penstock.passes.weights.subclasses import plain_tensors
 from penstock.schedule.facts.errors import PassError, StreamError
+from tests.hunt import sampled
 from tests.integrations import models
 from tests.integrations.training.adapted import MEMORY, batch, equal, steps, trained
 from tests.integrations.training.test_trainer import logged, trainer
@@ -72,7 +73,8 @@ def streamed(folder, adapter, cache, **options):
     return load(folder, MEMORY, train=True, adapter=adapter, cache=cache, **options).train()
 
 
-@pytest.mark.parametrize("kind", ["config", "function", "folder"])
+@pytest.mark.random
+@pytest.mark.parametrize("kind", sampled(["config", "function", "folder"], 2))
 def test_an_adapter_begins_and_learns_as_on_the_model_in_memory(kind, folders, cache, tmp_path):
     adapter, adapt = adapter_of(kind, folders)
     reference = in_memory(folders / "plain", adapt)

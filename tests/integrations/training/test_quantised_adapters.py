@@ -19,6 +19,7 @@ from transformers import LlamaForCausalLM, TorchAoConfig
 
 from penstock.integrations import apply
 from penstock.schedule.facts.errors import PassError
+from tests.hunt import sampled
 from tests.integrations import models
 from tests.integrations.training.adapted import MEMORY, batch, equal, gradients, steps
 
@@ -67,7 +68,8 @@ def kept_bytes(model, given):
     return max(kept)
 
 
-@pytest.mark.parametrize(("config", "dtype", "checkpointing"), KINDS)
+@pytest.mark.random
+@pytest.mark.parametrize(("config", "dtype", "checkpointing"), sampled(KINDS, 3))
 def test_gradients_are_those_of_the_quantised_model_in_memory(config, dtype, checkpointing, folder, cache):
     batches = [batch(16), batch(40, padded=True), batch(16)]
     expected = steps(quantised(folder, config, dtype, checkpointing), batches)

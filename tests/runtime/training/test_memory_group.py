@@ -16,6 +16,7 @@ import penstock
 from benchmarks.training import TRAINED, Decoder
 from penstock.demo.cgroup import make_group
 from penstock.runtime.program import Program
+from tests.hunt import sampled
 
 ROOT = Path(__file__).parents[3]
 SLACK = 64 << 20
@@ -94,7 +95,10 @@ def made(tmp_path_factory) -> tuple[Program, str]:
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize(("share", "activations"), [(0.0, "keep"), (0.25, "keep"), (0.0, "layers")])
+@pytest.mark.random
+@pytest.mark.parametrize(
+    ("share", "activations"), sampled([(0.0, "keep"), (0.25, "keep"), (0.0, "layers")], 2)
+)
 def test_a_step_lives_within_what_is_planned(bare, made, share, activations) -> None:
     program, expected = made
     rung = program.rungs[activations]

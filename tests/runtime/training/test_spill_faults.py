@@ -1,6 +1,7 @@
-"""Every write and every read of the spill file goes wrong once: a typed error, and the next call is right.
+"""Every write and every read of the spill file goes wrong: a typed error, and the next call is right.
 
-Where a call is interrupted, or moves less than was asked for, the step goes on.
+Each call meets one kind of fault here, and every kind in `make soak`. Where a call is interrupted, or moves
+less than was asked for, the step goes on.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ def child(*arguments: object, **environment: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.random
 @pytest.mark.parametrize("engine", ENGINES)
 def test_each_call_that_goes_wrong_is_named_or_mended(
     engine: str, double: Path, artifact: Path, tmp_path: Path
@@ -71,8 +73,9 @@ def test_each_call_that_goes_wrong_is_named_or_mended(
         fatal = one["fault"] in FATAL
         expected = "refused, then right" if fatal else "right, then right"
         assert one["came"] == {expected: one["failed"]}, one
-        assert one["failed"] > 10
+        assert one["failed"] > 0
         assert one["misses"] == 0
+    assert sum(one["failed"] for one in lines) >= max(one["calls"] for one in lines) > 10
     assert not list(tmp_path.iterdir())
 
 
