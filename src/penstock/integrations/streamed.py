@@ -26,6 +26,7 @@ from penstock.integrations.libraries import EXPORTING
 from penstock.integrations.progress import seconds_since, shown
 from penstock.integrations.training.backward import Backward
 from penstock.integrations.training.parameters import Trained
+from penstock.integrations.training.saved import Saved, Values
 from penstock.integrations.training.steps import Steps
 from penstock.passes.building.fake_export import Built
 from penstock.passes.joining import join_methods
@@ -113,7 +114,7 @@ class Component:
         self.name, self._made_for = name, made_for
         self._signatures = methods
         self._with_grad, self._trained = with_grad, trained
-        self._steps = Steps(name)
+        self._steps, self._saved = Steps(name), Saved()
         self.check: Callable[[], None] = lambda: None
         self.own: Callable[[str], Any] | None = None  # the module's methods, once it is restored
         self.kept = list(weights)
@@ -174,7 +175,8 @@ class Component:
             return method.returned(call, method.zeros(call))
         if method.backward is None:
             with torch.no_grad():
-                outputs = self._loaded(method.bytes_beside(call)).call(method.name, list(call.tensors))
+                module = self._loaded(method.bytes_beside(call), self._saved.nbytes())
+                outputs = module.call(method.name, list(call.tensors))
         else:
             outputs = self._with_backward(method, method.backward, call)
         method.check(outputs)
@@ -183,16 +185,20 @@ class Component:
     def _with_backward(self, method: ExportedCall, backward: Backward, call: Call) -> Sequence[torch.Tensor]:
         """Run the forward of a call; the results have a `grad_fn`, which runs the backward."""
         beside = method.bytes_beside(call)
+        own: Values = frozenset()  # what this forward saves, which is counted in `beside`
 
         def run(name: str, leaves: Sequence[Any]) -> Any:
+            nonlocal own
             with self._cap.lock:
                 if self.own is not None:
                     raise StreamError(
                         f"{self.name} was restored between forward and backward: call forward again"
                     )
-                module = self._loaded(beside)
+                module = self._loaded(beside, self._saved.nbytes(own))
                 made = module.run(name, leaves)
-                if name == backward.name and self._plan is not None:
+                if name != backward.name:
+                    own = self._saved.add(made[1], leaves)
+                elif self._plan is not None:
                     self._steps.add(module.stats, self._plan.streamed_bytes)
                 return made
 
@@ -293,21 +299,26 @@ class Component:
 
         return swap
 
-    def _loaded(self, beside: int) -> StreamedModule:
-        """The loaded module, whose plan leaves `beside` bytes for the call. Other components unload first."""
+    def _loaded(self, beside: int, saved: int) -> StreamedModule:
+        """The loaded module, whose plan leaves `beside` bytes for the call, and others `saved`.
+
+        Other components unload first.
+        """
         if self._module is None:
             self.refuse_lost()
         self._cap.turn(self)
-        plan = self._plan_for(beside)
+        plan = self._plan_for(beside, saved)
         if self._module is None:
             self._module = self._compiled().load(plan=plan, device=self._where.device)
         return self._module
 
-    def _plan_for(self, beside: int) -> Plan:
+    def _plan_for(self, beside: int, saved: int = 0) -> Plan:
         """The current plan, or a new one where that leaves less than `beside` bytes for the call.
 
-        A new one is made too where less is left of the cap, by more than planning itself leaves in memory.
+        So it is with `saved`, the bytes of values that other forwards saved for their backwards. A new one is
+        made too where less is left of the cap, by more than planning itself leaves in memory.
         """
+        beside += saved
         if self._plan is not None and beside <= self._beside and self._planned <= self._cap.room + STEP:
             return self._plan
         begun, program = monotonic(), self._compiled()
@@ -317,7 +328,7 @@ class Component:
         with self._cap.working():
             plan, budget = self._first_plan(program, self._budget(program, room, beside))
         if budget + beside > room:
-            raise self._too_little(budget, beside)
+            raise self._too_little(budget, beside, saved)
         if plan is None:
             with self._cap.working():
                 plan = self._plan_within(program, budget)
@@ -348,17 +359,20 @@ class Component:
         left = max(self._beside, int(beside * _ROOM))
         return max(room - left, min(1, program.weight_bytes))
 
-    def _too_little(self, floor: int, beside: int) -> BudgetError:
-        """The error for a cap that has no room for the weights of one step and a call."""
+    def _too_little(self, floor: int, beside: int, saved: int) -> BudgetError:
+        """The error for a cap that has no room for the weights of one step, a call and what others saved."""
         cap = self._cap
         own = f"{format_size(cap.own)} are in use by what penstock exported and planned, " if cap.own else ""
         if cap.reserved:
             own += f"{format_size(cap.reserved)} are for trained parameters, their gradients and AdamW, "
+        if saved:
+            own += f"{format_size(saved)} are saved by other calls, whose backward has not come, "
         least = floor + beside + cap.own + cap.reserved
+        other = "call backward() after each of them" if saved else "call it with smaller inputs"
         return BudgetError(
             f"{self.name} does not run in {format_budget(cap.nbytes)}: {own}a call takes "
-            f"{format_size(beside)} beside weights, and {format_size(floor)} of weights are needed at once; "
-            f"give at least {format_size(least, up=True)}, or call it with smaller inputs",
+            f"{format_size(beside - saved)} beside weights, and {format_size(floor)} of weights are needed "
+            f"at once; give at least {format_size(least, up=True)}, {other}",
             floor_bytes=least,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -170,6 +171,35 @@ def test_what_cannot_be_trained_is_refused_and_the_model_is_as_it_was(cache):
     with pytest.raises(BudgetError, match=r"two moments of AdamW take 52\.00 KiB"):
         apply(model, "50KB", train=True, cache=cache)
     assert equal(gradients(model, GIVEN), gradients(adapted(), GIVEN))
+
+
+def noted(kept, tensor):
+    storage = tensor.untyped_storage()
+    kept[storage.data_ptr()] = storage.nbytes()
+    return tensor
+
+
+def test_memory_counts_what_forwards_save_until_their_backward(cache):
+    model, reference = adapted(dropout=0.0), adapted(dropout=0.0)
+    with apply(model, "1500KB", train=True, cache=cache) as applied:
+        (component,) = applied.components.values()
+        losses = []
+        with pytest.raises(BudgetError, match="KiB are saved by other calls, whose backward has not come"):
+            losses.extend(model(**GIVEN).loss for _ in range(100))
+        each = component._saved.nbytes() // len(losses)
+        assert len(losses) > 2
+        assert len(losses) * each < 1_500_000 < (len(losses) + 4) * each + component._program.weight_bytes
+        del losses[2:]
+        assert component._saved.nbytes() == 2 * each
+        kept: dict[int, int] = {}
+        with torch.autograd.graph.saved_tensors_hooks(partial(noted, kept), lambda tensor: tensor):
+            losses.append(model(**GIVEN).loss)
+        known = {one.untyped_storage().data_ptr() for one in (*GIVEN.values(), *trained(model).values())}
+        assert each == sum(nbytes for place, nbytes in kept.items() if place not in known)
+        sum(losses).backward()
+        assert component._saved.nbytes() == 0
+        sum(reference(**GIVEN).loss for _ in range(3)).backward()
+        assert equal(*([one.grad for one in trained(each).values()] for each in (model, reference)))
 
 
 def test_memory_counts_what_a_forward_saves(cache):
