@@ -3,8 +3,9 @@
 A Llama, a T5 and a pipeline of diffusers, whose weights are several times the cap, run in processes that join
 a memory cgroup before they import anything, page cache included, the weight files cold. The limit is what a
 process holds that imports the same libraries and does nothing, and the cap, and 64 MiB. The prompts have 32
-and 1,024 tokens. The first process exports; the second finds in the cache what the first one kept. What they
-compute is compared with the model in memory, bit for bit.
+and 1,024 tokens; the Llama is also trained by LoRA, on 16 and 32 tokens. The first process exports; the
+second finds in the cache what the first one kept. What they compute is compared with the model in memory, bit
+for bit.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from penstock.schedule.facts.sizes import format_size
 CAP = 96 << 20
 SLACK = 64 << 20
 PROMPTS = (32, 1024)
+TRAINED = (16, 32, 16)
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,28 @@ def make_llama(folder: Path) -> Any:
         **{"num_attention_heads": 12, "num_key_value_heads": 2, "pad_token_id": 0},
     )
     return _saved(LlamaForCausalLM(config), folder)
+
+
+def make_lora(folder: Path) -> Any:
+    make_llama(folder)
+    return _adapted(_llama(folder))
+
+
+def _llama(folder: Path) -> Any:
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM.from_pretrained(folder)
+
+
+def _adapted(model: Any) -> Any:
+    """The model with the same random adapter each time."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    return get_peft_model(
+        model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    )
 
 
 def make_t5(folder: Path) -> Any:
@@ -89,7 +113,12 @@ def _saved(model: Any, folder: Path) -> Any:
     return loaded.eval() if hasattr(loaded, "eval") else loaded
 
 
-MAKERS: dict[str, Callable[[Path], Any]] = {"llama": make_llama, "t5": make_t5, "pipeline": make_pipeline}
+MAKERS: dict[str, Callable[[Path], Any]] = {
+    "llama": make_llama,
+    "lora": make_lora,
+    "t5": make_t5,
+    "pipeline": make_pipeline,
+}
 
 
 def outputs_of(kind: str, model: Any) -> str:
@@ -98,6 +127,8 @@ def outputs_of(kind: str, model: Any) -> str:
 
     torch.set_num_threads(1)  # products in several threads may be added up in another order
     digest = hashlib.sha256()
+    if kind == "lora":
+        return _trained(model)
     if kind == "pipeline":
         model.set_progress_bar_config(disable=True)
         torch.manual_seed(4)  # of which its scheduler draws
@@ -119,8 +150,29 @@ def outputs_of(kind: str, model: Any) -> str:
     return digest.hexdigest()
 
 
+def _trained(model: Any) -> str:
+    """The sha256 of the losses of steps of AdamW, and of the adapter behind them."""
+    import torch
+
+    digest, model = hashlib.sha256(), model.train()
+    trained = [one for one in model.parameters() if one.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    torch.manual_seed(5)
+    for length in TRAINED:
+        ids = torch.arange(3, 3 + length)[None] * 7 % 1000
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        digest.update(loss.detach().numpy().tobytes())
+    for one in trained:
+        digest.update(one.detach().numpy().tobytes())
+    return digest.hexdigest()
+
+
 def live(kind: str, way: str, folder: Path, cap: int) -> str:
     """Import the libraries, then load or apply and compute; `bare` only says what it holds."""
+    import peft  # noqa: F401
     import torch
     import transformers
     from diffusers import DiTPipeline
@@ -133,6 +185,12 @@ def live(kind: str, way: str, folder: Path, cap: int) -> str:
     torch.set_num_threads(1)  # before a thread has memory of its own
     if way == "bare":
         return str(anonymous_bytes())
+    if kind == "lora" and way == "load":
+        return outputs_of(kind, load(folder, cap, train=True, adapter=_adapted))
+    if kind == "lora":
+        model = _adapted(_llama(folder))
+        apply(model, cap, train=True)
+        return outputs_of(kind, model)
     if way == "load":
         return outputs_of(kind, load(folder, cap))
     classes = {"llama": LlamaForCausalLM, "t5": T5ForConditionalGeneration, "pipeline": DiTPipeline}
