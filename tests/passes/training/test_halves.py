@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +17,7 @@ from penstock.passes.annotate import annotate
 from penstock.passes.training.facts import RUNGS, Training
 from penstock.passes.training.halves import Halves, divide
 from penstock.schedule.facts.errors import PassError
-from tests.training_models import DECODER, Decoder
+from tests.training_models import DECODER, NORMED, Decoder, Trained
 
 aten = torch.ops.aten
 
@@ -191,20 +193,39 @@ def test_the_backward_computes_no_product_of_the_forward_again(decoder: tuple[nn
     assert len(list(products(decoder[1].backwards[0]))) == blocks * (3 + 5 + 5 + 1) + 1 - 3 - 2
 
 
-def test_reads_of_the_backward_are_those_of_the_forward_reversed(decoder: tuple[nn.Module, Halves]) -> None:
-    halves = decoder[1]
-    payload = annotate({"forward": halves.forward, "backward": halves.backwards[0]})
-    names, large = payload.storage_names(), 32 << 10
-    orders = []
-    for trace in payload.traces:
-        reads = [s for step in trace.steps for s in step.reads if payload.storages[s].nbytes > large]
-        orders.append([names[s] for s in dict.fromkeys(reads)])
-    forward, backward = orders
-    assert "embed.weight" in forward
-    # The tied table is read at both ends of the forward, and nothing trained lies before the other two.
-    unread = {"embed.weight", "blocks.0.packed", "blocks.0.out.base.weight"}
-    assert [n for n in reversed(forward) if n not in unread] == [n for n in backward if n not in unread]
-    assert set(forward) - set(backward) == unread - {"embed.weight"}
+# Nothing trained lies before these, of which the tied table is read at both ends of the forward.
+UNREAD: dict[str, set[str]] = {
+    "decoder": {"embed.weight", "blocks.0.packed", "blocks.0.out.base.weight"},
+    "normed": set(),
+}
+
+
+@pytest.mark.parametrize(("name", "case", "read_again"), [("decoder", DECODER, 5), ("normed", NORMED, 0)])
+def test_reads_of_backwards_are_those_of_the_forward_reversed(
+    name: str, case: Trained, read_again: int
+) -> None:
+    """What a rung computes again it reads once more, before it reads the weight for gradients."""
+    model = case.model()
+    wanted = [fqn for fqn, one in model.named_parameters() if one.requires_grad]
+    halves = divide(export(model, case.inputs(), strict=False), wanted, rungs=RUNGS)
+    again = {}
+    for rung in halves.training.rungs:
+        orders = {}
+        payload = annotate({method: halves.programs[method] for method in rung.methods})
+        names = payload.storage_names()
+        weights = {s: names[s] for s, one in enumerate(payload.storages) if one.nbytes > 2000}
+        for trace in payload.traces:
+            reads = [weights[s] for step in trace.steps for s in step.reads if s in weights]
+            orders[trace.method] = [fqn for fqn, _ in itertools.groupby(reads)]
+        forward, backward = (orders[method] for method in rung.methods)
+        last = [*dict.fromkeys(reversed(backward))][::-1]
+        known = UNREAD[name]
+        assert [fqn for fqn in last if fqn not in known] == [
+            fqn for fqn in reversed(forward) if fqn not in known
+        ]
+        assert max(Counter(backward).values()) <= 2
+        again[rung.name] = len(backward) - len(last)
+    assert again == {"keep": 0, "cut": 0, "layers": read_again}
 
 
 def test_weights_are_unpacked_in_both_directions() -> None:
