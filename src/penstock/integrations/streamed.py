@@ -372,7 +372,7 @@ class Component:
         return BudgetError(
             f"{self.name} does not run in {format_budget(cap.nbytes)}: {own}a call takes "
             f"{format_size(beside - saved)} beside weights, and {format_size(floor)} of weights are needed "
-            f"at once; give at least {format_size(least, up=True)}, {other}",
+            f"at once; give at least {format_size(least, up=True)}, or {other}",
             floor_bytes=least,
         )
 

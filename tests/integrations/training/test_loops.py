@@ -100,15 +100,32 @@ def test_that_all_weights_fit_is_said_once(cache, caplog, monkeypatch):
     ]
 
 
-def test_gradient_checkpointing_changes_nothing_and_says_so(both, caplog):
-    reference, model = both
-    model.get_base_model().gradient_checkpointing_enable()
-    with caplog.at_level(logging.WARNING, "penstock"):
-        assert equal(gradients(model, GIVEN), gradients(reference, GIVEN))
-    (said,) = [one.message for one in caplog.records if "checkpointing" in one.message]
-    assert "changes nothing" in said
-    assert "recomputes none" in said
-    model.get_base_model().gradient_checkpointing_disable()
+def test_with_gradient_checkpointing_layers_are_computed_again(cache):
+    reference, model = adapted(), adapted()
+    with apply(model, MEMORY, train=True, cache=cache) as applied:
+        (component,) = applied.components.values()
+
+        def saved():
+            loss = model(**GIVEN).loss
+            nbytes = component._saved.nbytes()
+            del loss
+            assert equal(gradients(model, GIVEN), gradients(reference, GIVEN))
+            return nbytes
+
+        everything = saved()
+        for one in (reference, model):
+            one.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
+        assert saved() < everything / 2
+        assert component.stats.misses == 0
+        traces = {one.method: one for one in component._program.payload.traces}
+        reads = [[traces[name].steps for name in (one.name, one.backward.name)] for one in component._methods]
+        (forward, backward), (same, again) = (
+            [sum(len(step.reads) for step in steps) for steps in both] for both in reads
+        )
+        assert forward == same
+        assert backward < again < forward + backward
+        model.get_base_model().gradient_checkpointing_disable()
+        assert saved() == everything
 
 
 def test_the_adapter_is_saved_and_loaded_by_its_library(both, tmp_path):

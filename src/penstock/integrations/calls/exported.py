@@ -200,8 +200,8 @@ def _serving(call: Call, exported: ExportedProgram, result: Result) -> ExportedC
     name = _name(call, result)
     own = with_named_constants(exported, name)
     program, backward = own, None
-    if call.differentiated:
-        program, backward = differentiate(own, name, len(call.trained), result.output)
+    if call.keeps is not None:
+        program, backward = differentiate(own, name, len(call.trained), result.output, call.keeps)
     return ExportedCall(
         name,
         call.kind,
@@ -242,7 +242,7 @@ def _export(known: Sequence[bool], model: Built, call: Call, stage: Stage) -> tu
     made: list[tuple[Result, list[str]]] = []
     flat = _Flat(model.module, call, stage.values, known, lambda *result: made.append(result)).eval()
     beside = known_in_trace(model.module, stage.values)
-    gradients = refused_own_gradients() if call.differentiated else nullcontext()
+    gradients = refused_own_gradients() if call.keeps else nullcontext()
     with empty_caches(model.module), within(stage.limit_s), beside, gradients:
         exported = with_plain_parts(model.export(([*call.tensors],), ([*stage.sizes],), module=flat))
     result, remembered = made[-1]
@@ -284,7 +284,7 @@ class _Flat(nn.Module):
             given(self.model, call.trained, known[len(known) - len(call.trained) :]),
             in_modes(self.model, call.modes, call.settings),
             watch_memory(self.model) as remembered,
-            modes_of_call(call.grad, call.differentiated) as mode,
+            modes_of_call(call.grad, call.keeps is not None) as mode,
         ):
             output = method_of(self.model, call.entry)(**arguments)
         collector = Collector(tensors, builder.states)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from penstock.integrations.calls.arguments import Collector, Tree
+from penstock.passes.training.facts import Keeping
 from penstock.schedule.facts.errors import StreamError
 
 
@@ -40,8 +41,8 @@ class Call:
     """Of a model that is trained: which parts are in training mode; empty if none is."""
     settings: tuple[tuple[str, object], ...] = ()
     """Of a model that is trained: what its configuration says now, of what trainers change in it."""
-    differentiated: bool = False
-    """Whether the caller may ask for the gradients of the trained parameters."""
+    keeps: Keeping | None = None
+    """What is kept for a backward, where the caller may ask for gradients of the trained parameters."""
 
     @classmethod
     def of(cls, entry: str, arguments: Mapping[str, Any]) -> Call:
@@ -63,7 +64,7 @@ class Call:
         orders = tuple(_order(tensor) for tensor in self.tensors)
         facts: tuple[object, ...] = (self.entry, self.tree.key, shapes, orders, self.full_masks, _settings())
         if self.trained:
-            facts = *facts, self.trained, bytes(self.modes), self.settings, self.differentiated
+            facts = *facts, self.trained, bytes(self.modes), self.settings, self.keeps
         return repr(facts)
 
     @property

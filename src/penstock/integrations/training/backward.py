@@ -15,7 +15,7 @@ from penstock.passes.annotate import Annotated, annotate_with_values
 from penstock.passes.calls.inputs import user_placeholders
 from penstock.passes.calls.signature import output_names, signature_of
 from penstock.passes.lowering.method_code import MethodCode, method_code
-from penstock.passes.training.facts import Training
+from penstock.passes.training.facts import Keeping, Training
 from penstock.passes.training.halves import divide
 from penstock.schedule.facts.errors import PassError
 
@@ -39,14 +39,15 @@ class Backward:
 
 
 def differentiate(
-    exported: ExportedProgram, name: str, trained: int, output: Tree
+    exported: ExportedProgram, name: str, trained: int, output: Tree, keeps: Keeping
 ) -> tuple[ExportedProgram, Backward]:
     """The forward of a program, and its backward, for the gradients of the last `trained` of its inputs.
 
-    Raises PassError where the model writes to a buffer, or autograd cannot trace the program.
+    `keeps` says what the forward keeps for the backward. Raises PassError where the model writes to a buffer,
+    or autograd cannot trace the program.
     """
     inputs = [node.name for node in user_placeholders(exported)][-trained:]
-    halves = divide(exported, (), _losses(exported, output), inputs=inputs)
+    halves = divide(exported, (), _losses(exported, output), inputs, (keeps,))
     written = [spec.target for spec in halves.forward.graph_signature.output_specs if spec.target is not None]
     if written:
         raise PassError(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,11 +13,9 @@ from torch import nn
 from penstock.integrations.calls.kinds import Call
 from penstock.integrations.emptied.absent import AbsentTensor
 from penstock.integrations.emptied.watch import SETTINGS
-from penstock.passes.training.facts import COPIES
+from penstock.passes.training.facts import COPIES, Keeping
 from penstock.passes.weights.subclasses import has_parts
 from penstock.schedule.facts.errors import PassError, StreamError
-
-_log = logging.getLogger(__name__)
 
 _CHECKPOINTING = "gradient_checkpointing"
 
@@ -33,7 +30,6 @@ class Trained:
     module: nn.Module
     names: tuple[tuple[str, ...], ...]
     parameters: tuple[nn.Parameter, ...]
-    _said: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, module: nn.Module, name: str, device: torch.device) -> Trained:
@@ -90,16 +86,19 @@ class Trained:
         wanting = torch.is_grad_enabled() and inside
         parts = [*self.module.modules()]
         modes = tuple(part.training for part in parts)
-        self._say_checkpoints(parts)
+        checkpointed = any(part.training and getattr(part, _CHECKPOINTING, False) for part in parts)
+        keeps: Keeping = "layers" if checkpointed else "keep"
         held = vars(getattr(self.module, "config", None) or object)
-        words = f"{call.text}, {'training' if modes[0] else 'eval'}{', with gradients' if wanting else ''}"
+        words = f"{call.text}, {'training' if modes[0] else 'eval'}"
+        if wanting:
+            words += ", with gradients, checkpointed" if checkpointed else ", with gradients"
         return replace(
             call,
             tensors=(*call.tensors, *self.parameters),
             trained=self.names,
             modes=() if not any(modes) else modes,
             settings=tuple((name, held[name]) for name in SETTINGS if name in held),
-            differentiated=wanting,
+            keeps=keeps if wanting else None,
             text=words,
             title=f"{call.entry} of {words}",
         )
@@ -139,14 +138,6 @@ class Trained:
                     f"{fqn} requires grad now, and it streams since penstock was applied: freeze it, or "
                     "restore() and apply penstock again"
                 )
-
-    def _say_checkpoints(self, parts: Sequence[nn.Module]) -> None:
-        if not self._said and any(getattr(part, _CHECKPOINTING, False) for part in parts):
-            self._said.append(_CHECKPOINTING)
-            _log.warning(
-                "gradient checkpointing is on and changes nothing: penstock counts the values that a forward "
-                "saves for its backward, keeps all of them, and recomputes none"
-            )
 
 
 @contextmanager
