@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
 
 from penstock.passes.building.refusals import sentence
 from penstock.passes.graph.grouped import groups_of_any_dtype
@@ -198,11 +199,28 @@ class _CountingProp(FakeTensorProp):
             with suppress(RuntimeError):  # symbolic sizes may be too much for C++, and not for the counter
                 return super().call_function(target, args, kwargs)
         in_python = enable_python_dispatcher() if target in _IN_CXX else nullcontext()
-        with in_python, FlopCounterMode(display=False, custom_mapping=_FORMULAS) as counter:
+        with in_python, _Counter() as counter:
             result = super().call_function(target, args, kwargs)
         self._flops = size_hint(counter.get_total_flops())
         self._counted[facts] = _Known(self._flops, _layout(result), _aliases(result, (args, kwargs)))
         return result
+
+
+class _Unregistered(ModuleTracker):
+    """A tracker that follows no modules: hooks on all modules would also be called in other threads' models."""
+
+    def __enter__(self) -> _Unregistered:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class _Counter(FlopCounterMode):
+    """Counts the floating-point operations of what runs, and registers no hooks on modules."""
+
+    def __init__(self) -> None:
+        super().__init__(display=False, custom_mapping=_FORMULAS)
+        self.mod_tracker = _Unregistered()
 
 
 def _is_fake(value: object, mode: FakeTensorMode) -> bool:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-from torch.utils.flop_counter import FlopCounterMode
+from torch.nn.modules import module as of_modules
 
 from penstock.passes.graph import propagation
 from penstock.passes.graph.propagation import FLOPS, fake_inputs, propagate, storages_of
@@ -26,12 +26,12 @@ def test_layers_that_repeat_are_counted_once_and_all_alike(monkeypatch, dynamic)
     exported = torch.export.export(nn.Sequential(*layers).eval(), (torch.ones(5, 8),), dynamic_shapes=dynamic)
     counters = []
 
-    class Counter(FlopCounterMode):
+    class Counter(propagation._Counter):
         def __enter__(self):
             counters.append(self)
             return super().__enter__()
 
-    monkeypatch.setattr(propagation, "FlopCounterMode", Counter)
+    monkeypatch.setattr(propagation, "_Counter", Counter)
     found = counted(exported)
     assert len(counters) == 4  # three kinds of a linear, and GELU
     counters.clear()
@@ -39,6 +39,22 @@ def test_layers_that_repeat_are_counted_once_and_all_alike(monkeypatch, dynamic)
     assert counted(exported) == found
     assert len(counters) == 10
     assert [flops for flops in found if flops] == [640] * 4 + [1920, 960]
+
+
+def test_modules_of_other_threads_see_no_hook_while_operators_are_counted(monkeypatch):
+    exported = torch.export.export(nn.Linear(8, 8).eval(), (torch.ones(5, 8),))
+    hooks = []
+
+    class Counter(propagation._Counter):
+        def __enter__(self):
+            entered = super().__enter__()
+            hooks.append({**of_modules._global_forward_hooks, **of_modules._global_forward_pre_hooks})
+            return entered
+
+    monkeypatch.setattr(propagation, "_Counter", Counter)
+    assert counted(exported)
+    assert hooks
+    assert not any(hooks)
 
 
 def test_arguments_are_alike_only_where_the_work_is():
