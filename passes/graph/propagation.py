@@ -207,7 +207,7 @@ class _CountingProp(FakeTensorProp):
 
 
 class _Unregistered(ModuleTracker):
-    """A tracker that follows no modules: hooks on all modules would also be called in other threads' models."""
+    """A tracker that follows no modules: hooks on all modules would be seen in other threads."""
 
     def __enter__(self) -> _Unregistered:
         return self
