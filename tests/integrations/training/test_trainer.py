@@ -1,16 +1,23 @@
-"""transformers.Trainer as it is, on a model that streams."""
+"""transformers.Trainer and TRL's SFTTrainer as they are, on a model that streams."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file
-from transformers import Trainer, TrainingArguments
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
 
 from penstock.integrations import apply
 from tests.integrations.training.adapted import MEMORY, adapted, equal, trained
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing`:FutureWarning"),
+]
 
 
 def rows(count, seed):
@@ -25,24 +32,43 @@ def padded(chosen):
     return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
 
 
+ARGUMENTS = {
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 4,
+    "max_grad_norm": 0.5,
+    "learning_rate": 1e-2,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "save_steps": 2,
+    "logging_steps": 1,
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+}
+
+
 def trainer(model, folder):
-    arguments = TrainingArguments(
-        str(folder),
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        max_steps=4,
-        max_grad_norm=0.5,
-        learning_rate=1e-2,
-        eval_strategy="steps",
-        eval_steps=2,
-        save_steps=2,
-        logging_steps=1,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
+    arguments = TrainingArguments(str(folder), **ARGUMENTS)
     data = {"train_dataset": rows(16, 1), "eval_dataset": rows(4, 2)}
     return Trainer(model, arguments, data_collator=padded, **data)
+
+
+def fine_tuner(model, folder):
+    """TRL's trainer over token numbers, with its own loss in chunks and gradient checkpointing on."""
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<unk>")),
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+    )
+    data = {
+        f"{name}_dataset": Dataset.from_list([{"input_ids": one["input_ids"].tolist()} for one in chosen])
+        for name, chosen in (("train", rows(16, 1)), ("eval", rows(4, 2)))
+    }
+    arguments = SFTConfig(str(folder), bf16=False, **ARGUMENTS)
+    return SFTTrainer(model, arguments, processing_class=tokenizer, **data)
 
 
 def logged(made):
@@ -51,6 +77,21 @@ def logged(made):
         {k: v for k, v in one.items() if k in ("loss", "grad_norm", "eval_loss")}
         for one in made.state.log_history
     ]
+
+
+def test_the_trainer_of_trl_gives_the_weights_that_it_gives_in_memory(cache, tmp_path):
+    reference = fine_tuner(adapted(), tmp_path / "memory")
+    reference.train()
+
+    model = adapted()
+    with apply(model.get_base_model().model, MEMORY, train=True, cache=cache) as applied:
+        made = fine_tuner(model, tmp_path / "streamed")
+        made.train()
+        assert equal([*trained(model).values()], [*trained(reference.model).values()])
+        assert logged(made) == logged(reference)
+        (component,) = applied.components.values()
+        assert component.stats.misses == 0
+        assert component.stats.bytes_moved > 0
 
 
 def test_a_trainer_gives_the_weights_that_it_gives_in_memory(cache, tmp_path):
