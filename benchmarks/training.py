@@ -6,7 +6,8 @@ PyTorch, to the bit. Cold rounds drop the weights from the page cache before eac
 whose limit is a bare process and half of the weights, all memory of the process counts, page cache included.
 
 accelerate (`disk_offload`) and DeepSpeed (ZeRO-3 with parameters offloaded) run where they are installed.
-DeepSpeed offloads to memory here: on a CPU its swapper to disk takes half precision only.
+DeepSpeed offloads to memory here: on a CPU its swapper to disk takes half precision only. penstock keeps all
+that the backward reads, or what another of its rungs keeps (`penstock-cut`, `penstock-layers`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ import penstock
 from benchmarks.machine import describe_machine, drop_cache, forget_peak, read_disk_bytes, read_memory
 from penstock.demo.cgroup import MemoryGroup, make_group
 
-WAYS = ("plain", "mapped", "function", "accelerate", "deepspeed", "penstock")
+WAYS = ("plain", "mapped", "function", "accelerate", "deepspeed", "penstock", "penstock-cut", "penstock-layers")
 STATES = ("warm", "cold", "cgroup")
 TRAINED = ("*down*", "*up*")
 
@@ -55,13 +56,17 @@ class Job:
     folder: str
 
     @property
+    def streams(self) -> bool:
+        return self.way.startswith("penstock")
+
+    @property
     def weights(self) -> Path:
         """A file of its own for each way: what one process has mapped stays in the page cache."""
         return Path(self.folder) / f"{self.way}.safetensors"
 
     @property
     def files(self) -> list[Path]:
-        return list(self.artifact.glob("*.safetensors")) if self.way == "penstock" else [self.weights]
+        return list(self.artifact.glob("*.safetensors")) if self.streams else [self.weights]
 
     @property
     def artifact(self) -> Path:
@@ -154,24 +159,29 @@ def batch(job: Job) -> torch.Tensor:
     return torch.randint(0, 8192, (1, job.tokens + 1), generator=torch.Generator().manual_seed(0))
 
 
-def prepare(jobs: list[Job]) -> int:
-    """Writes the weights of every way once; returns the bytes of the frozen weights."""
+def prepare(jobs: list[Job]) -> tuple[int, float]:
+    """Writes the weights of every way once; returns the bytes of the frozen weights, and what compiling takes.
+
+    The latter is in seconds of the processor.
+    """
     torch.manual_seed(0)
     job = jobs[0]
     model = Decoder(job.layers, job.width)
     for one in {*jobs, dataclasses.replace(job, way="plain")}:
-        if one.way != "penstock":
+        if not one.streams:
             save_file(model.state_dict(), one.weights)
+    begun = time.process_time()
     program = penstock.compile_training(
         model, job.artifact, example=(batch(job),), trainable=TRAINED, evaluate=False
     )
-    return program.weight_bytes
+    return program.weight_bytes, time.process_time() - begun
 
 
 def load(job: Job) -> nn.Module:
     """The model of a way, with the values of the file."""
-    if job.way == "penstock":
-        return penstock.open(job.artifact).load(job.budget)
+    if job.streams:
+        kept = job.way.removeprefix("penstock").strip("-") or "keep"
+        return penstock.open(job.artifact).load(job.budget, activations=kept)
     with torch.device("meta"):
         model = Decoder(job.layers, job.width)
     values = load_file(job.weights)  # mapped
@@ -222,7 +232,7 @@ def serve(job: Job) -> None:
     print(json.dumps({"bare": bare}), flush=True)
     for line in sys.stdin:
         if line.strip() == "cold":
-            drop_cache(job.files, unmap=job.way != "penstock")
+            drop_cache(job.files, unmap=not job.streams)
         forget_peak()
         optimizer.zero_grad()
         read, start = read_disk_bytes(), time.perf_counter()
@@ -363,7 +373,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         plain = Job("plain", layers, width, tokens, budget, folder)
         jobs = [dataclasses.replace(plain, way=way) for way in ways.split(",")]
-        nbytes = prepare(jobs)
+        nbytes, compiled = prepare(jobs)
         plan = penstock.open(jobs[0].artifact).plan(budget)
         with contextlib.closing(Way(plain, None)) as alone:
             alone.step("warm")
@@ -371,7 +381,7 @@ def main(
             f"{nbytes / 2**20:.0f} MiB of frozen weights in {layers} layers, {tokens} tokens; "
             f"{machine['cpu']}, {machine['cores']} cores, {machine['date']}; {rounds} rounds, "
             f"penstock within {budget}, predicted {plan.predicted_seconds:.3f} s a step, "
-            f"lower bound {plan.lower_bound_seconds or 0:.3f} s."
+            f"lower bound {plan.lower_bound_seconds or 0:.3f} s, compiled in {compiled:.1f} s of the processor."
         )
         for state in states.split(","):
             limit = nbytes // 2 if state == "cgroup" else None
