@@ -39,7 +39,16 @@ import penstock
 from benchmarks.machine import describe_machine, drop_cache, forget_peak, read_disk_bytes, read_memory
 from penstock.demo.cgroup import MemoryGroup, make_group
 
-WAYS = ("plain", "mapped", "function", "accelerate", "deepspeed", "penstock", "penstock-cut", "penstock-layers")
+WAYS = (
+    "plain",
+    "mapped",
+    "function",
+    "accelerate",
+    "deepspeed",
+    "penstock",
+    "penstock-cut",
+    "penstock-layers",
+)
 STATES = ("warm", "cold", "cgroup")
 TRAINED = ("*down*", "*up*")
 
