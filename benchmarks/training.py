@@ -169,9 +169,9 @@ def batch(job: Job) -> torch.Tensor:
 
 
 def prepare(jobs: list[Job]) -> tuple[int, float]:
-    """Writes the weights of every way once; returns the bytes of the frozen weights, and what compiling takes.
+    """Writes the weights of every way once; returns the bytes of the frozen weights, and seconds of compiling.
 
-    The latter is in seconds of the processor.
+    Those are seconds of the processor.
     """
     torch.manual_seed(0)
     job = jobs[0]
@@ -390,7 +390,7 @@ def main(
             f"{nbytes / 2**20:.0f} MiB of frozen weights in {layers} layers, {tokens} tokens; "
             f"{machine['cpu']}, {machine['cores']} cores, {machine['date']}; {rounds} rounds, "
             f"penstock within {budget}, predicted {plan.predicted_seconds:.3f} s a step, "
-            f"lower bound {plan.lower_bound_seconds or 0:.3f} s, compiled in {compiled:.1f} s of the processor."
+            f"lower bound {plan.lower_bound_seconds or 0:.3f} s; compiling took {compiled:.1f} s of a core."
         )
         for state in states.split(","):
             limit = nbytes // 2 if state == "cgroup" else None
