@@ -169,7 +169,7 @@ def batch(job: Job) -> torch.Tensor:
 
 
 def prepare(jobs: list[Job]) -> tuple[int, float]:
-    """Writes the weights of every way once; returns the bytes of the frozen weights, and seconds of compiling.
+    """Writes the weights of every way once; returns bytes of frozen weights, and seconds of compiling.
 
     Those are seconds of the processor.
     """
