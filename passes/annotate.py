@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import wraps
 
@@ -38,9 +38,9 @@ class Annotated:
 
     `values[s]` is a tensor whose untyped storage is storage s. `computed` are the FQNs of buffers whose
     values no checkpoint has. `programs` are the programs by method, without regions of another grad mode,
-    and `propagated` are copies of their graphs, with fake values. A method that was read from storage is in
-    neither of them, but in `codes`: the part of it that runs, as JSON. A program that is trained has
-    `training`, and in `trained` the values of its parameters by FQN.
+    and `propagated` are their graphs, or copies of these, with fake values. A method that was read from
+    storage is in neither of them, but in `codes`: the part of it that runs, as JSON. A program that is
+    trained has `training`, and in `trained` the values of its parameters by FQN.
     """
 
     payload: Payload
@@ -66,11 +66,17 @@ def annotate(
 
 
 def annotate_with_values(
-    exported: ExportedProgram | Mapping[str, ExportedProgram], *, hardware: Hardware | str = PRESET_CPU
+    exported: ExportedProgram | Mapping[str, ExportedProgram],
+    *,
+    hardware: Hardware | str = PRESET_CPU,
+    propagated: Collection[fx.GraphModule] = (),
 ) -> Annotated:
-    """Does what `annotate` does, and returns the tensors as well, so that they can be written to files."""
+    """Does what `annotate` does, and returns the tensors as well, so that they can be written to files.
+
+    `propagated` are those graphs of programs whose values come from `propagate` already.
+    """
     given = _by_method(exported)
-    found = Pipeline(PASSES)(Programs(given, find_hardware(hardware)))
+    found = Pipeline(PASSES)(Programs(given, find_hardware(hardware), frozenset(propagated)))
     payload = Payload(
         lowering="none",
         torch=torch.__version__.split("+", maxsplit=1)[0],
@@ -79,9 +85,9 @@ def annotate_with_values(
         methods=found.methods,
         traces=found.traces,
     )
-    propagated = {name: usage.graph_module for name, usage in found.usage.items()}
+    graphs = {name: usage.graph_module for name, usage in found.usage.items()}
     computed = frozenset(computed_buffers(given.values()))
-    return Annotated(payload, tuple(found.catalog.values), computed, found.programs, propagated)
+    return Annotated(payload, tuple(found.catalog.values), computed, found.programs, graphs)
 
 
 def _by_method(exported: object) -> dict[str, ExportedProgram]:
@@ -112,11 +118,13 @@ class Programs:
     """Exported programs by method, and what the passes have found out about them so far.
 
     All methods share one catalog. `storages` are the storages of the catalog with the kinds that their use
-    allows.
+    allows. `propagated` are graphs whose values come from `propagate` already: a pass that changes a program
+    gives it a graph that is not among them.
     """
 
     programs: Mapping[str, ExportedProgram]
     hardware: Hardware
+    propagated: Collection[fx.GraphModule] = frozenset()
     methods: tuple[Method, ...] = ()
     catalog: Catalog = field(default_factory=Catalog)
     held: Mapping[str, Weights] = field(default_factory=dict)
@@ -165,7 +173,10 @@ def collect_weights(found: Programs) -> Programs:
 @declare(requires=("catalog", "one grad mode"), ensures=("usage",))
 def follow_weights(found: Programs) -> Programs:
     """Finds which nodes of every method read or write weights through any alias, and what may stream."""
-    usage = {name: find_usage(one, found.held[name]) for name, one in found.programs.items()}
+    usage = {
+        name: find_usage(one, found.held[name], propagated=one.graph_module in found.propagated)
+        for name, one in found.programs.items()
+    }
     kinds: list[Kind] = ["streamable"] * len(found.catalog.values)
     for name, weights in found.held.items():
         main = exported_device(found.programs[name].graph_module)

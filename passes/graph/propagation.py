@@ -56,6 +56,24 @@ def propagate(graph_module: fx.GraphModule, inputs: Sequence[object]) -> fx.Grap
     return copied
 
 
+def is_propagated(graph_module: fx.GraphModule) -> bool:
+    """Tells whether a graph of nodes that were propagated in another one needs not be propagated itself.
+
+    What a node makes must share no memory with an input or with what another node makes: here it is computed
+    from other values than there. Nor is a graph taken for propagated that has control flow.
+    """
+    seen: set[int] = set()
+    for node in graph_module.graph.nodes:
+        if node.op not in ("placeholder", "output") and FLOPS not in node.meta:
+            return False
+        storages = storages_of(node.meta.get("val"))
+        given = {s for operand in node.all_input_nodes for s in storages_of(operand.meta.get("val"))}
+        if node.op == "call_function" and not seen.isdisjoint(set(storages) - given):
+            return False
+        seen.update(storages)
+    return True
+
+
 def fake_inputs(graph_module: fx.GraphModule, weights: Weights | None = None) -> list[object]:
     """Makes the inputs for `propagate` from the placeholders' own `meta["val"]`.
 
@@ -185,7 +203,7 @@ class _CountingProp(FakeTensorProp):
         if known is None or known.layout != _layout(value):
             return None
         own = set(storages_of(value)).difference(storages_of((args, kwargs)))
-        if known.aliases != _aliases(value, (args, kwargs)) or not own.isdisjoint(self._storages):
+        if not own.isdisjoint(self._storages) or known.aliases != _aliases(value, (args, kwargs)):
             return None
         n.meta[FLOPS] = known.flops
         return value

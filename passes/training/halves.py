@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from penstock.passes.activations import Activations
 from penstock.passes.calls.signature import output_names, signature_of
 from penstock.passes.graph.nodes import placeholders_of
+from penstock.passes.graph.propagation import is_propagated
 from penstock.passes.probes import STORE
 from penstock.passes.training.alone import call_with
 from penstock.passes.training.facts import (
@@ -65,6 +66,12 @@ class Halves:
 
     programs: Mapping[str, ExportedProgram]
     training: Training
+
+    @property
+    def propagated(self) -> list[fx.GraphModule]:
+        """The graphs of the programs whose values are those that `propagate` would give them."""
+        graphs = (one.graph_module for one in self.programs.values())
+        return [one for one in graphs if is_propagated(one)]
 
     @property
     def forward(self) -> ExportedProgram:

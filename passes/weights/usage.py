@@ -48,8 +48,8 @@ _ARITHMETIC = ("_operator", "math", "torch")
 class Usage:
     """The use that a program makes of its weights.
 
-    `graph_module` is a propagated copy of the program's graph. `reads[name]` are the storages that the
-    node `name` reads, in ascending order. `kinds[s]` is the kind of storage s.
+    `graph_module` is the program's graph, propagated: a copy, or itself. `reads[name]` are the storages that
+    the node `name` reads, in ascending order. `kinds[s]` is the kind of storage s.
     """
 
     graph_module: fx.GraphModule
@@ -57,21 +57,30 @@ class Usage:
     kinds: tuple[Kind, ...]
 
 
-def find_usage(exported: ExportedProgram, weights: Weights) -> Usage:
+def find_usage(exported: ExportedProgram, weights: Weights, *, propagated: bool = False) -> Usage:
     """Follows every weight through the raw graph of an exported program.
+
+    A graph that is `propagated` has the values that `propagate` would give it, and is not copied.
 
     Mutable storages are those passed, through any alias, to an argument that a schema says is written, or to
     a function without a schema; and, in a decomposed program, those that its signature says it writes back.
     """
-    return usage_of(exported.graph_module, weights, _written_back(exported, weights))
+    written_back = _written_back(exported, weights)
+    return usage_of(exported.graph_module, weights, written_back, propagated=propagated)
 
 
-def usage_of(graph_module: fx.GraphModule, weights: Weights, written_back: Iterable[int] = ()) -> Usage:
+def usage_of(
+    graph_module: fx.GraphModule,
+    weights: Weights,
+    written_back: Iterable[int] = (),
+    *,
+    propagated: bool = False,
+) -> Usage:
     """Does what `find_usage` does for a graph by itself; `written_back` are mutable, whatever the graph does.
 
     Nodes may call graph modules, such as regions that a partitioner has fused.
     """
-    graph_module, flow = follow_weights(graph_module, weights)
+    graph_module, flow = follow_weights(graph_module, weights, propagated=propagated)
     unknown = (node.name for node in graph_module.graph.nodes if _is_unknown(node))
     mutable = flow.written.union(written_back)
     mutable = mutable.union(*(flow.reads.get(name, ()) for name in unknown))
@@ -83,16 +92,22 @@ def usage_of(graph_module: fx.GraphModule, weights: Weights, written_back: Itera
     return Usage(graph_module, flow.reads, tuple(kinds))
 
 
-def follow_weights(graph_module: fx.GraphModule, weights: Weights) -> tuple[fx.GraphModule, Flow]:
-    """Returns a propagated copy of a graph, and the flow of the weights among its inputs."""
-    inputs = fake_inputs(graph_module, weights)
+def follow_weights(
+    graph_module: fx.GraphModule, weights: Weights, *, propagated: bool = False
+) -> tuple[fx.GraphModule, Flow]:
+    """Returns a propagated copy of a graph, and the flow of the weights among its inputs.
+
+    A graph that is `propagated` is returned itself.
+    """
+    found = graph_module if propagated else propagate(graph_module, fake_inputs(graph_module, weights))
     aliases = {
-        storages_of(value)[0]: weights.storage_of(node.name)
-        for node, value in zip(placeholders_of(graph_module.graph), inputs, strict=True)
-        if node.name in weights.held
+        storages_of(node.meta["val"])[0]: weights.storage_of(before.name)
+        for before, node in zip(
+            placeholders_of(graph_module.graph), placeholders_of(found.graph), strict=True
+        )
+        if before.name in weights.held
     }
-    propagated = propagate(graph_module, inputs)
-    return propagated, follow(propagated, aliases)
+    return found, follow(found, aliases)
 
 
 @dataclass(frozen=True)

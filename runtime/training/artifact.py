@@ -95,7 +95,7 @@ def compile_training(
         training = replace(training, in_eval=EVALUATE if same else PREDICT)
         if not same:
             programs[PREDICT] = alone(in_eval, parameters)
-    annotated = annotate_with_values(programs)
+    annotated = annotate_with_values(programs, propagated=halves.propagated)
     payload = replace(annotated.payload, traces=_in_turn(annotated.payload.traces, training))
     values = {fqn: exported.state_dict[fqn] for fqn in parameters}
     if spill and all(one.kind != "produced" for one in payload.storages):

@@ -13,7 +13,9 @@ from torch import nn
 from torch.export import Dim, ExportedProgram, export
 from torch.nn import functional
 
-from penstock.passes.annotate import annotate
+from penstock.passes.annotate import annotate, annotate_with_values
+from penstock.passes.lowering.archive import encoded_methods
+from penstock.passes.probes import STORE
 from penstock.passes.training.facts import RUNGS, Training
 from penstock.passes.training.halves import Halves, divide
 from penstock.schedule.facts.errors import PassError
@@ -170,6 +172,26 @@ def test_values_are_those_of_autograd(name: str) -> None:
         for fqn, gradient in gradients.items():
             assert gradient.any()
             assert torch.equal(gradient, plain.get_parameter(fqn).grad), fqn  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes self")
+@pytest.mark.parametrize("spill", [False, True])
+@pytest.mark.parametrize("name", [*MODELS, "decoder"])
+def test_graphs_that_need_no_propagation_have_the_values_that_it_gives(name: str, spill: bool) -> None:
+    if name == "decoder":
+        length = Dim("length", min=2, max=512)
+        sizes = {"dynamic_shapes": ({1: length}, {1: length})}
+        exported = export(DECODER.model(), DECODER.inputs(), **sizes, strict=False)
+    else:
+        kind, shape = MODELS[name]
+        exported = export(kind(), (torch.randn(shape),), strict=False)
+    halves = divide(exported, trained(exported), rungs=RUNGS[: 1 if spill else None], spill=spill)
+    stored = any(node.target is STORE for one in halves.programs.values() for node in one.graph.nodes)
+    assert len(halves.propagated) == len(halves.programs) - stored
+    found = annotate_with_values(halves.programs, propagated=halves.propagated)
+    expected = annotate_with_values(halves.programs)
+    assert found.payload == expected.payload
+    assert encoded_methods(found) == encoded_methods(expected)
 
 
 @pytest.fixture(scope="module")
