@@ -15,6 +15,9 @@ from tests.engines import COMPILER, ENGINES
 settings.register_profile("penstock", derandomize=True, deadline=None, print_blob=False)
 settings.load_profile("penstock")
 
+# torch reads it as it is imported. Kernels are compiled as ever, and what calls them in seconds less.
+os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
+
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory):

@@ -21,6 +21,7 @@ from penstock.runtime.program import Program
 from penstock.schedule.facts.model import Decisions, Trace
 from penstock.schedule.plan import Plan
 from tests.cli.command_line import Command, penstock_fixture  # noqa: F401
+from tests.forked import run_forked
 
 ROOT = Path(__file__).parents[1]
 CALL = """
@@ -37,6 +38,7 @@ def call(line):
 """What runs a command of penstock where torch is imported already, which takes seconds."""
 
 PAGES = sorted(str(path.relative_to(ROOT)) for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
+PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 FOLDERS = "passes|schedule|runtime|src|tests|benchmarks|scripts|examples|docs"
 MEMBERS = (FunctionType, staticmethod, property, cached_property)
 INTERNAL = {"lowered", "rung", "training", "train", "requires_grad_", "load_state_dict"}
@@ -50,7 +52,7 @@ def blocks(page: str) -> list[tuple[str, str]]:
 
 
 def run(command: list[str], folder: Path) -> str:
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment = os.environ | {"PATH": PATH}
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
@@ -58,21 +60,27 @@ def run(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def walk(page: str, folder: Path) -> str:
+def script(code: str, folder: Path) -> str:
+    """What a script prints, with warnings as errors, in a process of its own."""
+    done = run_forked(code, folder=folder, PATH=PATH)
+    assert done.status == 0, done.err
+    return done.out
+
+
+def walk(page: str, folder: Path, *, shell: bool = False) -> str:
     """Python blocks share one session; shell lines that come between them run where they stand.
 
-    The first of them in a shell, as a reader types it.
+    With `shell`, the first of them in a shell, as a reader types it.
     """
-    script, run_line = [CALL], "subprocess.run({!r}, shell=True, check=True)"
+    lines, run_line = [CALL], "subprocess.run({!r}, shell=True, check=True)" if shell else "call({!r})"
     for language, text in blocks(page):
         if language == "python":
-            script.append(text)
+            lines.append(text)
             continue
         for line in text.splitlines():
-            script.append(run_line.format(line))
+            lines.append(run_line.format(line))
             run_line = "call({!r})"
-    (folder / "walk.py").write_text("\n".join(script))
-    return run([sys.executable, "-W", "error", "walk.py"], folder)
+    return script("\n".join(lines), folder)
 
 
 @pytest.mark.timeout(300)
@@ -133,7 +141,7 @@ def test_the_example_of_planning_prints_what_the_page_says(tmp_path: Path) -> No
     text = (ROOT / "docs/planning.md").read_text()
     (expected,) = re.findall(r"^It prints:\n\n```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     (example,) = [code for language, code in blocks("docs/planning.md") if language == "python"]
-    assert run([sys.executable, "-W", "error", "-c", example], tmp_path) == expected
+    assert script(example, tmp_path) == expected
 
 
 @pytest.mark.timeout(300)
@@ -156,7 +164,7 @@ def test_the_commands_that_answer_questions_exist(penstock: Command) -> None:
 
 @pytest.mark.timeout(300)
 def test_the_first_steps_can_be_walked(tmp_path: Path) -> None:
-    output = walk("docs/first-steps.md", tmp_path)
+    output = walk("docs/first-steps.md", tmp_path, shell=True)
     assert "below the floor" in output
     assert "reads are marked" in output
     assert (tmp_path / "out.safetensors").exists()
@@ -165,8 +173,7 @@ def test_the_first_steps_can_be_walked(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_the_readme_example_runs(tmp_path: Path) -> None:
     (example,) = [text for language, text in blocks("README.md") if language == "python"]
-    (tmp_path / "example.py").write_text(example)
-    output = run([sys.executable, "-W", "error", "example.py"], tmp_path)
+    output = script(example, tmp_path)
     assert "is the least that can run it" in output
 
 

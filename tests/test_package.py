@@ -24,6 +24,7 @@ from packaging.requirements import Requirement
 
 import penstock
 from tests.engines import COMPILER
+from tests.forked import run_forked
 
 ROOT = Path(__file__).resolve().parent.parent
 LINKS = ("passes", "schedule", "runtime", "native")
@@ -302,10 +303,9 @@ except penstock.PenstockError as error:
     assert isinstance(error, ImportError)
     sys.exit(str(error))
 """
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert done.returncode in (1, 2), done.stderr
-    said = " ".join(done.stderr.split())
+    done = run_forked(code, folder=tmp_path)
+    assert done.status in (1, 2), done.err
+    said = " ".join(done.err.split())
     assert f"needs {library}: pip install 'penstock[" in said
     assert "Traceback" not in said
 

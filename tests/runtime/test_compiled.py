@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
-import subprocess
-import sys
 import textwrap
 from dataclasses import replace
 
@@ -19,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import penstock
 from penstock.passes.lowering.emitted import observe_cpp
 from penstock.runtime.program import Program
+from tests.forked import run_forked
 from tests.runtime.compiled_models import (
     as_mapping,
     decoder,
@@ -228,16 +226,9 @@ def test_a_fresh_process_needs_neither_the_class_nor_the_source(compiled, tmp_pa
             assert torch.equal(module(*arguments)["mixed"], expected)
         """
     )
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "none")}
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    empty = str(tmp_path / "none")
+    done = run_forked(script, folder=tmp_path, warnings="ignore", TORCHINDUCTOR_CACHE_DIR=empty)
+    assert done.status == 0, done.err
 
 
 def test_the_floor_does_not_grow_with_the_layers(compiled, tmp_path):

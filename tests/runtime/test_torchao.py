@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import penstock
 from penstock.schedule.facts.errors import PayloadError, SourceError
+from tests.forked import run_forked
 from tests.quantised_models import linears
 
 # Without set_inductor_config=False each would change options of Inductor for the whole process.
@@ -165,5 +164,6 @@ try:
 except penstock.{PayloadError.__name__} as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+    done = run_forked(script, warnings="ignore")
+    assert done.status == 0, done.err
+    return done.out.strip()

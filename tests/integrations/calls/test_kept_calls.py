@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
 import sys
 import threading
 import zipfile
@@ -19,6 +18,7 @@ from penstock.integrations.calls.kept_calls import decode_call
 from penstock.runtime import choice, program
 from penstock.runtime.cache import Cache
 from penstock.schedule.planner import make_plan
+from tests.forked import run_forked
 from tests.integrations import models
 
 IDS = torch.tensor([[5, 17, 99, 23, 42]])
@@ -104,10 +104,8 @@ def test_another_process_runs_what_the_first_one_exported_bit_for_bit(tmp_path, 
     options = {"return_dict_in_generate": True, "output_logits": True}
     said = said_by(model, **options)
     given = [tmp_path / "model", tmp_path / "cache", tmp_path / "said.pt"]
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *map(str, given)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_forked(SCRIPT, *given, warnings="ignore")
+    assert done.status == 0, done.err
     got = torch.load(given[-1])
     assert all(map(torch.equal, got, [said.sequences, *said.logits]))
 

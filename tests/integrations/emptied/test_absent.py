@@ -4,8 +4,6 @@ import copy
 import io
 import os
 import pickle
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +14,7 @@ from torch.overrides import handle_torch_function
 
 from penstock.integrations import apply, load
 from penstock.schedule.facts.errors import PassError, SourceError, StreamError
+from tests.forked import run_forked
 from tests.integrations import models
 
 IDS = torch.tensor([[5, 17, 99, 23, 42]])
@@ -85,11 +84,9 @@ for read in (
 
 
 def test_what_reads_it_behind_the_back_of_python_does_not_end_the_process(tmp_path):
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", READERS, tmp_path], capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    said = run.stdout.splitlines()
+    done = run_forked(READERS, tmp_path, warnings="ignore")
+    assert done.status == 0, done.err
+    said = done.out.splitlines()
     assert len(said) == 12
     for line, name in zip(said, ["0.weight"] * 7 + ["1.weight."] * 5, strict=True):
         assert line.startswith(f"the parameter {name}"), line

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import subprocess
 import sys
 from importlib import import_module, invalidate_caches
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import nn
 
 from penstock.integrations.keys.module import ModuleKey
 from penstock.schedule.facts.errors import PassError
+from tests.forked import run_forked
 from tests.integrations import models
 
 # peft asks transformers for what transformers has renamed.
@@ -273,8 +273,8 @@ def several(folder: Path) -> list[nn.Module]:
 
 
 def test_another_process_has_the_same_keys(tmp_path):
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = run_forked(SCRIPT, warnings="ignore")
+    assert done.status == 0, done.err
     keys = [key(one) for one in several(tmp_path)]
-    assert done.stdout.split() == keys
+    assert done.out.split() == keys
     assert len(set(keys)) == len(keys)

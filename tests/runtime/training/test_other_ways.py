@@ -70,6 +70,7 @@ def test_compiled_by_inductor(tmp_path: Path) -> None:
             example=(x,),
             trainable=["*down*", "*up*"],
             lowering="inductor",
+            evaluate=False,
             resident_below="1KiB",
         )
     expected = gradients(program, "100%", "cpu", x)

@@ -19,10 +19,10 @@ from torch import nn
 import penstock
 from penstock.backends.executorch import read
 from penstock.backends.executorch.facts import SMALL
-from penstock.passes.lowering.inductor import Compiled
 from tests.backends.executorch.delegate.conftest import METHODS
-from tests.backends.executorch.delegate.pte_models import NEXT, PROMPT, Files, Mlp, rows, write_files
+from tests.backends.executorch.delegate.pte_models import NEXT, PROMPT, Files, rows, write_files
 from tests.backends.executorch.delegate.pte_runs import Answer, Call, Program, Runner
+from tests.backends.executorch.forging import fields, forge
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -122,16 +122,16 @@ class Sized(nn.Module):
         return self.linear(x) + self.unread[:0].sum()
 
 
-@pytest.mark.parametrize("plan", [0, -1])
-def test_a_weight_that_the_code_asks_for_and_no_step_reads(runner, tmp_path, plan):
+def test_a_weight_that_the_code_asks_for_and_no_step_reads(runner, tmp_path):
     model, x = Sized().eval(), rows()
     methods = {"forward": torch.export.export(model, (x,))}
     files = write_files(tmp_path / "sized", methods, kernels="aotinductor")
     payload = read(files.pte).payload
     unread = next(one.parts[0].storage for one in payload.weights if one.fqn == "unread")
     assert unread not in {s for one in payload.traces for step in one.steps for s in step.reads}
-    options = {"budget": str(payload.plans[plan].budget)}
-    torch.testing.assert_close(outputs_of(runner([Program(files, options)], [Call([x])])), [model(x)])
+    for plan in (payload.plans[0], payload.plans[-1]):
+        program = Program(files, {"budget": str(plan.budget)})
+        torch.testing.assert_close(outputs_of(runner([program], [Call([x])])), [model(x)])
 
 
 class Before(nn.Module):
@@ -167,6 +167,12 @@ def refused(runner: Runner, files: Files, error: str, sentence: str, budget: str
     assert (said.count(". "), answer.programs) == (0, 0)
 
 
+def copied(files: Files, folder: Path) -> Files:
+    """A copy, to be changed."""
+    shutil.copytree(files.pte.parent, folder / "copy")
+    return Files(folder / "copy/model.pte", (folder / "copy/weights.ptd",))
+
+
 def test_a_budget_below_the_floor(runner, compiled):
     files = compiled("dynamic")
     floor = read(files.pte).payload.plans[0].budget
@@ -185,43 +191,43 @@ def test_a_library_that_is_missing_or_cannot_be_loaded(runner, compiled, tmp_pat
 
 def test_damaged_code(runner, compiled, tmp_path):
     files = compiled("dynamic")
-    shutil.copytree(files.pte.parent, tmp_path / "copy")
-    damaged = Files(tmp_path / "copy/model.pte", (tmp_path / "copy/weights.ptd",))
+    damaged = copied(files, tmp_path)
     key = read(files.pte).regions[0].program
     code = read(files.pte).programs[key]
     damaged.pte.write_bytes(files.pte.read_bytes().replace(code, code[:-1000] + b"\1" + code[-999:]))
     refused(runner, damaged, "InvalidProgram", f"the program's {key} is damaged: its sha256 differs; copy")
 
 
-def test_code_for_another_processor(runner, tmp_path, monkeypatch):
-    monkeypatch.setattr(Compiled, "machine", "cpu linux z80")
-    methods = {"forward": torch.export.export(Mlp(layers=1).eval(), (rows(),))}
-    files = write_files(tmp_path / "other", methods, kernels="aotinductor")
+def test_code_for_another_processor(runner, compiled, tmp_path):
+    files = copied(compiled("dynamic"), tmp_path)
+    forge(files.pte, payload=fields(lambda one: one["program"].update(machine="cpu linux z80")))
     sentence = "the program was compiled for z80, and this is"
     refused(runner, files, "InvalidProgram", sentence)
 
 
 def test_in_executorchs_python_without_penstock(built, compiled, expected, tmp_path):
+    """And in a fork of the process that has penstock beside it, which is refused."""
     files = compiled("dynamic")
     save_file({"x": CALLS["dynamic"][0].inputs[0]}, tmp_path / "inputs")
     code = """
-import ctypes, sys
+import ctypes, os, sys
 from executorch.extension.pybindings.portable_lib import _load_for_executorch
 from safetensors.torch import load_file, save_file
+beside = os.fork()
+if not beside:
+    import penstock.passes.probes
 ctypes.CDLL(sys.argv[1])
 module = _load_for_executorch(sys.argv[2], sys.argv[3])
-save_file({"y": module.forward([load_file(sys.argv[4])["x"]])[0].clone()}, sys.argv[5])
+y = module.forward([load_file(sys.argv[4])["x"]])[0].clone()
+if beside:
+    save_file({"y": y}, sys.argv[5])
+    print(os.waitstatus_to_exitcode(os.waitpid(beside, 0)[1]))
 """
     library = built / "libpenstock_executorch.so"
     arguments = [str(one) for one in (library, files.pte, files.weights, tmp_path / "inputs", tmp_path / "y")]
-
-    def run(text: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", text, *arguments]
-        return subprocess.run(command, check=False, capture_output=True, text=True)
-
-    done = run(code)
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert torch.equal(load_file(tmp_path / "y")["y"], expected("dynamic")[0])
-    beside = run(f"import penstock.passes.probes\n{code}")
-    assert beside.returncode != 0
-    assert "this process has penstock's operators already" in beside.stderr
+    assert int(done.stdout.split()[-1]) == 1
+    assert "this process has penstock's operators already" in done.stderr

@@ -88,9 +88,15 @@ def test_data_files_that_are_missing_or_cut(runner, files, tmp_path):
     _refused(runner, Program(files, {"weights": str(cut)}), "InvalidExternalData", "cut.ptd is no .ptd file")
 
 
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """The files of another model of the same shapes."""
+    methods = {"forward": export(Mlp(seed=50).eval(), (rows(),))}
+    return write_files(tmp_path_factory.mktemp("other") / "files", methods)
+
+
 @pytest.mark.parametrize("way", ["data", "option"])
-def test_data_file_of_another_model_of_the_same_shapes(runner, files, tmp_path, way):
-    other = write_files(tmp_path / "other", {"forward": export(Mlp(seed=50).eval(), (rows(),))})
+def test_data_file_of_another_model_of_the_same_shapes(runner, files, other, way):
     options = {"weights": str(other.weights)} if way == "option" else {}
     program = Program(replace(files, data=() if options else other.data), options)
     _refused(runner, program, "InvalidExternalData", "it belongs to another model; load weights.ptd")
