@@ -22,6 +22,7 @@ from penstock.passes.training.facts import Training
 from penstock.passes.weights.lifted import Catalog, Weights, refuse_lost_values, with_own_constants
 from penstock.passes.weights.subclasses import parts_of, with_plain_parts
 from penstock.passes.weights.usage import Usage, find_usage
+from penstock.passes.sparse.contracts import sparse_reads
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.hardware import find_hardware
 from penstock.schedule.facts.model import Hardware, Kind, Method, Storage, Trace, Weight
@@ -189,7 +190,11 @@ def follow_weights(found: Programs) -> Programs:
 @declare(requires=("usage", "methods"), ensures=("traces",))
 def observe_methods(found: Programs) -> Programs:
     """Models the trace of every method, which requires that the kinds of all storages are known."""
-    modelled = [observe(found.usage[m.name], found.storages, m, found.hardware) for m in found.methods]
+    modelled = []
+    for method in found.methods:
+        usage = found.usage[method.name]
+        sparse = sparse_reads(usage.graph_module, found.held[method.name], found.storages)
+        modelled.append(observe(usage, found.storages, method, found.hardware, sparse))
     return replace(found, traces=tuple(read_together(trace, found.weights) for trace in modelled))
 
 

@@ -37,7 +37,7 @@ from penstock.schedule.facts.errors import PassError, SourceError
 from penstock.schedule.facts.model import ALIGNMENT, Extent, Method, Part, Storage, Weight, WeightFile
 from penstock.schedule.facts.parts import storages_together
 from penstock.schedule.facts.sizes import parse_size
-from penstock.schedule.payload.checks import part_nbytes
+from penstock.schedule.facts.catalog import part_nbytes
 from penstock.schedule.payload.codec import Payload, ProgramFile
 from penstock.schedule.space.layout import place_in_file
 

@@ -22,11 +22,12 @@ from penstock.runtime.measurements import noted
 from penstock.runtime.memory_split import fits_host
 from penstock.runtime.remembered import remembered_plan
 from penstock.runtime.sightings import seen_compute
+from penstock.runtime.sparse.trial import trusted
 from penstock.runtime.system.limits import usable_bytes
 from penstock.runtime.system.memory import round_up, supports_move, supports_populate
-from penstock.schedule.facts.errors import PlanError
+from penstock.schedule.facts.errors import BudgetError, PlanError
 from penstock.schedule.facts.hardware import find_hardware, stretched, with_times
-from penstock.schedule.facts.model import Arena, Hardware, Range, Storage, Trace, Wrap
+from penstock.schedule.facts.model import Arena, Hardware, Pool, Range, Storage, Trace, Wrap
 from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.facts.sizes import format_budget, format_size
 from penstock.schedule.facts.validity import check_machine
@@ -35,6 +36,7 @@ from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan
 from penstock.schedule.planner import Floor, check_floor, floor, make_plan
 from penstock.schedule.space.layout import mapped_arena, packed_arena
+from penstock.schedule.sparse.division import divide, pass_ns, smallest_pool, units_layout, without_units
 from penstock.schedule.verify.proof import verify_plan
 
 MAPPED_GRANULE = 2 << 20  # the largest folio of the page cache, which is mapped and dropped whole
@@ -116,15 +118,79 @@ def _unmapped_floors(payload: Payload) -> dict[str, Floor]:
     return {kind: one for kind, one in floors.items() if kind != "mapped"}
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What has to be in memory: a payload's facts, the storages that are kept, and a pool if there is one.
+
+    With a pool, the payload's traces are those of what is read whole.
+    """
+
+    payload: Payload
+    keep: frozenset[int] = frozenset()
+    pool: Pool | None = None
+
+    @classmethod
+    def by_units(cls, payload: Payload, keep: frozenset[int], device: str) -> _Asked | None:
+        """The facts for the smallest pool; None where nothing is worth reading by units, or can be."""
+        if device_kind(device) != "cpu" or payload.lowering != "eager":
+            return None
+        traces = trusted(payload.traces)
+        layout = units_layout(payload.storages, traces, granule=PAGE, keep=keep)
+        if layout is None:
+            return None
+        pool = smallest_pool(traces, layout, PAGE)
+        return cls(reduced(payload, pool), keep, pool)
+
+    def demand(self, arena: Arena) -> Demand:
+        return Demand(self.payload.storages, self.payload.traces, arena, self.keep, pool=self.pool)
+
+    def floor(self, arena: Arena) -> Floor:
+        return floor(self.demand(arena))
+
+
+def reduced(payload: Payload, pool: Pool | None) -> Payload:
+    """The payload whose traces are those of what is read whole where a pool serves the rest."""
+    if pool is None:
+        return payload
+    return replace(payload, traces=tuple(without_units(trace, pool.layout) for trace in payload.traces))
+
+
 def _problem(folder: Path, payload: Payload, request: PlanRequest) -> Problem:
-    """The problem to plan: the arena, the machine, and the times of the traces on this machine."""
+    """The problem to plan: what is read whole or by units, whichever is faster within the budget."""
     kept = kept_storages(payload, request.keep)
-    arena, hardware = _choose(folder, payload, request, kept)
+    whole = _Asked(payload, kept)
+    units = _Asked.by_units(payload, kept, request.device)
+    if units is None or request.budget >= sum(storage.nbytes for storage in payload.storages):
+        return _problem_of(folder, whole, request)
+    by_units, ns = _divided(_problem_of(folder, units, request), request.budget)
+    try:
+        every = _problem_of(folder, whole, request)
+    except BudgetError:
+        return by_units
+    room = request.budget - every.outside_bytes
+    if sum(pass_ns(every.storages, trace, every.hardware, room) for trace in every.traces) <= ns:
+        return every
+    return by_units
+
+
+def _divided(problem: Problem, budget: int) -> tuple[Problem, int]:
+    """The problem with the best division of its budget, and the nanoseconds that a pass then takes about."""
+    assert problem.pool is not None
+    least = floor(problem).upper_bytes - problem.outside_bytes
+    nbytes = budget - (problem.outside_bytes - problem.pool.nbytes)
+    found, ns = divide(problem.storages, problem.traces, problem.pool, problem.hardware, nbytes, least)
+    return replace(problem, pool=found), ns
+
+
+def _problem_of(folder: Path, asked: _Asked, request: PlanRequest) -> Problem:
+    """The problem to plan: the arena, the machine, and the times of the traces on this machine."""
+    payload = asked.payload
+    arena, hardware = _choose(folder, asked, request)
     produced = any(storage.kind == "produced" for storage in payload.storages)
     if produced and request.hardware == "auto" and device_kind(request.device) == "cpu":
         hardware = with_leaving(hardware, leaving(request.spill))
     check_machine(hardware)  # first, because modelling times divides by the rates
-    traces = request.traces
+    traces = reduced(replace(payload, traces=request.traces), asked.pool).traces
     if not traces:
         traces = tuple(with_times(trace, hardware) for trace in payload.traces)
         if hardware.name == THIS_CPU and device_kind(request.device) == "cpu":
@@ -133,7 +199,8 @@ def _problem(folder: Path, payload: Payload, request: PlanRequest) -> Problem:
         payload.storages,
         traces,
         arena,
-        kept,
+        asked.keep,
+        pool=asked.pool,
         hardware=hardware,
         wrap=request.wrap,
         host=request.host_memory,
@@ -199,16 +266,13 @@ def _granule(weight_bytes: int) -> int:
 
 def find_floors(payload: Payload, device: str, arena: str | None, keep: frozenset[int]) -> dict[str, Floor]:
     """The floor of each arena that the device allows, the preferred one first, or of `arena` alone."""
-    arenas = _allowed(payload, device, arena)
-    return {name: _floor(payload, one, keep) for name, one in arenas.items()}
-
-
-def _floor(payload: Payload, arena: Arena, keep: frozenset[int]) -> Floor:
-    return floor(_demand(payload, arena, keep))
-
-
-def _demand(payload: Payload, arena: Arena, keep: frozenset[int]) -> Demand:
-    return Demand(payload.storages, payload.traces, arena, keep)
+    floors: dict[str, Floor] = {}
+    for asked in (_Asked(payload, keep), _Asked.by_units(payload, keep, device)):
+        for name, one in _allowed(asked.payload, device, arena).items() if asked else ():
+            found = asked.floor(one)
+            if name not in floors or found.upper_bytes < floors[name].upper_bytes:
+                floors[name] = found
+    return floors
 
 
 def _allowed(payload: Payload, device: str, arena: str | None) -> dict[str, Arena]:
@@ -231,17 +295,16 @@ def _allowed(payload: Payload, device: str, arena: str | None) -> dict[str, Aren
     return {arena: arenas[arena]}
 
 
-def _choose(
-    folder: Path, payload: Payload, request: PlanRequest, keep: frozenset[int]
-) -> tuple[Arena, Hardware]:
+def _choose(folder: Path, asked: _Asked, request: PlanRequest) -> tuple[Arena, Hardware]:
     """The arena to plan for, and the machine, which is measured if none is given."""
+    payload = asked.payload
     arenas, kind = _allowed(payload, request.device, request.arena), device_kind(request.device)
     auto = request.hardware == "auto"
     given = hardware_of(request.device) if auto else find_hardware(request.hardware)
     if given and given.disk_bytes_per_s is not None and not request.arena:
         # The arena of a device behind a host is one buffer, into which no file can be mapped.
         arenas = {"contiguous": arenas["contiguous"]}
-    name = _preferred(payload, arenas, keep, request.budget)
+    name = _preferred(asked, arenas, request.budget)
     if given:
         return arenas[name], given
     files = WeightFiles(payload.files, folder) if payload.files else None
@@ -256,11 +319,11 @@ def _choose(
     arrival = files.arrival(mapped=name == "mapped", fits=fits)
     if name == "mapped":
         return arenas[name], measure_cpu(payload.weights, arrival)
-    why = arrival.why or _why_not_mapped(payload, request, arenas.get("mapped"), keep)
+    why = arrival.why or _why_not_mapped(asked, request, arenas.get("mapped"))
     return arenas[name], measure_cpu(payload.weights, arrival, why)
 
 
-def _preferred(payload: Payload, arenas: Mapping[str, Arena], keep: frozenset[int], budget: int) -> str:
+def _preferred(asked: _Asked, arenas: Mapping[str, Arena], budget: int) -> str:
     """The first arena whose floor the budget reaches.
 
     Raises BudgetError, with the lowest floor, where it reaches none: before the machine is measured.
@@ -269,11 +332,11 @@ def _preferred(payload: Payload, arenas: Mapping[str, Arena], keep: frozenset[in
         return next(iter(arenas))
     floors: dict[str, int] = {}
     for name, arena in arenas.items():
-        floors[name] = _floor(payload, arena, keep).upper_bytes
+        floors[name] = asked.floor(arena).upper_bytes
         if floors[name] <= budget:
             return name
     lowest = min(floors, key=floors.__getitem__)
-    check_floor(_demand(payload, arenas[lowest], keep), budget, payload.storage_names())
+    check_floor(asked.demand(arenas[lowest]), budget, asked.payload.storage_names())
     return lowest
 
 
@@ -289,13 +352,11 @@ def _fits_blocks(storages: Sequence[Storage], arena: Arena, block: int) -> bool:
     return fits[True] >= fits[False]
 
 
-def _why_not_mapped(
-    payload: Payload, request: PlanRequest, mapped: Arena | None, keep: frozenset[int]
-) -> str:
+def _why_not_mapped(asked: _Asked, request: PlanRequest, mapped: Arena | None) -> str:
     if request.arena:
         return "asked for"
     if mapped is not None:
-        least = format_size(_floor(payload, mapped, keep).upper_bytes)
+        least = format_size(asked.floor(mapped).upper_bytes)
         return f"a mapped arena needs {least} and the budget is {format_budget(request.budget)}"
     if not supports_populate():
         return "this system cannot populate file mappings"

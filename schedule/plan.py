@@ -21,7 +21,7 @@ class Plan(Decisions):
     """The decisions for a program within a budget. A payload stores plans, and a streamed module runs one."""
 
     def __repr__(self) -> str:
-        predicted = format_time(sum(one.predicted_ns for one in self.schedules))
+        predicted = format_time(self.predicted_ns)
         return f"Plan({self.residency}, {predicted} a pass predicted on {self.hardware.name})"
 
     @property

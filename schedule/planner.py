@@ -141,6 +141,7 @@ def _plan(problem: Problem, budget: int, names: Sequence[str] | None, effort: fl
         hardware=problem.hardware,
         names=tuple(names or ()),
         sizes=tuple(storage.nbytes for storage in problem.storages),
+        pool=problem.pool,
     )
     return plan if problem.host is None else with_host(plan, problem.host)
 
@@ -162,6 +163,8 @@ def _timed_again(plan: Plan, problem: Problem, nearness: float) -> Plan | None:
     streams = tuple((schedule.transfers, schedule.drops) for schedule in plan.schedules)
     if problem.host is not None or not any(transfers for transfers, _ in streams):
         return None
+    if (plan.pool and plan.pool.nbytes) != (problem.pool and problem.pool.nbytes):
+        return None
     boundaries = tuple(one.boundary for one in plan.schedules if one.boundary is not None)
     found = Draft(plan.arena_bytes, plan.addresses, plan.resident, plan.boundary, streams, boundaries)
     cap = plan.budget - problem.outside_bytes
@@ -169,7 +172,9 @@ def _timed_again(plan: Plan, problem: Problem, nearness: float) -> Plan | None:
     schedules = tuple(
         replace(one, lower_bound_ns=bound) for one, bound in zip(_timed(problem, found), bounds, strict=True)
     )
-    timed = replace(plan, schedules=schedules, traces=problem.traces, hardware=problem.hardware)
+    timed = replace(
+        plan, schedules=schedules, traces=problem.traces, hardware=problem.hardware, pool=problem.pool
+    )
     now = timed.lower_bound_ns
     return timed if now and timed.predicted_ns <= nearness * now else None
 

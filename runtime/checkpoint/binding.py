@@ -18,7 +18,7 @@ from penstock.runtime.files.safetensors_file import FLOATS, TORCH_NAMES
 from penstock.schedule.facts.errors import SourceError
 from penstock.schedule.facts.model import Extent, Part, Storage, Weight
 from penstock.schedule.facts.parts import plain_weights, tensor_of
-from penstock.schedule.payload.checks import part_nbytes
+from penstock.schedule.facts.catalog import part_nbytes
 
 Names = str | Sequence[str]
 """A tensor of the files, or several whose bytes, one tensor after another, are one weight's."""

@@ -1,0 +1,206 @@
+"""The operators that read of a weight only the slices that an operand names, and how each is told of them.
+
+Nothing is replaced: the operator itself runs, on the weight's own addresses, where only the named slices have
+their bytes. That an operator reads no other slice is not taken on trust: `runtime/sparse/trial.py` runs it
+where a read of another one would be seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from penstock.passes.graph.nodes import dtype_name, placeholders_of, size_hint
+from penstock.passes.graph.propagation import storages_of
+from penstock.passes.weights.lifted import Weights
+from penstock.schedule.facts.model import Part, SparseRead, Storage
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+Arguments = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Contract:
+    """How an operator is told which slices of its argument number `weight` on dimension 0 it needs.
+
+    Argument number `index` names them. If `ends`, it is the end of each slice's run among the rows of argument
+    0, which are sorted by slice: slices without a row are not read. Otherwise it holds the slices' numbers, of
+    which negative ones count from the end if `wraps`; the result has the sizes of the index, and behind them
+    those of a slice. With `listed`, the index is the only entry of a list.
+    """
+
+    weight: int
+    index: int
+    ends: bool = False
+    wraps: bool = False
+    listed: bool = False
+
+    def operands(self, arguments: Sequence[Any]) -> tuple[Any, Any]:
+        """The weight and the index among the arguments of a call."""
+        index = arguments[self.index]
+        return arguments[self.weight], index[0] if self.listed else index
+
+    def replaced(self, arguments: Sequence[Any], weight: Any, index: Any) -> Arguments:
+        """The arguments of a call with another weight and index."""
+        changed = list(arguments)
+        changed[self.weight], changed[self.index] = weight, [index] if self.listed else index
+        return tuple(changed)
+
+    def units(self, index: torch.Tensor, count: int) -> list[int]:
+        """The numbers of the slices that an index names, ascending; what it names beyond `count` is left out.
+
+        The operator itself refuses an index that is out of range, before it reads.
+        """
+        flat = index.detach().reshape(-1).to("cpu", torch.int64)
+        if self.ends:
+            used = torch.diff(flat, prepend=flat.new_zeros(1)) > 0
+            named = torch.nonzero(used).reshape(-1)
+        else:
+            named = torch.unique(torch.where(flat < 0, flat + count, flat) if self.wraps else flat)
+        return [number for number in named.tolist() if 0 <= number < count]
+
+    def asked(self, node: fx.Node, count: int) -> int:
+        """The most slices that a call of a propagated node's example sizes names."""
+        _, index = self.operands(node.args)
+        counted = node.args[0].meta["val"].shape[:1] if self.ends else index.meta["val"].shape  # type: ignore[union-attr]
+        return min(count, math.prod(size_hint(size) for size in counted))
+
+    def run(
+        self,
+        operator: Callable[..., torch.Tensor],
+        arguments: Arguments,
+        parts: Sequence[Sequence[int]],
+        hold: Callable[[Sequence[int]], Any],
+    ) -> torch.Tensor:
+        """Run an operator in parts, each of which reads the units of one part, within `hold` of that part.
+
+        Every row of the result is computed as it is by one call.
+        """
+        compute = self._by_ends if self.ends else self._by_numbers
+        return compute(operator, arguments, parts, hold)
+
+    def _by_ends(
+        self,
+        operator: Callable[..., torch.Tensor],
+        arguments: Arguments,
+        parts: Sequence[Sequence[int]],
+        hold: Callable[[Sequence[int]], Any],
+    ) -> torch.Tensor:
+        weight, ends = self.operands(arguments)
+        rows, results = arguments[0], []
+        at = ends.tolist()
+        for k, part in enumerate(parts):
+            first = part[0] if k else 0
+            stop = part[-1] + 1 if k + 1 < len(parts) else weight.shape[0]
+            start = at[first - 1] if first else 0
+            end = at[stop - 1] if k + 1 < len(parts) else rows.shape[0]
+            own = self.replaced(arguments, weight[first:stop], ends[first:stop] - start)
+            with hold(part):
+                results.append(operator(rows[start:end], *own[1:]))
+        return torch.cat(results)
+
+    def _by_numbers(
+        self,
+        operator: Callable[..., torch.Tensor],
+        arguments: Arguments,
+        parts: Sequence[Sequence[int]],
+        hold: Callable[[Sequence[int]], Any],
+    ) -> torch.Tensor:
+        weight, index = self.operands(arguments)
+        flat = index.reshape(-1)
+        numbers = torch.where(flat < 0, flat + weight.shape[0], flat)
+        result = weight.new_empty((flat.numel(), *weight.shape[1:]))
+        for part in parts:
+            places = torch.nonzero((numbers >= part[0]) & (numbers <= part[-1])).reshape(-1)
+            with hold(part):
+                result[places] = operator(*self.replaced(arguments, weight, flat[places]))
+        return result.reshape(*index.shape, *weight.shape[1:])
+
+
+CONTRACTS: dict[str, Contract] = {
+    "aten.embedding.default": Contract(weight=0, index=1),
+    "aten.index_select.default": Contract(weight=0, index=2),
+    "aten.index.Tensor": Contract(weight=0, index=1, wraps=True, listed=True),
+    "aten._grouped_mm.default": Contract(weight=1, index=2, ends=True),
+    "transformers.grouped_mm_fallback.default": Contract(weight=1, index=2, ends=True),
+}
+"""The contracts by the operators' names."""
+
+
+def sparse_reads(
+    graph_module: fx.GraphModule, weights: Weights, storages: Sequence[Storage]
+) -> dict[str, SparseRead]:
+    """Returns the reads by units of a propagated graph, by the names of the nodes.
+
+    A node is among them if its operator has a contract, and the weight, or the view that it is given, has
+    slices on dimension 0 that do not overlap. A storage of which nodes read different slices has none.
+    """
+    inputs = [node for node in placeholders_of(graph_module.graph) if node.name in weights.held]
+    held = {storages_of(node.meta["val"])[0]: node for node in inputs}
+    found: dict[str, SparseRead] = {}
+    routes: dict[fx.Node, int] = {}
+    for node, contract in _candidates(graph_module.graph):
+        weight, index = contract.operands(node.args)
+        owner = held.get(storages_of(weight.meta["val"])[0])
+        if owner is None or storages[weights.storage_of(owner.name)].kind != "streamable":
+            continue
+        view = _view(weight.meta["val"], owner.meta["val"], weights.held[owner.name].parts[0])
+        if view is not None and _is_index(contract, index.meta["val"]):
+            route = routes.setdefault(index, len(routes))
+            asked = contract.asked(node, view.shape[0])
+            read = SparseRead(view, str(node.target), route, asked)
+            if _has_units(read):
+                found[node.name] = read
+    views: dict[int, set[tuple[object, ...]]] = {}
+    for read in found.values():
+        units = (read.count, read.view.offset, read.unit_stride, read.unit_nbytes)
+        views.setdefault(read.storage, set()).add(units)
+    return {name: read for name, read in found.items() if len(views[read.storage]) == 1}
+
+
+def _candidates(graph: fx.Graph) -> Iterator[tuple[fx.Node, Contract]]:
+    """The nodes whose operator has a contract and whose arguments have its form."""
+    for node in graph.nodes:
+        contract = CONTRACTS.get(str(node.target)) if node.op == "call_function" else None
+        if contract is None or len(node.args) <= max(contract.weight, contract.index):
+            continue
+        index = node.args[contract.index]
+        if contract.listed and not (isinstance(index, list | tuple) and len(index) == 1):
+            continue
+        weight, index = contract.operands(node.args)
+        if not all(isinstance(one, fx.Node) and _is_tensor(one) for one in (weight, index)):
+            continue
+        if node.target is torch.ops.aten.index_select.default and node.args[1] != 0:
+            continue
+        yield node, contract
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _is_index(contract: Contract, index: torch.Tensor) -> bool:
+    return index.dtype in _INTEGERS[:2] if not contract.ends else index.dtype in _INTEGERS
+
+
+def _view(tensor: torch.Tensor, input: torch.Tensor, part: Part) -> Part | None:
+    """The geometry of a fake tensor in the storage of a part, which is the fake `input`.
+
+    None if it has dynamic sizes, or no dimension to slice.
+    """
+    sizes = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+    if not tensor.dim() or not all(isinstance(size, int) for size in sizes) or 0 in tensor.shape:
+        return None
+    shape, stride = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
+    within = int(tensor.storage_offset()) * tensor.itemsize - int(input.storage_offset()) * input.itemsize
+    return Part("", dtype_name(tensor.dtype), shape, stride, part.storage, part.offset + within)
+
+
+def _has_units(read: SparseRead) -> bool:
+    return read.count > 1 and read.unit_stride >= read.unit_nbytes

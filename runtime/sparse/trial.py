@@ -1,0 +1,142 @@
+"""Tries whether an operator reads only the units that its operand names, in this process, with this torch.
+
+An operator that reads another unit would find zeros in its place, silently. So it is run on memory in which only
+the named units were ever written, and the kernel is asked which pages have been touched since: the first read
+of a page maps it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from penstock.passes.sparse.contracts import CONTRACTS, Contract
+from penstock.runtime.arena.base import tensor_at
+from penstock.runtime.system.memory import (
+    MADV_NOHUGEPAGE,
+    PAGE,
+    Reservation,
+    hint,
+    resident_bytes,
+    round_down,
+    round_up,
+)
+from penstock.schedule.facts.errors import PenstockError
+from penstock.schedule.facts.model import Part, SparseRead, Trace
+
+_log = logging.getLogger(__name__)
+
+_LARGEST = 64 << 20
+"""Bytes. Units that are larger are not tried, and are read whole."""
+
+
+def trusted(traces: Iterable[Trace]) -> tuple[Trace, ...]:
+    """The traces, in which only those reads are by units whose operators were seen to read nothing else."""
+    return tuple(
+        replace(
+            trace,
+            steps=tuple(
+                replace(step, sparse=tuple(one for one in step.sparse if reads_units_only(one)))
+                if step.sparse
+                else step
+                for step in trace.steps
+            ),
+        )
+        for trace in traces
+    )
+
+
+def reads_units_only(read: SparseRead) -> bool:
+    """Tells whether the operator of a read touches only the units that its operand names, and repeats its bits.
+
+    Each operator is tried once a process for each dtype, geometry of units, and number of threads.
+    """
+    view = replace(read.view, storage=0, offset=read.view.offset % PAGE)
+    return _tried(read.operator, view, torch.get_num_threads())
+
+
+@functools.cache
+def _tried(operator: str, view: Part, threads: int) -> bool:
+    contract = CONTRACTS.get(operator)
+    call = _operator(operator)
+    if contract is None or call is None:
+        return False
+    read = SparseRead(view, operator, 0, 0)
+    if read.unit_nbytes > _LARGEST:
+        return False
+    try:
+        passed = _passes(contract, call, read)
+    except (PenstockError, RuntimeError, OSError, IndexError, TypeError) as error:
+        _log.info("%s is not tried: %s", operator, error)
+        return False
+    if not passed:
+        _log.warning("%s reads more than its operand names: its weights are read whole", operator)
+    return passed
+
+
+def _operator(name: str) -> torch._ops.OpOverload | None:
+    namespace, _, rest = name.partition(".")
+    packet = getattr(getattr(torch.ops, namespace, None), rest.partition(".")[0], None)
+    found = getattr(packet, rest.rpartition(".")[2], None)
+    return found if isinstance(found, torch._ops.OpOverload) else None
+
+
+def _passes(contract: Contract, call: torch._ops.OpOverload, read: SparseRead) -> bool:
+    """Run the operator for two units, and compare the pages touched with those of the units."""
+    view = read.view
+    named = sorted({read.count // 3, read.count - 1})
+    end = read.unit(read.count - 1)[1]
+    with Reservation(end) as memory, torch.inference_mode(False), torch.no_grad():
+        memory.map_anonymous(0, memory.nbytes)
+        hint(memory.address, memory.nbytes, MADV_NOHUGEPAGE)
+        tensor = tensor_at(memory.address, view)
+        generator = torch.Generator().manual_seed(0)
+        pages: set[int] = set()
+        for number in named:
+            unit = tensor[number]
+            unit.copy_(_random(unit.shape, unit.dtype, generator))
+            start, stop = read.unit(number)
+            pages |= set(range(round_down(start, PAGE), round_up(stop, PAGE), PAGE))
+        before = resident_bytes(memory.address, memory.address + memory.nbytes)
+        arguments = _arguments(contract, tensor, named, generator)
+        result = call(*arguments)
+        after = resident_bytes(memory.address, memory.address + memory.nbytes)
+        small = tensor[named].clone() if contract.ends else None
+        if small is not None:  # the same rows with these units alone give the same bits
+            ends = arguments[contract.index][named]
+            alone = call(arguments[0], *contract.replaced(arguments, _like(small, tensor), ends)[1:])
+            return before == after and torch.equal(result, alone)
+        return before == after <= len(pages) * PAGE
+
+
+def _like(values: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The values in the order of dimensions that a tensor has in memory."""
+    order = sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d))
+    return values.permute(order).contiguous().permute([order.index(d) for d in range(tensor.dim())])
+
+
+def _random(shape: torch.Size, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randint(2, shape, generator=generator).to(dtype)
+
+
+def _arguments(
+    contract: Contract, tensor: torch.Tensor, named: list[int], generator: torch.Generator
+) -> tuple[object, ...]:
+    """Arguments of a call that names these units, each for two rows."""
+    if contract.ends:
+        counts = torch.zeros(tensor.shape[0], dtype=torch.int32)
+        counts[named] = 2
+        rows = _random(torch.Size((2 * len(named), tensor.shape[1])), tensor.dtype, generator)
+        return rows, tensor, counts.cumsum(0, dtype=torch.int32)
+    index = torch.tensor([named[-1], *named])
+    if contract.index == 2:
+        return tensor, 0, index
+    return contract.replaced((None, None), tensor, index)
+
+

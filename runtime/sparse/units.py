@@ -1,0 +1,285 @@
+"""Units in memory: they are read when a call names them, and stay as long as the policy lets them.
+
+Memory is address space in which every storage has one place. Filling a unit takes pages there, dropping it
+gives them back. What is dropped and read is decided by `schedule/sparse/residency.py` alone, when a read asks;
+readers only carry it out.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+
+import torch
+
+from penstock.runtime.arena.base import tensor_at
+from penstock.runtime.files.ranges import FileRanges
+from penstock.runtime.files.source import Source
+from penstock.runtime.stream.interface import Counters
+from penstock.runtime.system.memory import (
+    HUGE_PAGE,
+    MADV_HUGEPAGE,
+    MADV_NOHUGEPAGE,
+    PROT_NONE,
+    Reservation,
+    drop_pages,
+    hint,
+    protect,
+    round_up,
+)
+from penstock.runtime.system.threads import WorkerPool
+from penstock.schedule.facts.errors import PlanError, StreamError
+from penstock.schedule.facts.model import Range, SparseRead, Storage
+from penstock.schedule.plan import Plan
+from penstock.schedule.space.spans import merged
+from penstock.schedule.sparse.residency import Residency, Unit
+
+FEW, MANY = 4, 16
+"""Readers of up to `_SOME` pieces, and of more: a disk answers many small reads as fast as few."""
+
+_SOME = 128
+
+PIECE = 2 << 20
+"""Bytes that one reader reads at a time of a large unit."""
+
+_READABLE = 0x3  # PROT_READ | PROT_WRITE
+
+
+class LoadedUnits:
+    """The pool of a plan: address space for its storages, the units in it, and the readers that bring them.
+
+    One call at a time runs. With `debug`, a read of a unit that is not in memory kills the process.
+    """
+
+    def __init__(
+        self, plan: Plan, storages: Sequence[Storage], source: Source, *, debug: bool = False
+    ) -> None:
+        if plan.pool is None:
+            raise PlanError("the plan has no pool: nothing of it is read by units")
+        self.pool, self._source, self._debug = plan.pool, source, debug
+        self.residency = Residency(self.pool, plan.traces)
+        self.counters = Counters()
+        self._reads = {
+            (trace.graph, k): one
+            for trace in plan.traces
+            for k, step in enumerate(trace.steps)
+            for one in step.sparse
+            if self.pool.has(one)
+        }
+        self._read_of = {one.storage: one for one in self._reads.values()}
+        self._stops = [place + s.nbytes for place, s in zip(self.pool.layout, storages, strict=True)]
+        self._coming: dict[Unit, Future[int]] = {}
+        self._unclear = False
+        self._closed = False
+        self._memory = Reservation(max(self._stops))
+        try:
+            self._map(storages)
+            layout = self.pool.layout
+            self._ranges = FileRanges.of(storages, layout, layout, base=self._memory.address)
+            self._workers = WorkerPool(MANY, "unit")
+        except BaseException:
+            self._memory.close()
+            raise
+
+    def _map(self, storages: Sequence[Storage]) -> None:
+        self._memory.map_anonymous(0, self._memory.nbytes)
+        for s, place in enumerate(self.pool.layout):
+            if place >= 0:
+                stride = self._read_of[s].unit_stride if s in self._read_of else 1
+                # A huge page is given back as a whole only where units begin and end at huge pages.
+                whole = stride % HUGE_PAGE == 0 and (place + self._read_of[s].view.offset) % HUGE_PAGE == 0
+                start = place // self.pool.granule * self.pool.granule
+                nbytes = round_up(place + storages[s].nbytes, self.pool.granule) - start
+                advice = MADV_HUGEPAGE if whole else MADV_NOHUGEPAGE
+                hint(self._memory.address + start, min(nbytes, self._memory.nbytes - start), advice)
+        if self._debug:
+            protect(self._memory.address, self._memory.nbytes, PROT_NONE)
+
+    # What a program calls.
+
+    def tensor(self, read: SparseRead) -> torch.Tensor:
+        """Returns the tensor of a read, of which only the units have content that `hold` holds."""
+        with torch.inference_mode(False):
+            return tensor_at(self._memory.address + self.pool.layout[read.storage], read.view)
+
+    def begin(self) -> None:
+        """Begin a pass; what a pass before has left unclear is dropped."""
+        if self._unclear:
+            self._start_over()
+        self.residency.begin()
+
+    def ask(self, graph: int, step: int, units: Sequence[int]) -> list[list[int]]:
+        """Note all units that a step's read asks for, ascending, and cut them into parts that fit."""
+        self.residency.ask(graph, step, units)
+        return self.residency.parts(self._reads[graph, step].storage, units)
+
+    @contextmanager
+    def hold(self, graph: int, step: int, units: Sequence[int], *, alone: bool) -> Iterator[None]:
+        """Have the units of one part in memory; `alone` tells that there is no other part.
+
+        Raises SourceError where a unit cannot be read; the next call reads it again.
+        """
+        if self._closed:
+            raise StreamError("the weights' memory has been closed; load the program again")
+        storage = self._reads[graph, step].storage
+        self._unclear = True
+        change = self.residency.acquire(graph, step, units, alone=alone)
+        self._drop(change.drop)
+        self._bring(change.bring)
+        self._bring(change.ahead)
+        self._wait([(storage, number) for number in units])
+        self._unclear = False
+        try:
+            yield
+        finally:
+            self.residency.release(graph, step, units)
+
+    @property
+    def in_reader(self) -> bool:
+        """Tells whether the caller is one of the readers, which cannot wait for themselves."""
+        return self._workers.includes_caller
+
+    def close(self) -> None:
+        """Wait for the readers, and give all memory back. It may be called again."""
+        self._closed = True
+        self._workers.shutdown(wait=True, cancel_futures=True)
+        self._memory.close()
+
+    # Bytes.
+
+    def _bring(self, units: Sequence[Unit]) -> None:
+        """Have readers read units, neighbours together."""
+        if not units:
+            return
+        places = {unit: self._bytes(unit) for unit in units}
+        pieces = [
+            Range(start, min(start + PIECE, whole.stop))
+            for whole in merged(places.values())
+            for start in range(whole.start, whole.stop, PIECE)
+        ]
+        if self._debug:
+            for place in places.values():
+                self._protect(place, _READABLE)
+        lanes = min(len(pieces), FEW if len(pieces) <= _SOME else MANY)
+        batch = _Batch(pieces)
+        futures = [self._workers.submit(batch.read, self) for _ in range(lanes)]
+        done = _all_of(futures)
+        self._coming |= dict.fromkeys(units, done)
+
+    def read(self, piece: Range) -> int:
+        """Read the bytes of a piece; a reader calls this."""
+        return self._ranges.read(self._source, piece.start, piece.stop)
+
+    def _wait(self, units: Sequence[Unit]) -> None:
+        """Return when units are there, and raise what kept one of them from being read."""
+        wanted = {self._coming[unit] for unit in units if unit in self._coming}
+        if not wanted:
+            return
+        began = time.perf_counter_ns()
+        wait(wanted)
+        self.counters.stall_ns += time.perf_counter_ns() - began
+        for future in wanted:
+            self._settle(future)
+
+    def _settle(self, future: Future[int]) -> None:
+        """Count what a finished read has brought; raise its error, once its units are forgotten."""
+        units = [unit for unit, one in self._coming.items() if one is future]
+        for unit in units:
+            del self._coming[unit]
+        error = future.exception()
+        if error is not None:
+            self._give_back(units)
+            self.residency.forget(units)
+            raise error
+        self.counters.bytes_moved += future.result()
+        self.counters.bytes_read += future.result()
+
+    def _drop(self, units: Sequence[Unit]) -> None:
+        for future in {self._coming[unit] for unit in units if unit in self._coming}:
+            wait([future])
+            self._settle(future)
+        self._give_back(units)
+
+    def _give_back(self, units: Sequence[Unit]) -> None:
+        """Give back the granules of units in which no unit that is held has bytes."""
+        granules: list[Range] = []
+        for storage, number in units:
+            first, stop = self.pool.granules(self._read_of[storage], number)
+            first += self.residency.in_use(first)
+            stop -= stop - 1 > first and self.residency.in_use(stop - 1)
+            if first < stop:
+                granules.append(Range(first * self.pool.granule, stop * self.pool.granule))
+        for place in merged(granules):
+            nbytes = min(place.stop, self._memory.nbytes) - place.start
+            drop_pages(self._memory.address + place.start, nbytes)
+            if self._debug:
+                protect(self._memory.address + place.start, nbytes, PROT_NONE)
+
+    def _protect(self, place: Range, protection: int) -> None:
+        granule = self.pool.granule
+        start = place.start // granule * granule
+        nbytes = min(round_up(place.stop, granule), self._memory.nbytes) - start
+        protect(self._memory.address + start, nbytes, protection)
+
+    def _bytes(self, unit: Unit) -> Range:
+        """The bytes of the granules that hold a unit, as far as they are its storage's."""
+        storage, number = unit
+        first, stop = self.pool.granules(self._read_of[storage], number)
+        granule = self.pool.granule
+        return Range(
+            max(first * granule, self.pool.layout[storage]), min(stop * granule, self._stops[storage])
+        )
+
+    def _start_over(self) -> None:
+        """Drop every unit, once nothing is on its way."""
+        wait(set(self._coming.values()))
+        self._coming.clear()
+        held = self.residency.held
+        self.residency.forget(held)
+        self._give_back(held)
+        self._unclear = False
+
+
+class _Batch:
+    """Pieces that several readers take in turn."""
+
+    def __init__(self, pieces: Sequence[Range]) -> None:
+        self._left = iter(pieces)
+        self._lock = threading.Lock()
+
+    def read(self, units: LoadedUnits) -> int:
+        """Read pieces until none is left, and return the bytes read."""
+        nbytes = 0
+        while True:
+            with self._lock:
+                piece = next(self._left, None)
+            if piece is None:
+                return nbytes
+            nbytes += units.read(piece)
+
+
+def _all_of(futures: Sequence[Future[int]]) -> Future[int]:
+    """A future that is done when all are, with the sum of their results, or the first error."""
+    done: Future[int] = Future()
+    left = [len(futures)]
+    lock = threading.Lock()
+
+    def count(_: Future[int]) -> None:
+        with lock:
+            left[0] -= 1
+            if left[0]:
+                return
+        errors = [one.exception() for one in futures if not one.cancelled() and one.exception()]
+        if errors:
+            done.set_exception(errors[0])
+        elif any(one.cancelled() for one in futures):
+            done.set_exception(StreamError("the streamed module was closed while it ran"))
+        else:
+            done.set_result(sum(one.result() for one in futures))
+
+    for one in futures:
+        one.add_done_callback(count)
+    return done

@@ -1,0 +1,156 @@
+"""How a budget is divided: an arena for what is read whole, and a pool for what is read by units.
+
+A byte of arena saves a copy in each pass, unless copies hide behind compute; a byte of pool saves one as often
+as the unit in it is asked for. Times here are those of bytes over rates, and of compute: enough to compare
+divisions, of which only the chosen one is planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from penstock.schedule.facts.model import Hardware, Pool, SparseRead, Storage, Trace
+
+LEAST = 1 << 20
+"""Bytes. A storage that is smaller is read whole: that takes a disk no longer than some reads of units."""
+
+_PLACES = 2 << 20
+"""Storages begin at such multiples in a pool, as huge pages do."""
+
+_DIVISIONS = 64
+"""The number of sizes of a pool that are compared."""
+
+_READERS = 4
+"""Reads of units that are on their way at once."""
+
+
+def units_layout(
+    storages: Sequence[Storage], traces: Sequence[Trace], *, granule: int, keep: Collection[int] = ()
+) -> tuple[int, ...] | None:
+    """The places in a pool of the storages that are worth reading by units; None if there are none.
+
+    Each place agrees with the first file offset of its storage modulo `granule` where the phases allow, so
+    that whole granules can be read directly.
+    """
+    named = {one.storage for trace in traces for step in trace.steps for one in step.sparse}
+    layout, end = [-1] * len(storages), 0
+    for s in sorted(named.difference(keep)):
+        storage = storages[s]
+        if storage.kind != "streamable" or storage.nbytes < LEAST:
+            continue
+        offset = storage.extents[0].file_offset if storage.extents else storage.phase
+        within = offset % granule if (offset - storage.phase) % 64 == 0 else storage.phase
+        layout[s] = -(-end // _PLACES) * _PLACES + within
+        end = layout[s] + storage.nbytes
+    return tuple(layout) if end else None
+
+
+def without_units(trace: Trace, layout: Sequence[int]) -> Trace:
+    """The trace of what has to be in the arena where a pool of that layout serves the rest."""
+    steps = []
+    for step in trace.steps:
+        served = {one.storage for one in step.sparse if layout[one.storage] >= 0}
+        steps.append(replace(step, reads=tuple(s for s in step.reads if s not in served)))
+    return replace(trace, steps=tuple(steps))
+
+
+def served_reads(trace: Trace, pool: Pool) -> Iterator[SparseRead]:
+    """The reads of a trace that a pool serves, in their order."""
+    return (one for step in trace.steps for one in step.sparse if pool.has(one))
+
+
+def smallest_pool(traces: Sequence[Trace], layout: tuple[int, ...], granule: int) -> Pool:
+    """The pool that holds one unit, whichever it is."""
+    pool = Pool(0, granule, layout)
+    most = max(_widest(pool, one) for trace in traces for one in served_reads(trace, pool))
+    return replace(pool, nbytes=most)
+
+
+def _widest(pool: Pool, read: SparseRead) -> int:
+    """The most bytes that a unit of a read takes; where a unit begins in its granule repeats."""
+    edges = (pool.granules(read, number) for number in range(min(read.count, pool.granule)))
+    return max(stop - first for first, stop in edges) * pool.granule
+
+
+@dataclass(frozen=True)
+class Table:
+    """What is read of one storage by units: bytes of a unit and of all, and how many one pass asks for."""
+
+    unit_nbytes: int
+    nbytes: int
+    count: int
+    asked: int
+
+    def missed(self, held: int) -> float:
+        """Units that a pass misses where `held` bytes are in a pool and all are asked for equally often."""
+        return self.asked * (1 - min(1.0, held / self.nbytes))
+
+
+def tables_of(trace: Trace, pool: Pool) -> list[Table]:
+    """The tables that a pass of a method reads, those first of which a byte is asked for most often."""
+    found: dict[int, Table] = {}
+    for read in served_reads(trace, pool):
+        taken = _widest(pool, read)
+        nbytes = min(taken, max(read.unit_stride, 1)) * read.count + taken
+        before = found.get(read.storage)
+        asked = read.asked + (before.asked if before else 0)
+        found[read.storage] = Table(taken, nbytes, read.count, asked)
+    return sorted(found.values(), key=lambda table: -table.asked / table.count)
+
+
+def waiting_ns(trace: Trace, pool: Pool, hardware: Hardware, *, cold: bool = False) -> int:
+    """Nanoseconds that a pass waits for units: where all are asked for equally often, or (`cold`) none is there."""
+    left, units, nbytes = 0 if cold else pool.nbytes, 0.0, 0.0
+    for table in tables_of(trace, pool):
+        missed = table.missed(left)
+        left = max(0, left - table.nbytes)
+        units += missed
+        nbytes += missed * table.unit_nbytes
+    waits = units * hardware.link_latency_ns / _READERS
+    return round(waits + nbytes * 1e9 / hardware.link_bytes_per_s)
+
+
+def timed_pool(pool: Pool, traces: Sequence[Trace], hardware: Hardware) -> Pool:
+    """The pool with the times that a pass of each method is expected to wait, and waits at worst."""
+    return replace(
+        pool,
+        expected_ns=tuple(waiting_ns(trace, pool, hardware) for trace in traces),
+        worst_ns=tuple(waiting_ns(trace, pool, hardware, cold=True) for trace in traces),
+    )
+
+
+def divide(
+    storages: Sequence[Storage],
+    traces: Sequence[Trace],
+    smallest: Pool,
+    hardware: Hardware,
+    nbytes: int,
+    least: int,
+) -> tuple[Pool, int]:
+    """The best division of `nbytes`, and its time in nanoseconds, summed over a pass of each method.
+
+    `traces` are those of what is read whole, for which an arena has at least `least` bytes; the least of a
+    pool is `smallest`.
+    """
+    everything = sum(storages[s].nbytes for s, place in enumerate(smallest.layout) if place >= 0)
+    largest = min(max(nbytes - least, smallest.nbytes), everything + smallest.nbytes)
+    best: tuple[int, Pool] | None = None
+    for number in range(_DIVISIONS + 1):
+        size = smallest.nbytes + (largest - smallest.nbytes) * number // _DIVISIONS
+        pool = replace(smallest, nbytes=max(smallest.nbytes, size // smallest.granule * smallest.granule))
+        taken = sum(
+            pass_ns(storages, trace, hardware, nbytes - pool.nbytes) + waiting_ns(trace, pool, hardware)
+            for trace in traces
+        )
+        if best is None or taken <= best[0]:  # of equally fast ones the largest, which keeps most
+            best = taken, pool
+    assert best is not None
+    return timed_pool(best[1], traces, hardware), best[0]
+
+
+def pass_ns(storages: Sequence[Storage], trace: Trace, hardware: Hardware, room: int) -> int:
+    """Nanoseconds of a pass of a method of which `room` bytes stay: those of compute, or of copies."""
+    read = {s for step in trace.steps for s in step.reads if storages[s].kind == "streamable"}
+    copied = sum(storages[s].nbytes for s in read) - max(0, room)
+    return max(trace.compute_ns, hardware.copy_ns(copied) if copied > 0 else 0)
