@@ -162,24 +162,29 @@ def _problem(folder: Path, payload: Payload, request: PlanRequest) -> Problem:
     units = _Asked.by_units(payload, kept, request.device)
     if units is None or request.budget >= sum(storage.nbytes for storage in payload.storages):
         return _problem_of(folder, whole, request)
-    by_units, ns = _divided(_problem_of(folder, units, request), request.budget)
-    try:
-        every = _problem_of(folder, whole, request)
-    except BudgetError:
-        return by_units
-    room = request.budget - every.outside_bytes
-    if sum(pass_ns(every.storages, trace, every.hardware, room) for trace in every.traces) <= ns:
-        return every
-    return by_units
+    found: list[tuple[int, Problem]] = []
+    refused: list[BudgetError] = []
+    for asked in (whole, units):
+        try:
+            problem = _problem_of(folder, asked, request)
+            found.append(_divided(problem, request.budget))
+        except BudgetError as error:
+            refused.append(error)
+    if not found:
+        raise min(refused, key=lambda error: error.floor_bytes or 0)
+    return min(found, key=lambda one: one[0])[1]
 
 
-def _divided(problem: Problem, budget: int) -> tuple[Problem, int]:
-    """The problem with the best division of its budget, and the nanoseconds that a pass then takes about."""
-    assert problem.pool is not None
+def _divided(problem: Problem, budget: int) -> tuple[int, Problem]:
+    """About the nanoseconds of a pass, and the problem with the best division of its budget."""
+    if problem.pool is None:
+        room = budget - problem.outside_bytes
+        traces = problem.traces
+        return sum(pass_ns(problem.storages, one, problem.hardware, room) for one in traces), problem
     least = floor(problem).upper_bytes - problem.outside_bytes
     nbytes = budget - (problem.outside_bytes - problem.pool.nbytes)
     found, ns = divide(problem.storages, problem.traces, problem.pool, problem.hardware, nbytes, least)
-    return replace(problem, pool=found), ns
+    return ns, replace(problem, pool=found)
 
 
 def _problem_of(folder: Path, asked: _Asked, request: PlanRequest) -> Problem:

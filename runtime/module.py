@@ -141,7 +141,9 @@ class StreamedModule(torch.nn.Module):
             self._weights.wait()
             timed = loaded.probe_all() if loaded.probe_all else loaded.program
             leaves = _checked(timed, args, kwargs)
-            stopwatch = Stopwatch(self._weights.streamer, loaded.probed, steps)
+            stopwatch = Stopwatch(
+                self._weights.streamer, loaded.probed, steps, lambda: self._weights.unit_wait_ns
+            )
             calls = ProbeCalls(loaded.order, range(steps), stopwatch) if loaded.order else None
             run = _running(timed, leaves, calls)
             self._weights.run(loaded.trace.graph, calls or stopwatch, lambda: stopwatch.time(run))

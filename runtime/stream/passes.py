@@ -87,6 +87,11 @@ class LoadedWeights:
         some = [one.counters for one in (self.streamer, self.units) if one is not None]
         return sum_of(*some)
 
+    @property
+    def unit_wait_ns(self) -> int:
+        """Nanoseconds that steps have waited for units so far, within their reads."""
+        return self.units.counters.stall_ns if self.units else 0
+
     def probed(self, graph: int) -> tuple[int, ...]:
         """The steps of a method at which the plan acts."""
         return self.streamer.probed(graph) if self.streamer else ()
