@@ -27,14 +27,16 @@ from penstock.runtime.system.memory import (
     Reservation,
     drop_pages,
     hint,
+    move,
     protect,
     round_up,
+    supports_move,
 )
 from penstock.runtime.system.threads import WorkerPool
 from penstock.schedule.facts.errors import PlanError, StreamError
 from penstock.schedule.facts.model import Range, SparseRead, Storage
 from penstock.schedule.plan import Plan
-from penstock.schedule.space.spans import merged
+from penstock.schedule.space.spans import merged, subtract
 from penstock.schedule.sparse.residency import Residency, Unit
 
 FEW, MANY = 4, 16
@@ -44,6 +46,9 @@ _SOME = 128
 
 PIECE = 2 << 20
 """Bytes that one reader reads at a time of a large unit."""
+
+_MOVED = 256 << 10
+"""Bytes. Runs of memory from this size on move to the next unit: reading into fresh memory takes twice as long."""
 
 _READABLE = 0x3  # PROT_READ | PROT_WRITE
 
@@ -72,8 +77,10 @@ class LoadedUnits:
         self._read_of = {one.storage: one for one in self._reads.values()}
         self._stops = [place + s.nbytes for place, s in zip(self.pool.layout, storages, strict=True)]
         self._coming: dict[Unit, Future[int]] = {}
+        self._spare: list[Range] = []  # memory of dropped units, still where they were
         self._unclear = False
         self._closed = False
+        self._moves = supports_move() and not debug
         self._memory = Reservation(max(self._stops))
         try:
             self._map(storages)
@@ -128,6 +135,9 @@ class LoadedUnits:
         self._unclear = True
         change = self.residency.acquire(graph, step, units, alone=alone)
         self._drop(change.drop)
+        self._move_to(change.bring)
+        self._move_to(change.ahead)
+        self._trim()
         self._bring(change.bring)
         self._bring(change.ahead)
         self._wait([(storage, number) for number in units])
@@ -191,8 +201,9 @@ class LoadedUnits:
             del self._coming[unit]
         error = future.exception()
         if error is not None:
-            self._give_back(units)
             self.residency.forget(units)
+            self._give_back(units)
+            self._trim(0)
             raise error
         self.counters.bytes_moved += future.result()
         self.counters.bytes_read += future.result()
@@ -206,17 +217,60 @@ class LoadedUnits:
     def _give_back(self, units: Sequence[Unit]) -> None:
         """Give back the granules of units in which no unit that is held has bytes."""
         granules: list[Range] = []
-        for storage, number in units:
-            first, stop = self.pool.granules(self._read_of[storage], number)
-            first += self.residency.in_use(first)
-            stop -= stop - 1 > first and self.residency.in_use(stop - 1)
-            if first < stop:
-                granules.append(Range(first * self.pool.granule, stop * self.pool.granule))
+        for unit in units:
+            inner = self._inner(unit)
+            if inner is not None:
+                self._spare.append(inner)
+            granules += subtract(self._own(unit), [inner] if inner else [])
         for place in merged(granules):
-            nbytes = min(place.stop, self._memory.nbytes) - place.start
-            drop_pages(self._memory.address + place.start, nbytes)
-            if self._debug:
-                protect(self._memory.address + place.start, nbytes, PROT_NONE)
+            self._discard(place)
+
+    def _own(self, unit: Unit) -> list[Range]:
+        """The granules of a dropped unit in which no unit that is held has bytes."""
+        first, stop = self.pool.granules(self._read_of[unit[0]], unit[1])
+        first += self.residency.in_use(first)
+        stop -= stop - 1 > first and self.residency.in_use(stop - 1)
+        return [Range(first * self.pool.granule, stop * self.pool.granule)] if first < stop else []
+
+    def _inner(self, unit: Unit) -> Range | None:
+        """The granules that only this unit has bytes in, if they are many and may move."""
+        first, stop = self.pool.granules(self._read_of[unit[0]], unit[1])
+        inner = Range((first + 1) * self.pool.granule, (stop - 1) * self.pool.granule)
+        return inner if self._moves and inner.nbytes >= _MOVED else None
+
+    def _move_to(self, units: Sequence[Unit]) -> None:
+        """Give units the memory of dropped ones, which need not be zeroed and mapped again."""
+        for unit in units:
+            inner = self._inner(unit)
+            at = inner.start if inner else 0
+            while inner and at < inner.stop and self._spare:
+                spare = self._spare.pop()
+                nbytes = min(spare.nbytes, inner.stop - at)
+                if spare.start + nbytes < spare.stop:
+                    self._spare.append(Range(spare.start + nbytes, spare.stop))
+                base = self._memory.address
+                if spare.start != at:
+                    move(base + spare.start, base + at, nbytes)
+                at += nbytes
+
+    def _trim(self, most: int | None = None) -> None:
+        """Give back what is spare beyond what the pool may hold beside its units."""
+        left = self.pool.nbytes - self.residency.held_bytes if most is None else most
+        kept: list[Range] = []
+        for spare in self._spare:
+            nbytes = min(spare.nbytes, left)
+            left -= nbytes
+            if nbytes:
+                kept.append(Range(spare.start, spare.start + nbytes))
+            if nbytes < spare.nbytes:
+                self._discard(Range(spare.start + nbytes, spare.stop))
+        self._spare = kept
+
+    def _discard(self, place: Range) -> None:
+        nbytes = min(place.stop, self._memory.nbytes) - place.start
+        drop_pages(self._memory.address + place.start, nbytes)
+        if self._debug:
+            protect(self._memory.address + place.start, nbytes, PROT_NONE)
 
     def _protect(self, place: Range, protection: int) -> None:
         granule = self.pool.granule
@@ -240,6 +294,7 @@ class LoadedUnits:
         held = self.residency.held
         self.residency.forget(held)
         self._give_back(held)
+        self._trim(0)
         self._unclear = False
 
 
