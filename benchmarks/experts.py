@@ -74,7 +74,7 @@ class Experts(nn.Module):
         ends = counts.cumsum(0, dtype=torch.int32)
         gate, up = torch._grouped_mm(rows, self.gate_up.transpose(-2, -1), ends).chunk(2, -1)
         out = torch._grouped_mm(nn.functional.silu(gate) * up, self.down.transpose(-2, -1), ends)
-        back = torch.empty_like(order).index_put_((order,), torch.arange(len(order)))
+        back = torch.empty_like(order).index_put_((order,), torch.arange(order.shape[0]))
         return out[back].view(*route.shape, -1).mean(1)
 
 
