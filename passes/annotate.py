@@ -17,12 +17,12 @@ from penstock.passes.calls.signature import check_signature
 from penstock.passes.graph.grad_regions import without_grad_regions
 from penstock.passes.graph.retarget import exported_device
 from penstock.passes.pipeline import Pipeline, declare
+from penstock.passes.sparse.contracts import sparse_reads
 from penstock.passes.trace import PRESET_CPU, observe
 from penstock.passes.training.facts import Training
 from penstock.passes.weights.lifted import Catalog, Weights, refuse_lost_values, with_own_constants
 from penstock.passes.weights.subclasses import parts_of, with_plain_parts
 from penstock.passes.weights.usage import Usage, find_usage
-from penstock.passes.sparse.contracts import sparse_reads
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.hardware import find_hardware
 from penstock.schedule.facts.model import Hardware, Kind, Method, Storage, Trace, Weight

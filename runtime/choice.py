@@ -27,7 +27,7 @@ from penstock.runtime.system.limits import usable_bytes
 from penstock.runtime.system.memory import round_up, supports_move, supports_populate
 from penstock.schedule.facts.errors import BudgetError, PlanError
 from penstock.schedule.facts.hardware import find_hardware, stretched, with_times
-from penstock.schedule.facts.model import Arena, Hardware, Pool, Range, Storage, Trace, Wrap
+from penstock.schedule.facts.model import Arena, Hardware, Pool, Range, SparseRead, Storage, Trace, Wrap
 from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.facts.sizes import format_budget, format_size
 from penstock.schedule.facts.validity import check_machine
@@ -135,7 +135,9 @@ class _Asked:
         if device_kind(device) != "cpu" or payload.lowering != "eager":
             return None
         traces = trusted(payload.traces)
-        layout = units_layout(payload.storages, traces, granule=PAGE, keep=keep)
+        doubted = _sparse(payload.traces) - _sparse(traces)
+        whole = keep | {read.storage for read in doubted}
+        layout = units_layout(payload.storages, traces, granule=PAGE, keep=whole)
         if layout is None:
             return None
         pool = smallest_pool(traces, layout, PAGE)
@@ -146,6 +148,10 @@ class _Asked:
 
     def floor(self, arena: Arena) -> Floor:
         return floor(self.demand(arena))
+
+
+def _sparse(traces: Sequence[Trace]) -> set[SparseRead]:
+    return {one for trace in traces for step in trace.steps for one in step.sparse}
 
 
 def reduced(payload: Payload, pool: Pool | None) -> Payload:
@@ -183,7 +189,7 @@ def _divided(problem: Problem, budget: int) -> tuple[int, Problem]:
         return sum(pass_ns(problem.storages, one, problem.hardware, room) for one in traces), problem
     least = floor(problem).upper_bytes - problem.outside_bytes
     nbytes = budget - (problem.outside_bytes - problem.pool.nbytes)
-    found, ns = divide(problem.storages, problem.traces, problem.pool, problem.hardware, nbytes, least)
+    found, ns = divide(problem, nbytes, least)
     return ns, replace(problem, pool=found)
 
 
@@ -272,8 +278,9 @@ def _granule(weight_bytes: int) -> int:
 def find_floors(payload: Payload, device: str, arena: str | None, keep: frozenset[int]) -> dict[str, Floor]:
     """The floor of each arena that the device allows, the preferred one first, or of `arena` alone."""
     floors: dict[str, Floor] = {}
-    for asked in (_Asked(payload, keep), _Asked.by_units(payload, keep, device)):
-        for name, one in _allowed(asked.payload, device, arena).items() if asked else ():
+    ways = (_Asked(payload, keep), _Asked.by_units(payload, keep, device))
+    for asked in (way for way in ways if way is not None):
+        for name, one in _allowed(asked.payload, device, arena).items():
             found = asked.floor(one)
             if name not in floors or found.upper_bytes < floors[name].upper_bytes:
                 floors[name] = found

@@ -38,9 +38,7 @@ class SparseCall(torch.nn.Module):
     Where they do not fit together, the operator runs in parts.
     """
 
-    def __init__(
-        self, operator: OpOverload, read: SparseRead, units: Units, graph: int, step: int
-    ) -> None:
+    def __init__(self, operator: OpOverload, read: SparseRead, units: Units, graph: int, step: int) -> None:
         super().__init__()
         self._operator, self._read, self._units = operator, read, units
         self._graph, self._step = graph, step
@@ -53,7 +51,7 @@ class SparseCall(torch.nn.Module):
         weight, index = self._contract.operands(arguments)
         if (weight.dtype, weight.shape, weight.stride()) != self._geometry:
             raise StreamError(
-                f"step {self._step} of graph {self._graph} reads a tensor of shape {tuple(weight.shape)}, and "
+                f"step {self._step} of graph {self._graph} reads a tensor of {tuple(weight.shape)}, and "
                 f"its payload says {self._read.view.shape}: payload and program are not of one compilation"
             )
         held = self._tensor.detach().requires_grad_() if weight.requires_grad else self._tensor
@@ -87,8 +85,8 @@ def call_by_units(graph: fx.Graph, bodies: dict[str, Any], trace: Trace, units: 
                 continue
             if node is None or str(node.target) != read.operator or read.operator not in CONTRACTS:
                 raise PassError(
-                    f"step {k} ({step.name}) of method {trace.method!r} does not call {read.operator}: payload "
-                    "and program are not of one compilation, compile again"
+                    f"step {k} ({step.name}) of method {trace.method!r} does not call {read.operator}: "
+                    "payload and program are not of one compilation, compile again"
                 )
             bodies[name := f"sparse_{k}"] = SparseCall(node.target, read, units, trace.graph, k)
             node.op, node.target = "call_module", name

@@ -29,10 +29,10 @@ Arguments = tuple[Any, ...]
 class Contract:
     """How an operator is told which slices of its argument number `weight` on dimension 0 it needs.
 
-    Argument number `index` names them. If `ends`, it is the end of each slice's run among the rows of argument
-    0, which are sorted by slice: slices without a row are not read. Otherwise it holds the slices' numbers, of
-    which negative ones count from the end if `wraps`; the result has the sizes of the index, and behind them
-    those of a slice. With `listed`, the index is the only entry of a list.
+    Argument number `index` names them. If `ends`, it is the end of each slice's run among the rows of
+    argument 0, which are sorted by slice: slices without a row are not read. Otherwise it holds the slices'
+    numbers, of which negative ones count from the end if `wraps`; the result has the sizes of the index, and
+    behind them those of a slice. With `listed`, the index is the only entry of a list.
     """
 
     weight: int
@@ -114,8 +114,11 @@ class Contract:
     ) -> torch.Tensor:
         weight, index = self.operands(arguments)
         flat = index.reshape(-1)
-        numbers = torch.where(flat < 0, flat + weight.shape[0], flat)
-        result = weight.new_empty((flat.numel(), *weight.shape[1:]))
+        numbers = torch.where(flat < 0, flat + weight.shape[0], flat) if self.wraps else flat
+        beyond = flat[(numbers < 0) | (numbers >= weight.shape[0])]
+        if beyond.numel():
+            operator(*self.replaced(arguments, weight, beyond))  # which refuses them
+        result: torch.Tensor = weight.new_empty((flat.numel(), *weight.shape[1:]))
         for part in parts:
             places = torch.nonzero((numbers >= part[0]) & (numbers <= part[-1])).reshape(-1)
             with hold(part):
@@ -138,29 +141,33 @@ def sparse_reads(
 ) -> dict[str, SparseRead]:
     """Returns the reads by units of a propagated graph, by the names of the nodes.
 
-    A node is among them if its operator has a contract, and the weight, or the view that it is given, has
-    slices on dimension 0 that do not overlap. A storage of which nodes read different slices has none.
+    A node is among them if its operator has a contract, the weight, or the view that it is given, has slices
+    on dimension 0 that do not overlap, and no other argument is of that storage. A storage of which nodes
+    read different slices has none.
     """
     inputs = [node for node in placeholders_of(graph_module.graph) if node.name in weights.held]
     held = {storages_of(node.meta["val"])[0]: node for node in inputs}
     found: dict[str, SparseRead] = {}
-    routes: dict[fx.Node, int] = {}
+    routes: dict[tuple[fx.Node, bool], int] = {}
     for node, contract in _candidates(graph_module.graph):
         weight, index = contract.operands(node.args)
-        owner = held.get(storages_of(weight.meta["val"])[0])
+        memory = storages_of(weight.meta["val"])[0]
+        owner = held.get(memory)
         if owner is None or storages[weights.storage_of(owner.name)].kind != "streamable":
+            continue
+        others = [one for one in node.all_input_nodes if one is not weight]
+        if any(memory in storages_of(one.meta.get("val")) for one in others):
             continue
         view = _view(weight.meta["val"], owner.meta["val"], weights.held[owner.name].parts[0])
         if view is not None and _is_index(contract, index.meta["val"]):
-            route = routes.setdefault(index, len(routes))
+            route = routes.setdefault((index, contract.ends), len(routes))
             asked = contract.asked(node, view.shape[0])
             read = SparseRead(view, str(node.target), route, asked)
-            if _has_units(read):
+            if _has_units(read, storages[read.storage]):
                 found[node.name] = read
-    views: dict[int, set[tuple[object, ...]]] = {}
+    views: dict[int, set[object]] = {}
     for read in found.values():
-        units = (read.count, read.view.offset, read.unit_stride, read.unit_nbytes)
-        views.setdefault(read.storage, set()).add(units)
+        views.setdefault(read.storage, set()).add(read.units)
     return {name: read for name, read in found.items() if len(views[read.storage]) == 1}
 
 
@@ -192,8 +199,10 @@ def _is_index(contract: Contract, index: torch.Tensor) -> bool:
 def _view(tensor: torch.Tensor, input: torch.Tensor, part: Part) -> Part | None:
     """The geometry of a fake tensor in the storage of a part, which is the fake `input`.
 
-    None if it has dynamic sizes, or no dimension to slice.
+    None if it has dynamic sizes, or no dimension to slice, or bits that only torch sees as others.
     """
+    if tensor.is_conj() or tensor.is_neg():
+        return None
     sizes = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
     if not tensor.dim() or not all(isinstance(size, int) for size in sizes) or 0 in tensor.shape:
         return None
@@ -202,5 +211,6 @@ def _view(tensor: torch.Tensor, input: torch.Tensor, part: Part) -> Part | None:
     return Part("", dtype_name(tensor.dtype), shape, stride, part.storage, part.offset + within)
 
 
-def _has_units(read: SparseRead) -> bool:
-    return read.count > 1 and read.unit_stride >= read.unit_nbytes
+def _has_units(read: SparseRead, storage: Storage) -> bool:
+    inside = read.view.offset >= 0 and read.unit(read.count - 1)[1] <= storage.nbytes
+    return inside and read.count > 1 and read.unit_stride >= read.unit_nbytes

@@ -1,8 +1,8 @@
 """Tries whether an operator reads only the units that its operand names, in this process, with this torch.
 
-An operator that reads another unit would find zeros in its place, silently. So it is run on memory in which only
-the named units were ever written, and the kernel is asked which pages have been touched since: the first read
-of a page maps it.
+An operator that reads another unit would find zeros in its place, silently. So it is run on memory in which
+only the named units were ever written, and the system is asked which pages have been touched since: the first
+read of a page maps it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -25,8 +26,8 @@ from penstock.runtime.system.memory import (
     round_down,
     round_up,
 )
-from penstock.schedule.facts.errors import PenstockError
-from penstock.schedule.facts.model import Part, SparseRead, Trace
+from penstock.schedule.facts.errors import PenstockError, PlanError
+from penstock.schedule.facts.model import Decisions, Part, SparseRead, Trace
 
 _log = logging.getLogger(__name__)
 
@@ -50,8 +51,23 @@ def trusted(traces: Iterable[Trace]) -> tuple[Trace, ...]:
     )
 
 
+def check_trusted(plan: Decisions) -> None:
+    """Raise PlanError if the pool of a plan serves a read that was not seen to read nothing else here.
+
+    The plan may be of another machine, another torch, or another number of threads.
+    """
+    for trace in plan.traces if plan.pool else ():
+        for step in trace.steps:
+            for one in step.sparse:
+                if plan.pool is not None and plan.pool.has(one) and not reads_units_only(one):
+                    raise PlanError(
+                        f"the plan reads units of a weight in {step.name}, and {one.operator} was not seen "
+                        "to read only those in this process: make a plan on this machine"
+                    )
+
+
 def reads_units_only(read: SparseRead) -> bool:
-    """Tells whether the operator of a read touches only the units that its operand names, and repeats its bits.
+    """Tells whether the operator of a read touches only units that its operand names, and repeats its bits.
 
     Each operator is tried once a process for each dtype, geometry of units, and number of threads.
     """
@@ -115,7 +131,7 @@ def _passes(contract: Contract, call: torch._ops.OpOverload, read: SparseRead) -
 
 def _like(values: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """The values in the order of dimensions that a tensor has in memory."""
-    order = sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d))
+    order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
     return values.permute(order).contiguous().permute([order.index(d) for d in range(tensor.dim())])
 
 
@@ -127,7 +143,7 @@ def _random(shape: torch.Size, dtype: torch.dtype, generator: torch.Generator) -
 
 def _arguments(
     contract: Contract, tensor: torch.Tensor, named: list[int], generator: torch.Generator
-) -> tuple[object, ...]:
+) -> tuple[Any, ...]:
     """Arguments of a call that names these units, each for two rows."""
     if contract.ends:
         counts = torch.zeros(tensor.shape[0], dtype=torch.int32)
@@ -138,5 +154,3 @@ def _arguments(
     if contract.index == 2:
         return tensor, 0, index
     return contract.replaced((None, None), tensor, index)
-
-

@@ -1,7 +1,7 @@
 """Units in memory: they are read when a call names them, and stay as long as the policy lets them.
 
 Memory is address space in which every storage has one place. Filling a unit takes pages there, dropping it
-gives them back. What is dropped and read is decided by `schedule/sparse/residency.py` alone, when a read asks;
+gives them back. `schedule/sparse/residency.py` alone decides what is dropped and read, when a read asks;
 readers only carry it out.
 """
 
@@ -23,6 +23,7 @@ from penstock.runtime.system.memory import (
     HUGE_PAGE,
     MADV_HUGEPAGE,
     MADV_NOHUGEPAGE,
+    PAGE,
     PROT_NONE,
     Reservation,
     drop_pages,
@@ -64,6 +65,11 @@ class LoadedUnits:
     ) -> None:
         if plan.pool is None:
             raise PlanError("the plan has no pool: nothing of it is read by units")
+        if plan.pool.granule % PAGE:
+            raise PlanError(
+                f"the pool has granules of {plan.pool.granule} bytes, and this system pages of {PAGE}: "
+                "make a plan on this machine"
+            )
         self.pool, self._source, self._debug = plan.pool, source, debug
         self.residency = Residency(self.pool, plan.traces)
         self.counters = Counters()
@@ -75,7 +81,8 @@ class LoadedUnits:
             if self.pool.has(one)
         }
         self._read_of = {one.storage: one for one in self._reads.values()}
-        self._stops = [place + s.nbytes for place, s in zip(self.pool.layout, storages, strict=True)]
+        places = zip(self.pool.layout, storages, strict=True)
+        self._stops = [place + s.nbytes if place >= 0 else 0 for place, s in places]
         self._coming: dict[Unit, Future[int]] = {}
         self._spare: list[Range] = []  # memory of dropped units, still where they were
         self._unclear = False
@@ -291,10 +298,11 @@ class LoadedUnits:
         """Drop every unit, once nothing is on its way."""
         wait(set(self._coming.values()))
         self._coming.clear()
-        held = self.residency.held
-        self.residency.forget(held)
-        self._give_back(held)
-        self._trim(0)
+        self._spare.clear()
+        self.residency.forget(self.residency.held)
+        drop_pages(self._memory.address, self._memory.nbytes)
+        if self._debug:
+            protect(self._memory.address, self._memory.nbytes, PROT_NONE)
         self._unclear = False
 
 

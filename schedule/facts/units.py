@@ -1,4 +1,4 @@
-"""Reads of single slices: which slices of a tensor an operator may need, and the memory they come and go in."""
+"""Reads of single slices: which slices of a tensor an operator may need, and the memory they come in."""
 
 from __future__ import annotations
 
@@ -44,6 +44,11 @@ class SparseRead:
         """Bytes from the first to the last item of a unit."""
         return part_nbytes(replace(self.view, shape=self.view.shape[1:], stride=self.view.stride[1:]))
 
+    @property
+    def units(self) -> tuple[int, int, int, int]:
+        """Equal for two reads of a storage that mean the same bytes by the same number of a unit."""
+        return self.count, self.view.offset, self.unit_stride, self.unit_nbytes
+
     def unit(self, number: int) -> tuple[int, int]:
         """The bytes of a unit: start and stop, counted from the start of the storage."""
         start = self.view.offset + number * self.unit_stride
@@ -55,11 +60,12 @@ class Pool:
     """Memory of at most `nbytes`, beside the arena, in which units come and go as calls ask for them.
 
     `layout[s]` is where storage s begins in the address space of the pool, in bytes, or -1 if its units are
-    not in it. Memory is taken and given back in granules of `granule` bytes, counted from offset 0; two units
-    that share one are counted together.
+    not in it. All reads of a storage in it have the same units. Memory is taken and given back in granules of
+    `granule` bytes, counted from offset 0; what two units share is counted once.
 
-    `expected_ns` are the nanoseconds that a pass of each schedule is expected to wait for units, if all units
-    are asked for equally often, and `worst_ns` those of a pass that finds none of its units there.
+    `expected_ns[i]` are the nanoseconds that a pass of the plan's trace number i is expected to wait for
+    units, if all are asked for equally often, and `worst_ns[i]` those of a pass that finds none of them.
+    Both are empty if nobody has estimated them.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -72,6 +78,11 @@ class Pool:
     def has(self, read: SparseRead) -> bool:
         """Tells whether the units of a read are in the pool."""
         return self.layout[read.storage] >= 0
+
+    @property
+    def storages(self) -> tuple[int, ...]:
+        """The storages whose units are in the pool."""
+        return tuple(s for s, place in enumerate(self.layout) if place >= 0)
 
     def granules(self, read: SparseRead, number: int) -> tuple[int, int]:
         """The granules that hold a unit: the first one, and the one behind the last."""
