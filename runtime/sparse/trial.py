@@ -11,12 +11,15 @@ import functools
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
 
 from penstock.passes.sparse.contracts import CONTRACTS, Contract
+from penstock.passes.sparse.tiles import LINEAR
 from penstock.runtime.arena.base import tensor_at
+from penstock.runtime.sparse.certified import repeats_bits
 from penstock.runtime.system.memory import (
     MADV_NOHUGEPAGE,
     PAGE,
@@ -27,7 +30,7 @@ from penstock.runtime.system.memory import (
     round_up,
 )
 from penstock.schedule.facts.errors import PenstockError, PlanError
-from penstock.schedule.facts.model import Decisions, Part, SparseRead, Trace
+from penstock.schedule.facts.model import Decisions, Part, SparseRead, Step, Trace
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +44,7 @@ def trusted(traces: Iterable[Trace]) -> tuple[Trace, ...]:
         replace(
             trace,
             steps=tuple(
-                replace(step, sparse=tuple(one for one in step.sparse if reads_units_only(one)))
+                replace(step, sparse=tuple(one for one in step.sparse if _trusted(one, step)))
                 if step.sparse
                 else step
                 for step in trace.steps
@@ -49,6 +52,14 @@ def trusted(traces: Iterable[Trace]) -> tuple[Trace, ...]:
         )
         for trace in traces
     )
+
+
+def _trusted(read: SparseRead, step: Step) -> bool:
+    if read.operator == LINEAR:
+        rows = step.read_work.flops // (2 * prod(read.view.shape)) or 1
+        third = max(1, read.count // 3)
+        return repeats_bits(read, (0, 1, third, read.count), rows, bias=False)
+    return reads_units_only(read)
 
 
 def check_trusted(plan: Decisions) -> None:
@@ -59,7 +70,7 @@ def check_trusted(plan: Decisions) -> None:
     for trace in plan.traces if plan.pool else ():
         for step in trace.steps:
             for one in step.sparse:
-                if plan.pool is not None and plan.pool.has(one) and not reads_units_only(one):
+                if plan.pool is not None and plan.pool.has(one) and not _trusted(one, step):
                     raise PlanError(
                         f"the plan reads units of a weight in {step.name}, and {one.operator} was not seen "
                         "to read only those in this process: make a plan on this machine"
@@ -72,16 +83,16 @@ def reads_units_only(read: SparseRead) -> bool:
     Each operator is tried once a process for each dtype, geometry of units, and number of threads.
     """
     view = replace(read.view, storage=0, offset=read.view.offset % PAGE)
-    return _tried(read.operator, view, torch.get_num_threads())
+    return _tried(read.operator, view, read.slices, torch.get_num_threads())
 
 
 @functools.cache
-def _tried(operator: str, view: Part, threads: int) -> bool:
+def _tried(operator: str, view: Part, slices: int, threads: int) -> bool:
     contract = CONTRACTS.get(operator)
     call = _operator(operator)
     if contract is None or call is None:
         return False
-    read = SparseRead(view, operator, 0, 0)
+    read = SparseRead(view, operator, 0, 0, slices)
     if read.unit_nbytes > _LARGEST:
         return False
     try:
@@ -117,6 +128,8 @@ def _passes(contract: Contract, call: torch._ops.OpOverload, read: SparseRead) -
             unit.copy_(_random(unit.shape, unit.dtype, generator))
             start, stop = read.unit(number)
             pages |= set(range(round_down(start, PAGE), round_up(stop, PAGE), PAGE))
+        if read.slices > 1:
+            tensor, named = tensor.flatten(0, 1), [number * read.slices + 1 for number in named]
         before = resident_bytes(memory.address, memory.address + memory.nbytes)
         arguments = _arguments(contract, tensor, named, generator)
         result = call(*arguments)

@@ -12,12 +12,15 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from math import prod
+from typing import Any
 
 import torch
 
 from penstock.runtime.arena.base import tensor_at
 from penstock.runtime.files.ranges import FileRanges
 from penstock.runtime.files.source import Source
+from penstock.runtime.sparse.certified import repeats_bits
 from penstock.runtime.stream.interface import Counters
 from penstock.runtime.system.memory import (
     HUGE_PAGE,
@@ -129,6 +132,17 @@ class LoadedUnits:
         """Note all units that a step's read asks for, ascending, and cut them into parts that fit."""
         self.residency.ask(graph, step, units)
         return self.residency.parts(self._reads[graph, step].storage, units)
+
+    def certify(self, read: SparseRead, parts: Sequence[Sequence[int]], arguments: Sequence[Any]) -> None:
+        """Return if a product in these parts has the bits of the whole. Raises StreamError if it has not."""
+        given, bias = arguments[0], len(arguments) > 2 and arguments[2] is not None
+        rows = given.numel() // given.shape[-1] if given.numel() else 0
+        edges = [*(part[0] for part in parts), read.count]
+        if rows and not repeats_bits(read, edges, rows, bias=bias):
+            raise StreamError(
+                f"a product of {rows} rows with a weight of {prod(read.view.shape)} elements cannot be computed "
+                "by tiles with the bits of the whole: give a budget that holds this weight, or fewer rows"
+            )
 
     @contextmanager
     def hold(self, graph: int, step: int, units: Sequence[int], *, alone: bool) -> Iterator[None]:

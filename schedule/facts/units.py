@@ -17,6 +17,10 @@ class SparseRead:
     `operator` is the operator's name, which says how the operand names units (`passes/sparse/contracts.py`).
     Reads of one method with the same `route` have the same operand. A call of the exported sizes names at
     most `asked` different units.
+
+    With `tiles`, every call needs all units, which are the tiles of a product that may be computed one after
+    another. If `slices` is more than 1, a unit is a run of so many slices: the operator is given the tensor whose
+    dimension 0 is the first two of `view` in one.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -24,6 +28,8 @@ class SparseRead:
     operator: str
     route: int
     asked: int
+    slices: int = 1
+    tiles: bool = False
 
     @property
     def storage(self) -> int:
@@ -60,7 +66,8 @@ class Pool:
     """Memory of at most `nbytes`, beside the arena, in which units come and go as calls ask for them.
 
     `layout[s]` is where storage s begins in the address space of the pool, in bytes, or -1 if its units are
-    not in it. All reads of a storage in it have the same units. Memory is taken and given back in granules of
+    not in it. All reads of a storage that it serves have the same units; reads by tiles are served only with
+    `tiles`. Memory is taken and given back in granules of
     `granule` bytes, counted from offset 0; what two units share is counted once.
 
     `expected_ns[i]` are the nanoseconds that a pass of the plan's trace number i is expected to wait for
@@ -72,12 +79,13 @@ class Pool:
     nbytes: int
     granule: int
     layout: tuple[int, ...]
+    tiles: bool = False
     expected_ns: tuple[int, ...] = ()
     worst_ns: tuple[int, ...] = ()
 
     def has(self, read: SparseRead) -> bool:
-        """Tells whether the units of a read are in the pool."""
-        return self.layout[read.storage] >= 0
+        """Tells whether the pool serves a read."""
+        return self.layout[read.storage] >= 0 and (self.tiles or not read.tiles)
 
     @property
     def storages(self) -> tuple[int, ...]:

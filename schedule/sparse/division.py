@@ -28,16 +28,22 @@ _READERS = 4
 
 
 def units_layout(
-    storages: Sequence[Storage], traces: Sequence[Trace], *, granule: int, keep: Collection[int] = ()
+    storages: Sequence[Storage],
+    traces: Sequence[Trace],
+    *,
+    granule: int,
+    keep: Collection[int] = (),
+    tiles: bool = False,
 ) -> tuple[int, ...] | None:
     """The places in a pool of the storages that are worth reading by units; None if there are none.
 
-    A storage of which methods read different units has no place.
+    Without `tiles`, reads by tiles do not count. A storage of which methods read different units has no place.
     Each place agrees with the first file offset of its storage modulo `granule` where the phases allow, so
     that whole granules can be read directly.
     """
     named: dict[int, set[object]] = {}
-    for one in (one for trace in traces for step in trace.steps for one in step.sparse):
+    reads = (one for trace in traces for step in trace.steps for one in step.sparse)
+    for one in (one for one in reads if tiles or not one.tiles):
         named.setdefault(one.storage, set()).add(one.units)
     layout, end = [-1] * len(storages), 0
     for s in sorted(named.keys() - set(keep)):
@@ -51,11 +57,11 @@ def units_layout(
     return tuple(layout) if end else None
 
 
-def without_units(trace: Trace, layout: Sequence[int]) -> Trace:
-    """The trace of what has to be in the arena where a pool of that layout serves the rest."""
+def without_units(trace: Trace, pool: Pool) -> Trace:
+    """The trace of what has to be in the arena where a pool serves the rest."""
     steps = []
     for step in trace.steps:
-        served = {one.storage for one in step.sparse if layout[one.storage] >= 0}
+        served = {one.storage for one in step.sparse if pool.has(one)}
         steps.append(replace(step, reads=tuple(s for s in step.reads if s not in served)))
     return replace(trace, steps=tuple(steps))
 
@@ -65,9 +71,11 @@ def served_reads(trace: Trace, pool: Pool) -> Iterator[SparseRead]:
     return (one for step in trace.steps for one in step.sparse if pool.has(one))
 
 
-def smallest_pool(traces: Sequence[Trace], layout: tuple[int, ...], granule: int) -> Pool:
+def smallest_pool(
+    traces: Sequence[Trace], layout: tuple[int, ...], granule: int, *, tiles: bool = False
+) -> Pool:
     """The pool that holds one unit, whichever it is."""
-    pool = Pool(0, granule, layout)
+    pool = Pool(0, granule, layout, tiles)
     most = max(_widest(pool, one) for trace in traces for one in served_reads(trace, pool))
     return replace(pool, nbytes=most)
 

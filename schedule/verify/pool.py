@@ -45,7 +45,8 @@ def check_pool(storages: tuple[Storage, ...], plan: Decisions) -> None:
 
 
 def _served(read: SparseRead, pool: Pool) -> bool:
-    return 0 <= read.view.storage < len(pool.layout) and pool.layout[read.view.storage] >= 0
+    known = 0 <= read.view.storage < len(pool.layout)
+    return known and pool.layout[read.view.storage] >= 0 and (pool.tiles or not read.tiles)
 
 
 def _check_places(storages: tuple[Storage, ...], pool: Pool) -> None:

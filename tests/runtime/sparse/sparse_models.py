@@ -79,3 +79,23 @@ def routes(tokens: int, seed: int, *, layers: int = 3, experts: int = 16, asked:
     """Different experts for each token and layer: (layers, tokens, asked)."""
     drawn = torch.rand(layers, tokens, experts, generator=seeded(seed))
     return drawn.topk(asked).indices
+
+
+class Head(nn.Module):
+    """An embedding, a dense layer and a head of 64 MiB, of one storage with the embedding if `tied`."""
+
+    def __init__(self, dtype: torch.dtype, *, tied: bool) -> None:
+        super().__init__()
+        rows = (64 << 20) // (1024 * dtype.itemsize)
+        self.words = nn.Embedding(rows, 1024, dtype=dtype)
+        self.dense = nn.Linear(1024, 1024, dtype=dtype)
+        self.head = nn.Linear(1024, rows, bias=not tied, dtype=dtype)
+        with torch.no_grad():
+            self.words.weight.copy_(torch.randn(1024, 1024, generator=seeded()).repeat(rows // 1024, 1) / 32)
+            self.head.weight.copy_(self.words.weight.roll(7, 0))
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(torch.tanh(self.dense(self.words(ids))))
+        return logits

@@ -285,5 +285,5 @@ def test_the_floor_is_what_is_read_whole_and_one_unit(experts):
         one.unit_nbytes for trace in payload.traces for step in trace.steps for one in step.sparse
     )
     assert widest <= pool.nbytes <= widest + 4096
-    reads = {s for step in without_units(payload.traces[0], layout).steps for s in step.reads}
+    reads = {s for step in without_units(payload.traces[0], pool).steps for s in step.reads}
     assert program.floor_bytes == pool.nbytes + max(payload.storages[s].nbytes for s in reads)

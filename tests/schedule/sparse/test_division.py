@@ -88,7 +88,7 @@ def test_places_are_apart() -> None:
 
 def test_what_the_pool_serves_is_not_read_from_the_arena() -> None:
     both = trace(((0, 1), (TABLE,)), ((0,), ()), ((1,), (rows(1, 1024, 1024),)))
-    reduced = without_units(both, (0, -1, -1))
+    reduced = without_units(both, Pool(4096, 4096, (0, -1, -1)))
     assert [step.reads for step in reduced.steps] == [
         (1,),
         (0,),
@@ -143,7 +143,7 @@ def test_waiting_falls_with_the_pool_and_is_worst_without_one() -> None:
 
 def problem(whole_ns: int, asked: int) -> Problem:
     read = replace(TABLE, asked=asked)
-    some = without_units(trace(((0,), (read,)), ((1,), ())), (0, -1, -1))
+    some = without_units(trace(((0,), (read,)), ((1,), ())), Pool(4096, 4096, (0, -1, -1)))
     some = replace(some, steps=(replace(some.steps[0], read_ns=whole_ns), some.steps[1]))
     arena = Arena("paged", "anonymous", 4096, (-1, 0, -1), ())
     pool = smallest_pool([some], (0, -1, -1), 4096)
