@@ -79,9 +79,9 @@ class Pool:
     nbytes: int
     granule: int
     layout: tuple[int, ...]
-    tiles: bool = False
     expected_ns: tuple[int, ...] = ()
     worst_ns: tuple[int, ...] = ()
+    tiles: bool = False
 
     def has(self, read: SparseRead) -> bool:
         """Tells whether the pool serves a read."""

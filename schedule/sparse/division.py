@@ -75,7 +75,7 @@ def smallest_pool(
     traces: Sequence[Trace], layout: tuple[int, ...], granule: int, *, tiles: bool = False
 ) -> Pool:
     """The pool that holds one unit, whichever it is."""
-    pool = Pool(0, granule, layout, tiles)
+    pool = Pool(0, granule, layout, tiles=tiles)
     most = max(_widest(pool, one) for trace in traces for one in served_reads(trace, pool))
     return replace(pool, nbytes=most)
 
