@@ -40,7 +40,11 @@ class Plan(Decisions):
             values = f" of {format_size(kept)}" if kept else ""
             written = f", {format_size(self.written_bytes)}{values} of kept values written out"
         budget = format_budget(self.budget, sum(self.sizes))
-        return f"{resident}{total} resident, {streamed} streamed a pass{written}, budget {budget}"
+        units = ""
+        if self.pool is not None:
+            of = f" of {format_size(sum(self.sizes[s] for s in self.pool.storages))}" if self.sizes else ""
+            units = f", a pool of {format_size(self.pool.nbytes)} for units{of}"
+        return f"{resident}{total} resident{units}, {streamed} streamed a pass{written}, budget {budget}"
 
     def to_json(self) -> str:
         """The plan as JSON, as docs/payload.md specifies it."""
