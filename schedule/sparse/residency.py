@@ -12,7 +12,7 @@ The decisions depend on nothing but the order of calls, so a recorded order can 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -112,13 +112,13 @@ class Residency:
         """
         one = self._reads[graph][step]
         wanted = self._index(one.read.storage, numbers)
-        self._pinned[wanted] = True
         change, until = Change(), self._until[graph][one.turn]
-        self._admit(wanted[~self._held[wanted]], until, change.drop, change.bring, needed=True)
+        self._pinned[wanted] = True
+        self._admit(wanted[~self._held[wanted]], until, change.drop, change.bring, needed=wanted)
         for read in one.behind if alone else ():
             later = self._index(read.storage, numbers)
             self._pinned[later[self._held[later]]] = True
-            self._admit(later[~self._held[later]], until, change.drop, change.ahead, needed=False)
+            self._admit(later[~self._held[later]], until, change.drop, change.ahead)
         return change
 
     def release(self, graph: int, step: int, numbers: Sequence[int]) -> None:
@@ -160,24 +160,38 @@ class Residency:
         return dict(enumerate(found))
 
     def _admit(
-        self, missing: np.ndarray, until: np.ndarray, drop: list[Unit], bring: list[Unit], *, needed: bool
+        self,
+        missing: np.ndarray,
+        until: np.ndarray,
+        drop: list[Unit],
+        bring: list[Unit],
+        *,
+        needed: np.ndarray | None = None,
     ) -> None:
-        """Make room for missing units, one after another, and count them as held."""
-        leaving = iter(())
-        began = False
+        """Make room for missing units, one after another, and count them as held.
+
+        If they are among those that are `needed` now, all of them find room; otherwise as many as can.
+        """
+        leaving = self._leaving(until, needed)
         for index in missing.tolist():
             while self.held_bytes + self._cost(index) > self._pool.nbytes:
-                if not began:
-                    leaving, began = iter(self._by_key(until)), True
                 last = next(leaving, None)
                 if last is None:
-                    assert not needed, "the units of one read do not fit into their pool"
+                    assert needed is None, "the units of one read do not fit into their pool"
                     return
                 self._drop(last)
                 drop.append(self._unit(last))
             self._take(index)
             self._pinned[index] = True
             bring.append(self._unit(index))
+
+    def _leaving(self, until: np.ndarray, needed: np.ndarray | None) -> Iterator[int]:
+        """The units that may leave, in order. For what is needed now, those brought ahead of need do last."""
+        yield from self._by_key(until)
+        if needed is not None:
+            self._pinned[:] = False
+            self._pinned[needed] = True
+            yield from self._by_key(until)
 
     def _by_key(self, until: np.ndarray) -> list[int]:
         """The units that may leave, the one first that is expected to be asked for last."""
