@@ -40,7 +40,9 @@ class Plan(Decisions):
             values = f" of {format_size(kept)}" if kept else ""
             written = f", {format_size(self.written_bytes)}{values} of kept values written out"
         budget = format_budget(self.budget, sum(self.sizes))
-        return f"{resident}{total} resident, {streamed} streamed a pass{written}{self._units}, budget {budget}"
+        return (
+            f"{resident}{total} resident, {streamed} streamed a pass{written}{self._units}, budget {budget}"
+        )
 
     @property
     def _units(self) -> str:
@@ -48,7 +50,9 @@ class Plan(Decisions):
         if self.pool is None:
             return ""
         places = self.pool.layout
-        served = sum(nbytes for nbytes, at in zip(self.sizes, places, strict=True) if at >= 0) if self.sizes else 0
+        served = (
+            sum(nbytes for nbytes, at in zip(self.sizes, places, strict=True) if at >= 0) if self.sizes else 0
+        )
         of = f"{format_size(served)} " if served else ""
         return f", {of}read by units within {format_size(self.pool.nbytes)}"
 
