@@ -17,12 +17,13 @@ from penstock.passes.calls.signature import check_signature
 from penstock.passes.graph.grad_regions import without_grad_regions
 from penstock.passes.graph.retarget import exported_device
 from penstock.passes.pipeline import Pipeline, declare
+from penstock.passes.sparse.contracts import sparse_reads
+from penstock.passes.sparse.tiles import with_common_units
 from penstock.passes.trace import PRESET_CPU, observe
 from penstock.passes.training.facts import Training
 from penstock.passes.weights.lifted import Catalog, Weights, refuse_lost_values, with_own_constants
 from penstock.passes.weights.subclasses import parts_of, with_plain_parts
 from penstock.passes.weights.usage import Usage, find_usage
-from penstock.passes.sparse.contracts import sparse_reads
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.hardware import find_hardware
 from penstock.schedule.facts.model import Hardware, Kind, Method, Storage, Trace, Weight
@@ -195,7 +196,8 @@ def observe_methods(found: Programs) -> Programs:
         usage = found.usage[method.name]
         sparse = sparse_reads(usage.graph_module, found.held[method.name], found.storages)
         modelled.append(observe(usage, found.storages, method, found.hardware, sparse))
-    return replace(found, traces=tuple(read_together(trace, found.weights) for trace in modelled))
+    traces = tuple(read_together(trace, found.weights) for trace in modelled)
+    return replace(found, traces=with_common_units(traces))
 
 
 PASSES: tuple[Callable[[Programs], Programs], ...] = (

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from penstock.passes.annotate import Annotated
+from penstock.passes.sparse.tiles import with_common_units
 from penstock.passes.trace import PRESET_CPU, sum_of
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.hardware import with_times
@@ -45,7 +46,7 @@ def join_methods(annotated: Mapping[str, Annotated]) -> Annotated:
         storages=tuple(joined.storages),
         weights=tuple(joined.weights.values()),
         methods=tuple(methods),
-        traces=tuple(traces),
+        traces=with_common_units(traces),
     )
     return Annotated(
         payload,

@@ -51,7 +51,8 @@ def observe(
 ) -> Trace:
     """Returns the trace of the eager lowering: a step per node that reads or produces what may stream.
 
-    `sparse` are the reads by units, by the names of their nodes. Costs are for the sizes that the program was exported with. The body of a loop counts once.
+    `sparse` are the reads by units, by the names of their nodes. Costs are for the sizes that the program was
+    exported with. The body of a loop counts once.
     """
     streamable = {
         s for s, one in enumerate(storages) if one.kind in ("streamable", "produced") and one.nbytes

@@ -33,11 +33,11 @@ from penstock.runtime.program import Program
 from penstock.runtime.program import open as open_program
 from penstock.runtime.system.atomic import write_artifact
 from penstock.runtime.training.parameters import write_parameters
+from penstock.schedule.facts.catalog import part_nbytes
 from penstock.schedule.facts.errors import PassError, SourceError
 from penstock.schedule.facts.model import ALIGNMENT, Extent, Method, Part, Storage, Weight, WeightFile
 from penstock.schedule.facts.parts import storages_together
 from penstock.schedule.facts.sizes import parse_size
-from penstock.schedule.facts.catalog import part_nbytes
 from penstock.schedule.payload.codec import Payload, ProgramFile
 from penstock.schedule.space.layout import place_in_file
 
@@ -303,7 +303,7 @@ class _Writer:
 def _packing_order(payload: Payload) -> list[int]:
     """Returns all storages in the order in which they are packed: small, then large, each by first use.
 
-    Behind them come those that are read by units only, which would leave gaps in what is mapped of the others.
+    Behind them come those that are read by units only, which would leave gaps in what is mapped of others.
     Norms and biases apart from the matrices between which they are used fill a few granules, which
     many steps read and every plan therefore keeps: the steps that read nothing else need no probes.
     """

@@ -27,7 +27,7 @@ from penstock.runtime.system.limits import usable_bytes
 from penstock.runtime.system.memory import round_up, supports_move, supports_populate
 from penstock.schedule.facts.errors import BudgetError, PlanError
 from penstock.schedule.facts.hardware import find_hardware, stretched, with_times
-from penstock.schedule.facts.model import Arena, Hardware, Pool, Range, Storage, Trace, Wrap
+from penstock.schedule.facts.model import Arena, Hardware, Pool, Range, SparseRead, Storage, Trace, Wrap
 from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.facts.sizes import format_budget, format_size
 from penstock.schedule.facts.validity import check_machine
@@ -130,15 +130,24 @@ class _Asked:
     pool: Pool | None = None
 
     @classmethod
-    def by_units(cls, payload: Payload, keep: frozenset[int], device: str) -> _Asked | None:
+    def ways(cls, payload: Payload, keep: frozenset[int], device: str) -> tuple[_Asked, ...]:
+        """The ways to read: whole; and by units, and by units and tiles, where there are such reads."""
+        ways = {False, *(read.tiles for read in _sparse(payload.traces))}
+        others = (cls._by_units(payload, keep, device, tiles=tiles) for tiles in sorted(ways))
+        return cls(payload, keep), *(one for one in others if one is not None)
+
+    @classmethod
+    def _by_units(cls, payload: Payload, keep: frozenset[int], device: str, *, tiles: bool) -> _Asked | None:
         """The facts for the smallest pool; None where nothing is worth reading by units, or can be."""
         if device_kind(device) != "cpu" or payload.lowering != "eager":
             return None
         traces = trusted(payload.traces)
-        layout = units_layout(payload.storages, traces, granule=PAGE, keep=keep)
+        doubted = _sparse(payload.traces) - _sparse(traces)
+        whole = keep | {read.storage for read in doubted if tiles or not read.tiles}
+        layout = units_layout(payload.storages, traces, granule=PAGE, keep=whole, tiles=tiles)
         if layout is None:
             return None
-        pool = smallest_pool(traces, layout, PAGE)
+        pool = smallest_pool(traces, layout, PAGE, tiles=tiles)
         return cls(reduced(payload, pool), keep, pool)
 
     def demand(self, arena: Arena) -> Demand:
@@ -148,23 +157,26 @@ class _Asked:
         return floor(self.demand(arena))
 
 
+def _sparse(traces: Sequence[Trace]) -> set[SparseRead]:
+    return {one for trace in traces for step in trace.steps for one in step.sparse}
+
+
 def reduced(payload: Payload, pool: Pool | None) -> Payload:
     """The payload whose traces are those of what is read whole where a pool serves the rest."""
     if pool is None:
         return payload
-    return replace(payload, traces=tuple(without_units(trace, pool.layout) for trace in payload.traces))
+    return replace(payload, traces=tuple(without_units(trace, pool) for trace in payload.traces))
 
 
 def _problem(folder: Path, payload: Payload, request: PlanRequest) -> Problem:
     """The problem to plan: what is read whole or by units, whichever is faster within the budget."""
     kept = kept_storages(payload, request.keep)
-    whole = _Asked(payload, kept)
-    units = _Asked.by_units(payload, kept, request.device)
-    if units is None or request.budget >= sum(storage.nbytes for storage in payload.storages):
-        return _problem_of(folder, whole, request)
+    ways = _Asked.ways(payload, kept, request.device)
+    if len(ways) == 1 or request.budget >= sum(storage.nbytes for storage in payload.storages):
+        return _problem_of(folder, ways[0], request)
     found: list[tuple[int, Problem]] = []
     refused: list[BudgetError] = []
-    for asked in (whole, units):
+    for asked in ways:
         try:
             problem = _problem_of(folder, asked, request)
             found.append(_divided(problem, request.budget))
@@ -183,7 +195,7 @@ def _divided(problem: Problem, budget: int) -> tuple[int, Problem]:
         return sum(pass_ns(problem.storages, one, problem.hardware, room) for one in traces), problem
     least = floor(problem).upper_bytes - problem.outside_bytes
     nbytes = budget - (problem.outside_bytes - problem.pool.nbytes)
-    found, ns = divide(problem.storages, problem.traces, problem.pool, problem.hardware, nbytes, least)
+    found, ns = divide(problem, nbytes, least)
     return ns, replace(problem, pool=found)
 
 
@@ -272,8 +284,8 @@ def _granule(weight_bytes: int) -> int:
 def find_floors(payload: Payload, device: str, arena: str | None, keep: frozenset[int]) -> dict[str, Floor]:
     """The floor of each arena that the device allows, the preferred one first, or of `arena` alone."""
     floors: dict[str, Floor] = {}
-    for asked in (_Asked(payload, keep), _Asked.by_units(payload, keep, device)):
-        for name, one in _allowed(asked.payload, device, arena).items() if asked else ():
+    for asked in _Asked.ways(payload, keep, device):
+        for name, one in _allowed(asked.payload, device, arena).items():
             found = asked.floor(one)
             if name not in floors or found.upper_bytes < floors[name].upper_bytes:
                 floors[name] = found

@@ -38,6 +38,7 @@ from penstock.runtime.module import LoadedMethod, StreamedModule
 from penstock.runtime.sightings import Sightings
 from penstock.runtime.sim.device import SimDevice
 from penstock.runtime.sim.streamer import SimStreamer
+from penstock.runtime.sparse.trial import check_trusted
 from penstock.runtime.sparse.units import LoadedUnits
 from penstock.runtime.stream.interface import MemoryUse
 from penstock.runtime.stream.native import NativeStreamer
@@ -188,6 +189,7 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
                 opened.callback(streamer.close)
         units = None
         if plan.pool is not None:
+            check_trusted(plan)
             units = LoadedUnits(plan, payload.storages, source, debug=options.debug)
             opened.callback(units.close)
         if plan.arena_bytes or units:
@@ -252,7 +254,7 @@ def _arena_usage(
     readers: int,
     units: LoadedUnits | None,
 ) -> MemoryUse:
-    """Returns what a CPU holds: `outside` bytes, the arena, which, if mapped, is the page cache's own, and units."""
+    """Returns what a CPU holds: `outside` bytes, units and the arena; a mapped one is the page cache's."""
     held, peak = (memory.held_bytes, memory.peak_bytes) if memory else (0, 0)
     maps = plan.arena.kind == "paged" and plan.arena.backing == "mapped"
     mapped = held if maps else 0

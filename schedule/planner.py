@@ -17,7 +17,7 @@ from penstock.schedule.bound.relaxation import Tier
 from penstock.schedule.bound.residency import needed_bytes
 from penstock.schedule.clock.turns import divided, joined, joined_traces, splits_of
 from penstock.schedule.facts.errors import BudgetError, PlanError
-from penstock.schedule.facts.model import Schedule, Trace
+from penstock.schedule.facts.model import Pool, Schedule, Trace
 from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.facts.sizes import format_budget, format_size
 from penstock.schedule.facts.validity import check_machine, facts_faults
@@ -158,12 +158,17 @@ def with_figures(plan: Plan, problem: Problem, nearness: float) -> Plan | None:
     return divided(timed, traces) if timed else None
 
 
+def _place_of(pool: Pool | None) -> tuple[object, ...] | None:
+    """What decisions depend on of a pool: all but its times."""
+    return None if pool is None else (pool.nbytes, pool.granule, pool.layout)
+
+
 def _timed_again(plan: Plan, problem: Problem, nearness: float) -> Plan | None:
     """`with_figures` for methods that may be called in any order."""
     streams = tuple((schedule.transfers, schedule.drops) for schedule in plan.schedules)
     if problem.host is not None or not any(transfers for transfers, _ in streams):
         return None
-    if (plan.pool and plan.pool.nbytes) != (problem.pool and problem.pool.nbytes):
+    if _place_of(plan.pool) != _place_of(problem.pool):
         return None
     boundaries = tuple(one.boundary for one in plan.schedules if one.boundary is not None)
     found = Draft(plan.arena_bytes, plan.addresses, plan.resident, plan.boundary, streams, boundaries)

@@ -31,6 +31,9 @@ class Units(Protocol):
     ) -> AbstractContextManager[None]:
         """Have the units of one part in memory; `alone` tells that there is no other part."""
 
+    def certify(self, read: SparseRead, parts: Sequence[Sequence[int]], arguments: Sequence[Any]) -> None:
+        """Return if a product in these parts has the bits of the whole. Raises StreamError if it has not."""
+
 
 class SparseCall(torch.nn.Module):
     """Calls the operator of one step, on a tensor of which only the units that the call names are in memory.
@@ -38,28 +41,27 @@ class SparseCall(torch.nn.Module):
     Where they do not fit together, the operator runs in parts.
     """
 
-    def __init__(
-        self, operator: OpOverload, read: SparseRead, units: Units, graph: int, step: int
-    ) -> None:
+    def __init__(self, operator: OpOverload, read: SparseRead, units: Units, graph: int, step: int) -> None:
         super().__init__()
         self._operator, self._read, self._units = operator, read, units
         self._graph, self._step = graph, step
         self._contract = CONTRACTS[read.operator]
-        self._tensor = units.tensor(read)
-        self._geometry = (self._tensor.dtype, self._tensor.shape, self._tensor.stride())
+        tensor = units.tensor(read)
+        self._tensor = tensor.flatten(0, 1) if read.slices > 1 else tensor
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
         """Take the arguments of the operator, with a weight whose memory is never touched."""
         weight, index = self._contract.operands(arguments)
-        if (weight.dtype, weight.shape, weight.stride()) != self._geometry:
+        own = self._tensor
+        if (weight.dtype, weight.shape, weight.stride()) != (own.dtype, own.shape, own.stride()):
             raise StreamError(
-                f"step {self._step} of graph {self._graph} reads a tensor of shape {tuple(weight.shape)}, and "
+                f"step {self._step} of graph {self._graph} reads a tensor of {tuple(weight.shape)}, and "
                 f"its payload says {self._read.view.shape}: payload and program are not of one compilation"
             )
         held = self._tensor.detach().requires_grad_() if weight.requires_grad else self._tensor
         given = self._contract.replaced(arguments, held, index)
-        graph, step = self._graph, self._step
-        parts = self._units.ask(graph, step, self._contract.units(index, self._read.count))
+        graph, step, read = self._graph, self._step, self._read
+        parts = self._units.ask(graph, step, self._contract.units(index, read.count, read.slices))
         try:
             if len(parts) < 2:
                 with self._units.hold(graph, step, parts[0] if parts else (), alone=True):
@@ -68,7 +70,9 @@ class SparseCall(torch.nn.Module):
             def hold(part: Sequence[int]) -> AbstractContextManager[None]:
                 return self._units.hold(graph, step, part, alone=False)
 
-            return self._contract.run(self._operator, given, parts, hold)
+            if index is None:
+                self._units.certify(read, parts, given)
+            return self._contract.run(self._operator, given, parts, hold, read.slices)
         finally:
             if not self._tensor.is_inference():
                 torch.autograd.graph.increment_version(self._tensor)
@@ -87,8 +91,8 @@ def call_by_units(graph: fx.Graph, bodies: dict[str, Any], trace: Trace, units: 
                 continue
             if node is None or str(node.target) != read.operator or read.operator not in CONTRACTS:
                 raise PassError(
-                    f"step {k} ({step.name}) of method {trace.method!r} does not call {read.operator}: payload "
-                    "and program are not of one compilation, compile again"
+                    f"step {k} ({step.name}) of method {trace.method!r} does not call {read.operator}: "
+                    "payload and program are not of one compilation, compile again"
                 )
             bodies[name := f"sparse_{k}"] = SparseCall(node.target, read, units, trace.graph, k)
             node.op, node.target = "call_module", name

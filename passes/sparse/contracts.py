@@ -8,8 +8,8 @@ where a read of another one would be seen.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from torch import fx
 
 from penstock.passes.graph.nodes import dtype_name, placeholders_of, size_hint
 from penstock.passes.graph.propagation import storages_of
+from penstock.passes.sparse.tiles import LEAST as TILED
+from penstock.passes.sparse.tiles import LINEAR, flat, linears, tiled
 from penstock.passes.weights.lifted import Weights
 from penstock.schedule.facts.model import Part, SparseRead, Storage
 
@@ -32,37 +34,47 @@ class Contract:
     Argument number `index` names them. If `ends`, it is the end of each slice's run among the rows of argument
     0, which are sorted by slice: slices without a row are not read. Otherwise it holds the slices' numbers, of
     which negative ones count from the end if `wraps`; the result has the sizes of the index, and behind them
-    those of a slice. With `listed`, the index is the only entry of a list.
+    those of a slice. With `listed`, the index is the only entry of a list. Without an index every call needs
+    all slices, and those of the result's last dimension come from them: a linear, by its rows.
+
+    A unit is a slice, or a run of several slices.
     """
 
     weight: int
-    index: int
+    index: int | None
     ends: bool = False
     wraps: bool = False
     listed: bool = False
 
     def operands(self, arguments: Sequence[Any]) -> tuple[Any, Any]:
         """The weight and the index among the arguments of a call."""
+        if self.index is None:
+            return arguments[self.weight], None
         index = arguments[self.index]
         return arguments[self.weight], index[0] if self.listed else index
 
     def replaced(self, arguments: Sequence[Any], weight: Any, index: Any) -> Arguments:
         """The arguments of a call with another weight and index."""
         changed = list(arguments)
-        changed[self.weight], changed[self.index] = weight, [index] if self.listed else index
+        changed[self.weight] = weight
+        if self.index is not None:
+            changed[self.index] = [index] if self.listed else index
         return tuple(changed)
 
-    def units(self, index: torch.Tensor, count: int) -> list[int]:
-        """The numbers of the slices that an index names, ascending; what it names beyond `count` is left out.
+    def units(self, index: torch.Tensor | None, count: int, slices: int = 1) -> list[int]:
+        """The numbers of the units that an index names, ascending; what it names beyond `count` is left out.
 
         The operator itself refuses an index that is out of range, before it reads.
         """
+        if index is None:
+            return list(range(count))
         flat = index.detach().reshape(-1).to("cpu", torch.int64)
         if self.ends:
             used = torch.diff(flat, prepend=flat.new_zeros(1)) > 0
             named = torch.nonzero(used).reshape(-1)
         else:
-            named = torch.unique(torch.where(flat < 0, flat + count, flat) if self.wraps else flat)
+            numbers = torch.where(flat < 0, flat + count * slices, flat) if self.wraps else flat
+            named = torch.unique(numbers.div(slices, rounding_mode="floor"))
         return [number for number in named.tolist() if 0 <= number < count]
 
     def asked(self, node: fx.Node, count: int) -> int:
@@ -77,13 +89,33 @@ class Contract:
         arguments: Arguments,
         parts: Sequence[Sequence[int]],
         hold: Callable[[Sequence[int]], Any],
+        slices: int = 1,
     ) -> torch.Tensor:
         """Run an operator in parts, each of which reads the units of one part, within `hold` of that part.
 
         Every row of the result is computed as it is by one call.
         """
-        compute = self._by_ends if self.ends else self._by_numbers
-        return compute(operator, arguments, parts, hold)
+        if self.index is None:
+            return self._by_tiles(operator, arguments, parts, hold, slices)
+        if self.ends:
+            return self._by_ends(operator, arguments, parts, hold)
+        return self._by_numbers(operator, arguments, parts, hold, slices)
+
+    def _by_tiles(
+        self,
+        operator: Callable[..., torch.Tensor],
+        arguments: Arguments,
+        parts: Sequence[Sequence[int]],
+        hold: Callable[[Sequence[int]], Any],
+        slices: int,
+    ) -> torch.Tensor:
+        rows, weight, *rest = arguments
+        results = []
+        for part in parts:
+            own = slice(part[0] * slices, (part[-1] + 1) * slices)
+            with hold(part):
+                results.append(operator(rows, weight[own], *(None if b is None else b[own] for b in rest)))
+        return torch.cat(results, -1)
 
     def _by_ends(
         self,
@@ -116,13 +148,18 @@ class Contract:
         arguments: Arguments,
         parts: Sequence[Sequence[int]],
         hold: Callable[[Sequence[int]], Any],
+        slices: int,
     ) -> torch.Tensor:
         weight, index = self.operands(arguments)
         flat = index.reshape(-1)
-        numbers = torch.where(flat < 0, flat + weight.shape[0], flat)
-        result = weight.new_empty((flat.numel(), *weight.shape[1:]))
+        numbers = torch.where(flat < 0, flat + weight.shape[0], flat) if self.wraps else flat
+        beyond = flat[(numbers < 0) | (numbers >= weight.shape[0])]
+        if beyond.numel():
+            operator(*self.replaced(arguments, weight, beyond))  # which refuses them
+        result: torch.Tensor = weight.new_empty((flat.numel(), *weight.shape[1:]))
         for part in parts:
-            places = torch.nonzero((numbers >= part[0]) & (numbers <= part[-1])).reshape(-1)
+            own = (numbers >= part[0] * slices) & (numbers < (part[-1] + 1) * slices)
+            places = torch.nonzero(own).reshape(-1)
             with hold(part):
                 result[places] = operator(*self.replaced(arguments, weight, flat[places]))
         return result.reshape(*index.shape, *weight.shape[1:])
@@ -134,6 +171,7 @@ CONTRACTS: dict[str, Contract] = {
     "aten.index.Tensor": Contract(weight=0, index=1, wraps=True, listed=True),
     "aten._grouped_mm.default": Contract(weight=1, index=2, ends=True),
     "transformers.grouped_mm_fallback.default": Contract(weight=1, index=2, ends=True),
+    LINEAR: Contract(weight=1, index=None),
 }
 """The contracts by the operators' names."""
 
@@ -143,37 +181,68 @@ def sparse_reads(
 ) -> dict[str, SparseRead]:
     """Returns the reads by units of a propagated graph, by the names of the nodes.
 
-    A node is among them if its operator has a contract, and the weight, or the view that it is given, has
-    slices on dimension 0 that do not overlap. A storage of which nodes read different slices has none.
+    A node is among them if its operator has a contract, the weight, or the view that it is given, has slices
+    on dimension 0 that do not overlap, and no other argument is of that storage. A storage of which nodes
+    read different slices has none.
     """
     inputs = [node for node in placeholders_of(graph_module.graph) if node.name in weights.held]
     held = {storages_of(node.meta["val"])[0]: node for node in inputs}
     found: dict[str, SparseRead] = {}
-    routes: dict[fx.Node, int] = {}
+    routes: dict[tuple[fx.Node, bool], int] = {}
     for node, contract in _candidates(graph_module.graph):
         weight, index = contract.operands(node.args)
-        owner = held.get(storages_of(weight.meta["val"])[0])
+        memory = storages_of(weight.meta["val"])[0]
+        owner = held.get(memory)
         if owner is None or storages[weights.storage_of(owner.name)].kind != "streamable":
+            continue
+        others = [one for one in node.all_input_nodes if one is not weight]
+        if any(memory in storages_of(one.meta.get("val")) for one in others):
             continue
         view = _view(weight.meta["val"], owner.meta["val"], weights.held[owner.name].parts[0])
         if view is not None and _is_index(contract, index.meta["val"]):
-            route = routes.setdefault(index, len(routes))
+            route = routes.setdefault((index, contract.ends), len(routes))
             asked = contract.asked(node, view.shape[0])
             read = SparseRead(view, str(node.target), route, asked)
-            if _has_units(read):
+            if _has_units(read, storages[read.storage]):
                 found[node.name] = read
-    views: dict[int, set[tuple[object, ...]]] = {}
+    found |= _by_tiles(graph_module.graph, held, weights, storages, len(routes))
+    views: dict[int, set[object]] = {}
     for read in found.values():
-        units = (read.count, read.view.offset, read.unit_stride, read.unit_nbytes)
-        views.setdefault(read.storage, set()).add(units)
+        rows = replace(read, view=flat(read.view)) if read.slices > 1 else read
+        views.setdefault(read.storage, set()).add(rows.units)
     return {name: read for name, read in found.items() if len(views[read.storage]) == 1}
+
+
+def _by_tiles(
+    graph: fx.Graph,
+    held: Mapping[object, fx.Node],
+    weights: Weights,
+    storages: Sequence[Storage],
+    route: int,
+) -> dict[str, SparseRead]:
+    """The linears of a graph whose weights are large, by the names of the nodes; each is a route of its own."""
+    found: dict[str, SparseRead] = {}
+    for node in linears(graph):
+        weight: fx.Node = node.args[1]  # type: ignore[assignment]
+        owner = held.get(storages_of(weight.meta["val"])[0])
+        if owner is None:
+            continue
+        storage = storages[weights.storage_of(owner.name)]
+        if storage.kind != "streamable" or storage.nbytes < TILED:
+            continue
+        view = _view(weight.meta["val"], owner.meta["val"], weights.held[owner.name].parts[0])
+        tiles = tiled(view) if view is not None else None
+        if tiles is not None:
+            number, (count, rows, _) = route + len(found), tiles.shape
+            found[node.name] = SparseRead(tiles, LINEAR, number, asked=count, slices=rows, tiles=True)
+    return found
 
 
 def _candidates(graph: fx.Graph) -> Iterator[tuple[fx.Node, Contract]]:
     """The nodes whose operator has a contract and whose arguments have its form."""
     for node in graph.nodes:
         contract = CONTRACTS.get(str(node.target)) if node.op == "call_function" else None
-        if contract is None or len(node.args) <= max(contract.weight, contract.index):
+        if contract is None or contract.index is None or len(node.args) <= max(contract.weight, contract.index):
             continue
         index = node.args[contract.index]
         if contract.listed and not (isinstance(index, list | tuple) and len(index) == 1):
@@ -197,8 +266,10 @@ def _is_index(contract: Contract, index: torch.Tensor) -> bool:
 def _view(tensor: torch.Tensor, input: torch.Tensor, part: Part) -> Part | None:
     """The geometry of a fake tensor in the storage of a part, which is the fake `input`.
 
-    None if it has dynamic sizes, or no dimension to slice.
+    None if it has dynamic sizes, or no dimension to slice, or bits that only torch sees as others.
     """
+    if tensor.is_conj() or tensor.is_neg():
+        return None
     sizes = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
     if not tensor.dim() or not all(isinstance(size, int) for size in sizes) or 0 in tensor.shape:
         return None
@@ -207,5 +278,6 @@ def _view(tensor: torch.Tensor, input: torch.Tensor, part: Part) -> Part | None:
     return Part("", dtype_name(tensor.dtype), shape, stride, part.storage, part.offset + within)
 
 
-def _has_units(read: SparseRead) -> bool:
-    return read.count > 1 and read.unit_stride >= read.unit_nbytes
+def _has_units(read: SparseRead, storage: Storage) -> bool:
+    inside = read.view.offset >= 0 and read.unit(read.count - 1)[1] <= storage.nbytes
+    return inside and read.count > 1 and read.unit_stride >= read.unit_nbytes

@@ -1,8 +1,8 @@
 """Tries whether an operator reads only the units that its operand names, in this process, with this torch.
 
-An operator that reads another unit would find zeros in its place, silently. So it is run on memory in which only
-the named units were ever written, and the kernel is asked which pages have been touched since: the first read
-of a page maps it.
+An operator that reads another unit would find zeros in its place, silently. So it is run on memory in which
+only the named units were ever written, and the system is asked which pages have been touched since: the first
+read of a page maps it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ import functools
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
+from math import prod
+from typing import Any
 
 import torch
 
 from penstock.passes.sparse.contracts import CONTRACTS, Contract
+from penstock.passes.sparse.tiles import LINEAR
 from penstock.runtime.arena.base import tensor_at
+from penstock.runtime.sparse.certified import repeats_bits
 from penstock.runtime.system.memory import (
     MADV_NOHUGEPAGE,
     PAGE,
@@ -25,8 +29,8 @@ from penstock.runtime.system.memory import (
     round_down,
     round_up,
 )
-from penstock.schedule.facts.errors import PenstockError
-from penstock.schedule.facts.model import Part, SparseRead, Trace
+from penstock.schedule.facts.errors import PenstockError, PlanError
+from penstock.schedule.facts.model import Decisions, Part, SparseRead, Step, Trace
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +44,7 @@ def trusted(traces: Iterable[Trace]) -> tuple[Trace, ...]:
         replace(
             trace,
             steps=tuple(
-                replace(step, sparse=tuple(one for one in step.sparse if reads_units_only(one)))
+                replace(step, sparse=tuple(one for one in step.sparse if _trusted(one, step)))
                 if step.sparse
                 else step
                 for step in trace.steps
@@ -50,22 +54,45 @@ def trusted(traces: Iterable[Trace]) -> tuple[Trace, ...]:
     )
 
 
+def _trusted(read: SparseRead, step: Step) -> bool:
+    if read.operator == LINEAR:
+        rows = step.read_work.flops // (2 * prod(read.view.shape)) or 1
+        third = max(1, read.count // 3)
+        return repeats_bits(read, (0, 1, third, read.count), rows, bias=False)
+    return reads_units_only(read)
+
+
+def check_trusted(plan: Decisions) -> None:
+    """Raise PlanError if the pool of a plan serves a read that was not seen to read nothing else here.
+
+    The plan may be of another machine, another torch, or another number of threads.
+    """
+    for trace in plan.traces if plan.pool else ():
+        for step in trace.steps:
+            for one in step.sparse:
+                if plan.pool is not None and plan.pool.has(one) and not _trusted(one, step):
+                    raise PlanError(
+                        f"the plan reads units of a weight in {step.name}, and {one.operator} was not seen "
+                        "to read only those in this process: make a plan on this machine"
+                    )
+
+
 def reads_units_only(read: SparseRead) -> bool:
-    """Tells whether the operator of a read touches only the units that its operand names, and repeats its bits.
+    """Tells whether the operator of a read touches only units that its operand names, and repeats its bits.
 
     Each operator is tried once a process for each dtype, geometry of units, and number of threads.
     """
     view = replace(read.view, storage=0, offset=read.view.offset % PAGE)
-    return _tried(read.operator, view, torch.get_num_threads())
+    return _tried(read.operator, view, read.slices, torch.get_num_threads())
 
 
 @functools.cache
-def _tried(operator: str, view: Part, threads: int) -> bool:
+def _tried(operator: str, view: Part, slices: int, threads: int) -> bool:
     contract = CONTRACTS.get(operator)
     call = _operator(operator)
     if contract is None or call is None:
         return False
-    read = SparseRead(view, operator, 0, 0)
+    read = SparseRead(view, operator, 0, 0, slices)
     if read.unit_nbytes > _LARGEST:
         return False
     try:
@@ -101,6 +128,8 @@ def _passes(contract: Contract, call: torch._ops.OpOverload, read: SparseRead) -
             unit.copy_(_random(unit.shape, unit.dtype, generator))
             start, stop = read.unit(number)
             pages |= set(range(round_down(start, PAGE), round_up(stop, PAGE), PAGE))
+        if read.slices > 1:
+            tensor, named = tensor.flatten(0, 1), [number * read.slices + 1 for number in named]
         before = resident_bytes(memory.address, memory.address + memory.nbytes)
         arguments = _arguments(contract, tensor, named, generator)
         result = call(*arguments)
@@ -115,7 +144,7 @@ def _passes(contract: Contract, call: torch._ops.OpOverload, read: SparseRead) -
 
 def _like(values: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """The values in the order of dimensions that a tensor has in memory."""
-    order = sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d))
+    order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
     return values.permute(order).contiguous().permute([order.index(d) for d in range(tensor.dim())])
 
 
@@ -127,7 +156,7 @@ def _random(shape: torch.Size, dtype: torch.dtype, generator: torch.Generator) -
 
 def _arguments(
     contract: Contract, tensor: torch.Tensor, named: list[int], generator: torch.Generator
-) -> tuple[object, ...]:
+) -> tuple[Any, ...]:
     """Arguments of a call that names these units, each for two rows."""
     if contract.ends:
         counts = torch.zeros(tensor.shape[0], dtype=torch.int32)
@@ -138,5 +167,3 @@ def _arguments(
     if contract.index == 2:
         return tensor, 0, index
     return contract.replaced((None, None), tensor, index)
-
-

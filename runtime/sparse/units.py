@@ -1,7 +1,7 @@
 """Units in memory: they are read when a call names them, and stay as long as the policy lets them.
 
 Memory is address space in which every storage has one place. Filling a unit takes pages there, dropping it
-gives them back. What is dropped and read is decided by `schedule/sparse/residency.py` alone, when a read asks;
+gives them back. `schedule/sparse/residency.py` alone decides what is dropped and read, when a read asks;
 readers only carry it out.
 """
 
@@ -12,29 +12,35 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from math import prod
+from typing import Any
 
 import torch
 
 from penstock.runtime.arena.base import tensor_at
 from penstock.runtime.files.ranges import FileRanges
 from penstock.runtime.files.source import Source
+from penstock.runtime.sparse.certified import repeats_bits
 from penstock.runtime.stream.interface import Counters
 from penstock.runtime.system.memory import (
     HUGE_PAGE,
     MADV_HUGEPAGE,
     MADV_NOHUGEPAGE,
+    PAGE,
     PROT_NONE,
     Reservation,
     drop_pages,
     hint,
+    move,
     protect,
     round_up,
+    supports_move,
 )
 from penstock.runtime.system.threads import WorkerPool
 from penstock.schedule.facts.errors import PlanError, StreamError
 from penstock.schedule.facts.model import Range, SparseRead, Storage
 from penstock.schedule.plan import Plan
-from penstock.schedule.space.spans import merged
+from penstock.schedule.space.spans import merged, subtract
 from penstock.schedule.sparse.residency import Residency, Unit
 
 FEW, MANY = 4, 16
@@ -44,6 +50,9 @@ _SOME = 128
 
 PIECE = 2 << 20
 """Bytes that one reader reads at a time of a large unit."""
+
+_MOVED = 256 << 10
+"""Bytes. Runs of memory from this size on move to the next unit: reading into fresh memory takes twice as long."""
 
 _READABLE = 0x3  # PROT_READ | PROT_WRITE
 
@@ -59,6 +68,11 @@ class LoadedUnits:
     ) -> None:
         if plan.pool is None:
             raise PlanError("the plan has no pool: nothing of it is read by units")
+        if plan.pool.granule % PAGE:
+            raise PlanError(
+                f"the pool has granules of {plan.pool.granule} bytes, and this system pages of {PAGE}: "
+                "make a plan on this machine"
+            )
         self.pool, self._source, self._debug = plan.pool, source, debug
         self.residency = Residency(self.pool, plan.traces)
         self.counters = Counters()
@@ -70,10 +84,13 @@ class LoadedUnits:
             if self.pool.has(one)
         }
         self._read_of = {one.storage: one for one in self._reads.values()}
-        self._stops = [place + s.nbytes for place, s in zip(self.pool.layout, storages, strict=True)]
+        places = zip(self.pool.layout, storages, strict=True)
+        self._stops = [place + s.nbytes if place >= 0 else 0 for place, s in places]
         self._coming: dict[Unit, Future[int]] = {}
+        self._spare: list[Range] = []  # memory of dropped units, still where they were
         self._unclear = False
         self._closed = False
+        self._moves = supports_move() and not debug
         self._memory = Reservation(max(self._stops))
         try:
             self._map(storages)
@@ -116,6 +133,17 @@ class LoadedUnits:
         self.residency.ask(graph, step, units)
         return self.residency.parts(self._reads[graph, step].storage, units)
 
+    def certify(self, read: SparseRead, parts: Sequence[Sequence[int]], arguments: Sequence[Any]) -> None:
+        """Return if a product in these parts has the bits of the whole. Raises StreamError if it has not."""
+        given, bias = arguments[0], len(arguments) > 2 and arguments[2] is not None
+        rows = given.numel() // given.shape[-1] if given.numel() else 0
+        edges = [*(part[0] for part in parts), read.count]
+        if rows and not repeats_bits(read, edges, rows, bias=bias):
+            raise StreamError(
+                f"a product of {rows} rows with a weight of {prod(read.view.shape)} elements cannot be computed "
+                "by tiles with the bits of the whole: give a budget that holds this weight, or fewer rows"
+            )
+
     @contextmanager
     def hold(self, graph: int, step: int, units: Sequence[int], *, alone: bool) -> Iterator[None]:
         """Have the units of one part in memory; `alone` tells that there is no other part.
@@ -128,6 +156,9 @@ class LoadedUnits:
         self._unclear = True
         change = self.residency.acquire(graph, step, units, alone=alone)
         self._drop(change.drop)
+        self._move_to(change.bring)
+        self._move_to(change.ahead)
+        self._trim()
         self._bring(change.bring)
         self._bring(change.ahead)
         self._wait([(storage, number) for number in units])
@@ -191,8 +222,9 @@ class LoadedUnits:
             del self._coming[unit]
         error = future.exception()
         if error is not None:
-            self._give_back(units)
             self.residency.forget(units)
+            self._give_back(units)
+            self._trim(0)
             raise error
         self.counters.bytes_moved += future.result()
         self.counters.bytes_read += future.result()
@@ -206,17 +238,60 @@ class LoadedUnits:
     def _give_back(self, units: Sequence[Unit]) -> None:
         """Give back the granules of units in which no unit that is held has bytes."""
         granules: list[Range] = []
-        for storage, number in units:
-            first, stop = self.pool.granules(self._read_of[storage], number)
-            first += self.residency.in_use(first)
-            stop -= stop - 1 > first and self.residency.in_use(stop - 1)
-            if first < stop:
-                granules.append(Range(first * self.pool.granule, stop * self.pool.granule))
+        for unit in units:
+            inner = self._inner(unit)
+            if inner is not None:
+                self._spare.append(inner)
+            granules += subtract(self._own(unit), [inner] if inner else [])
         for place in merged(granules):
-            nbytes = min(place.stop, self._memory.nbytes) - place.start
-            drop_pages(self._memory.address + place.start, nbytes)
-            if self._debug:
-                protect(self._memory.address + place.start, nbytes, PROT_NONE)
+            self._discard(place)
+
+    def _own(self, unit: Unit) -> list[Range]:
+        """The granules of a dropped unit in which no unit that is held has bytes."""
+        first, stop = self.pool.granules(self._read_of[unit[0]], unit[1])
+        first += self.residency.in_use(first)
+        stop -= stop - 1 > first and self.residency.in_use(stop - 1)
+        return [Range(first * self.pool.granule, stop * self.pool.granule)] if first < stop else []
+
+    def _inner(self, unit: Unit) -> Range | None:
+        """The granules that only this unit has bytes in, if they are many and may move."""
+        first, stop = self.pool.granules(self._read_of[unit[0]], unit[1])
+        inner = Range((first + 1) * self.pool.granule, (stop - 1) * self.pool.granule)
+        return inner if self._moves and inner.nbytes >= _MOVED else None
+
+    def _move_to(self, units: Sequence[Unit]) -> None:
+        """Give units the memory of dropped ones, which need not be zeroed and mapped again."""
+        for unit in units:
+            inner = self._inner(unit)
+            at = inner.start if inner else 0
+            while inner and at < inner.stop and self._spare:
+                spare = self._spare.pop()
+                nbytes = min(spare.nbytes, inner.stop - at)
+                if spare.start + nbytes < spare.stop:
+                    self._spare.append(Range(spare.start + nbytes, spare.stop))
+                base = self._memory.address
+                if spare.start != at:
+                    move(base + spare.start, base + at, nbytes)
+                at += nbytes
+
+    def _trim(self, most: int | None = None) -> None:
+        """Give back what is spare beyond what the pool may hold beside its units."""
+        left = self.pool.nbytes - self.residency.held_bytes if most is None else most
+        kept: list[Range] = []
+        for spare in self._spare:
+            nbytes = min(spare.nbytes, left)
+            left -= nbytes
+            if nbytes:
+                kept.append(Range(spare.start, spare.start + nbytes))
+            if nbytes < spare.nbytes:
+                self._discard(Range(spare.start + nbytes, spare.stop))
+        self._spare = kept
+
+    def _discard(self, place: Range) -> None:
+        nbytes = min(place.stop, self._memory.nbytes) - place.start
+        drop_pages(self._memory.address + place.start, nbytes)
+        if self._debug:
+            protect(self._memory.address + place.start, nbytes, PROT_NONE)
 
     def _protect(self, place: Range, protection: int) -> None:
         granule = self.pool.granule
@@ -237,9 +312,11 @@ class LoadedUnits:
         """Drop every unit, once nothing is on its way."""
         wait(set(self._coming.values()))
         self._coming.clear()
-        held = self.residency.held
-        self.residency.forget(held)
-        self._give_back(held)
+        self._spare.clear()
+        self.residency.forget(self.residency.held)
+        drop_pages(self._memory.address, self._memory.nbytes)
+        if self._debug:
+            protect(self._memory.address, self._memory.nbytes, PROT_NONE)
         self._unclear = False
 
 

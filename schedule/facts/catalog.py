@@ -1,4 +1,4 @@
-"""The weights of a program, and where their bytes lie: frozen dataclasses, as `docs/payload.md` specifies them."""
+"""The weights of a program, and where their bytes lie: the classes that `docs/payload.md` specifies."""
 
 from __future__ import annotations
 

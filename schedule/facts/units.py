@@ -1,4 +1,4 @@
-"""Reads of single slices: which slices of a tensor an operator may need, and the memory they come and go in."""
+"""Reads of single slices: which slices of a tensor an operator may need, and the memory they come in."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ class SparseRead:
     `operator` is the operator's name, which says how the operand names units (`passes/sparse/contracts.py`).
     Reads of one method with the same `route` have the same operand. A call of the exported sizes names at
     most `asked` different units.
+
+    With `tiles`, every call needs all units, which are the tiles of a product that may be computed one after
+    another. If `slices` is more than 1, a unit is a run of so many slices: the operator is given the tensor whose
+    dimension 0 is the first two of `view` in one.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -24,6 +28,8 @@ class SparseRead:
     operator: str
     route: int
     asked: int
+    slices: int = 1
+    tiles: bool = False
 
     @property
     def storage(self) -> int:
@@ -44,6 +50,11 @@ class SparseRead:
         """Bytes from the first to the last item of a unit."""
         return part_nbytes(replace(self.view, shape=self.view.shape[1:], stride=self.view.stride[1:]))
 
+    @property
+    def units(self) -> tuple[int, int, int, int]:
+        """Equal for two reads of a storage that mean the same bytes by the same number of a unit."""
+        return self.count, self.view.offset, self.unit_stride, self.unit_nbytes
+
     def unit(self, number: int) -> tuple[int, int]:
         """The bytes of a unit: start and stop, counted from the start of the storage."""
         start = self.view.offset + number * self.unit_stride
@@ -55,11 +66,13 @@ class Pool:
     """Memory of at most `nbytes`, beside the arena, in which units come and go as calls ask for them.
 
     `layout[s]` is where storage s begins in the address space of the pool, in bytes, or -1 if its units are
-    not in it. Memory is taken and given back in granules of `granule` bytes, counted from offset 0; two units
-    that share one are counted together.
+    not in it. All reads of a storage that it serves have the same units; reads by tiles are served only with
+    `tiles`. Memory is taken and given back in granules of
+    `granule` bytes, counted from offset 0; what two units share is counted once.
 
-    `expected_ns` are the nanoseconds that a pass of each schedule is expected to wait for units, if all units
-    are asked for equally often, and `worst_ns` those of a pass that finds none of its units there.
+    `expected_ns[i]` are the nanoseconds that a pass of the plan's trace number i is expected to wait for
+    units, if all are asked for equally often, and `worst_ns[i]` those of a pass that finds none of them.
+    Both are empty if nobody has estimated them.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -68,10 +81,16 @@ class Pool:
     layout: tuple[int, ...]
     expected_ns: tuple[int, ...] = ()
     worst_ns: tuple[int, ...] = ()
+    tiles: bool = False
 
     def has(self, read: SparseRead) -> bool:
-        """Tells whether the units of a read are in the pool."""
-        return self.layout[read.storage] >= 0
+        """Tells whether the pool serves a read."""
+        return self.layout[read.storage] >= 0 and (self.tiles or not read.tiles)
+
+    @property
+    def storages(self) -> tuple[int, ...]:
+        """The storages whose units are in the pool."""
+        return tuple(s for s, place in enumerate(self.layout) if place >= 0)
 
     def granules(self, read: SparseRead, number: int) -> tuple[int, int]:
         """The granules that hold a unit: the first one, and the one behind the last."""

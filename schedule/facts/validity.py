@@ -26,6 +26,9 @@ from penstock.schedule.facts.model import (
 LARGEST_SIZE = 1 << 50
 """The most bytes that a file, a storage or an arena may have: far above any model, and far below overflow."""
 
+_LONGEST = (1 << 63) - 1
+"""The most nanoseconds that a payload says: 292 years."""
+
 _UNKNOWN = ("disk_bytes_per_s", "write_bytes_per_s")
 """The rates of a machine that may be missing."""
 
@@ -83,12 +86,17 @@ def _sparse_faults(read: SparseRead, path: str, storages: int) -> Iterator[str]:
     yield from range_faults(read.storage, 0, storages - 1, f"{path}.view.storage")
     yield from negative_faults(path, route=read.route)
     if view.dtype not in ITEM_SIZES or not view.shape or len(view.shape) != len(view.stride):
-        yield f"{path}.view: expected a tensor of one dimension or more, with a stride for each, of a torch dtype"
+        yield f"{path}.view: expected a tensor of a torch dtype, with dimensions and a stride for each"
         return
     for name, values in (("shape", view.shape), ("stride", view.stride), ("offset", (view.offset,))):
         for value in values:
             yield from size_faults(value, f"{path}.view.{name}", 1 if name == "shape" else 0)
+    if view.name or view.offset % ITEM_SIZES[view.dtype]:
+        yield f"{path}.view: expected no name, and whole items as offset, got {view.name!r} and {view.offset}"
     yield from range_faults(read.asked, 0, read.count, f"{path}.asked")
+    joined = len(view.shape) > 1 and view.stride[0] == view.shape[1] * view.stride[1]
+    if read.slices != 1 and not (joined and view.shape[1] == read.slices > 1):
+        yield f"{path}.slices: expected 1, or the {view.shape[1:2]} of a unit, one after another, got {read.slices}"
     if read.unit_stride < read.unit_nbytes:
         yield f"{path}.view: expected slices on dimension 0 that do not overlap, got stride {view.stride}"
 
@@ -201,19 +209,26 @@ def plan_faults(plan: Decisions, path: str, storages: int) -> Iterator[str]:
     yield from repeat_faults((s.graph for s in plan.schedules), f"{path}.schedules", "a graph number")
     yield from _ranges(plan, path)
     if plan.pool is not None:
-        yield from _pool_faults(plan.pool, f"{path}.pool", storages)
+        yield from _pool_faults(plan.pool, f"{path}.pool", storages, len(plan.traces))
 
 
-def _pool_faults(pool: Pool, path: str, storages: int) -> Iterator[str]:
+def _pool_faults(pool: Pool, path: str, storages: int, traces: int) -> Iterator[str]:
     yield from size_faults(pool.nbytes, f"{path}.nbytes", 1)
     yield from size_faults(pool.granule, f"{path}.granule", 1)
     if len(pool.layout) != storages:
         yield f"{path}.layout: expected {storages} offsets, got {len(pool.layout)}"
     for i, offset in enumerate(pool.layout):
         yield from size_faults(offset, f"{path}.layout[{i}]", -1)
-    for name, times in (("expected_ns", pool.expected_ns), ("worst_ns", pool.worst_ns)):
-        for ns in times:
-            yield from range_faults(ns, 0, (1 << 63) - 1, f"{path}.{name}")
+    if not pool.storages:
+        yield f"{path}.layout: expected the place of one storage or more, got none"
+    if not len(pool.expected_ns) == len(pool.worst_ns) in (0, traces):
+        yield (
+            f"{path}: expected a time of both kinds for each of {traces} traces or none, got "
+            f"{len(pool.expected_ns)} and {len(pool.worst_ns)}"
+        )
+    for i, (expected, worst) in enumerate(zip(pool.expected_ns, pool.worst_ns, strict=False)):
+        yield from range_faults(worst, 0, _LONGEST, f"{path}.worst_ns[{i}]")
+        yield from range_faults(expected, 0, worst, f"{path}.expected_ns[{i}]")
 
 
 def _ranges(plan: Decisions, path: str) -> Iterator[str]:

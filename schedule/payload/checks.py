@@ -36,6 +36,7 @@ from penstock.schedule.facts.validity import (
 if TYPE_CHECKING:
     from penstock.schedule.payload.codec import Payload
 
+
 def check_payload(payload: Payload, source: str) -> None:
     """Raise PayloadError with the first fault of `payload`; `source` names the payload in the message."""
     for check in (
@@ -289,11 +290,11 @@ def _traces(payload: Payload) -> Iterator[str]:
                         f"got storage {s}, which is {payload.storages[s].kind}"
                     )
             for one in step.sparse:
-                reach, nbytes = one.view.offset + part_nbytes(one.view), payload.storages[one.storage].nbytes
-                if one.storage not in step.reads or reach > nbytes:
+                reach, storage = one.view.offset + part_nbytes(one.view), payload.storages[one.storage]
+                if one.storage not in step.reads or storage.kind != "streamable" or reach > storage.nbytes:
                     yield (
-                        f"$.traces[{i}].steps[{j}].sparse: expected units of storages that the step reads, "
-                        f"within their bytes, got storage {one.storage} up to byte {reach}"
+                        f"$.traces[{i}].steps[{j}].sparse: expected units of streamable storages that the "
+                        f"step reads, within their bytes, got storage {one.storage} up to byte {reach}"
                     )
     yield from produced_faults(payload.storages, payload.traces, "$.traces")
 

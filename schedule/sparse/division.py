@@ -1,16 +1,18 @@
 """How a budget is divided: an arena for what is read whole, and a pool for what is read by units.
 
-A byte of arena saves a copy in each pass, unless copies hide behind compute; a byte of pool saves one as often
-as the unit in it is asked for. Times here are those of bytes over rates, and of compute: enough to compare
-divisions, of which only the chosen one is planned.
+A byte of arena saves a copy in each pass, unless copies hide behind compute; a byte of pool saves one as
+often as the unit in it is asked for. Times here are those of bytes over rates, and of compute: enough to
+compare divisions, of which only the chosen one is planned.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.schedule.facts.model import Hardware, Pool, SparseRead, Storage, Trace
+from penstock.schedule.facts.problem import Problem
 
 LEAST = 1 << 20
 """Bytes. A storage that is smaller is read whole: that takes a disk no longer than some reads of units."""
@@ -26,18 +28,27 @@ _READERS = 4
 
 
 def units_layout(
-    storages: Sequence[Storage], traces: Sequence[Trace], *, granule: int, keep: Collection[int] = ()
+    storages: Sequence[Storage],
+    traces: Sequence[Trace],
+    *,
+    granule: int,
+    keep: Collection[int] = (),
+    tiles: bool = False,
 ) -> tuple[int, ...] | None:
     """The places in a pool of the storages that are worth reading by units; None if there are none.
 
+    Without `tiles`, reads by tiles do not count. A storage of which methods read different units has no place.
     Each place agrees with the first file offset of its storage modulo `granule` where the phases allow, so
     that whole granules can be read directly.
     """
-    named = {one.storage for trace in traces for step in trace.steps for one in step.sparse}
+    named: dict[int, set[object]] = {}
+    reads = (one for trace in traces for step in trace.steps for one in step.sparse)
+    for one in (one for one in reads if tiles or not one.tiles):
+        named.setdefault(one.storage, set()).add(one.units)
     layout, end = [-1] * len(storages), 0
-    for s in sorted(named.difference(keep)):
+    for s in sorted(named.keys() - set(keep)):
         storage = storages[s]
-        if storage.kind != "streamable" or storage.nbytes < LEAST:
+        if storage.kind != "streamable" or storage.nbytes < LEAST or len(named[s]) > 1:
             continue
         offset = storage.extents[0].file_offset if storage.extents else storage.phase
         within = offset % granule if (offset - storage.phase) % 64 == 0 else storage.phase
@@ -46,11 +57,11 @@ def units_layout(
     return tuple(layout) if end else None
 
 
-def without_units(trace: Trace, layout: Sequence[int]) -> Trace:
-    """The trace of what has to be in the arena where a pool of that layout serves the rest."""
+def without_units(trace: Trace, pool: Pool) -> Trace:
+    """The trace of what has to be in the arena where a pool serves the rest."""
     steps = []
     for step in trace.steps:
-        served = {one.storage for one in step.sparse if layout[one.storage] >= 0}
+        served = {one.storage for one in step.sparse if pool.has(one)}
         steps.append(replace(step, reads=tuple(s for s in step.reads if s not in served)))
     return replace(trace, steps=tuple(steps))
 
@@ -60,16 +71,19 @@ def served_reads(trace: Trace, pool: Pool) -> Iterator[SparseRead]:
     return (one for step in trace.steps for one in step.sparse if pool.has(one))
 
 
-def smallest_pool(traces: Sequence[Trace], layout: tuple[int, ...], granule: int) -> Pool:
+def smallest_pool(
+    traces: Sequence[Trace], layout: tuple[int, ...], granule: int, *, tiles: bool = False
+) -> Pool:
     """The pool that holds one unit, whichever it is."""
-    pool = Pool(0, granule, layout)
+    pool = Pool(0, granule, layout, tiles=tiles)
     most = max(_widest(pool, one) for trace in traces for one in served_reads(trace, pool))
     return replace(pool, nbytes=most)
 
 
 def _widest(pool: Pool, read: SparseRead) -> int:
     """The most bytes that a unit of a read takes; where a unit begins in its granule repeats."""
-    edges = (pool.granules(read, number) for number in range(min(read.count, pool.granule)))
+    period = pool.granule // math.gcd(pool.granule, read.unit_stride)
+    edges = (pool.granules(read, number) for number in range(min(read.count, period)))
     return max(stop - first for first, stop in edges) * pool.granule
 
 
@@ -100,7 +114,10 @@ def tables_of(trace: Trace, pool: Pool) -> list[Table]:
 
 
 def waiting_ns(trace: Trace, pool: Pool, hardware: Hardware, *, cold: bool = False) -> int:
-    """Nanoseconds that a pass waits for units: where all are asked for equally often, or (`cold`) none is there."""
+    """Nanoseconds that a pass waits for units.
+
+    All are asked for equally often, and those of the pool's size are there, or (`cold`) none is.
+    """
     left, units, nbytes = 0 if cold else pool.nbytes, 0.0, 0.0
     for table in tables_of(trace, pool):
         missed = table.missed(left)
@@ -120,20 +137,15 @@ def timed_pool(pool: Pool, traces: Sequence[Trace], hardware: Hardware) -> Pool:
     )
 
 
-def divide(
-    storages: Sequence[Storage],
-    traces: Sequence[Trace],
-    smallest: Pool,
-    hardware: Hardware,
-    nbytes: int,
-    least: int,
-) -> tuple[Pool, int]:
+def divide(problem: Problem, nbytes: int, least: int) -> tuple[Pool, int]:
     """The best division of `nbytes`, and its time in nanoseconds, summed over a pass of each method.
 
-    `traces` are those of what is read whole, for which an arena has at least `least` bytes; the least of a
-    pool is `smallest`.
+    The traces of the problem are those of what is read whole, for which an arena has at least `least` bytes,
+    and its pool is the smallest.
     """
-    everything = sum(storages[s].nbytes for s, place in enumerate(smallest.layout) if place >= 0)
+    storages, smallest, hardware = problem.storages, problem.pool, problem.hardware
+    assert smallest is not None
+    everything = sum(storages[s].nbytes for s in smallest.storages)
     largest = min(max(nbytes - least, smallest.nbytes), everything + smallest.nbytes)
     best: tuple[int, Pool] | None = None
     for number in range(_DIVISIONS + 1):
@@ -141,12 +153,12 @@ def divide(
         pool = replace(smallest, nbytes=max(smallest.nbytes, size // smallest.granule * smallest.granule))
         taken = sum(
             pass_ns(storages, trace, hardware, nbytes - pool.nbytes) + waiting_ns(trace, pool, hardware)
-            for trace in traces
+            for trace in problem.traces
         )
         if best is None or taken <= best[0]:  # of equally fast ones the largest, which keeps most
             best = taken, pool
     assert best is not None
-    return timed_pool(best[1], traces, hardware), best[0]
+    return timed_pool(best[1], problem.traces, hardware), best[0]
 
 
 def pass_ns(storages: Sequence[Storage], trace: Trace, hardware: Hardware, room: int) -> int:

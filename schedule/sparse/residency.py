@@ -7,7 +7,7 @@ independent, this would be the expectation of the key by which Belady's optimal 
 replacement algorithms, 1966). p is estimated from what was asked for: half of it by a moving average that
 forgets quickly, half by one that forgets slowly.
 
-The decisions depend on nothing but the order of calls, so a recorded order can be replayed (`replay.py`).
+The decisions depend on nothing but the order of calls, so a recorded order can be replayed.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Residency:
     """The units that are in a pool, of all methods whose traces are given.
 
     A unit counts from when it is to be brought until it is dropped. Units of a read in progress never leave.
+    Those that a later read of the turn will ask for leave only for units that a read asks for now, and last.
     """
 
     def __init__(self, pool: Pool, traces: Sequence[Trace]) -> None:
@@ -67,7 +68,8 @@ class Residency:
         self._seen = np.zeros(len(self._table), np.int64)  # the read of its table at which a unit was noted
         self._turns = np.zeros(len(counts), np.int64)  # how often each table was read
         self._held = np.zeros(len(self._table), bool)
-        self._pinned = np.zeros(len(self._table), bool)
+        self._used = np.zeros(len(self._table), bool)  # by the read in progress
+        self._soon = np.zeros(len(self._table), bool)  # by a later read of the turn
         self._turn: tuple[int, int] | None = None  # the method and turn of the last read
         self._users: dict[int, int] = {}  # units held in granules at the edge of a unit
         self._until = {graph: self._distances(steps) for graph, steps in self._reads.items()}
@@ -89,13 +91,13 @@ class Residency:
 
     def begin(self) -> None:
         """Begin a pass: no read is in progress, and no unit has been brought ahead of need."""
-        self._pinned[:] = False
+        self._used[:] = self._soon[:] = False
 
     def ask(self, graph: int, step: int, numbers: Sequence[int]) -> None:
         """Note all units that a step's read asks for, in parts of which `acquire` will be told."""
         one = self._reads[graph][step]
         if self._turn != (graph, one.turn):
-            self._pinned[:] = False
+            self._soon[:] = False
             self._turn = (graph, one.turn)
         table, wanted = self._tables.index(one.read.storage), self._index(one.read.storage, numbers)
         self._turns[table] += 1
@@ -112,18 +114,19 @@ class Residency:
         """
         one = self._reads[graph][step]
         wanted = self._index(one.read.storage, numbers)
+        self._used[wanted], self._soon[wanted] = True, False
+        behind = [self._index(read.storage, numbers) for read in one.behind] if alone else []
+        for later in behind:
+            self._soon[later] = True
         change, until = Change(), self._until[graph][one.turn]
-        self._pinned[wanted] = True
-        self._admit(wanted[~self._held[wanted]], until, change.drop, change.bring, needed=wanted)
-        for read in one.behind if alone else ():
-            later = self._index(read.storage, numbers)
-            self._pinned[later[self._held[later]]] = True
-            self._admit(later[~self._held[later]], until, change.drop, change.ahead)
+        self._admit(wanted[~self._held[wanted]], until, change.drop, change.bring, needed=True)
+        for later in behind:
+            self._admit(later[~self._held[later]], until, change.drop, change.ahead, needed=False)
         return change
 
     def release(self, graph: int, step: int, numbers: Sequence[int]) -> None:
         """Let the units of a step's read leave when room is needed."""
-        self._pinned[self._index(self._reads[graph][step].read.storage, numbers)] = False
+        self._used[self._index(self._reads[graph][step].read.storage, numbers)] = False
 
     def forget(self, units: Iterable[Unit]) -> None:
         """Count units as dropped: their bytes did not come, or are given back."""
@@ -131,7 +134,7 @@ class Residency:
             index = self._first[storage] + number
             if self._held[index]:
                 self._drop(index)
-            self._pinned[index] = False
+            self._used[index] = self._soon[index] = False
 
     def in_use(self, granule: int) -> bool:
         """Tells whether a unit that is held has bytes in a granule at the edge of a unit."""
@@ -143,7 +146,8 @@ class Residency:
         return [self._unit(index) for index in np.flatnonzero(self._held).tolist()]
 
     def _index(self, storage: int, numbers: Sequence[int]) -> np.ndarray:
-        return np.asarray(numbers, np.int64) + self._first[storage]
+        indices: np.ndarray = np.asarray(numbers, np.int64) + self._first[storage]
+        return indices
 
     def _unit(self, index: int) -> Unit:
         storage = self._tables[self._table[index]]
@@ -160,48 +164,35 @@ class Residency:
         return dict(enumerate(found))
 
     def _admit(
-        self,
-        missing: np.ndarray,
-        until: np.ndarray,
-        drop: list[Unit],
-        bring: list[Unit],
-        *,
-        needed: np.ndarray | None = None,
+        self, missing: np.ndarray, until: np.ndarray, drop: list[Unit], bring: list[Unit], *, needed: bool
     ) -> None:
-        """Make room for missing units, one after another, and count them as held.
-
-        If they are among those that are `needed` now, all of them find room; otherwise as many as can.
-        """
-        leaving = self._leaving(until, needed)
+        """Make room for missing units, one after another, and count them as held."""
+        leaving: Iterator[int] | None = None
         for index in missing.tolist():
             while self.held_bytes + self._cost(index) > self._pool.nbytes:
+                if leaving is None:
+                    leaving = iter(self._by_key(until, needed=needed))
                 last = next(leaving, None)
                 if last is None:
-                    assert needed is None, "the units of one read do not fit into their pool"
+                    assert not needed, "the units of one read do not fit into their pool"
                     return
                 self._drop(last)
                 drop.append(self._unit(last))
             self._take(index)
-            self._pinned[index] = True
             bring.append(self._unit(index))
 
-    def _leaving(self, until: np.ndarray, needed: np.ndarray | None) -> Iterator[int]:
-        """The units that may leave, in order. For what is needed now, those brought ahead of need do last."""
-        yield from self._by_key(until)
-        if needed is not None:
-            self._pinned[:] = False
-            self._pinned[needed] = True
-            yield from self._by_key(until)
+    def _by_key(self, until: np.ndarray, *, needed: bool) -> list[int]:
+        """The units that may leave, the one first that is expected to be asked for last.
 
-    def _by_key(self, until: np.ndarray) -> list[int]:
-        """The units that may leave, the one first that is expected to be asked for last."""
-        some = np.flatnonzero(self._held & ~self._pinned)
+        Behind all others, and only for units that are needed now, those that this turn will ask for.
+        """
+        some = np.flatnonzero(self._held & ~self._used & (needed | ~self._soon))
         table = self._table[some]
         passed = self._turns[table] - self._seen[some]
         chance = (self._quick[some] * QUICK**passed + self._slow[some] * SLOW**passed) / 2
         between = int(until.max(initial=1))
         key = until[table] + between * (1 / np.maximum(chance, 1e-12) - 1)
-        found: list[int] = some[np.argsort(-key, kind="stable")].tolist()
+        found: list[int] = some[np.lexsort((-key, self._soon[some]))].tolist()
         return found
 
     # Bytes: granules inside of a unit are its own, and those at its edges may be shared.

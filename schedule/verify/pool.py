@@ -1,8 +1,10 @@
-"""The rules of a pool: which reads it serves, that their largest unit fits, and that no two storages touch."""
+"""The rules of a pool: which reads it serves, that each of their units fits, and that storages are apart."""
 
 from __future__ import annotations
 
-from penstock.schedule.facts.catalog import ALIGNMENT, Storage
+import math
+
+from penstock.schedule.facts.catalog import ALIGNMENT, ITEM_SIZES, Storage
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import Decisions, Step
 from penstock.schedule.facts.units import Pool, SparseRead
@@ -25,15 +27,26 @@ def check_pool(storages: tuple[Storage, ...], plan: Decisions) -> None:
             f"and {len(pool.layout)} offsets"
         )
     _check_places(storages, pool)
+    units: dict[int, tuple[int, ...]] = {}
     for trace in plan.traces:
         for k, step in enumerate(trace.steps):
-            for one in step.sparse:
-                if _served(one, pool):
-                    _check_read(storages, pool, one, f"graph {trace.graph}: step {k} ({step.name})")
+            where = f"graph {trace.graph}: step {k} ({step.name})"
+            served = [one for one in step.sparse if _served(one, pool)]
+            if len(served) > 1:
+                raise PlanError(f"{where} reads units of {len(served)} storages, expected one at most")
+            for one in served:
+                stride, nbytes = _check_read(storages, pool, one, where)
+                same = (one.view.shape[0], one.view.offset, stride, nbytes)
+                if units.setdefault(one.view.storage, same) != same:
+                    raise PlanError(
+                        f"{where} reads other units of storage {one.view.storage} than an earlier step, and "
+                        "the pool has one kind of them"
+                    )
 
 
 def _served(read: SparseRead, pool: Pool) -> bool:
-    return 0 <= read.view.storage < len(pool.layout) and pool.layout[read.view.storage] >= 0
+    known = 0 <= read.view.storage < len(pool.layout)
+    return known and pool.layout[read.view.storage] >= 0 and (pool.tiles or not read.tiles)
 
 
 def _check_places(storages: tuple[Storage, ...], pool: Pool) -> None:
@@ -50,22 +63,32 @@ def _check_places(storages: tuple[Storage, ...], pool: Pool) -> None:
         end = -(-(place + storages[s].nbytes) // pool.granule)
 
 
-def _check_read(storages: tuple[Storage, ...], pool: Pool, read: SparseRead, where: str) -> None:
-    """Every unit of a read lies in its storage, and the largest of them fits into the pool."""
-    view, place = read.view, pool.layout[read.view.storage]
-    for number in (0, view.shape[0] - 1):
-        start, stop = read.unit(number)
-        if not 0 <= start <= stop <= storages[view.storage].nbytes:
-            raise PlanError(
-                f"{where} reads bytes {start}:{stop} of storage {view.storage}, which has "
-                f"{storages[view.storage].nbytes}"
-            )
-    # Where a unit begins in its granule repeats, so the widest one is among the first `granule` of them.
-    for number in range(min(view.shape[0], pool.granule)):
-        start, stop = (place + byte for byte in read.unit(number))
-        taken = (-(-stop // pool.granule) - start // pool.granule) * pool.granule
-        if taken > pool.nbytes:
-            raise PlanError(
-                f"{where} needs {taken} bytes for one unit of storage {view.storage}, and the pool has "
-                f"{pool.nbytes}"
-            )
+def _check_read(storages: tuple[Storage, ...], pool: Pool, read: SparseRead, where: str) -> tuple[int, int]:
+    """Every unit of a read lies in its storage, apart from the others, and the largest fits into the pool.
+
+    Returns the bytes from a unit to the next, and those of a unit.
+    """
+    view, item = read.view, ITEM_SIZES.get(read.view.dtype, 0)
+    if not item or len(view.shape) != len(view.stride) or min(view.shape, default=0) < 1:
+        raise PlanError(f"{where} reads units of a tensor of {view.dtype} {view.shape}, which has none")
+    stride = view.stride[0] * item
+    nbytes = (1 + sum((n - 1) * s for n, s in zip(view.shape[1:], view.stride[1:], strict=True))) * item
+    count, end = view.shape[0], view.offset + (view.shape[0] - 1) * stride + nbytes
+    if min(view.offset, *view.stride) < 0 or end > storages[view.storage].nbytes:
+        raise PlanError(
+            f"{where} reads bytes {view.offset}:{end} of storage {view.storage}, which has "
+            f"{storages[view.storage].nbytes}"
+        )
+    if stride < nbytes:
+        raise PlanError(f"{where} reads units of {nbytes} bytes every {stride}: they overlap")
+    # Where a unit begins in its granule repeats.
+    period = pool.granule // math.gcd(pool.granule, stride)
+    first = pool.layout[view.storage] + view.offset
+    begins = (first + k * stride for k in range(min(count, period)))
+    taken = max(-(-(at + nbytes) // pool.granule) - at // pool.granule for at in begins) * pool.granule
+    if taken > pool.nbytes:
+        raise PlanError(
+            f"{where} needs {taken} bytes for one unit of storage {view.storage}, and the pool has "
+            f"{pool.nbytes}"
+        )
+    return stride, nbytes

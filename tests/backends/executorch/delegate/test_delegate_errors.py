@@ -111,7 +111,7 @@ def test_a_loader_that_would_bring_all_weights_into_memory(runner, files):
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [
-        (b'"version": 8', b'"version": 9', "{payload} is damaged: its sha256 differs; copy the"),
+        (b'"version": 9', b'"version": 8', "{payload} is damaged: its sha256 differs; copy the"),
         (b'"storage": 0', b'"storage": 4', "a delegate's bytes are damaged: their sha256 differs"),
         (b'"regions": 6', b'"regions" 66', "a delegate's bytes are damaged: their sha256 differs"),
         (b"aten::linear", b"aten::lineal", "is damaged: its sha256 differs"),
