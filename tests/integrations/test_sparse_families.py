@@ -1,4 +1,4 @@
-"""Mixtures of experts and large tables: calls read what their tokens ask for, and compute the library's bits."""
+"""Mixtures of experts and large tables: calls read what tokens ask for, and compute the library's bits."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_experts_that_values_choose_one_after_another_are_refused(tmp_path):
 def test_the_log_says_how_much_memory_is_for_experts(tmp_path, said):
     model = expert_models.olmoe(torch.bfloat16)
     with apply(model, "2MB", example={"input_ids": IDS}, cache=tmp_path):
-        assert " for experts and rows that calls name: " in said()
+        assert " for experts, rows and tiles: " in said()
 
 
 @pytest.mark.random

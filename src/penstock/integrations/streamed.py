@@ -339,7 +339,7 @@ class Component:
             format_budget(self._cap.nbytes),
             seconds_since(begun),
             plan.arena.backing if plan.arena.kind == "paged" else plan.arena.kind,
-            f", {format_size(plan.pool.nbytes)} for experts and rows that calls name" if plan.pool else "",
+            f", {format_size(plan.pool.nbytes)} for experts, rows and tiles" if plan.pool else "",
             plan.hardware.note,
         )
         self._plan, self._beside = plan, room - budget
