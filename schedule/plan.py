@@ -28,7 +28,7 @@ class Plan(Decisions):
     def residency(self) -> str:
         """How many bytes of the weights stay in memory and how many stream in a pass, in words.
 
-        What a forward keeps for its backward is counted apart.
+        What a forward keeps for its backward is counted apart, and so is what is read by units.
         """
         kept = sum(self.sizes[s] for s in self.produced) if self.sizes else 0
         outside = sum(self.sizes[s] for s in {*self.outside} - self.produced) if self.sizes else 0

@@ -125,7 +125,7 @@ class Contract:
         hold: Callable[[Sequence[int]], Any],
     ) -> torch.Tensor:
         weight, ends = self.operands(arguments)
-        rows, results = arguments[0], []
+        rows, result = arguments[0], None
         at = ends.tolist()
         for k, part in enumerate(parts):
             first = part[0] if k else 0
@@ -134,8 +134,13 @@ class Contract:
             end = at[stop - 1] if k + 1 < len(parts) else rows.shape[0]
             own = self.replaced(arguments, weight[first:stop], ends[first:stop] - start)
             with hold(part):
-                results.append(operator(rows[start:end], *own[1:]))
-        return torch.cat(results)
+                made = operator(rows[start:end], *own[1:])
+            if result is None:  # rows may be longer in memory than they are wide
+                shape = (rows.shape[0], made.shape[1])
+                result = made.new_empty_strided(shape, made.stride())
+            result[start:end] = made
+        assert result is not None, "there are two parts or more"
+        return result
 
     def _by_numbers(
         self,
