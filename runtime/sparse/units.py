@@ -1,8 +1,8 @@
 """Units in memory: they are read when a call names them, and stay as long as the policy lets them.
 
 Memory is address space in which every storage has one place. Filling a unit takes pages there, dropping it
-gives them back. What is dropped and read is decided by `schedule/sparse/residency.py` alone, when a read asks;
-readers only carry it out.
+gives them back. What is dropped and read is decided by `schedule/sparse/residency.py` alone, when a read
+asks; readers only carry it out.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
@@ -36,6 +37,7 @@ from penstock.schedule.facts.model import Range, SparseRead, Storage
 from penstock.schedule.plan import Plan
 from penstock.schedule.space.spans import merged
 from penstock.schedule.sparse.residency import Residency, Unit
+from penstock.schedule.sparse.routes import routed_reads
 
 FEW, MANY = 4, 16
 """Readers of up to `_SOME` pieces, and of more: a disk answers many small reads as fast as few."""
@@ -48,20 +50,39 @@ PIECE = 2 << 20
 _READABLE = 0x3  # PROT_READ | PROT_WRITE
 
 
+class RecordsRoutes(Protocol):
+    """Who is told what calls ask for."""
+
+    def begin(self) -> None:
+        """Begin a call."""
+
+    def ask(self, graph: int, step: int, units: Sequence[int]) -> None:
+        """Note what a step of the call asks for."""
+
+
 class LoadedUnits:
     """The pool of a plan: address space for its storages, the units in it, and the readers that bring them.
 
-    One call at a time runs. With `debug`, a read of a unit that is not in memory kills the process.
+    One call at a time runs; `recorder` is told what it asks for. With `debug`, a read of a unit that is not
+    in memory kills the process. `names` are those of the storages.
     """
 
     def __init__(
-        self, plan: Plan, storages: Sequence[Storage], source: Source, *, debug: bool = False
+        self,
+        plan: Plan,
+        storages: Sequence[Storage],
+        source: Source,
+        *,
+        names: Sequence[str],
+        debug: bool = False,
     ) -> None:
         if plan.pool is None:
             raise PlanError("the plan has no pool: nothing of it is read by units")
         self.pool, self._source, self._debug = plan.pool, source, debug
         self.residency = Residency(self.pool, plan.traces)
         self.counters = Counters()
+        self.routed = routed_reads(plan.traces, self.pool.layout, names)
+        self.recorder: RecordsRoutes | None = None
         self._reads = {
             (trace.graph, k): one
             for trace in plan.traces
@@ -70,11 +91,12 @@ class LoadedUnits:
             if self.pool.has(one)
         }
         self._read_of = {one.storage: one for one in self._reads.values()}
-        self._stops = [place + s.nbytes for place, s in zip(self.pool.layout, storages, strict=True)]
+        self._nbytes = [storage.nbytes for storage in storages]
         self._coming: dict[Unit, Future[int]] = {}
         self._unclear = False
         self._closed = False
-        self._memory = Reservation(max(self._stops))
+        ends = (place + nbytes for place, nbytes in zip(self.pool.layout, self._nbytes, strict=True))
+        self._memory = Reservation(max(ends))
         try:
             self._map(storages)
             layout = self.pool.layout
@@ -110,9 +132,13 @@ class LoadedUnits:
         if self._unclear:
             self._start_over()
         self.residency.begin()
+        if self.recorder is not None:
+            self.recorder.begin()
 
     def ask(self, graph: int, step: int, units: Sequence[int]) -> list[list[int]]:
         """Note all units that a step's read asks for, ascending, and cut them into parts that fit."""
+        if self.recorder is not None:
+            self.recorder.ask(graph, step, units)
         self.residency.ask(graph, step, units)
         return self.residency.parts(self._reads[graph, step].storage, units)
 
@@ -227,11 +253,7 @@ class LoadedUnits:
     def _bytes(self, unit: Unit) -> Range:
         """The bytes of the granules that hold a unit, as far as they are its storage's."""
         storage, number = unit
-        first, stop = self.pool.granules(self._read_of[storage], number)
-        granule = self.pool.granule
-        return Range(
-            max(first * granule, self.pool.layout[storage]), min(stop * granule, self._stops[storage])
-        )
+        return Range(*self.pool.filled(self._read_of[storage], number, self._nbytes[storage]))
 
     def _start_over(self) -> None:
         """Drop every unit, once nothing is on its way."""

@@ -5,14 +5,14 @@ for last: one whose weight is read in t turns, L turns lie between two reads of 
 asks for the unit with probability p, is expected after t + L * (1 / p - 1) turns. If the p were known, and
 independent, this would be the expectation of the key by which Belady's optimal policy chooses (A study of
 replacement algorithms, 1966). p is estimated from what was asked for: half of it by a moving average that
-forgets quickly, half by one that forgets slowly.
+forgets quickly, half by one that forgets slowly. Units that the turn in progress is known to need leave last.
 
 The decisions depend on nothing but the order of calls, so a recorded order can be replayed (`replay.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -68,6 +68,7 @@ class Residency:
         self._turns = np.zeros(len(counts), np.int64)  # how often each table was read
         self._held = np.zeros(len(self._table), bool)
         self._pinned = np.zeros(len(self._table), bool)
+        self._due = np.zeros(len(self._table), bool)  # needed by the turn in progress, and not acquired yet
         self._turn: tuple[int, int] | None = None  # the method and turn of the last read
         self._users: dict[int, int] = {}  # units held in granules at the edge of a unit
         self._until = {graph: self._distances(steps) for graph, steps in self._reads.items()}
@@ -89,7 +90,7 @@ class Residency:
 
     def begin(self) -> None:
         """Begin a pass: no read is in progress, and no unit has been brought ahead of need."""
-        self._pinned[:] = False
+        self._pinned[:] = self._due[:] = False
 
     def ask(self, graph: int, step: int, numbers: Sequence[int]) -> None:
         """Note all units that a step's read asks for, in parts of which `acquire` will be told."""
@@ -97,12 +98,15 @@ class Residency:
         if self._turn != (graph, one.turn):
             self._pinned[:] = False
             self._turn = (graph, one.turn)
-        table, wanted = self._tables.index(one.read.storage), self._index(one.read.storage, numbers)
+        table, wanted = self._tables.index(one.read.storage), self._asked(graph, step, numbers)
         self._turns[table] += 1
         passed = self._turns[table] - self._seen[wanted]
         self._quick[wanted] = self._quick[wanted] * QUICK**passed + 1 - QUICK
         self._slow[wanted] = self._slow[wanted] * SLOW**passed + 1 - SLOW
         self._seen[wanted] = self._turns[table]
+        self._due[:] = False
+        for read in (one.read, *one.behind):
+            self._due[self._index(read.storage, numbers)] = True
 
     def acquire(self, graph: int, step: int, numbers: Sequence[int], *, alone: bool = True) -> Change:
         """Have units of a step's read in the pool, where they stay until `release`.
@@ -112,7 +116,7 @@ class Residency:
         """
         one = self._reads[graph][step]
         wanted = self._index(one.read.storage, numbers)
-        self._pinned[wanted] = True
+        self._pinned[wanted], self._due[wanted] = True, False
         change, until = Change(), self._until[graph][one.turn]
         self._admit(wanted[~self._held[wanted]], until, change.drop, change.bring, needed=True)
         for read in one.behind if alone else ():
@@ -123,7 +127,7 @@ class Residency:
 
     def release(self, graph: int, step: int, numbers: Sequence[int]) -> None:
         """Let the units of a step's read leave when room is needed."""
-        self._pinned[self._index(self._reads[graph][step].read.storage, numbers)] = False
+        self._pinned[self._asked(graph, step, numbers)] = False
 
     def forget(self, units: Iterable[Unit]) -> None:
         """Count units as dropped: their bytes did not come, or are given back."""
@@ -142,8 +146,11 @@ class Residency:
         """The units that are in the pool."""
         return [self._unit(index) for index in np.flatnonzero(self._held).tolist()]
 
+    def _asked(self, graph: int, step: int, numbers: Sequence[int]) -> np.ndarray:
+        return self._index(self._reads[graph][step].read.storage, numbers)
+
     def _index(self, storage: int, numbers: Sequence[int]) -> np.ndarray:
-        return np.asarray(numbers, np.int64) + self._first[storage]
+        return np.array([self._first[storage] + number for number in numbers], np.int64)
 
     def _unit(self, index: int) -> Unit:
         storage = self._tables[self._table[index]]
@@ -163,7 +170,7 @@ class Residency:
         self, missing: np.ndarray, until: np.ndarray, drop: list[Unit], bring: list[Unit], *, needed: bool
     ) -> None:
         """Make room for missing units, one after another, and count them as held."""
-        leaving = iter(())
+        leaving: Iterator[int] = iter(())
         began = False
         for index in missing.tolist():
             while self.held_bytes + self._cost(index) > self._pool.nbytes:
@@ -182,13 +189,21 @@ class Residency:
     def _by_key(self, until: np.ndarray) -> list[int]:
         """The units that may leave, the one first that is expected to be asked for last."""
         some = np.flatnonzero(self._held & ~self._pinned)
+        found: list[int] = some[np.argsort(-self.keys(some, until), kind="stable")].tolist()
+        return found
+
+    def keys(self, some: np.ndarray, until: np.ndarray) -> np.ndarray:
+        """The turns until each of some units is expected to be asked for; `until` has those of its table.
+
+        They depend on what was asked for, and never on what is held: a larger pool keeps what a smaller one
+        keeps, if all units take the same bytes and the pool holds all that one turn asks for.
+        """
         table = self._table[some]
         passed = self._turns[table] - self._seen[some]
         chance = (self._quick[some] * QUICK**passed + self._slow[some] * SLOW**passed) / 2
         between = int(until.max(initial=1))
         key = until[table] + between * (1 / np.maximum(chance, 1e-12) - 1)
-        found: list[int] = some[np.argsort(-key, kind="stable")].tolist()
-        return found
+        return np.where(self._due[some], 0.0, key)
 
     # Bytes: granules inside of a unit are its own, and those at its edges may be shared.
 
