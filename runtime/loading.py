@@ -190,7 +190,8 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
         units = None
         if plan.pool is not None:
             check_trusted(plan)
-            units = LoadedUnits(plan, payload.storages, source, debug=options.debug)
+            names = payload.storage_names()
+            units = LoadedUnits(plan, payload.storages, source, names=names, debug=options.debug)
             opened.callback(units.close)
         if plan.arena_bytes or units:
             team = ParkedTeam()

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -42,6 +42,7 @@ from penstock.schedule.facts.model import Range, SparseRead, Storage
 from penstock.schedule.plan import Plan
 from penstock.schedule.space.spans import merged, subtract
 from penstock.schedule.sparse.residency import Residency, Unit
+from penstock.schedule.sparse.routes import routed_reads
 
 FEW, MANY = 4, 16
 """Readers of up to `_SOME` pieces, and of more: a disk answers many small reads as fast as few."""
@@ -57,14 +58,31 @@ _MOVED = 256 << 10
 _READABLE = 0x3  # PROT_READ | PROT_WRITE
 
 
+class RecordsRoutes(Protocol):
+    """Who is told what calls ask for."""
+
+    def begin(self) -> None:
+        """Begin a call."""
+
+    def ask(self, graph: int, step: int, units: Sequence[int]) -> None:
+        """Note what a step of the call asks for."""
+
+
 class LoadedUnits:
     """The pool of a plan: address space for its storages, the units in it, and the readers that bring them.
 
-    One call at a time runs. With `debug`, a read of a unit that is not in memory kills the process.
+    One call at a time runs; `recorder` is told what it asks for. With `debug`, a read of a unit that is not
+    in memory kills the process. `names` are those of the storages.
     """
 
     def __init__(
-        self, plan: Plan, storages: Sequence[Storage], source: Source, *, debug: bool = False
+        self,
+        plan: Plan,
+        storages: Sequence[Storage],
+        source: Source,
+        *,
+        names: Sequence[str],
+        debug: bool = False,
     ) -> None:
         if plan.pool is None:
             raise PlanError("the plan has no pool: nothing of it is read by units")
@@ -76,6 +94,8 @@ class LoadedUnits:
         self.pool, self._source, self._debug = plan.pool, source, debug
         self.residency = Residency(self.pool, plan.traces)
         self.counters = Counters()
+        self.routed = routed_reads(plan.traces, self.pool.layout, names)
+        self.recorder: RecordsRoutes | None = None
         self._reads = {
             (trace.graph, k): one
             for trace in plan.traces
@@ -84,14 +104,14 @@ class LoadedUnits:
             if self.pool.has(one)
         }
         self._read_of = {one.storage: one for one in self._reads.values()}
-        places = zip(self.pool.layout, storages, strict=True)
-        self._stops = [place + s.nbytes if place >= 0 else 0 for place, s in places]
+        self._nbytes = [storage.nbytes for storage in storages]
         self._coming: dict[Unit, Future[int]] = {}
         self._spare: list[Range] = []  # memory of dropped units, still where they were
         self._unclear = False
         self._closed = False
         self._moves = supports_move() and not debug
-        self._memory = Reservation(max(self._stops))
+        ends = (place + nbytes for place, nbytes in zip(self.pool.layout, self._nbytes, strict=True) if place >= 0)
+        self._memory = Reservation(max(ends, default=0))
         try:
             self._map(storages)
             layout = self.pool.layout
@@ -127,9 +147,13 @@ class LoadedUnits:
         if self._unclear:
             self._start_over()
         self.residency.begin()
+        if self.recorder is not None:
+            self.recorder.begin()
 
     def ask(self, graph: int, step: int, units: Sequence[int]) -> list[list[int]]:
         """Note all units that a step's read asks for, ascending, and cut them into parts that fit."""
+        if self.recorder is not None:
+            self.recorder.ask(graph, step, units)
         self.residency.ask(graph, step, units)
         return self.residency.parts(self._reads[graph, step].storage, units)
 
@@ -302,11 +326,7 @@ class LoadedUnits:
     def _bytes(self, unit: Unit) -> Range:
         """The bytes of the granules that hold a unit, as far as they are its storage's."""
         storage, number = unit
-        first, stop = self.pool.granules(self._read_of[storage], number)
-        granule = self.pool.granule
-        return Range(
-            max(first * granule, self.pool.layout[storage]), min(stop * granule, self._stops[storage])
-        )
+        return Range(*self.pool.filled(self._read_of[storage], number, self._nbytes[storage]))
 
     def _start_over(self) -> None:
         """Drop every unit, once nothing is on its way."""

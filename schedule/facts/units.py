@@ -99,5 +99,12 @@ class Pool:
 
     def granules(self, read: SparseRead, number: int) -> tuple[int, int]:
         """The granules that hold a unit: the first one, and the one behind the last."""
-        start, stop = (self.layout[read.storage] + byte for byte in read.unit(number))
-        return start // self.granule, -(-stop // self.granule)
+        start, stop = read.unit(number)
+        place = self.layout[read.view.storage]
+        return (place + start) // self.granule, -(-(place + stop) // self.granule)
+
+    def filled(self, read: SparseRead, number: int, nbytes: int) -> tuple[int, int]:
+        """The bytes that bringing a unit reads: its granules, as far as its storage of `nbytes` has bytes."""
+        first, stop = self.granules(read, number)
+        place = self.layout[read.storage]
+        return max(first * self.granule, place), min(stop * self.granule, place + nbytes)

@@ -5,7 +5,7 @@ for last: one whose weight is read in t turns, L turns lie between two reads of 
 asks for the unit with probability p, is expected after t + L * (1 / p - 1) turns. If the p were known, and
 independent, this would be the expectation of the key by which Belady's optimal policy chooses (A study of
 replacement algorithms, 1966). p is estimated from what was asked for: half of it by a moving average that
-forgets quickly, half by one that forgets slowly.
+forgets quickly, half by one that forgets slowly. Units that the turn in progress is known to need leave last.
 
 The decisions depend on nothing but the order of calls, so a recorded order can be replayed.
 """
@@ -69,8 +69,7 @@ class Residency:
         self._turns = np.zeros(len(counts), np.int64)  # how often each table was read
         self._held = np.zeros(len(self._table), bool)
         self._used = np.zeros(len(self._table), bool)  # by the read in progress
-        self._soon = np.zeros(len(self._table), bool)  # by a later read of the turn
-        self._turn: tuple[int, int] | None = None  # the method and turn of the last read
+        self._soon = np.zeros(len(self._table), bool)  # by later reads, or parts of one, of the turn
         self._users: dict[int, int] = {}  # units held in granules at the edge of a unit
         self._until = {graph: self._distances(steps) for graph, steps in self._reads.items()}
         self.held_bytes = self.peak_bytes = 0
@@ -96,10 +95,10 @@ class Residency:
     def ask(self, graph: int, step: int, numbers: Sequence[int]) -> None:
         """Note all units that a step's read asks for, in parts of which `acquire` will be told."""
         one = self._reads[graph][step]
-        if self._turn != (graph, one.turn):
-            self._soon[:] = False
-            self._turn = (graph, one.turn)
-        table, wanted = self._tables.index(one.read.storage), self._index(one.read.storage, numbers)
+        self._soon[:] = False
+        for read in (one.read, *one.behind):
+            self._soon[self._index(read.storage, numbers)] = True
+        table, wanted = self._tables.index(one.read.storage), self._asked(graph, step, numbers)
         self._turns[table] += 1
         passed = self._turns[table] - self._seen[wanted]
         self._quick[wanted] = self._quick[wanted] * QUICK**passed + 1 - QUICK
@@ -116,8 +115,6 @@ class Residency:
         wanted = self._index(one.read.storage, numbers)
         self._used[wanted], self._soon[wanted] = True, False
         behind = [self._index(read.storage, numbers) for read in one.behind] if alone else []
-        for later in behind:
-            self._soon[later] = True
         change, until = Change(), self._until[graph][one.turn]
         self._admit(wanted[~self._held[wanted]], until, change.drop, change.bring, needed=True)
         for later in behind:
@@ -126,7 +123,7 @@ class Residency:
 
     def release(self, graph: int, step: int, numbers: Sequence[int]) -> None:
         """Let the units of a step's read leave when room is needed."""
-        self._used[self._index(self._reads[graph][step].read.storage, numbers)] = False
+        self._used[self._asked(graph, step, numbers)] = False
 
     def forget(self, units: Iterable[Unit]) -> None:
         """Count units as dropped: their bytes did not come, or are given back."""
@@ -144,6 +141,9 @@ class Residency:
     def held(self) -> list[Unit]:
         """The units that are in the pool."""
         return [self._unit(index) for index in np.flatnonzero(self._held).tolist()]
+
+    def _asked(self, graph: int, step: int, numbers: Sequence[int]) -> np.ndarray:
+        return self._index(self._reads[graph][step].read.storage, numbers)
 
     def _index(self, storage: int, numbers: Sequence[int]) -> np.ndarray:
         indices: np.ndarray = np.asarray(numbers, np.int64) + self._first[storage]
@@ -187,13 +187,21 @@ class Residency:
         Behind all others, and only for units that are needed now, those that this turn will ask for.
         """
         some = np.flatnonzero(self._held & ~self._used & (needed | ~self._soon))
+        found: list[int] = some[np.argsort(-self.keys(some, until), kind="stable")].tolist()
+        return found
+
+    def keys(self, some: np.ndarray, until: np.ndarray) -> np.ndarray:
+        """The turns until each of some units is expected to be asked for; `until` has those of its table.
+
+        They depend on what was asked for, and never on what is held: a larger pool keeps what a smaller one
+        keeps, if all units take the same bytes and the pool holds all that one turn asks for.
+        """
         table = self._table[some]
         passed = self._turns[table] - self._seen[some]
         chance = (self._quick[some] * QUICK**passed + self._slow[some] * SLOW**passed) / 2
         between = int(until.max(initial=1))
         key = until[table] + between * (1 / np.maximum(chance, 1e-12) - 1)
-        found: list[int] = some[np.lexsort((-key, self._soon[some]))].tolist()
-        return found
+        return np.where(self._soon[some], 0.0, key)
 
     # Bytes: granules inside of a unit are its own, and those at its edges may be shared.
 

@@ -23,6 +23,7 @@ COMMANDS = (
     "compile",
     "plan",
     "simulate",
+    "replay",
     "inspect",
     "verify",
     "relink",
