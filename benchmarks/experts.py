@@ -41,7 +41,7 @@ _OVERHEAD = 96 << 20
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model: `width` and `inner` of an expert, of which a token asks for `asked` of `experts`."""
+    """The sizes of a model: those of an expert, and of how many `experts` a token asks for `asked`."""
 
     layers: int
     width: int
@@ -75,7 +75,8 @@ class Experts(nn.Module):
         gate, up = torch._grouped_mm(rows, self.gate_up.transpose(-2, -1), ends).chunk(2, -1)
         out = torch._grouped_mm(nn.functional.silu(gate) * up, self.down.transpose(-2, -1), ends)
         back = torch.empty_like(order).index_put_((order,), torch.arange(order.shape[0]))
-        return out[back].view(*route.shape, -1).mean(1)
+        mixed: torch.Tensor = out[back].view(*route.shape, -1).mean(1)
+        return mixed
 
 
 class Layer(nn.Module):
@@ -178,7 +179,7 @@ def prepare(jobs: list[Job]) -> int:
 
 
 def draw(shape: Shape, routing: str, tokens: int) -> list[torch.Tensor]:
-    """The routes of each token, (layers, 1, asked): by Zipf, each layer has favourites of its own, which drift."""
+    """The routes of each token, (layers, 1, asked): by Zipf, each layer has favourites, which drift."""
     generator = torch.Generator().manual_seed(1)
     rank = torch.arange(1, shape.experts + 1, dtype=torch.float64)
     weight = torch.ones_like(rank) if routing == "uniform" else 1 / rank
@@ -216,7 +217,7 @@ def load(job: Job) -> Any:
 
 
 def serve(job: Job) -> None:
-    """The process of one way: loads at once, then runs a token for each line of input, and answers in JSON."""
+    """The process of one way: loads at once, then runs a token for each line, and answers in JSON."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     penstock.Payload  # noqa: B018 - its libraries count as bare, as those of the others do
     bare = read_memory().anonymous
@@ -296,7 +297,9 @@ def main(
         for job in jobs:
             if job.way in ("before", "units"):
                 plan = penstock.open(job.artifact).plan(budget)
-                typer.echo(f"{job.way}: floor {penstock.open(job.artifact).floor_bytes / 2**20:.0f} MiB, {plan}")
+                typer.echo(
+                    f"{job.way}: floor {penstock.open(job.artifact).floor_bytes / 2**20:.0f} MiB, {plan}"
+                )
         for routing in routings.split(","):
             for job in jobs:
                 drop_cache([job.weights])

@@ -1,4 +1,4 @@
-"""Ways to do the same work, each in a process of its own that answers line by line, in a memory group if asked."""
+"""Ways to do the same work, each in a process that answers line by line, in a memory group or not."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Job(Protocol):
 class Way:
     """The process of one way: `script --serve JOB`, in a control group if there is one.
 
-    It answers with a line of JSON once it has loaded, which has the bytes of a bare process as `bare`, and with
-    one for each line that it is sent.
+    It answers with a line of JSON once it has loaded, which has the bytes of a bare process as `bare`, and
+    with one for each line that it is sent.
     """
 
     def __init__(self, script: str, job: Any, group: Path | None) -> None:

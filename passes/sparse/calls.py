@@ -11,6 +11,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from penstock.passes.sparse.contracts import CONTRACTS
+from penstock.passes.sparse.rounds import Rounds, run_in_rounds
 from penstock.schedule.facts.errors import PassError, StreamError
 from penstock.schedule.facts.model import Pool, SparseRead, Trace
 
@@ -72,7 +73,7 @@ class SparseCall(torch.nn.Module):
 
             if index is None:
                 self._units.certify(read, parts, given)
-            return self._contract.run(self._operator, given, parts, hold, read.slices)
+            return run_in_rounds(self._contract, self._operator, given, Rounds(parts, hold, read.slices))
         finally:
             if not self._tensor.is_inference():
                 torch.autograd.graph.increment_version(self._tensor)

@@ -8,7 +8,7 @@ where a read of another one would be seen.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,11 +31,12 @@ Arguments = tuple[Any, ...]
 class Contract:
     """How an operator is told which slices of its argument number `weight` on dimension 0 it needs.
 
-    Argument number `index` names them. If `ends`, it is the end of each slice's run among the rows of argument
-    0, which are sorted by slice: slices without a row are not read. Otherwise it holds the slices' numbers, of
-    which negative ones count from the end if `wraps`; the result has the sizes of the index, and behind them
-    those of a slice. With `listed`, the index is the only entry of a list. Without an index every call needs
-    all slices, and those of the result's last dimension come from them: a linear, by its rows.
+    Argument number `index` names them. If `ends`, it is the end of each slice's run among the rows of
+    argument 0, which are sorted by slice: slices without a row are not read. Otherwise it holds the slices'
+    numbers, of which negative ones count from the end if `wraps`; the result has the sizes of the index, and
+    behind them those of a slice. With `listed`, the index is the only entry of a list. Without an index,
+    every call needs all slices, of each of which comes a slice of the result on its last dimension: a linear,
+    by its rows.
 
     A unit is a slice, or a run of several slices.
     """
@@ -82,87 +83,6 @@ class Contract:
         _, index = self.operands(node.args)
         counted = node.args[0].meta["val"].shape[:1] if self.ends else index.meta["val"].shape  # type: ignore[union-attr]
         return min(count, math.prod(size_hint(size) for size in counted))
-
-    def run(
-        self,
-        operator: Callable[..., torch.Tensor],
-        arguments: Arguments,
-        parts: Sequence[Sequence[int]],
-        hold: Callable[[Sequence[int]], Any],
-        slices: int = 1,
-    ) -> torch.Tensor:
-        """Run an operator in parts, each of which reads the units of one part, within `hold` of that part.
-
-        Every row of the result is computed as it is by one call.
-        """
-        if self.index is None:
-            return self._by_tiles(operator, arguments, parts, hold, slices)
-        if self.ends:
-            return self._by_ends(operator, arguments, parts, hold)
-        return self._by_numbers(operator, arguments, parts, hold, slices)
-
-    def _by_tiles(
-        self,
-        operator: Callable[..., torch.Tensor],
-        arguments: Arguments,
-        parts: Sequence[Sequence[int]],
-        hold: Callable[[Sequence[int]], Any],
-        slices: int,
-    ) -> torch.Tensor:
-        rows, weight, *rest = arguments
-        results = []
-        for part in parts:
-            own = slice(part[0] * slices, (part[-1] + 1) * slices)
-            with hold(part):
-                results.append(operator(rows, weight[own], *(None if b is None else b[own] for b in rest)))
-        return torch.cat(results, -1)
-
-    def _by_ends(
-        self,
-        operator: Callable[..., torch.Tensor],
-        arguments: Arguments,
-        parts: Sequence[Sequence[int]],
-        hold: Callable[[Sequence[int]], Any],
-    ) -> torch.Tensor:
-        weight, ends = self.operands(arguments)
-        rows, result = arguments[0], None
-        at = ends.tolist()
-        for k, part in enumerate(parts):
-            first = part[0] if k else 0
-            stop = part[-1] + 1 if k + 1 < len(parts) else weight.shape[0]
-            start = at[first - 1] if first else 0
-            end = at[stop - 1] if k + 1 < len(parts) else rows.shape[0]
-            own = self.replaced(arguments, weight[first:stop], ends[first:stop] - start)
-            with hold(part):
-                made = operator(rows[start:end], *own[1:])
-            if result is None:  # rows may be longer in memory than they are wide
-                shape = (rows.shape[0], made.shape[1])
-                result = made.new_empty_strided(shape, made.stride())
-            result[start:end] = made
-        assert result is not None, "there are two parts or more"
-        return result
-
-    def _by_numbers(
-        self,
-        operator: Callable[..., torch.Tensor],
-        arguments: Arguments,
-        parts: Sequence[Sequence[int]],
-        hold: Callable[[Sequence[int]], Any],
-        slices: int,
-    ) -> torch.Tensor:
-        weight, index = self.operands(arguments)
-        flat = index.reshape(-1)
-        numbers = torch.where(flat < 0, flat + weight.shape[0], flat) if self.wraps else flat
-        beyond = flat[(numbers < 0) | (numbers >= weight.shape[0])]
-        if beyond.numel():
-            operator(*self.replaced(arguments, weight, beyond))  # which refuses them
-        result: torch.Tensor = weight.new_empty((flat.numel(), *weight.shape[1:]))
-        for part in parts:
-            own = (numbers >= part[0] * slices) & (numbers < (part[-1] + 1) * slices)
-            places = torch.nonzero(own).reshape(-1)
-            with hold(part):
-                result[places] = operator(*self.replaced(arguments, weight, flat[places]))
-        return result.reshape(*index.shape, *weight.shape[1:])
 
 
 CONTRACTS: dict[str, Contract] = {
@@ -215,12 +135,12 @@ def sparse_reads(
 
 def _by_tiles(
     graph: fx.Graph,
-    held: Mapping[object, fx.Node],
+    held: Mapping[Any, fx.Node],
     weights: Weights,
     storages: Sequence[Storage],
     route: int,
 ) -> dict[str, SparseRead]:
-    """The linears of a graph whose weights are large, by the names of the nodes; each is a route of its own."""
+    """The linears of a graph whose weights are large, by the nodes' names; each is a route of its own."""
     found: dict[str, SparseRead] = {}
     for node in linears(graph):
         weight: fx.Node = node.args[1]  # type: ignore[assignment]
@@ -242,7 +162,11 @@ def _candidates(graph: fx.Graph) -> Iterator[tuple[fx.Node, Contract]]:
     """The nodes whose operator has a contract and whose arguments have its form."""
     for node in graph.nodes:
         contract = CONTRACTS.get(str(node.target)) if node.op == "call_function" else None
-        if contract is None or contract.index is None or len(node.args) <= max(contract.weight, contract.index):
+        if (
+            contract is None
+            or contract.index is None
+            or len(node.args) <= max(contract.weight, contract.index)
+        ):
             continue
         index = node.args[contract.index]
         if contract.listed and not (isinstance(index, list | tuple) and len(index) == 1):

@@ -1,8 +1,8 @@
 """Products by tiles: a linear whose weight is large may be computed in runs of its output rows.
 
-A tile is a unit that every call asks for. Kernels choose how they work by sizes, so a run of rows need not have the
-bits of the whole: `runtime/sparse/trial.py` computes both before the first call of each size. A table that is
-also read by rows, as a head that is tied to an embedding, has the same units for both: runs of rows.
+A tile is a unit that every call asks for. Kernels choose how they work by sizes, so a run of rows need not
+have the bits of the whole: `runtime/sparse/certified.py` computes both before the first call of each size. A
+table that is also read by rows, as a head that is tied to an embedding, has the same units for both.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Certifies that a linear computed by tiles has the bits of the whole, at its sizes, before it is relied on.
 
-Kernels choose how they work by the sizes of a product, so a run of rows of the weight need not give the bits that
-the whole gives. Both are computed, on a weight of the full size that takes the memory of one tile: all of its
-tiles are the same pages.
+Kernels choose how they work by the sizes of a product, so a run of rows of the weight need not give the bits
+that the whole gives. Both are computed, on a weight of the full size that takes the memory of one tile: all
+of its tiles are the same pages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.schedule.facts.errors import PenstockError
 from penstock.schedule.facts.model import Part, SparseRead
 
 _LARGEST = 16 << 20
-"""Bytes. Larger results are not certified, since computing them twice would take memory that nobody planned."""
+"""Bytes. Larger results are not certified: computing them twice would take memory that nobody planned."""
 
 
 def repeats_bits(read: SparseRead, edges: Sequence[int], rows: int, *, bias: bool) -> bool:
@@ -45,16 +45,21 @@ def _repeats(view: Part, edges: tuple[int, ...], rows: int, bias: bool, threads:
     tile = (torch.randn(size, columns, generator=generator) * columns**-0.5).to(dtype)
     given = torch.randn(rows, columns, generator=generator).to(dtype)
     added = torch.randn(count * size, generator=generator).to(dtype) if bias else None
-    with suppress(PenstockError, OSError, RuntimeError), torch.inference_mode(False), torch.no_grad():
-        with Reservation(prod(view.shape) * dtype.itemsize) as memory:
-            _map_again(memory, tile, count)
-            weight = tensor_at(memory.address, Part("", view.dtype, (count * size, columns), (columns, 1), 0, 0))
-            whole = linear(given, weight, added)
-            runs = [slice(first * size, stop * size) for first, stop in pairwise(edges)]
-            return all(
-                torch.equal(whole[:, run], linear(given, weight[run], None if added is None else added[run]))
-                for run in runs
-            )
+    matrix = Part("", view.dtype, (count * size, columns), (columns, 1), 0, 0)
+    with (
+        suppress(PenstockError, OSError, RuntimeError),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        Reservation(prod(view.shape) * dtype.itemsize) as memory,
+    ):
+        _map_again(memory, tile, count)
+        weight = tensor_at(memory.address, matrix)
+        whole = linear(given, weight, added)
+        runs = [slice(first * size, stop * size) for first, stop in pairwise(edges)]
+        return all(
+            torch.equal(whole[:, run], linear(given, weight[run], None if added is None else added[run]))
+            for run in runs
+        )
     return False
 
 
@@ -62,11 +67,9 @@ def _map_again(memory: Reservation, tile: torch.Tensor, count: int) -> None:
     """Map the memory of a tile `count` times, one behind the other."""
     descriptor = os.memfd_create("penstock-tile")
     try:
-        data = memoryview(tile.view(torch.uint8).numpy()).cast("B")
-        os.truncate(descriptor, tile.nbytes)
-        written = 0
-        while written < tile.nbytes:
-            written += os.pwrite(descriptor, data[written:], written)
+        data = tile.view(torch.uint8).numpy().tobytes()
+        while data:
+            data = data[os.write(descriptor, data) :]
         for number in range(count):
             memory.map_file(number * tile.nbytes, tile.nbytes, descriptor, 0)
     finally:

@@ -137,7 +137,8 @@ def _passes(contract: Contract, call: torch._ops.OpOverload, read: SparseRead) -
         if not contract.ends:
             return True
         # The same rows with these units alone give the same bits.
-        ends = arguments[contract.index][named]
+        _, ends = contract.operands(arguments)
+        ends = ends[named]
         few = _like(tensor[named], tensor)
         return torch.equal(result, call(arguments[0], *contract.replaced(arguments, few, ends)[1:]))
 

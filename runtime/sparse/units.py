@@ -53,7 +53,7 @@ PIECE = 2 << 20
 """Bytes that one reader reads at a time of a large unit."""
 
 _MOVED = 256 << 10
-"""Bytes. Runs of memory from this size on move to the next unit: reading into fresh memory takes twice as long."""
+"""Bytes. Memory moves to the next unit in runs of this size or more, as fresh memory is slower to fill."""
 
 _READABLE = 0x3  # PROT_READ | PROT_WRITE
 
@@ -110,7 +110,9 @@ class LoadedUnits:
         self._unclear = False
         self._closed = False
         self._moves = supports_move() and not debug
-        ends = (place + nbytes for place, nbytes in zip(self.pool.layout, self._nbytes, strict=True) if place >= 0)
+        ends = (
+            place + nbytes for place, nbytes in zip(self.pool.layout, self._nbytes, strict=True) if place >= 0
+        )
         self._memory = Reservation(max(ends, default=0))
         try:
             self._map(storages)
@@ -164,8 +166,9 @@ class LoadedUnits:
         edges = [*(part[0] for part in parts), read.count]
         if rows and not repeats_bits(read, edges, rows, bias=bias):
             raise StreamError(
-                f"a product of {rows} rows with a weight of {prod(read.view.shape)} elements cannot be computed "
-                "by tiles with the bits of the whole: give a budget that holds this weight, or fewer rows"
+                f"a product of {rows} rows with a weight of {prod(read.view.shape)} elements cannot be "
+                "computed by tiles with the bits of the whole: give a budget that holds this weight, or "
+                "fewer rows"
             )
 
     @contextmanager

@@ -20,8 +20,8 @@ class SparseRead:
     most `asked` different units.
 
     With `tiles`, every call needs all units, which are the tiles of a product that may be computed one after
-    another. If `slices` is more than 1, a unit is a run of so many slices: the operator is given the tensor whose
-    dimension 0 is the first two of `view` in one.
+    another. If `slices` is more than 1, a unit is a run of so many slices: the operator is given the tensor
+    whose dimension 0 is the first two of `view` in one.
     """
 
     __pydantic_config__: ClassVar = STRICT

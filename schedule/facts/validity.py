@@ -96,7 +96,7 @@ def _sparse_faults(read: SparseRead, path: str, storages: int) -> Iterator[str]:
     yield from range_faults(read.asked, 0, read.count, f"{path}.asked")
     joined = len(view.shape) > 1 and view.stride[0] == view.shape[1] * view.stride[1]
     if read.slices != 1 and not (joined and view.shape[1] == read.slices > 1):
-        yield f"{path}.slices: expected 1, or the {view.shape[1:2]} of a unit, one after another, got {read.slices}"
+        yield f"{path}.slices: expected 1, or {view.shape[1:2]}, one after another, got {read.slices}"
     if read.unit_stride < read.unit_nbytes:
         yield f"{path}.view: expected slices on dimension 0 that do not overlap, got stride {view.stride}"
 

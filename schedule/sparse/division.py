@@ -40,9 +40,9 @@ def units_layout(
 ) -> tuple[int, ...] | None:
     """The places in a pool of the storages that are worth reading by units; None if there are none.
 
-    Without `tiles`, reads by tiles do not count. A storage of which methods read different units has no place.
-    Each place agrees with the first file offset of its storage modulo `granule` where the phases allow, so
-    that whole granules can be read directly.
+    Without `tiles`, reads by tiles do not count. A storage of which methods read different units has no
+    place. Each place agrees with the first file offset of its storage modulo `granule` where the phases
+    allow, so that whole granules can be read directly.
     """
     named: dict[int, set[object]] = {}
     reads = (one for trace in traces for step in trace.steps for one in step.sparse)

@@ -11,6 +11,7 @@ from torch import nn
 
 from penstock.passes.annotate import annotate
 from penstock.passes.sparse.contracts import CONTRACTS
+from penstock.passes.sparse.rounds import Rounds, run_in_rounds
 from penstock.schedule.facts.model import SparseRead
 
 IDS = torch.tensor([3, 1, 3])
@@ -226,7 +227,7 @@ def in_parts(operator, call, whole, arguments, parts):
     contract = CONTRACTS[operator]
     _, index = contract.operands(arguments)
     given = contract.replaced(arguments, tensor, index)
-    return contract.run(call, given, parts, lambda part: held(tensor, whole, part))
+    return run_in_rounds(contract, call, given, Rounds(parts, lambda part: held(tensor, whole, part)))
 
 
 @pytest.mark.parametrize("parts", [[[0, 1], [3], [9]], [[0], [1, 3, 9]], [[0, 1, 3], [9]]])

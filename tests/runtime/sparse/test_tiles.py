@@ -24,7 +24,9 @@ def case(request, tmp_path_factory):
     dtype, tied = request.param
     model = Head(dtype, tied=tied).eval()
     with torch.no_grad():
-        exported = export(model, (torch.arange(2),), dynamic_shapes={"ids": {0: Dim("tokens", min=1, max=64)}})
+        exported = export(
+            model, (torch.arange(2),), dynamic_shapes={"ids": {0: Dim("tokens", min=1, max=64)}}
+        )
     return model, penstock.compile(exported, tmp_path_factory.mktemp("head") / "head.penstock"), tied
 
 
@@ -41,7 +43,7 @@ def test_the_floor_is_below_the_head(case):
 
 @pytest.mark.parametrize("budget", ["floor", "10MiB", "50MiB"])
 def test_the_bits_are_those_of_the_whole(case, budget):
-    model, program, tied = case
+    model, program, _ = case
     plan = program.plan(program.floor_bytes if budget == "floor" else budget, hardware=SLOW)
     assert plan.pool is not None
     assert plan.pool.tiles

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import penstock
+from penstock.passes.sparse import calls
 from penstock.passes.sparse.contracts import Contract
 from penstock.runtime.loading import LoadOptions, load_module
 from penstock.runtime.program import Program
@@ -65,7 +66,7 @@ def plan_with(program: Program, pool: str) -> Plan:
     return replace(plan, pool=replace(plan.pool, nbytes=POOLS[pool]))
 
 
-Mutant = tuple[type, str, Callable[..., Any]]
+Mutant = tuple[Any, str, Callable[..., Any]]
 
 
 def _last_unit_forgotten(was: Any) -> Any:
@@ -88,9 +89,11 @@ def _in_use_may_leave(was: Any) -> Any:
 
 
 def _round_off_by_one(was: Any) -> Any:
-    def run(self: Any, operator: Any, arguments: Any, parts: Any, hold: Any, slices: int) -> Any:
+    def run(contract: Any, operator: Any, arguments: Any, rounds: Any) -> Any:
+        parts, hold = rounds.parts, rounds.hold
         shifted = dict(zip(map(tuple, parts), [parts[-1], *parts], strict=False))
-        return was(self, operator, arguments, parts, lambda part: hold(shifted[tuple(part)]), slices)
+        moved = replace(rounds, hold=lambda part: hold(shifted[tuple(part)]))
+        return was(contract, operator, arguments, moved)
 
     return run
 
@@ -121,7 +124,7 @@ MUTANTS: dict[str, Mutant | None] = {
     "the last unit is forgotten": (Contract, "units", _last_unit_forgotten),
     "the index is that of the first call": (Contract, "units", _stale_index),
     "a unit in use is dropped": (Residency, "_by_key", _in_use_may_leave),
-    "a round brings the units of another": (Contract, "run", _round_off_by_one),
+    "a round brings the units of another": (calls, "run_in_rounds", _round_off_by_one),
     "a shared edge is dropped": (Residency, "in_use", _shared_edge_dropped),
     "an edge is kept that nobody needs": (Residency, "in_use", _edge_kept),
     "what comes ahead does not count": (Residency, "acquire", _ahead_uncounted),
