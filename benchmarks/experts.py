@@ -93,7 +93,8 @@ class Layer(nn.Module):
         for one in self.mix:
             seen = one(seen)
         x = x + seen
-        return x + self.experts(self.norms[1](x), route)
+        out: torch.Tensor = x + self.experts(self.norms[1](x), route)
+        return out
 
 
 class Model(nn.Module):
