@@ -40,21 +40,11 @@ class Plan(Decisions):
             values = f" of {format_size(kept)}" if kept else ""
             written = f", {format_size(self.written_bytes)}{values} of kept values written out"
         budget = format_budget(self.budget, sum(self.sizes))
-        return (
-            f"{resident}{total} resident, {streamed} streamed a pass{written}{self._units}, budget {budget}"
-        )
-
-    @property
-    def _units(self) -> str:
-        """How many bytes are read by units, and the memory for these, in words; empty if there are none."""
-        if self.pool is None:
-            return ""
-        places = self.pool.layout
-        served = (
-            sum(nbytes for nbytes, at in zip(self.sizes, places, strict=True) if at >= 0) if self.sizes else 0
-        )
-        of = f"{format_size(served)} " if served else ""
-        return f", {of}read by units within {format_size(self.pool.nbytes)}"
+        units = ""
+        if self.pool is not None:
+            of = f" of {format_size(sum(self.sizes[s] for s in self.pool.storages))}" if self.sizes else ""
+            units = f", a pool of {format_size(self.pool.nbytes)} for units{of}"
+        return f"{resident}{total} resident{units}, {streamed} streamed a pass{written}, budget {budget}"
 
     def to_json(self) -> str:
         """The plan as JSON, as docs/payload.md specifies it."""

@@ -376,6 +376,15 @@ class Decisions:
         """The ranges on the device, or on their way to it, between two calls of the schedule's method."""
         return self.boundary if schedule.boundary is None else schedule.boundary
 
+    def reads_of(self, step: Step) -> tuple[int, ...]:
+        """The storages that a step of the plan's traces reads: from the arena, and by units from the pool."""
+        return self.pool.whole(step.reads, step.sparse) if self.pool else step.reads
+
+    def expected_ns(self, number: int) -> int:
+        """Nanoseconds that a pass of trace `number` takes, with what it is expected to wait for units."""
+        waits = self.pool.expected_ns if self.pool else ()
+        return self.schedules[number].predicted_ns + (waits[number] if waits else 0)
+
     @property
     def compute_ns(self) -> int:
         """Nanoseconds of one pass of each method with every weight in memory, summed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
@@ -91,6 +92,10 @@ class Pool:
     def storages(self) -> tuple[int, ...]:
         """The storages whose units are in the pool."""
         return tuple(s for s, place in enumerate(self.layout) if place >= 0)
+
+    def whole(self, reads: Sequence[int], sparse: Sequence[SparseRead]) -> tuple[int, ...]:
+        """All that a step reads, which has `reads` of the arena: what the pool serves of `sparse`, too."""
+        return tuple(sorted({*reads, *(one.storage for one in sparse if self.has(one))}))
 
     def granules(self, read: SparseRead, number: int) -> tuple[int, int]:
         """The granules that hold a unit: the first one, and the one behind the last."""

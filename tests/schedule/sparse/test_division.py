@@ -151,10 +151,12 @@ def problem(whole_ns: int, asked: int) -> Problem:
 
 
 def test_a_budget_is_divided_by_what_saves_most() -> None:
-    # Copies hide behind compute: all but the least is for units.
+    # Copies hide behind compute: as much as that takes less time is for units.
     pool, ns = divide(problem(10_000_000, 512), 4 * MIB, MIB)
-    assert pool.nbytes == 3 * MIB
+    assert 2 * MIB < pool.nbytes < 3 * MIB  # and the rest saves bytes, for nearly no time
     assert ns == 10_000_100 + pool.expected_ns[0]
+    best = 10_000_100 + waiting_ns(problem(10_000_000, 512).traces[0], replace(pool, nbytes=3 * MIB), HARDWARE)
+    assert best < ns <= 1.05 * best
     # Copies take all the time, and units are seldom asked for: the pool is the smallest.
     pool, ns = divide(problem(0, 1), 4 * MIB, MIB)
     assert pool.nbytes == 4096

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
-from penstock.schedule.facts.errors import PlanError
-from penstock.schedule.facts.model import Part, Pool, SparseRead, Storage, Trace
+from penstock.schedule.facts.errors import BudgetError, PlanError
+from penstock.schedule.facts.model import ArenaKind, Part, Pool, SparseRead, Storage, Trace
+from penstock.schedule.facts.problem import Problem
 from penstock.schedule.plan import Plan
+from penstock.schedule.planner import floor, make_plan
+from penstock.schedule.space.layout import packed_arena
 from penstock.schedule.verify.proof import verify_plan
 from tests import oracle
-from tests.schedule.verify.test_verify import PAGED, STORAGES, trace_of
+from tests.schedule.verify.test_verify import HARDWARE, PAGED, STORAGES, trace_of
 
 GRANULE = 64
 # Twelve units of 40 bytes, one every 48, from byte 16 of storage 4 on.
@@ -171,3 +174,19 @@ def test_a_step_reads_units_of_one_storage() -> None:
     planned = replace(PLANNED, steps=(replace(PLANNED.steps[0], sparse=(UNITS, two)), *steps))
     plan = replace(pooled(layout=(-1, -1, -1, -1, 8, 640)), traces=(planned,))
     refuse(plan, "reads units of 2 storages, expected one at most", program=program)
+
+
+@pytest.mark.parametrize("kind", ["paged", "contiguous"])
+@pytest.mark.parametrize("beside", [14, 18, 22, 26])
+def test_plans_that_are_made_beside_a_pool_are_safe(kind: ArenaKind, beside: int) -> None:
+    arena = packed_arena(WITH_TABLE, (PLANNED,), kind=kind, granule=GRANULE // 16, alignment=1)
+    problem = Problem(WITH_TABLE, (PLANNED,), arena, pool=POOL, hardware=HARDWARE)
+    fixed = 5 + POOL.nbytes  # storage 3 is mutable
+    least = floor(problem).upper_bytes
+    assert least >= fixed + 8
+    plan = make_plan(problem, max(least, fixed + beside))
+    assert plan.pool == POOL
+    verify_plan(WITH_TABLE, (PROGRAM,), plan)
+    oracle.check_plan(WITH_TABLE, (PROGRAM,), plan)
+    with pytest.raises(BudgetError):
+        make_plan(problem, least - 1)

@@ -137,6 +137,29 @@ def test_a_region_of_another_version(runner, files):
     _refused(runner, Program(files), "InvalidProgram", sentence)
 
 
+def test_a_plan_with_a_pool(runner, files):
+    def pool(payload):
+        layout = [0, *[-1] * (len(payload["storages"]) - 1)]
+        payload["plans"][-1]["pool"] = {"nbytes": 4096, "granule": 4096, "layout": layout}
+
+    budget = read(files.pte).payload.plans[-1].budget
+    forge(files.pte, payload=fields(pool))
+    sentence = (
+        f"the plan of {budget} bytes of the program has a pool, into which only Python brings the units"
+    )
+    _refused(runner, Program(files), "InvalidArgument", sentence)
+    (answer,) = runner([Program(files, {"budget": "50%"})], [CALL])  # another plan, which has none
+    assert answer.error == "Error::Ok"
+
+
+def test_a_payload_of_a_version_to_come(runner, files):
+    forge(files.pte, payload=fields(lambda one: one.update(version=99)))
+    sentence = (
+        "the program's payload has version 99, and this delegate reads versions 6 to 9: export it again"
+    )
+    _refused(runner, Program(files), "InvalidProgram", sentence)
+
+
 @pytest.mark.parametrize("which", ["region", "payload"])
 def test_lists_in_lists_in_lists(runner, files, which):
     forge(files.pte, **{which: deep})
