@@ -34,8 +34,8 @@ from penstock.schedule.facts.model import Decisions, Part, SparseRead, Step, Tra
 
 _log = logging.getLogger(__name__)
 
-_LARGEST = 64 << 20
-"""Bytes. Units that are larger are not tried, and are read whole."""
+_LARGEST = 16 << 20
+"""Bytes. Larger units are tried at a size that is at most this, since a trial takes several times as much."""
 
 
 def trusted(traces: Iterable[Trace]) -> tuple[Trace, ...]:
@@ -80,9 +80,10 @@ def check_trusted(plan: Decisions) -> None:
 def reads_units_only(read: SparseRead) -> bool:
     """Tells whether the operator of a read touches only units that its operand names, and repeats its bits.
 
-    Each operator is tried once a process for each dtype, geometry of units, and number of threads.
+    Each operator is tried once a process for each dtype, geometry of units, and number of threads. Of large
+    units the longest dimensions are halved, which leaves them in the same order in memory.
     """
-    view = replace(read.view, storage=0, offset=read.view.offset % PAGE)
+    view = _shortened(replace(read.view, storage=0, offset=read.view.offset % PAGE), read.slices)
     return _tried(read.operator, view, read.slices, torch.get_num_threads())
 
 
@@ -93,8 +94,6 @@ def _tried(operator: str, view: Part, slices: int, threads: int) -> bool:
     if contract is None or call is None:
         return False
     read = SparseRead(view, operator, 0, 0, slices)
-    if read.unit_nbytes > _LARGEST:
-        return False
     try:
         passed = _passes(contract, call, read)
     except (PenstockError, RuntimeError, OSError, IndexError, TypeError) as error:
@@ -103,6 +102,22 @@ def _tried(operator: str, view: Part, slices: int, threads: int) -> bool:
     if not passed:
         _log.warning("%s reads more than its operand names: its weights are read whole", operator)
     return passed
+
+
+def _shortened(view: Part, slices: int) -> Part:
+    """The geometry, or if its units are large that of units without gaps whose dimensions are halved."""
+    if slices > 1:  # of a table, whose slices are rows
+        return view
+    shape = list(view.shape)
+    from_last = sorted(range(len(shape)), key=lambda d: (view.stride[d], -d))
+    while SparseRead(view, "", 0, 0, slices).unit_nbytes > _LARGEST and max(shape[1:]) > 1:
+        longest = max(range(1, len(shape)), key=shape.__getitem__)
+        shape[longest] //= 2
+        stride, step = [0] * len(shape), 1
+        for dimension in from_last:
+            stride[dimension], step = step, step * shape[dimension]
+        view = replace(view, shape=tuple(shape), stride=tuple(stride))
+    return view
 
 
 def _operator(name: str) -> torch._ops.OpOverload | None:

@@ -104,7 +104,7 @@ def test_a_family_has_its_bits_in_little_memory_and_reads_what_its_tokens_ask_fo
         assert same(outputs(model), runs.expected)
         assert component.stats.peak_bytes <= component.stats.budget
         if memory == least:
-            assert ("for units" in repr(component)) != whole
+            assert ("a pool of" in repr(component)) != whole
             read = runs.bytes_of_last_token(model, component)
             assert whole or read <= runs.nbytes - runs.tables + runs.tables // 3
         applied.restore() if way == "apply" else applied.close()
@@ -146,5 +146,5 @@ def test_an_adapter_beside_experts_is_trained_to_the_same_bits(dtype, tmp_path):
     with apply(model, memory, train=True, cache=tmp_path) as applied:
         assert same(trained(model), expected)
         (component,) = applied.components.values()
-        assert "for units" in repr(component)
+        assert "a pool of" in repr(component)
         assert component.stats.peak_bytes <= component.stats.budget

@@ -82,11 +82,20 @@ def test_a_system_that_does_not_tell_is_not_trusted(monkeypatch):
     assert not reads_units_only(ROWS)
 
 
-def test_unknown_operators_and_large_units_are_read_whole():
+def test_unknown_operators_are_read_whole():
     assert not reads_units_only(replace(ROWS, operator="aten.no_such.default"))
     assert not reads_units_only(replace(ROWS, operator="aten.add.Tensor"))
-    large = replace(ROWS.view, shape=(4, 33 << 20), stride=(33 << 20, 1), dtype="int16")
-    assert not reads_units_only(replace(ROWS, view=large))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_large_units_are_tried_smaller_in_the_same_order(transposed):
+    """Those of Mixtral-8x7B are 224 MiB each, and a trial has some of them in memory."""
+    inner, stride = ((4096, 28672), (1, 4096)) if transposed else ((28672, 4096), (4096, 1))
+    view = replace(STACK.view, shape=(8, *inner), stride=(28672 * 4096, *stride), dtype="bfloat16")
+    small = trial._shortened(view, 1)
+    assert SparseRead(small, "", 0, 0, 1).unit_nbytes <= trial._LARGEST < 4 * small.shape[1] * small.shape[2]
+    assert (small.stride[1] < small.stride[2]) == transposed
+    assert reads_units_only(replace(STACK, view=view))
 
 
 def test_traces_and_plans(monkeypatch):
