@@ -11,11 +11,13 @@ from torch.export import export
 import penstock
 from penstock.passes.sparse.contracts import CONTRACTS
 from penstock.runtime import choice
-from penstock.runtime.loading import LoadOptions, load_module
+from penstock.runtime.choice import PlanRequest
+from penstock.runtime.loading import LoadOptions, load_module, load_weights
 from penstock.runtime.sparse import trial
 from penstock.runtime.sparse.units import LoadedUnits
 from penstock.runtime.system.memory import resident_bytes
-from penstock.schedule.facts.errors import PlanError, SourceError, StreamError
+from penstock.schedule.facts.errors import BudgetError, PlanError, SourceError, StreamError
+from tests.engines import ENGINES
 from tests.runtime.sparse.unit_mutants import HARDWARE, POOLS, Model, inputs, plan_with
 
 
@@ -126,6 +128,63 @@ def test_a_plan_of_a_machine_whose_operators_were_trusted_is_not_run_where_they_
 def test_a_device_refuses_a_pool(program):
     with pytest.raises(StreamError, match=r"reads weights by units, which .* cannot"):
         load_module(program, plan_with(program, "rounds"), LoadOptions(device="sim:h200"))
+
+
+class Mixed(torch.nn.Module):
+    """Layers that stream whole, around experts that do not, and a head that is tied to a table."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.table = torch.nn.Embedding(2048, 256)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(256, 256 * 4) for _ in range(4))
+        self.experts = torch.nn.ParameterList(torch.randn(32, 1024, 256) / 32 for _ in range(4))
+
+    def forward(self, words, ids):
+        x = self.table(words)
+        for layer, experts in zip(self.layers, self.experts, strict=True):
+            x = x + (layer(x)[:, None] @ experts[ids]).sum(1)
+        return x @ self.table.weight.t()
+
+
+def words_and_ids(call):
+    dice = torch.Generator().manual_seed(call)
+    return torch.randint(2048, (3,), generator=dice), torch.randint(32, (3,), generator=dice)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    path = tmp_path_factory.mktemp("mixed") / "mixed.penstock"
+    return penstock.compile(export(Mixed(), words_and_ids(0)), path)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("arena", ["mapped", "paged", "contiguous"])
+@pytest.mark.parametrize("budget", ["7MiB", "14MiB"])
+def test_an_arena_streams_beside_a_pool(mixed, engine, arena, budget):
+    model, payload = Mixed(), mixed.payload
+    if arena not in mixed.arenas():
+        pytest.skip("this system has no such arena")
+    plan = mixed.plan(budget, hardware=HARDWARE, arena=arena)
+    assert plan.pool is not None
+    assert plan.streamed_bytes > 0
+    table = next(w.parts[0].storage for w in payload.tensors if w.fqn == "table.weight")
+    assert any(table in step.reads for step in plan.traces[0].steps)  # whole, for the head
+    with load_module(mixed, plan, LoadOptions(engine=engine)) as module, torch.no_grad():
+        for call in range(5):
+            assert torch.equal(module(*words_and_ids(call)), model(*words_and_ids(call)))
+        assert module.stats.misses == 0
+        assert module.stats.peak_bytes <= plan.budget
+
+
+def test_a_program_that_another_calls_has_no_pool(mixed):
+    plan = choice.decide(mixed.path, mixed.payload, PlanRequest(7 << 20, hardware=HARDWARE))
+    assert plan.pool is not None
+    with pytest.raises(BudgetError):
+        choice.decide(mixed.path, mixed.payload, PlanRequest(7 << 20, hardware=HARDWARE, by_units=False))
+    compiled = replace(mixed.payload, lowering="inductor")
+    with pytest.raises(StreamError, match="a program of lowering 'inductor' cannot: make a plan for"):
+        load_weights(mixed.path, compiled, plan, LoadOptions())
 
 
 def test_a_weight_of_which_one_read_is_doubted_is_read_whole(tmp_path, monkeypatch):
