@@ -48,7 +48,10 @@ _SMALL = 64 << 10  # below it a packed tensor is not aligned to whole blocks (ru
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a caller asks of a plan. Sizes are in bytes; `Program.plan` documents every field."""
+    """What a caller asks of a plan. Sizes are in bytes; `Program.plan` documents every field.
+
+    Without `by_units`, everything is read whole: units are brought by calls that penstock itself makes.
+    """
 
     budget: int
     device: str = "cpu"
@@ -59,6 +62,7 @@ class PlanRequest:
     wrap: Wrap = "overlap"
     host_memory: int | None = None
     spill: str | None = None
+    by_units: bool = True
 
 
 def find_plan(folder: Path, payload: Payload, request: PlanRequest) -> Plan:
@@ -171,7 +175,7 @@ def reduced(payload: Payload, pool: Pool | None) -> Payload:
 def _problem(folder: Path, payload: Payload, request: PlanRequest) -> Problem:
     """The problem to plan: what is read whole or by units, whichever is faster within the budget."""
     kept = kept_storages(payload, request.keep)
-    ways = _Asked.ways(payload, kept, request.device)
+    ways = _Asked.ways(payload, kept, request.device) if request.by_units else (_Asked(payload, kept),)
     if len(ways) == 1 or request.budget >= sum(storage.nbytes for storage in payload.storages):
         return _problem_of(folder, ways[0], request)
     found: list[tuple[int, Problem]] = []

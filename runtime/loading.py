@@ -189,9 +189,7 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
                 opened.callback(streamer.close)
         units = None
         if plan.pool is not None:
-            check_trusted(plan)
-            names = payload.storage_names()
-            units = LoadedUnits(plan, payload.storages, source, names=names, debug=options.debug)
+            units = _load_units(plan, payload, source, options)
             opened.callback(units.close)
         if plan.arena_bytes or units:
             team = ParkedTeam()
@@ -215,6 +213,18 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
         team=team,
         units=units,
     )
+
+
+def _load_units(plan: Plan, payload: Payload, source: Source, options: LoadOptions) -> LoadedUnits:
+    """The pool of a plan, for a program whose calls bring units."""
+    if payload.lowering != "eager":
+        raise StreamError(
+            f"the plan reads weights by units, and a program of lowering {payload.lowering!r} cannot: make a "
+            "plan for it"
+        )
+    check_trusted(plan)
+    names = payload.storage_names()
+    return LoadedUnits(plan, payload.storages, source, names=names, debug=options.debug)
 
 
 def _native_options(source: Source, options: LoadOptions, *, drop_early: bool) -> Options:

@@ -187,7 +187,7 @@ def _best(plan: Decisions) -> str:
     faster = plan.ratio * 100 - 100
     if plan.pool is not None:
         bound = format_time(plan.lower_bound_ns or 0)
-        return f"No plan takes less than {bound} a pass, which counts nothing for units."
+        return f"No plan with this pool takes less than {bound} a pass, which counts nothing for units."
     return f"The best streaming possible is at most {faster:.{'0f' if faster >= 100 else '2g'}} % faster."
 
 

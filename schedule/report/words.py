@@ -35,7 +35,9 @@ def cards_of(plan: Decisions) -> Iterator[tuple[str, str, str]]:
     total, near = sum(plan.sizes), "the solver gave none in time"
     bound = None if plan.lower_bound_ns is None else format_time(plan.lower_bound_ns)
     if bound is not None:
-        near = f"this plan takes {plan.ratio:.4f} times that" + (", units included" if plan.pool else "")
+        near = f"this plan takes {plan.ratio:.4f} times that" + (
+            ", which has this pool and no waits for units" if plan.pool else ""
+        )
     share = f"{format_share(plan.budget / total)} of {format_size(total)}" if total else "unknown sizes"
     title = "A pass of each method" if len(plan.traces) > 1 else "A pass"
     yield title, format_time(plan.predicted_ns), f"compute alone takes {format_time(plan.compute_ns)}"
@@ -137,7 +139,8 @@ def _called(picture: Picture) -> str:
 def _time(picture: Picture, view: View) -> str:
     waits = view.period_ns - picture.trace.compute_ns
     stall = f"compute waits {format_time(waits)} of it" if waits else "compute never waits"
-    return f"{format_time(view.period_ns)}; {stall}"
+    units = "; what a call waits for units is not drawn" if picture.plan.pool is not None else ""
+    return f"{format_time(view.period_ns)}; {stall}{units}"
 
 
 class Sayings:

@@ -155,6 +155,7 @@ def _facts(program: Program, plan: Plan) -> list[tuple[str, str]]:
     bound = "not found: the solver gave up"
     if plan.lower_bound_ns is not None:
         bound = f"{format_time(plan.lower_bound_ns)}; this plan takes {plan.ratio:.3f} times as long"
+        bound += "; it has this pool, and no waits for units" if plan.pool is not None else ""
     predicted, compute = format_time(plan.predicted_ns), format_time(plan.compute_ns)
     holds, waits = units_of(plan)
     return [

@@ -13,9 +13,11 @@ from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan
 from penstock.schedule.planner import make_plan
 from penstock.schedule.report.page.render import render_page
+from penstock.schedule.report.pictures import picture_of
+from penstock.schedule.report.uses import Use, uses_of
 from penstock.schedule.report.verdict import Origin, limit_of, verdict
 from penstock.schedule.report.whatif import other_policies
-from penstock.schedule.report.words import cards_of, terms_of
+from penstock.schedule.report.words import cards_of, note_of_steady, terms_of
 from penstock.schedule.space.layout import packed_arena
 from penstock.schedule.sparse.division import smallest_pool, timed_pool, units_layout, without_units
 from penstock.schedule.verify.proof import verify_plan
@@ -71,7 +73,7 @@ def test_a_plan_says_what_its_pool_holds() -> None:
     assert "at worst 8.41 ms" in units
     assert units.endswith("what calls take is measured in a load.")
     assert any(one.startswith("Units limit it: ") for one in others)
-    assert any(one.endswith("which counts nothing for units.") for one in others)
+    assert any(one.startswith("No plan with this pool takes less than ") for one in others)
     assert limit_of(plan) == "units"
     rate = 1e9 / plan.predicted_ns
     assert f"forward makes {rate:,.0f} passes a second" in first or f"{rate:.3g} passes a second" in first
@@ -99,8 +101,17 @@ def test_the_page_says_it() -> None:
     page = render_page(plan, plan.names, Origin(), ())
     assert "A pool has 8.00 MiB for the rows or experts" in page
     assert "calls wait for rows or experts" in page
+    assert "what a call waits for units is not drawn" in note_of_steady(picture_of(plan, 0))
     without = replace(plan, pool=replace(plan.pool, expected_ns=(), worst_ns=())) if plan.pool else plan
     assert any("has not been estimated" in one for one in verdict(without, {}))
+
+
+def test_the_use_of_each_weight() -> None:
+    plan = pooled(1_000, arena=16, pool=8)
+    experts, *layers = uses_of(picture_of(plan, 0))
+    why = "read by units in s1, from the pool: a call asks for 8 of 64 units at most, 1.00 MiB each"
+    assert experts == Use("by units", "by units", 1, 0, why)
+    assert {one.lives for one in layers} == {"outside"}
 
 
 def test_methods_in_turn_have_the_sum_of_their_waits() -> None:
