@@ -1,6 +1,7 @@
 """Policies that users know: the unit leaves that was asked for least recently, or least often.
 
-They run on the same facts as penstock's own (`residency.py`), but bring nothing ahead of need.
+They run on the same facts as penstock's own (`residency.py`), but bring nothing ahead of need, and drop one
+unit at a time.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ class LeastRecent(Residency):
     def keys(self, some: np.ndarray, until: np.ndarray) -> np.ndarray:
         found: np.ndarray = -self._last[some]
         return found
+
+    def _leaving(self, index: int) -> list[int]:
+        return [index]
 
 
 class LeastFrequent(LeastRecent):

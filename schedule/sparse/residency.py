@@ -6,6 +6,7 @@ asks for the unit with probability p, is expected after t + L * (1 / p - 1) turn
 independent, this would be the expectation of the key by which Belady's optimal policy chooses (A study of
 replacement algorithms, 1966). p is estimated from what was asked for: half of it by a moving average that
 forgets quickly, half by one that forgets slowly. Units that the turn in progress is known to need leave last.
+With a unit leaves what is always asked for together with it: half of an expert is of no use.
 
 The decisions depend on nothing but the order of calls, so a recorded order can be replayed.
 """
@@ -71,6 +72,7 @@ class Residency:
         self._used = np.zeros(len(self._table), bool)  # by the read in progress
         self._soon = np.zeros(len(self._table), bool)  # by later reads, or parts of one, of the turn
         self._users: dict[int, int] = {}  # units held in granules at the edge of a unit
+        self._partners = _partners(self._reads)
         self._until = {graph: self._distances(steps) for graph, steps in self._reads.items()}
         self.held_bytes = self.peak_bytes = 0
 
@@ -172,14 +174,22 @@ class Residency:
             while self.held_bytes + self._cost(index) > self._pool.nbytes:
                 if leaving is None:
                     leaving = iter(self._by_key(until, needed=needed))
-                last = next(leaving, None)
+                last = next((one for one in leaving if self._held[one]), None)
                 if last is None:
                     assert not needed, "the units of one read do not fit into their pool"
                     return
-                self._drop(last)
-                drop.append(self._unit(last))
+                for one in self._leaving(last):
+                    self._drop(one)
+                    drop.append(self._unit(one))
             self._take(index)
             bring.append(self._unit(index))
+
+    def _leaving(self, index: int) -> list[int]:
+        """A unit, and the units that are asked for whenever it is, as far as they are held and not in use."""
+        storage, number = self._unit(index)
+        others = (self._first[other] + number for other in self._partners[storage])
+        needed = (self._used, self._soon)
+        return [index, *(one for one in others if self._held[one] and not any(some[one] for some in needed))]
 
     def _by_key(self, until: np.ndarray, *, needed: bool) -> list[int]:
         """The units that may leave, the one first that is expected to be asked for last.
@@ -193,8 +203,8 @@ class Residency:
     def keys(self, some: np.ndarray, until: np.ndarray) -> np.ndarray:
         """The turns until each of some units is expected to be asked for; `until` has those of its table.
 
-        They depend on what was asked for, and never on what is held: a larger pool keeps what a smaller one
-        keeps, if all units take the same bytes and the pool holds all that one turn asks for.
+        They depend on what was asked for, and never on what is held. So a larger pool misses no more than a
+        smaller one, if what leaves together has the same bytes everywhere and both hold what a turn asks for.
         """
         table = self._table[some]
         passed = self._turns[table] - self._seen[some]
@@ -246,3 +256,12 @@ def _reads_of(trace: Trace, pool: Pool) -> dict[int, _Read]:
         )
         found[k] = _Read(read, turns[read.route], behind)
     return found
+
+
+def _partners(reads: dict[int, dict[int, _Read]]) -> dict[int, list[int]]:
+    """For each storage that is read by units, the others of which the same turns ask for the same units."""
+    turns: dict[int, set[tuple[int, int, int]]] = {}
+    for graph, steps in reads.items():
+        for one in steps.values():
+            turns.setdefault(one.read.storage, set()).add((graph, one.turn, one.read.count))
+    return {s: [other for other, of in turns.items() if of == own and other != s] for s, own in turns.items()}
