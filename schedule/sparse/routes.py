@@ -48,7 +48,7 @@ class Routes:
     """The routes of calls in their order, and the reads that they were recorded of."""
 
     reads: tuple[RoutedRead, ...]
-    calls: tuple[Route, ...]
+    calls: tuple[tuple[Ask, ...], ...]
 
     def __repr__(self) -> str:
         return f"Routes({len(self.calls)} calls of {len(self.reads)} reads by units)"

@@ -44,8 +44,8 @@ def pooled(read_ns: int, *, arena: int, pool: int) -> Plan:
     trace = program(read_ns)
     layout = units_layout(STORAGES, [trace], granule=4096)
     assert layout is not None
-    reduced = without_units(trace, layout)
     smallest = replace(smallest_pool([trace], layout, 4096), nbytes=pool * MIB)
+    reduced = without_units(trace, smallest)
     timed = timed_pool(smallest, [reduced], HARDWARE)
     own = packed_arena(STORAGES, (reduced,), kind="paged", granule=4096, alignment=64)
     problem = Problem(STORAGES, (reduced,), own, pool=timed, hardware=HARDWARE)
