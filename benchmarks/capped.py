@@ -2,10 +2,10 @@
 
 A Llama, a T5, a pipeline of diffusers and a mixture of experts, whose weights are several times the cap, run
 in processes that join a memory cgroup before they import anything, page cache included, the weight files
-cold. The limit is what a process holds that imports the same libraries and does nothing, and the cap, and 64
-MiB. The prompts have 32 and 1,024 tokens; the Llama is also trained by LoRA, on 16 and 32 tokens. The first
-process exports; the second finds in the cache what the first one kept. What they compute is compared with the
-model in memory, bit for bit.
+cold. The limit is what a process holds that imports the same libraries and does nothing, and the cap, and
+64 MiB. The prompts have 32 and 1,024 tokens; the Llama is also trained by LoRA, on 16 and 32 tokens. The
+first process exports; the second finds in the cache what the first one kept. What they compute is compared
+with the model in memory, bit for bit.
 """
 
 from __future__ import annotations

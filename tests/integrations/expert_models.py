@@ -47,7 +47,7 @@ def olmoe(dtype: torch.dtype, **options: Any) -> Any:
 
 
 def olmoe_that_gathers(dtype: torch.dtype) -> Any:
-    """Its experts are copied for each token that asks for them."""
+    """Its experts are copied for each token that asks for them; files do not keep that it does so."""
     return olmoe(dtype, experts_implementation="batched_mm")
 
 

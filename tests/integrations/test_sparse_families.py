@@ -23,6 +23,9 @@ CASES = list(itertools.product(expert_models.FAMILIES, DTYPES, ("apply", "load")
 WHOLE = ("llama4",)
 """Families whose experts are all read, by each token."""
 
+COPIES = ("olmoe_that_gathers",)
+"""Families of which a call takes more memory than their experts have."""
+
 
 @pytest.fixture(autouse=True)
 def one_thread():
@@ -56,9 +59,6 @@ class Runs:
         if way == "load":
             self.model.save_pretrained(folder / "model")
             own = models.frozen(type(self.model).from_pretrained(folder / "model", dtype=dtype))
-            implementation = self.model.config._experts_implementation
-            if implementation == "batched_mm":
-                own.set_experts_implementation(implementation)
         else:
             own = models.twin(self.model)
         self.expected = outputs(own)
@@ -97,7 +97,7 @@ def test_a_family_has_its_bits_in_little_memory_and_reads_what_its_tokens_ask_fo
     runs = Runs(family, dtype, way, tmp_path)
     least = runs.least()
     whole = family in WHOLE
-    assert whole or least < runs.tables
+    assert whole or family in COPIES or least < runs.tables
     for memory in (least, least + runs.tables // 2, 2 * least + 2 * runs.nbytes):
         model, applied = runs.within(memory)
         (component,) = applied.components.values()
