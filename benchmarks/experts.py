@@ -35,7 +35,7 @@ from penstock.runtime.files.artifact_files import read_payload, replace_payload
 
 WAYS = ("memory", "before", "units", "mmap", "mmap-random", "accelerate")
 _MADV_RANDOM = 1
-_OVERHEAD = 96 << 20
+_OVERHEAD = 192 << 20
 """Bytes of the group that are left for the interpreter's own growth, activations and inputs."""
 
 
