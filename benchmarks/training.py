@@ -18,7 +18,6 @@ import hashlib
 import json
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import penstock
 from benchmarks.machine import describe_machine, drop_cache, forget_peak, read_disk_bytes, read_memory
-from penstock.demo.cgroup import MemoryGroup, make_group
+from benchmarks.ways import Way, started
 
 WAYS = (
     "plain",
@@ -276,69 +275,6 @@ def serve(job: Job) -> None:
         print(json.dumps(answer), flush=True)
 
 
-class Way:
-    """The process of one way, in a control group if there is one."""
-
-    def __init__(self, job: Job, group: Path | None) -> None:
-        command = [sys.executable, __file__, "--serve", json.dumps(dataclasses.asdict(job))]
-        if group is not None:
-            command = ["/bin/sh", "-c", 'echo $$ >"$0" && exec "$@"', str(group / "cgroup.procs"), *command]
-        self.steps: list[dict[str, Any]] = []
-        self.failure = ""
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "PASSIVE"},
-        )
-        loaded = self._answer()
-        self.bare = int(loaded["bare"]) if loaded else 0
-
-    def step(self, how: str) -> None:
-        if self.failure:
-            return
-        with contextlib.suppress(BrokenPipeError):
-            assert self._process.stdin
-            self._process.stdin.write(f"{how}\n")
-            self._process.stdin.flush()
-        answer = self._answer()
-        if answer is not None:
-            self.steps.append(answer)
-
-    def _answer(self) -> dict[str, Any] | None:
-        assert self._process.stdout
-        for line in self._process.stdout:
-            if line.startswith("{"):  # and not what a library says
-                answer: dict[str, Any] = json.loads(line)
-                return answer
-        assert self._process.stderr
-        status, said = self._process.wait(), self._process.stderr.read().strip().splitlines()
-        self.failure = "was killed" if status == -9 else (said or [f"ended with status {status}"])[-1][:100]
-        return None
-
-    def close(self) -> None:
-        assert self._process.stdin
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        self._process.wait()
-
-
-@contextlib.contextmanager
-def started(jobs: list[Job], limit: int | None) -> Iterator[dict[str, Way]]:
-    """The processes of all ways, each in a control group of `limit` bytes beside a bare process."""
-    with contextlib.ExitStack() as stack:
-        ways = {}
-        for job in jobs:
-            group: MemoryGroup | None = None
-            if limit is not None:
-                with contextlib.closing(Way(job, None)) as bare:
-                    group = stack.enter_context(make_group(bare.bare + limit))
-            ways[job.way] = stack.enter_context(contextlib.closing(Way(job, group.folder if group else None)))
-        yield ways
-
-
 def rows(ways: dict[str, Way], expected: str) -> Iterator[str]:
     """The rows of a table: the first step warms up and gives the gradients, the others the time."""
     plain = ways.get("plain")
@@ -384,7 +320,7 @@ def main(
         jobs = [dataclasses.replace(plain, way=way) for way in ways.split(",")]
         nbytes, compiled = prepare(jobs)
         plan = penstock.open(jobs[0].artifact).plan(budget)
-        with contextlib.closing(Way(plain, None)) as alone:
+        with contextlib.closing(Way(__file__, plain, None)) as alone:
             alone.step("warm")
         typer.echo(
             f"{nbytes / 2**20:.0f} MiB of frozen weights in {layers} layers, {tokens} tokens; "
@@ -394,7 +330,7 @@ def main(
         )
         for state in states.split(","):
             limit = nbytes // 2 if state == "cgroup" else None
-            with started(jobs, limit) as running:
+            with started(__file__, jobs, limit) as running:
                 for number in range(rounds + 1):
                     names = [*running]
                     for name in names[number % len(names) :] + names[: number % len(names)]:

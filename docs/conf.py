@@ -57,6 +57,7 @@ docs/diffusers
 docs/large-models
 docs/quantised
 docs/training
+docs/sparse
 docs/lowering
 docs/without-python
 docs/executorch

@@ -17,6 +17,8 @@ from penstock.passes.calls.signature import check_signature
 from penstock.passes.graph.grad_regions import without_grad_regions
 from penstock.passes.graph.retarget import exported_device
 from penstock.passes.pipeline import Pipeline, declare
+from penstock.passes.sparse.contracts import sparse_reads
+from penstock.passes.sparse.tiles import with_common_units
 from penstock.passes.trace import PRESET_CPU, observe
 from penstock.passes.training.facts import Training
 from penstock.passes.weights.lifted import Catalog, Weights, refuse_lost_values, with_own_constants
@@ -200,8 +202,13 @@ def follow_weights(found: Programs) -> Programs:
 @declare(requires=("usage", "methods"), ensures=("traces",))
 def observe_methods(found: Programs) -> Programs:
     """Models the trace of every method, which requires that the kinds of all storages are known."""
-    modelled = [observe(found.usage[m.name], found.storages, m, found.hardware) for m in found.methods]
-    return replace(found, traces=tuple(read_together(trace, found.weights) for trace in modelled))
+    modelled = []
+    for method in found.methods:
+        usage = found.usage[method.name]
+        sparse = sparse_reads(usage.graph_module, found.held[method.name], found.storages)
+        modelled.append(observe(usage, found.storages, method, found.hardware, sparse))
+    traces = tuple(read_together(trace, found.weights) for trace in modelled)
+    return replace(found, traces=with_common_units(traces))
 
 
 PASSES: tuple[Callable[[Programs], Programs], ...] = (

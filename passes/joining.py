@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from penstock.passes.annotate import Annotated
+from penstock.passes.sparse.tiles import with_common_units
 from penstock.passes.trace import PRESET_CPU, sum_of
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.hardware import with_times
@@ -45,7 +46,7 @@ def join_methods(annotated: Mapping[str, Annotated]) -> Annotated:
         storages=tuple(joined.storages),
         weights=tuple(joined.weights.values()),
         methods=tuple(methods),
-        traces=tuple(traces),
+        traces=with_common_units(traces),
     )
     return Annotated(
         payload,
@@ -120,8 +121,12 @@ def _names(weights: Iterable[Weight]) -> dict[int, list[str]]:
 
 
 def _renumbered(trace: Trace, numbers: Mapping[int, int]) -> Trace:
-    steps = (replace(s, reads=tuple(sorted(numbers[read] for read in s.reads))) for s in trace.steps)
-    return replace(trace, steps=tuple(steps))
+    def renumbered(step: Step) -> Step:
+        views = (replace(one.view, storage=numbers[one.storage]) for one in step.sparse)
+        sparse = tuple(replace(one, view=view) for one, view in zip(step.sparse, views, strict=True))
+        return replace(step, reads=tuple(sorted(numbers[read] for read in step.reads)), sparse=sparse)
+
+    return replace(trace, steps=tuple(map(renumbered, trace.steps)))
 
 
 def _without_kept(trace: Trace, catalog: _Catalog) -> Trace:
@@ -135,7 +140,8 @@ def _without_kept(trace: Trace, catalog: _Catalog) -> Trace:
         reads = tuple(read for read in step.reads if catalog.storages[read].kind == "streamable")
         lead = sum_of(lead, step.lead_work)
         if reads:
-            steps.append(replace(step, reads=reads, lead_work=lead))
+            sparse = tuple(one for one in step.sparse if one.storage in reads)
+            steps.append(replace(step, reads=reads, lead_work=lead, sparse=sparse))
             lead = Work()
         else:
             lead = sum_of(lead, step.read_work)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -21,7 +22,7 @@ from penstock.passes.training.rerun import SEGMENT_GRADIENTS
 from penstock.passes.weights.usage import Usage, is_view
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.hardware import with_times
-from penstock.schedule.facts.model import Hardware, Method, Step, Storage, Trace, Work
+from penstock.schedule.facts.model import Hardware, Method, SparseRead, Step, Storage, Trace, Work
 
 aten = torch.ops.aten
 
@@ -41,15 +42,23 @@ PRESET_CPU = Hardware(
 """The machine that `annotate` assumes; planning replaces it by the one that is measured or asked for."""
 
 
-def observe(usage: Usage, storages: Sequence[Storage], method: Method, hardware: Hardware) -> Trace:
+def observe(
+    usage: Usage,
+    storages: Sequence[Storage],
+    method: Method,
+    hardware: Hardware,
+    sparse: Mapping[str, SparseRead] = MappingProxyType({}),
+) -> Trace:
     """Returns the trace of the eager lowering: a step per node that reads or produces what may stream.
 
-    Costs are for the sizes that the program was exported with. The body of a loop counts once.
+    `sparse` are the reads by units, by the names of their nodes. Costs are for the sizes that the program was
+    exported with. The body of a loop counts once.
     """
     streamable = {
         s for s, one in enumerate(storages) if one.kind in ("streamable", "produced") and one.nbytes
     }
     steps, tail = steps_of(usage.graph_module.graph, usage.reads, streamable)
+    steps = tuple(replace(one, sparse=(sparse[one.name],)) if one.name in sparse else one for one in steps)
     shape = ",".join(f"{symbol.name}={symbol.example}" for symbol in method.symbols)
     untimed = Trace(method.name, method.graph, shape, steps, 0, 0, "modelled", tail)
     return with_times(untimed, hardware)

@@ -33,11 +33,11 @@ from penstock.runtime.program import Program
 from penstock.runtime.program import open as open_program
 from penstock.runtime.system.atomic import write_artifact
 from penstock.runtime.training.parameters import write_parameters
+from penstock.schedule.facts.catalog import part_nbytes
 from penstock.schedule.facts.errors import PassError, SourceError
 from penstock.schedule.facts.model import ALIGNMENT, Extent, Method, Part, Storage, Weight, WeightFile
 from penstock.schedule.facts.parts import storages_together
 from penstock.schedule.facts.sizes import parse_size
-from penstock.schedule.payload.checks import part_nbytes
 from penstock.schedule.payload.codec import Payload, ProgramFile
 from penstock.schedule.space.layout import place_in_file
 
@@ -303,16 +303,20 @@ class _Writer:
 def _packing_order(payload: Payload) -> list[int]:
     """Returns all storages in the order in which they are packed: small, then large, each by first use.
 
+    Behind them come those that are read by units only, which would leave gaps in what is mapped of others.
     Norms and biases apart from the matrices between which they are used fill a few granules, which
     many steps read and every plan therefore keeps: the steps that read nothing else need no probes.
     """
-    order = dict.fromkeys(s for trace in payload.traces for step in trace.steps for s in step.reads)
+    steps = [step for trace in payload.traces for step in trace.steps]
+    order = dict.fromkeys(s for step in steps for s in step.reads)
     order |= dict.fromkeys(range(len(payload.storages)))
+    whole = {s for step in steps for s in step.reads if s not in {one.storage for one in step.sparse}}
+    by_units = {one.storage for step in steps for one in step.sparse} - whole
     sizes = [storage.nbytes for storage in payload.storages]
     for together in storages_together(payload.weights).values():
         for s in together:  # a small scale lies beside the data that it belongs to
             sizes[s] = sum(payload.storages[other].nbytes for other in together)
-    return sorted(order, key=lambda s: sizes[s] >= BLOCK_ALIGNED_FROM)
+    return sorted(order, key=lambda s: (sizes[s] >= BLOCK_ALIGNED_FROM, s in by_units))
 
 
 def _named_by(weights: Sequence[Weight], storage: int) -> tuple[Weight, Part]:

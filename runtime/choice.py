@@ -22,11 +22,12 @@ from penstock.runtime.measurements import noted
 from penstock.runtime.memory_split import fits_host
 from penstock.runtime.remembered import remembered_plan
 from penstock.runtime.sightings import seen_compute
+from penstock.runtime.sparse.trial import trusted
 from penstock.runtime.system.limits import usable_bytes
 from penstock.runtime.system.memory import round_up, supports_move, supports_populate
-from penstock.schedule.facts.errors import PlanError
+from penstock.schedule.facts.errors import BudgetError, PlanError
 from penstock.schedule.facts.hardware import find_hardware, stretched, with_times
-from penstock.schedule.facts.model import Arena, Hardware, Range, Storage, Trace, Wrap
+from penstock.schedule.facts.model import Arena, Hardware, Pool, Range, SparseRead, Storage, Trace, Wrap
 from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.facts.sizes import format_budget, format_size
 from penstock.schedule.facts.validity import check_machine
@@ -35,6 +36,7 @@ from penstock.schedule.payload.codec import Payload
 from penstock.schedule.plan import Plan
 from penstock.schedule.planner import Floor, check_floor, floor, make_plan
 from penstock.schedule.space.layout import mapped_arena, packed_arena
+from penstock.schedule.sparse.division import divide, pass_ns, smallest_pool, units_layout, without_units
 from penstock.schedule.verify.proof import verify_plan
 
 MAPPED_GRANULE = 2 << 20  # the largest folio of the page cache, which is mapped and dropped whole
@@ -46,7 +48,10 @@ _SMALL = 64 << 10  # below it a packed tensor is not aligned to whole blocks (ru
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a caller asks of a plan. Sizes are in bytes; `Program.plan` documents every field."""
+    """What a caller asks of a plan. Sizes are in bytes; `Program.plan` documents every field.
+
+    Without `by_units`, everything is read whole: units are brought by calls that penstock itself makes.
+    """
 
     budget: int
     device: str = "cpu"
@@ -57,6 +62,7 @@ class PlanRequest:
     wrap: Wrap = "overlap"
     host_memory: int | None = None
     spill: str | None = None
+    by_units: bool = True
 
 
 def find_plan(folder: Path, payload: Payload, request: PlanRequest) -> Plan:
@@ -116,15 +122,96 @@ def _unmapped_floors(payload: Payload) -> dict[str, Floor]:
     return {kind: one for kind, one in floors.items() if kind != "mapped"}
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What has to be in memory: a payload's facts, the storages that are kept, and a pool if there is one.
+
+    With a pool, the payload's traces are those of what is read whole.
+    """
+
+    payload: Payload
+    keep: frozenset[int] = frozenset()
+    pool: Pool | None = None
+
+    @classmethod
+    def ways(cls, payload: Payload, keep: frozenset[int], device: str) -> tuple[_Asked, ...]:
+        """The ways to read: whole; and by units, and by units and tiles, where there are such reads."""
+        ways = {False, *(read.tiles for read in _sparse(payload.traces))}
+        others = (cls._by_units(payload, keep, device, tiles=tiles) for tiles in sorted(ways))
+        return cls(payload, keep), *(one for one in others if one is not None)
+
+    @classmethod
+    def _by_units(cls, payload: Payload, keep: frozenset[int], device: str, *, tiles: bool) -> _Asked | None:
+        """The facts for the smallest pool; None where nothing is worth reading by units, or can be."""
+        if device_kind(device) != "cpu" or payload.lowering != "eager":
+            return None
+        traces = trusted(payload.traces)
+        doubted = _sparse(payload.traces) - _sparse(traces)
+        whole = keep | {read.storage for read in doubted if tiles or not read.tiles}
+        layout = units_layout(payload.storages, traces, granule=PAGE, keep=whole, tiles=tiles)
+        if layout is None:
+            return None
+        pool = smallest_pool(traces, layout, PAGE, tiles=tiles)
+        return cls(reduced(payload, pool), keep, pool)
+
+    def demand(self, arena: Arena) -> Demand:
+        return Demand(self.payload.storages, self.payload.traces, arena, self.keep, pool=self.pool)
+
+    def floor(self, arena: Arena) -> Floor:
+        return floor(self.demand(arena))
+
+
+def _sparse(traces: Sequence[Trace]) -> set[SparseRead]:
+    return {one for trace in traces for step in trace.steps for one in step.sparse}
+
+
+def reduced(payload: Payload, pool: Pool | None) -> Payload:
+    """The payload whose traces are those of what is read whole where a pool serves the rest."""
+    if pool is None:
+        return payload
+    return replace(payload, traces=tuple(without_units(trace, pool) for trace in payload.traces))
+
+
 def _problem(folder: Path, payload: Payload, request: PlanRequest) -> Problem:
-    """The problem to plan: the arena, the machine, and the times of the traces on this machine."""
+    """The problem to plan: what is read whole or by units, whichever is faster within the budget."""
     kept = kept_storages(payload, request.keep)
-    arena, hardware = _choose(folder, payload, request, kept)
+    ways = _Asked.ways(payload, kept, request.device) if request.by_units else (_Asked(payload, kept),)
+    if len(ways) == 1 or request.budget >= sum(storage.nbytes for storage in payload.storages):
+        return _problem_of(folder, ways[0], request)
+    found: list[tuple[int, Problem]] = []
+    refused: list[BudgetError] = []
+    for asked in ways:
+        try:
+            problem = _problem_of(folder, asked, request)
+            found.append(_divided(problem, request.budget))
+        except BudgetError as error:
+            refused.append(error)
+    if not found:
+        raise min(refused, key=lambda error: error.floor_bytes or 0)
+    return min(found, key=lambda one: one[0])[1]
+
+
+def _divided(problem: Problem, budget: int) -> tuple[int, Problem]:
+    """About the nanoseconds of a pass, and the problem with the best division of its budget."""
+    if problem.pool is None:
+        room = budget - problem.outside_bytes
+        traces = problem.traces
+        return sum(pass_ns(problem.storages, one, problem.hardware, room) for one in traces), problem
+    least = floor(problem).upper_bytes - problem.outside_bytes
+    nbytes = budget - (problem.outside_bytes - problem.pool.nbytes)
+    found, ns = divide(problem, nbytes, least)
+    return ns, replace(problem, pool=found)
+
+
+def _problem_of(folder: Path, asked: _Asked, request: PlanRequest) -> Problem:
+    """The problem to plan: the arena, the machine, and the times of the traces on this machine."""
+    payload = asked.payload
+    arena, hardware = _choose(folder, asked, request)
     produced = any(storage.kind == "produced" for storage in payload.storages)
     if produced and request.hardware == "auto" and device_kind(request.device) == "cpu":
         hardware = with_leaving(hardware, leaving(request.spill))
     check_machine(hardware)  # first, because modelling times divides by the rates
-    traces = request.traces
+    traces = reduced(replace(payload, traces=request.traces), asked.pool).traces
     if not traces:
         traces = tuple(with_times(trace, hardware) for trace in payload.traces)
         if hardware.name == THIS_CPU and device_kind(request.device) == "cpu":
@@ -133,7 +220,8 @@ def _problem(folder: Path, payload: Payload, request: PlanRequest) -> Problem:
         payload.storages,
         traces,
         arena,
-        kept,
+        asked.keep,
+        pool=asked.pool,
         hardware=hardware,
         wrap=request.wrap,
         host=request.host_memory,
@@ -199,16 +287,13 @@ def _granule(weight_bytes: int) -> int:
 
 def find_floors(payload: Payload, device: str, arena: str | None, keep: frozenset[int]) -> dict[str, Floor]:
     """The floor of each arena that the device allows, the preferred one first, or of `arena` alone."""
-    arenas = _allowed(payload, device, arena)
-    return {name: _floor(payload, one, keep) for name, one in arenas.items()}
-
-
-def _floor(payload: Payload, arena: Arena, keep: frozenset[int]) -> Floor:
-    return floor(_demand(payload, arena, keep))
-
-
-def _demand(payload: Payload, arena: Arena, keep: frozenset[int]) -> Demand:
-    return Demand(payload.storages, payload.traces, arena, keep)
+    floors: dict[str, Floor] = {}
+    for asked in _Asked.ways(payload, keep, device):
+        for name, one in _allowed(asked.payload, device, arena).items():
+            found = asked.floor(one)
+            if name not in floors or found.upper_bytes < floors[name].upper_bytes:
+                floors[name] = found
+    return floors
 
 
 def _allowed(payload: Payload, device: str, arena: str | None) -> dict[str, Arena]:
@@ -231,17 +316,16 @@ def _allowed(payload: Payload, device: str, arena: str | None) -> dict[str, Aren
     return {arena: arenas[arena]}
 
 
-def _choose(
-    folder: Path, payload: Payload, request: PlanRequest, keep: frozenset[int]
-) -> tuple[Arena, Hardware]:
+def _choose(folder: Path, asked: _Asked, request: PlanRequest) -> tuple[Arena, Hardware]:
     """The arena to plan for, and the machine, which is measured if none is given."""
+    payload = asked.payload
     arenas, kind = _allowed(payload, request.device, request.arena), device_kind(request.device)
     auto = request.hardware == "auto"
     given = hardware_of(request.device) if auto else find_hardware(request.hardware)
     if given and given.disk_bytes_per_s is not None and not request.arena:
         # The arena of a device behind a host is one buffer, into which no file can be mapped.
         arenas = {"contiguous": arenas["contiguous"]}
-    name = _preferred(payload, arenas, keep, request.budget)
+    name = _preferred(asked, arenas, request.budget)
     if given:
         return arenas[name], given
     files = WeightFiles(payload.files, folder) if payload.files else None
@@ -256,11 +340,11 @@ def _choose(
     arrival = files.arrival(mapped=name == "mapped", fits=fits)
     if name == "mapped":
         return arenas[name], measure_cpu(payload.weights, arrival)
-    why = arrival.why or _why_not_mapped(payload, request, arenas.get("mapped"), keep)
+    why = arrival.why or _why_not_mapped(asked, request, arenas.get("mapped"))
     return arenas[name], measure_cpu(payload.weights, arrival, why)
 
 
-def _preferred(payload: Payload, arenas: Mapping[str, Arena], keep: frozenset[int], budget: int) -> str:
+def _preferred(asked: _Asked, arenas: Mapping[str, Arena], budget: int) -> str:
     """The first arena whose floor the budget reaches.
 
     Raises BudgetError, with the lowest floor, where it reaches none: before the machine is measured.
@@ -269,11 +353,11 @@ def _preferred(payload: Payload, arenas: Mapping[str, Arena], keep: frozenset[in
         return next(iter(arenas))
     floors: dict[str, int] = {}
     for name, arena in arenas.items():
-        floors[name] = _floor(payload, arena, keep).upper_bytes
+        floors[name] = asked.floor(arena).upper_bytes
         if floors[name] <= budget:
             return name
     lowest = min(floors, key=floors.__getitem__)
-    check_floor(_demand(payload, arenas[lowest], keep), budget, payload.storage_names())
+    check_floor(asked.demand(arenas[lowest]), budget, asked.payload.storage_names())
     return lowest
 
 
@@ -289,13 +373,11 @@ def _fits_blocks(storages: Sequence[Storage], arena: Arena, block: int) -> bool:
     return fits[True] >= fits[False]
 
 
-def _why_not_mapped(
-    payload: Payload, request: PlanRequest, mapped: Arena | None, keep: frozenset[int]
-) -> str:
+def _why_not_mapped(asked: _Asked, request: PlanRequest, mapped: Arena | None) -> str:
     if request.arena:
         return "asked for"
     if mapped is not None:
-        least = format_size(_floor(payload, mapped, keep).upper_bytes)
+        least = format_size(asked.floor(mapped).upper_bytes)
         return f"a mapped arena needs {least} and the budget is {format_budget(request.budget)}"
     if not supports_populate():
         return "this system cannot populate file mappings"

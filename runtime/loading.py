@@ -38,6 +38,8 @@ from penstock.runtime.module import LoadedMethod, StreamedModule
 from penstock.runtime.sightings import Sightings
 from penstock.runtime.sim.device import SimDevice
 from penstock.runtime.sim.streamer import SimStreamer
+from penstock.runtime.sparse.trial import check_trusted
+from penstock.runtime.sparse.units import LoadedUnits
 from penstock.runtime.stream.interface import MemoryUse
 from penstock.runtime.stream.native import NativeStreamer
 from penstock.runtime.stream.passes import LoadedWeights, Resources
@@ -185,6 +187,11 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
                     plan, payload.storages, memory, readers=options.readers, drop_at_once=at_once
                 )
                 opened.callback(streamer.close)
+        units = None
+        if plan.pool is not None:
+            units = _load_units(plan, payload, source, options)
+            opened.callback(units.close)
+        if plan.arena_bytes or units:
             team = ParkedTeam()
             opened.callback(team.wake)
         # Behind the engine, which refuses a system without room for all, while none of it is taken.
@@ -192,16 +199,32 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
         opened.callback(held.close)
         tensors = {w.fqn: _tensor(w.parts[0], plan, held.buffers, memory) for w in payload.tensors}
         free = memory.free if isinstance(memory, NativeStreamer) else memory.close if memory else None
-        closers = tuple(one for one in (team and team.wake, held.close, free, source.close) if one)
+        away = units.close if units else None
+        closers = tuple(one for one in (team and team.wake, away, held.close, free, source.close) if one)
         opened.pop_all()
     return LoadedWeights(
         plan=plan,
         tensors=tensors,
-        resources=Resources(streamer, closers, lambda: held.in_reader),
-        usage=partial(_arena_usage, plan, memory, held.nbytes, options.readers),
+        resources=Resources(
+            streamer, closers, lambda: held.in_reader or (units is not None and units.in_reader)
+        ),
+        usage=partial(_arena_usage, plan, memory, held.nbytes, options.readers, units),
         wait=held.wait,
         team=team,
+        units=units,
     )
+
+
+def _load_units(plan: Plan, payload: Payload, source: Source, options: LoadOptions) -> LoadedUnits:
+    """The pool of a plan, for a program whose calls bring units."""
+    if payload.lowering != "eager":
+        raise StreamError(
+            f"the plan reads weights by units, and a program of lowering {payload.lowering!r} cannot: make a "
+            "plan for it"
+        )
+    check_trusted(plan)
+    names = payload.storage_names()
+    return LoadedUnits(plan, payload.storages, source, names=names, debug=options.debug)
 
 
 def _native_options(source: Source, options: LoadOptions, *, drop_early: bool) -> Options:
@@ -236,12 +259,19 @@ def _tensor(
 
 
 def _arena_usage(
-    plan: Plan, memory: WeightArena | NativeStreamer | None, outside: int, readers: int
+    plan: Plan,
+    memory: WeightArena | NativeStreamer | None,
+    outside: int,
+    readers: int,
+    units: LoadedUnits | None,
 ) -> MemoryUse:
-    """Returns what a CPU holds: `outside` bytes and the arena, which, if mapped, is the page cache's own."""
+    """Returns what a CPU holds: `outside` bytes, units and the arena; a mapped one is the page cache's."""
     held, peak = (memory.held_bytes, memory.peak_bytes) if memory else (0, 0)
     maps = plan.arena.kind == "paged" and plan.arena.backing == "mapped"
-    return MemoryUse(outside + held, outside + peak, readers, mapped_bytes=held if maps else 0)
+    mapped = held if maps else 0
+    if units is not None:
+        held, peak = held + units.residency.held_bytes, peak + units.residency.peak_bytes
+    return MemoryUse(outside + held, outside + peak, readers, mapped_bytes=mapped)
 
 
 def _open_device(program: Program, plan: Plan, options: LoadOptions) -> Device:
@@ -260,6 +290,10 @@ def _load_on_device(
         raise StreamError(
             f"a {plan.arena.kind} arena cannot be on {device.name}: plan for that device, or with "
             "arena='contiguous'"
+        )
+    if plan.pool is not None:
+        raise StreamError(
+            f"the plan reads weights by units, which {device.name} cannot: make a plan for that device"
         )
     if payload.lowering == "inductor" and device.torch_device.type != "cpu":
         raise StreamError(
@@ -310,7 +344,9 @@ def _eager_methods(program: Program, weights: LoadedWeights, device: torch.devic
 
     def load(method: Method) -> LoadedMethod:
         trace = payload.trace_for(method.graph)
-        instantiate = partial(eager.instantiate, lowered, weights.tensors, method, device=device)
+        instantiate = partial(
+            eager.instantiate, lowered, weights.tensors, method, device=device, units=weights.units
+        )
         probed = weights.probed(method.graph)
         everywhere = partial(instantiate, range(len(trace.steps)))
         return LoadedMethod(trace, probed, instantiate(probed), everywhere)

@@ -14,6 +14,7 @@ from penstock.passes.lowering.compiled import CompiledMethod
 from penstock.passes.lowering.eager import EagerMethod
 from penstock.passes.probes import CompiledCalls
 from penstock.runtime.sightings import Sightings
+from penstock.runtime.sparse.recorder import Recorder
 from penstock.runtime.stream.interface import Stats
 from penstock.runtime.stream.passes import Gate, LoadedWeights
 from penstock.runtime.stream.probe_calls import ProbeCalls, Stopwatch, probe_calls
@@ -141,12 +142,28 @@ class StreamedModule(torch.nn.Module):
             self._weights.wait()
             timed = loaded.probe_all() if loaded.probe_all else loaded.program
             leaves = _checked(timed, args, kwargs)
-            stopwatch = Stopwatch(self._weights.streamer, loaded.probed, steps)
+            stopwatch = Stopwatch(
+                self._weights.streamer, loaded.probed, steps, lambda: self._weights.unit_wait_ns
+            )
             calls = ProbeCalls(loaded.order, range(steps), stopwatch) if loaded.order else None
             run = _running(timed, leaves, calls)
             self._weights.run(loaded.trace.graph, calls or stopwatch, lambda: stopwatch.time(run))
             self._passes += 1
             return stopwatch.trace(loaded.trace)
+
+    def record_routes(self) -> Recorder:
+        """Returns a recorder of the units that calls ask for: rows of tables, experts of mixtures.
+
+        Calls within `with module.record_routes() as recorder:` are recorded, and `recorder.save(path)` writes
+        the file that `penstock replay` takes. Raises StreamError if the plan reads all weights whole.
+        """
+        if self._weights.units is None:
+            raise StreamError(
+                "there are no routes to record, as this plan reads every weight whole: load an eager "
+                "artifact, whose model looks up rows or experts of weights of 1 MiB or more, on a CPU, "
+                "within a budget smaller than all weights"
+            )
+        return Recorder(self._weights.units)
 
     def arguments(self, leaves: Sequence[Any], method: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments of a method from its leaves in pytree order."""

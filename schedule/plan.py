@@ -21,14 +21,14 @@ class Plan(Decisions):
     """The decisions for a program within a budget. A payload stores plans, and a streamed module runs one."""
 
     def __repr__(self) -> str:
-        predicted = format_time(sum(one.predicted_ns for one in self.schedules))
+        predicted = format_time(self.predicted_ns)
         return f"Plan({self.residency}, {predicted} a pass predicted on {self.hardware.name})"
 
     @property
     def residency(self) -> str:
         """How many bytes of the weights stay in memory and how many stream in a pass, in words.
 
-        What a forward keeps for its backward is counted apart.
+        What a forward keeps for its backward is counted apart, and so is what is read by units.
         """
         kept = sum(self.sizes[s] for s in self.produced) if self.sizes else 0
         outside = sum(self.sizes[s] for s in {*self.outside} - self.produced) if self.sizes else 0
@@ -40,7 +40,11 @@ class Plan(Decisions):
             values = f" of {format_size(kept)}" if kept else ""
             written = f", {format_size(self.written_bytes)}{values} of kept values written out"
         budget = format_budget(self.budget, sum(self.sizes))
-        return f"{resident}{total} resident, {streamed} streamed a pass{written}, budget {budget}"
+        units = ""
+        if self.pool is not None:
+            of = f" of {format_size(sum(self.sizes[s] for s in self.pool.storages))}" if self.sizes else ""
+            units = f", a pool of {format_size(self.pool.nbytes)} for units{of}"
+        return f"{resident}{total} resident{units}, {streamed} streamed a pass{written}, budget {budget}"
 
     def to_json(self) -> str:
         """The plan as JSON, as docs/payload.md specifies it."""

@@ -17,7 +17,7 @@ from penstock.schedule.bound.relaxation import Tier
 from penstock.schedule.bound.residency import needed_bytes
 from penstock.schedule.clock.turns import divided, joined, joined_traces, splits_of
 from penstock.schedule.facts.errors import BudgetError, PlanError
-from penstock.schedule.facts.model import Schedule, Trace
+from penstock.schedule.facts.model import Pool, Schedule, Trace
 from penstock.schedule.facts.problem import Demand, Problem
 from penstock.schedule.facts.sizes import format_budget, format_size
 from penstock.schedule.facts.validity import check_machine, facts_faults
@@ -141,6 +141,7 @@ def _plan(problem: Problem, budget: int, names: Sequence[str] | None, effort: fl
         hardware=problem.hardware,
         names=tuple(names or ()),
         sizes=tuple(storage.nbytes for storage in problem.storages),
+        pool=problem.pool,
     )
     return plan if problem.host is None else with_host(plan, problem.host)
 
@@ -157,10 +158,17 @@ def with_figures(plan: Plan, problem: Problem, nearness: float) -> Plan | None:
     return divided(timed, traces) if timed else None
 
 
+def _place_of(pool: Pool | None) -> tuple[object, ...] | None:
+    """What decisions depend on of a pool: all but its times."""
+    return None if pool is None else (pool.nbytes, pool.granule, pool.layout)
+
+
 def _timed_again(plan: Plan, problem: Problem, nearness: float) -> Plan | None:
     """`with_figures` for methods that may be called in any order."""
     streams = tuple((schedule.transfers, schedule.drops) for schedule in plan.schedules)
     if problem.host is not None or not any(transfers for transfers, _ in streams):
+        return None
+    if _place_of(plan.pool) != _place_of(problem.pool):
         return None
     boundaries = tuple(one.boundary for one in plan.schedules if one.boundary is not None)
     found = Draft(plan.arena_bytes, plan.addresses, plan.resident, plan.boundary, streams, boundaries)
@@ -169,7 +177,9 @@ def _timed_again(plan: Plan, problem: Problem, nearness: float) -> Plan | None:
     schedules = tuple(
         replace(one, lower_bound_ns=bound) for one, bound in zip(_timed(problem, found), bounds, strict=True)
     )
-    timed = replace(plan, schedules=schedules, traces=problem.traces, hardware=problem.hardware)
+    timed = replace(
+        plan, schedules=schedules, traces=problem.traces, hardware=problem.hardware, pool=problem.pool
+    )
     now = timed.lower_bound_ns
     return timed if now and timed.predicted_ns <= nearness * now else None
 

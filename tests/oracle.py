@@ -5,7 +5,7 @@ memory is cut into units, wherever anything in the plan begins or ends; a queue 
 issue order, a scheduler chooses what legal thing happens next, and what a read finds is compared
 with what it must find. Earliest starts with latest ends expose overwriting and lack of room, latest
 starts expose data that nobody waits for, random ones the rest. Slow, and simple enough to be
-believed.
+believed. `pool_oracle.py` does the same for what is read by units.
 """
 
 from __future__ import annotations
@@ -17,15 +17,12 @@ from itertools import pairwise
 
 from penstock.schedule.facts.model import Drop, Range, Schedule, Storage, Trace, Transfer
 from penstock.schedule.plan import Plan
+from tests.pool_oracle import UnsafeError, arena_reads, check_pool, must
 
 PASSES = 3
 Unit = tuple[int, int]
 """A unit of memory, and the layout offset of the data that belongs there."""
 Piece = Range | Transfer | Drop
-
-
-class UnsafeError(Exception):
-    """What went wrong when the plan was run, or what it says that cannot be."""
 
 
 def check_plan(
@@ -49,18 +46,14 @@ def peak_bytes(storages: tuple[Storage, ...], plan: Plan) -> int:
     return max((machine.peak for machine in machines), default=0)
 
 
-def must(fact: bool, sentence: str) -> None:
-    if not fact:
-        raise UnsafeError(sentence)
-
-
 # What can be seen without running anything.
 
 
 def check_facts(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: Plan) -> None:
-    reads = {t.graph: [(s.reads, s.writes) for s in t.steps] for t in traces}
-    planned = {t.graph: [(s.reads, s.writes) for s in t.steps] for t in plan.traces}
+    reads = {t.graph: [(arena_reads(s, plan.pool), s.writes, s.sparse) for s in t.steps] for t in traces}
+    planned = {t.graph: [(s.reads, s.writes, s.sparse) for s in t.steps] for t in plan.traces}
     must(reads == planned, "made for other traces")
+    check_pool(storages, plan)
     must(sorted(reads) == sorted(s.graph for s in plan.schedules), "not one schedule a trace")
     must(len(plan.outside) == len(set(plan.outside)), "a storage is outside twice")
     must(all(0 <= s < len(storages) for s in plan.outside), "no such storage outside")
@@ -68,7 +61,7 @@ def check_facts(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: 
         may = storage.kind in ("streamable", "produced")
         must(may or s in plan.outside, f"storage {s} may not be streamed")
     check_produced(storages, plan)
-    outside = sum(storages[s].nbytes for s in plan.outside)
+    outside = sum(storages[s].nbytes for s in plan.outside) + (plan.pool.nbytes if plan.pool else 0)
     must(0 <= plan.arena_bytes <= plan.budget - outside, "over budget")
     if plan.arena.kind == "paged":
         granules = [

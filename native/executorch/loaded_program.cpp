@@ -14,7 +14,7 @@ using executorch::runtime::Program;
 
 namespace {
 
-constexpr int OLDEST = 6, NEWEST = 8;  // versions of payloads
+constexpr int OLDEST = 6, NEWEST = 9;  // versions of payloads
 constexpr int64_t ALIGNMENT = 64;      // an address modulo this is a storage's phase
 constexpr const char *CODE = "penstock.program.";
 
@@ -54,7 +54,7 @@ Json read_payload(const NamedDataMap &map, const std::string &key) {
     const bool known = version.is_number_integer() && version >= OLDEST && version <= NEWEST;
     if (payload.at("format") != "penstock" || !known)
         throw Failure(PS_PAYLOAD, "the program's payload has version " + version.dump() +
-                                      ", and this delegate reads versions " + std::to_string(OLDEST) + " and " +
+                                      ", and this delegate reads versions " + std::to_string(OLDEST) + " to " +
                                       std::to_string(NEWEST) + ": export it again");
     return payload;
 }

@@ -25,6 +25,7 @@ from penstock.passes.lowering.archive import PROGRAM, open_programs, read_code, 
 from penstock.passes.lowering.method_code import MethodCode, MethodGraph, method_code
 from penstock.passes.pipeline import Pipeline, declare
 from penstock.passes.probes import STORE, Site, add_sites
+from penstock.passes.sparse.calls import Units, call_by_units
 from penstock.schedule.facts.errors import PassError, StreamError
 from penstock.schedule.facts.model import Method, Trace, Weight
 from penstock.schedule.payload.codec import Payload
@@ -103,8 +104,11 @@ def instantiate(
     probed: Iterable[int],
     *,
     device: torch.device | str = "cpu",
+    units: Units | None = None,
 ) -> EagerMethod:
     """Binds weights to one method, and puts probes around the steps `probed` of its trace.
+
+    Steps whose weights are in the pool of `units` have the units brought that they ask for.
 
     `tensors` maps every FQN to a plain tensor of the payload's dtype, shape and stride, on `device` (weights
     that were exported for another device than the program's stay on that device). Raises PassError if program
@@ -115,6 +119,7 @@ def instantiate(
         (
             partial(on_device, source=code.signature.device, target=target),
             partial(with_probes, lowered=lowered, method=method, probed=probed),
+            partial(by_units, trace=lowered.payload.trace_for(method.graph), units=units),
         )
     )
     made = lower(code.graph())
@@ -159,6 +164,17 @@ def with_probes(
         weights = tuple(name for read in step.reads for name in placeholders[read])
         sites.append(Site(step.name, k, weights))
     add_sites(made.graph, method.graph, sites)
+    return made
+
+
+@declare(requires=("probes",), ensures=("units",))
+def by_units(made: MethodGraph, trace: Trace, units: Units | None) -> MethodGraph:
+    """Returns the graph, which the caller gives away, with calls by units where the pool of `units` serves.
+
+    Raises PassError if program and payload do not belong together.
+    """
+    if units is not None:
+        call_by_units(made.graph, made.bodies, trace, units)
     return made
 
 

@@ -34,6 +34,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument
 
 from penstock.passes.building.refusals import sentence
+from penstock.passes.graph.grouped import groups_of_any_dtype
 from penstock.passes.graph.nodes import copy_graph_module, placeholders_of
 from penstock.passes.graph.propagation import fake_inputs, propagate
 from penstock.passes.training.aligned import align
@@ -237,6 +238,7 @@ def _traced(
         warnings.simplefilter("ignore")  # torch's own, about gradients of fake tensors that are no leaves
         entered.enter_context(torch.enable_grad())
         entered.enter_context(_as_eager())
+        entered.enter_context(groups_of_any_dtype())
         known = _Sizes(inputs)
         try:
             made = aot_export_joint_with_descriptors(

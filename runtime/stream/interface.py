@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 
@@ -19,6 +19,12 @@ class Counters:
     misses: int = 0
     stall_ns: int = 0
     bytes_written: int = 0
+
+
+def sum_of(*counters: Counters) -> Counters:
+    """Returns the sum of several counters."""
+    names = [one.name for one in fields(Counters)]
+    return Counters(**{name: sum(getattr(one, name) for one in counters) for name in names})
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from penstock.passes.probes import Probes, streaming
-from penstock.runtime.stream.interface import Counters, MemoryUse, Stats, Streamer
+from penstock.runtime.sparse.units import LoadedUnits
+from penstock.runtime.stream.interface import Counters, MemoryUse, Stats, Streamer, sum_of
 from penstock.runtime.system.threads import ParkedTeam
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.sizes import format_size
@@ -57,7 +58,8 @@ class Resources:
 class LoadedWeights:
     """The weights of a plan as tensors by FQN, and their streamer. They are closed when they are collected.
 
-    The streamer waits for the weights that stream; `wait` returns when all others are in memory.
+    The streamer waits for the weights that stream whole, and `units` for those that are read by units; `wait`
+    returns when all others are in memory.
     `out_of_memory` says which part of a device's memory was too small. `team` sleeps while readers bring much
     of what a pass takes; what is mapped from the page cache needs none of them.
     """
@@ -68,6 +70,7 @@ class LoadedWeights:
     usage: Callable[[], MemoryUse]
     wait: Callable[[], None] = lambda: None
     team: ParkedTeam | None = None
+    units: LoadedUnits | None = None
     out_of_memory: Callable[[], str] = lambda: "activations outgrew what was left beside weights"
 
     def __post_init__(self) -> None:
@@ -80,8 +83,14 @@ class LoadedWeights:
 
     @property
     def counters(self) -> Counters:
-        """The counters of the streamer so far."""
-        return self.streamer.counters if self.streamer else Counters()
+        """The counters of the streamer and of the units so far."""
+        some = [one.counters for one in (self.streamer, self.units) if one is not None]
+        return sum_of(*some)
+
+    @property
+    def unit_wait_ns(self) -> int:
+        """Nanoseconds that steps have waited for units so far, within their reads."""
+        return self.units.counters.stall_ns if self.units else 0
 
     def probed(self, graph: int) -> tuple[int, ...]:
         """The steps of a method at which the plan acts."""
@@ -91,17 +100,22 @@ class LoadedWeights:
         """Run one pass of method `graph`, whose probes call `probes`, and return what `run` returns."""
         streamer = self.streamer
         with streaming(probes):
-            if streamer is None:
+            if streamer is None and self.units is None:
                 return run()
-            before = replace(streamer.counters)
+            before = self.counters
             try:
-                streamer.begin(graph)
+                if self.units is not None:
+                    self.units.begin()
+                if streamer is not None:
+                    streamer.begin(graph)
                 output = run()
-                streamer.end(graph)
+                if streamer is not None:
+                    streamer.end(graph)
             except BaseException:
-                streamer.abort()
+                if streamer is not None:
+                    streamer.abort()
                 raise
-            self._calm(before, streamer.counters)
+            self._calm(before, self.counters)
             return output
 
     def _calm(self, before: Counters, now: Counters) -> None:

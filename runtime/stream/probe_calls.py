@@ -67,8 +67,16 @@ class Stopwatch:
     the first touch of memory that the kernel has yet to map, which happens inside the kernels.
     """
 
-    def __init__(self, streamer: Probes | None, probed: Collection[int], steps: int) -> None:
-        self._streamer, self._probed = streamer, frozenset(probed)
+    def __init__(
+        self,
+        streamer: Probes | None,
+        probed: Collection[int],
+        steps: int,
+        waited_ns: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`waited_ns` counts the time that steps have waited for units within their reads."""
+        self._streamer, self._probed, self._waited_ns = streamer, frozenset(probed), waited_ns
+        self._waited = 0
         self._lead_ns, self._read_ns = [0] * steps, [0] * steps
         self._tail_ns = 0
         self._mark = 0
@@ -84,11 +92,12 @@ class Stopwatch:
         self._lead_ns[step] = time.perf_counter_ns() - self._mark
         if self._streamer is not None and step in self._probed:
             self._streamer.acquire(graph, step)
+        self._waited = self._waited_ns()
         self._mark = time.perf_counter_ns()
 
     def release(self, graph: int, step: int) -> None:
         ended = time.perf_counter_ns()
-        self._read_ns[step] = ended - self._mark
+        self._read_ns[step] = max(0, ended - self._mark - (self._waited_ns() - self._waited))
         self._mark = ended
         if self._streamer is not None and step in self._probed:
             self._streamer.release(graph, step)

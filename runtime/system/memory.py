@@ -137,6 +137,7 @@ def move(old: int, new: int, nbytes: int) -> None:
 def cached_pages(address: int, nbytes: int) -> list[bool]:
     """Returns for each page of a mapped file whether the page cache holds it; nothing where nobody tells.
 
+    Of private memory it tells which pages have been touched, a read of one that was never written included.
     mincore(2) is asked, which does not tell the truth about a file that is neither ours nor writable to us.
     """
     pages = round_up(nbytes, PAGE) // PAGE

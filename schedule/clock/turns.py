@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from penstock.schedule.clock.event_graph import settle, steady_period_ns
-from penstock.schedule.facts.model import Arena, Decisions, Drop, Range, Schedule, Trace, Transfer
+from penstock.schedule.facts.model import Arena, Decisions, Drop, Pool, Range, Schedule, Trace, Transfer
 from penstock.schedule.space.spans import merged, subtract
 
 _P = TypeVar("_P", bound=Decisions)
@@ -57,8 +57,20 @@ def joined(plan: _P) -> _P:
     schedules = {schedule.graph: schedule for schedule in plan.schedules}
     parts = [[(plan.traces[k], schedules[plan.traces[k].graph]) for k in turn] for turn in turns]
     return replace(
-        plan, traces=joined_traces(plan.traces), schedules=tuple(_joined_schedule(plan, one) for one in parts)
+        plan,
+        traces=joined_traces(plan.traces),
+        schedules=tuple(_joined_schedule(plan, one) for one in parts),
+        pool=None if plan.pool is None else _joined_pool(plan.pool, turns),
     )
+
+
+def _joined_pool(pool: Pool, turns: Sequence[Sequence[int]]) -> Pool:
+    """The pool with the sum of the times of methods whose calls come in turn."""
+    expected, worst = (
+        tuple(sum(times[k] for k in turn) for turn in turns) if times else ()
+        for times in (pool.expected_ns, pool.worst_ns)
+    )
+    return replace(pool, expected_ns=expected, worst_ns=worst)
 
 
 def divided(plan: _P, traces: Sequence[Trace]) -> _P:

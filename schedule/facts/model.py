@@ -3,6 +3,7 @@
 Facts (weights, storages, traces) come from the passes, and decisions (plans) from the planner. A payload
 holds these classes: `payload/` reads and writes them as JSON, and `docs/payload.md` specifies every
 field. All offsets are in bytes, all ranges are half-open, and all times are integer nanoseconds.
+`catalog.py` has the weights, and `units.py` what is read of them by slices.
 """
 
 from __future__ import annotations
@@ -11,116 +12,25 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
 
-Kind = Literal["streamable", "mutable", "returned", "inlined", "small", "produced"]
-Role = Literal["parameter", "buffer", "constant", "value"]
+from penstock.schedule.facts.catalog import ALIGNMENT as ALIGNMENT
+from penstock.schedule.facts.catalog import IN_ARENA as IN_ARENA
+from penstock.schedule.facts.catalog import STRICT as STRICT
+from penstock.schedule.facts.catalog import Extent as Extent
+from penstock.schedule.facts.catalog import FileKind as FileKind
+from penstock.schedule.facts.catalog import Kind as Kind
+from penstock.schedule.facts.catalog import Part as Part
+from penstock.schedule.facts.catalog import Role as Role
+from penstock.schedule.facts.catalog import Storage as Storage
+from penstock.schedule.facts.catalog import Weight as Weight
+from penstock.schedule.facts.catalog import WeightFile as WeightFile
+from penstock.schedule.facts.units import Pool as Pool
+from penstock.schedule.facts.units import SparseRead as SparseRead
+
 ArenaKind = Literal["contiguous", "paged"]
 Backing = Literal["mapped", "anonymous"]
 Wrap = Literal["overlap", "barrier"]
 Timing = Literal["modelled", "measured"]
 Direction = Literal["in", "out"]
-FileKind = Literal["file", "named"]
-
-IN_ARENA: tuple[Kind, ...] = ("streamable", "produced")
-"""The kinds of storages that may be in an arena."""
-
-ALIGNMENT = 64
-"""Bytes. Kernels choose their code, and so the last bits of results, by addresses modulo this at most."""
-
-STRICT: dict[str, object] = {"extra": "forbid", "strict": True}
-"""How pydantic reads the classes of a payload from a file; it has no effect elsewhere."""
-
-
-# Facts: the weights, and where their bytes lie.
-
-
-@dataclass(frozen=True)
-class WeightFile:
-    """A safetensors file and the stamp by which it is recognised, or an entry of ExecuTorch's named data.
-
-    `path` is relative to the artifact's folder for a packed file, and absolute for a checkpoint that
-    is used in place. `nbytes` is the size of the file, and `mtime_ns` and `inode` are as in its
-    `os.stat`. `header_sha256` is the hash of the length prefix and the header, and `sampled_sha256`
-    that of the blocks that `runtime/files/stamp.py` samples.
-
-    Where `kind` is `named`, `path` is the name of a `.ptd`, `nbytes` the size of the entry `key` in it, and
-    the stamp is zeros and empty texts: the key has the hash of the bytes.
-    """
-
-    __pydantic_config__: ClassVar = STRICT
-    path: str
-    nbytes: int
-    mtime_ns: int
-    inode: int
-    header_sha256: str
-    sampled_sha256: str
-    kind: FileKind = "file"
-    key: str = ""
-
-
-@dataclass(frozen=True)
-class Extent:
-    """A run of `nbytes` bytes, at `storage_offset` of a storage and at `file_offset` of file `file`."""
-
-    __pydantic_config__: ClassVar = STRICT
-    file: int
-    file_offset: int
-    storage_offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Storage:
-    """The bytes behind one or more parts; its index in the catalog is its identity.
-
-    A storage may be streamed only if its `kind` is `streamable` or `produced`. One that is produced has no
-    content until a step of the program writes it. `extents` is empty as long as the bytes lie in no file;
-    otherwise it is sorted by `storage_offset` and covers all bytes that a part reads. `sha256` is the hash of
-    the bytes, None if it is not known.
-
-    `phase` is the address, modulo ALIGNMENT, at which a CPU computes on the storage. A file of a library
-    that is used in place gives each tensor the phase at which the library maps it, and so the library's last
-    bits.
-    """
-
-    __pydantic_config__: ClassVar = STRICT
-    nbytes: int
-    kind: Kind
-    extents: tuple[Extent, ...] = ()
-    sha256: str | None = None
-    phase: int = 0
-
-
-@dataclass(frozen=True)
-class Part:
-    """One strided tensor of a weight, inside one storage.
-
-    `name` is empty for a plain tensor. `dtype` is torch's name without the prefix
-    (`bfloat16`), `stride` counts elements, `offset` counts bytes from the storage's start.
-    """
-
-    __pydantic_config__: ClassVar = STRICT
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    storage: int
-    offset: int
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A parameter, buffer or constant that export lifted to an input, or a value that the program keeps.
-
-    Tied weights, and weights that are views of one another, are separate weights whose parts
-    name the same storage. `device` is the device the program was exported for. A weight of role `value` is
-    what a forward computes and its backward reads.
-    """
-
-    __pydantic_config__: ClassVar = STRICT
-    fqn: str
-    role: Role
-    device: str
-    parts: tuple[Part, ...]
 
 
 # Facts: the order of reads, and what it costs.
@@ -143,6 +53,8 @@ class Step:
     compute that reads those in `reads`, which holds storage indices in ascending order. `name` is that of the
     node or kernel that reads. `lead_work` and `read_work` are the work from which times are modelled.
     `writes` are the produced storages whose whole content is written during the read, in ascending order.
+    `sparse` says of some storages in `reads` that single units of them may do. In the traces of a plan with a
+    pool, `reads` are what has to be in the arena, and so not what the pool serves.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -153,6 +65,7 @@ class Step:
     lead_work: Work = Work()
     read_work: Work = Work()
     writes: tuple[int, ...] = ()
+    sparse: tuple[SparseRead, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -424,7 +337,7 @@ class Decisions:
     methods may have a boundary of its own. `traces` are those that the plan was made for. `names` and `sizes`
     (bytes) are those of the storages, for people who read the plan without its catalog; they are empty if
     nobody gave them. `host` is the memory of a host between disk and device, None if that memory holds all
-    that streams.
+    that streams. `pool` is the memory for single units of what is read sparsely, None if all is read whole.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -442,6 +355,7 @@ class Decisions:
     names: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
     host: HostTier | None = None
+    pool: Pool | None = None
 
     @cached_property
     def streamed_bytes(self) -> int:
@@ -462,6 +376,15 @@ class Decisions:
         """The ranges on the device, or on their way to it, between two calls of the schedule's method."""
         return self.boundary if schedule.boundary is None else schedule.boundary
 
+    def reads_of(self, step: Step) -> tuple[int, ...]:
+        """The storages that a step of the plan's traces reads: from the arena, and by units from the pool."""
+        return self.pool.whole(step.reads, step.sparse) if self.pool else step.reads
+
+    def expected_ns(self, number: int) -> int:
+        """Nanoseconds that a pass of trace `number` takes, with what it is expected to wait for units."""
+        waits = self.pool.expected_ns if self.pool else ()
+        return self.schedules[number].predicted_ns + (waits[number] if waits else 0)
+
     @property
     def compute_ns(self) -> int:
         """Nanoseconds of one pass of each method with every weight in memory, summed."""
@@ -469,8 +392,12 @@ class Decisions:
 
     @property
     def predicted_ns(self) -> int:
-        """Nanoseconds that one more pass of each method costs in the steady state, summed."""
-        return sum(schedule.predicted_ns for schedule in self.schedules)
+        """Nanoseconds that one more pass of each method costs in the steady state, summed.
+
+        If there is a pool, this has what a pass is expected to wait for units.
+        """
+        units = sum(self.pool.expected_ns) if self.pool else 0
+        return sum(schedule.predicted_ns for schedule in self.schedules) + units
 
     @property
     def lower_bound_ns(self) -> int | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from penstock.schedule.facts.model import IN_ARENA, Arena, Hardware, Storage, Trace, Wrap
+from penstock.schedule.facts.model import IN_ARENA, Arena, Hardware, Pool, Storage, Trace, Wrap
 
 
 @dataclass(frozen=True)
@@ -14,6 +14,7 @@ class Demand:
     """What a program needs in memory at each step, on any machine; storages in `keep` never leave it.
 
     `splits` has, for each trace that joins several calls, the steps at which calls but the first begin.
+    `pool` serves what is read by units, and is no part of the traces' reads.
     """
 
     storages: tuple[Storage, ...]
@@ -21,6 +22,7 @@ class Demand:
     arena: Arena
     keep: frozenset[int] = frozenset()
     splits: tuple[tuple[int, ...], ...] = ()
+    pool: Pool | None = None
 
     def call_ends(self, which: int, step: int) -> int:
         """The last step of the call to which a step of trace number `which` belongs."""
@@ -50,8 +52,8 @@ class Demand:
 
     @cached_property
     def outside_bytes(self) -> int:
-        """Bytes of the storages that are never in the arena."""
-        return sum(self.storages[s].nbytes for s in self.outside)
+        """Bytes of the storages that are never in the arena, and of the pool."""
+        return sum(self.storages[s].nbytes for s in self.outside) + (self.pool.nbytes if self.pool else 0)
 
     @cached_property
     def streamed_bytes(self) -> int:

@@ -9,11 +9,25 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
+from penstock.schedule.facts.catalog import ITEM_SIZES
 from penstock.schedule.facts.errors import PlanError
-from penstock.schedule.facts.model import Decisions, Drop, Hardware, Range, Storage, Trace, Transfer
+from penstock.schedule.facts.model import (
+    Decisions,
+    Drop,
+    Hardware,
+    Pool,
+    Range,
+    SparseRead,
+    Storage,
+    Trace,
+    Transfer,
+)
 
 LARGEST_SIZE = 1 << 50
 """The most bytes that a file, a storage or an arena may have: far above any model, and far below overflow."""
+
+_LONGEST = (1 << 63) - 1
+"""The most nanoseconds that a payload says: 292 years."""
 
 _UNKNOWN = ("disk_bytes_per_s", "write_bytes_per_s")
 """The rates of a machine that may be missing."""
@@ -55,12 +69,36 @@ def trace_faults(trace: Trace, path: str, storages: int) -> Iterator[str]:
             yield from negative_faults(f"{here}.{name}", flops=spent.flops, nbytes=spent.nbytes)
         for name, named in (("reads", step.reads), ("writes", step.writes)):
             listed = list(named)[:8]
-            if list(named) != sorted(set(named)) or not (step.reads or step.writes):
+            if list(named) != sorted(set(named)) or not (step.reads or step.writes or step.sparse):
                 yield f"{here}.{name}: expected one storage or more, ascending, got {listed}"
             elif named and (named[0] < 0 or named[-1] >= storages):
                 yield f"{here}.{name}: expected indices of {storages} storages, got {listed}"
         if set(step.reads) & set(step.writes):
             yield f"{here}.writes: expected none of the storages {list(step.reads)[:8]} that the step reads"
+        yield from repeat_faults((one.storage for one in step.sparse), f"{here}.sparse", "a storage")
+        for j, one in enumerate(step.sparse):
+            yield from _sparse_faults(one, f"{here}.sparse[{j}]", storages)
+
+
+def _sparse_faults(read: SparseRead, path: str, storages: int) -> Iterator[str]:
+    """The units of a read are slices of a tensor of a known dtype, none of which overlaps the next."""
+    view = read.view
+    yield from range_faults(read.storage, 0, storages - 1, f"{path}.view.storage")
+    yield from negative_faults(path, route=read.route)
+    if view.dtype not in ITEM_SIZES or not view.shape or len(view.shape) != len(view.stride):
+        yield f"{path}.view: expected a tensor of a torch dtype, with dimensions and a stride for each"
+        return
+    for name, values in (("shape", view.shape), ("stride", view.stride), ("offset", (view.offset,))):
+        for value in values:
+            yield from size_faults(value, f"{path}.view.{name}", 1 if name == "shape" else 0)
+    if view.name or view.offset % ITEM_SIZES[view.dtype]:
+        yield f"{path}.view: expected no name, and whole items as offset, got {view.name!r} and {view.offset}"
+    yield from range_faults(read.asked, 0, read.count, f"{path}.asked")
+    joined = len(view.shape) > 1 and view.stride[0] == view.shape[1] * view.stride[1]
+    if read.slices != 1 and not (joined and view.shape[1] == read.slices > 1):
+        yield f"{path}.slices: expected 1, or {view.shape[1:2]}, one after another, got {read.slices}"
+    if read.unit_stride < read.unit_nbytes:
+        yield f"{path}.view: expected slices on dimension 0 that do not overlap, got stride {view.stride}"
 
 
 def facts_faults(storages: Sequence[Storage], traces: Sequence[Trace]) -> Iterator[str]:
@@ -170,6 +208,27 @@ def plan_faults(plan: Decisions, path: str, storages: int) -> Iterator[str]:
     yield from repeat_faults((t.graph for t in plan.traces), f"{path}.traces", "a graph number")
     yield from repeat_faults((s.graph for s in plan.schedules), f"{path}.schedules", "a graph number")
     yield from _ranges(plan, path)
+    if plan.pool is not None:
+        yield from _pool_faults(plan.pool, f"{path}.pool", storages, len(plan.traces))
+
+
+def _pool_faults(pool: Pool, path: str, storages: int, traces: int) -> Iterator[str]:
+    yield from size_faults(pool.nbytes, f"{path}.nbytes", 1)
+    yield from size_faults(pool.granule, f"{path}.granule", 1)
+    if len(pool.layout) != storages:
+        yield f"{path}.layout: expected {storages} offsets, got {len(pool.layout)}"
+    for i, offset in enumerate(pool.layout):
+        yield from size_faults(offset, f"{path}.layout[{i}]", -1)
+    if not pool.storages:
+        yield f"{path}.layout: expected the place of one storage or more, got none"
+    if not len(pool.expected_ns) == len(pool.worst_ns) in (0, traces):
+        yield (
+            f"{path}: expected a time of both kinds for each of {traces} traces or none, got "
+            f"{len(pool.expected_ns)} and {len(pool.worst_ns)}"
+        )
+    for i, (expected, worst) in enumerate(zip(pool.expected_ns, pool.worst_ns, strict=False)):
+        yield from range_faults(worst, 0, _LONGEST, f"{path}.worst_ns[{i}]")
+        yield from range_faults(expected, 0, worst, f"{path}.expected_ns[{i}]")
 
 
 def _ranges(plan: Decisions, path: str) -> Iterator[str]:

@@ -11,15 +11,16 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING
 
-from penstock.schedule.facts.errors import PayloadError
-from penstock.schedule.facts.model import (
+from penstock.schedule.facts.catalog import (
     ALIGNMENT,
-    Decisions,
-    Method,
+    ITEM_SIZES,
     Part,
     Storage,
     WeightFile,
+    part_nbytes,
 )
+from penstock.schedule.facts.errors import PayloadError
+from penstock.schedule.facts.model import Decisions, Method
 from penstock.schedule.facts.validity import (
     machine_faults,
     negative_faults,
@@ -34,29 +35,6 @@ from penstock.schedule.facts.validity import (
 
 if TYPE_CHECKING:
     from penstock.schedule.payload.codec import Payload
-
-ITEM_SIZES: dict[str, int] = {
-    name: nbytes
-    for nbytes, names in (
-        (1, "bool int8 uint8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"),
-        (1, "float4_e2m1fn_x2 int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7"),
-        (1, "bits8 bits1x8 bits2x4 bits4x2 qint8 quint8 quint4x2 quint2x4"),
-        (2, "int16 uint16 float16 bfloat16 bits16"),
-        (4, "int32 uint32 float32 complex32 bcomplex32 qint32"),
-        (8, "int64 uint64 float64 complex64"),
-        (16, "complex128"),
-    )
-    for name in names.split()
-}
-"""The bytes that one item of each dtype takes, by torch's name of the dtype."""
-
-
-def part_nbytes(part: Part) -> int:
-    """Bytes from the first to the last item of `part`, gaps between items included; 0 if it has no item."""
-    if 0 in part.shape:
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride, strict=True))
-    return (last + 1) * ITEM_SIZES[part.dtype]
 
 
 def check_payload(payload: Payload, source: str) -> None:
@@ -106,6 +84,10 @@ def _version(payload: Payload) -> Iterator[str]:
     if payload.version == 5 and (named is not None or payload.lowering == "executorch"):
         got = "lowering 'executorch'" if named is None else f"the named data {named!r}"
         yield f"$.version: expected 6 of a payload for a .pte, got 5 with {got}"
+    traced = (*payload.traces, *(trace for plan in payload.plans for trace in plan.traces))
+    sparse = any(step.sparse for trace in traced for step in trace.steps)
+    if payload.version < 9 and (sparse or any(plan.pool for plan in payload.plans)):
+        yield f"$.version: expected 9 of a payload with reads by units, got {payload.version}"
     if payload.version < 8:
         for what in sorted(set(_of_version_8(payload))):
             yield f"$.version: expected 8 of a payload with {what}, got {payload.version}"
@@ -306,6 +288,13 @@ def _traces(payload: Payload) -> Iterator[str]:
                     yield (
                         f"$.traces[{i}].steps[{j}].reads: expected streamable storages, "
                         f"got storage {s}, which is {payload.storages[s].kind}"
+                    )
+            for one in step.sparse:
+                reach, storage = one.view.offset + part_nbytes(one.view), payload.storages[one.storage]
+                if one.storage not in step.reads or storage.kind != "streamable" or reach > storage.nbytes:
+                    yield (
+                        f"$.traces[{i}].steps[{j}].sparse: expected units of streamable storages that the "
+                        f"step reads, within their bytes, got storage {one.storage} up to byte {reach}"
                     )
     yield from produced_faults(payload.storages, payload.traces, "$.traces")
 

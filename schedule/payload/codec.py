@@ -23,7 +23,7 @@ from penstock.schedule.verify.proof import verify_plan
 if TYPE_CHECKING:
     import networkx
 
-VERSIONS = (5, 6, 7, 8)
+VERSIONS = (5, 6, 7, 8, 9)
 """The versions that are read; the last one is written."""
 
 Lowering = Literal["none", "eager", "inductor", "executorch"]
@@ -129,7 +129,10 @@ class Payload:
         A storage without edges always stays in memory, or nothing uses it.
 
         Edges have the attribute `why`: "reads" from a storage to a step, "writes" from a step to a storage
-        that it produces, "order" from a step to the next one of its method. The graph's own attributes are
+        that it produces, "order" from a step to the next one of its method. Where single units of a storage
+        may do for a read, its edge has `units` (their number), `unit_bytes` (of one), `asked` (the most that
+        a call of the exported sizes names), `operator`, and `route` (equal for reads of one method that name
+        the same units); a plan says by its `pool` whether they are read so. The graph's own attributes are
         `lowering`, and `methods`: by name the `shape` point of the trace, its `tail_ns` and `gap_ns`, and
         whether its `times` are modelled or measured.
         """

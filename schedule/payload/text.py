@@ -112,19 +112,22 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def decode(kind: type[_T], text: str, tree: Any, source: str) -> _T:
-    """The dataclass that `text` holds, whose JSON tree is `tree`. Raises PayloadError, with the path."""
+def decode(kind: type[_T], text: str, tree: Any, source: str, *, page: str = "docs/payload.md") -> _T:
+    """The dataclass that `text` holds, whose JSON tree is `tree`; `page` specifies it.
+
+    Raises PayloadError, with the path.
+    """
     from pydantic import ValidationError
 
     try:
         # Validated from the text, not from the tree: in strict mode only a list in JSON may become a tuple.
         value: _T = _adapter(cast(Any, kind)).validate_json(text)
     except ValidationError as error:
-        raise PayloadError(f"{source}: {_first_problem(error, tree)}") from None
+        raise PayloadError(f"{source}: {_first_problem(error, tree, page)}") from None
     return value
 
 
-def _first_problem(error: ValidationError, tree: Any) -> str:
+def _first_problem(error: ValidationError, tree: Any, page: str) -> str:
     """The first problem as a sentence with its path in the tree, what was expected and what was found."""
     problem = error.errors(include_url=False)[0]
     path, value = "$", tree
@@ -137,7 +140,7 @@ def _first_problem(error: ValidationError, tree: Any) -> str:
     if problem["type"] == "missing":
         return f"{path} is missing, expected a field of that name"
     if problem["type"] == "unexpected_keyword_argument":
-        return f"{path} is not a field of the format, got {short(value)}; see docs/payload.md"
+        return f"{path} is not a field of the format, got {short(value)}; see {page}"
     return f"{path}: {problem['msg'].replace('Input should be', 'expected')}, got {short(value)}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.schedule.facts.model import Part, Step
+from penstock.schedule.facts.model import Part, SparseRead, Step
 
 if TYPE_CHECKING:
     import networkx
@@ -46,11 +46,20 @@ def read_graph(payload: Payload) -> networkx.DiGraph:
             graph.add_node(node, kind="step", method=trace.method, index=k, bytes=nbytes, **_facts(step))
             if k:
                 graph.add_edge(("step", trace.graph, k - 1), node, why="order")
+            units = {one.storage: one for one in step.sparse}
             for s in step.reads:
-                graph.add_edge(("storage", s), node, why="reads")
+                graph.add_edge(("storage", s), node, why="reads", **_units(units.get(s)))
             for s in step.writes:
                 graph.add_edge(node, ("storage", s), why="writes")
     return graph
+
+
+def _units(read: SparseRead | None) -> dict[str, str | int]:
+    """The attributes of an edge of which units may do."""
+    if read is None:
+        return {}
+    named: dict[str, str | int] = {"operator": read.operator, "route": read.route}
+    return named | {"units": read.count, "unit_bytes": read.unit_nbytes, "asked": read.asked}
 
 
 def _facts(step: Step) -> dict[str, str | int]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from penstock.schedule.clock.event_graph import stalls_of
+from penstock.schedule.facts.model import SparseRead
 from penstock.schedule.facts.sizes import format_size, format_time
 from penstock.schedule.report.pictures import Picture
 from penstock.schedule.report.views import overlap, resident_bytes, storage_ranges
 
-Lives = Literal["resident", "in part", "streamed", "outside", "not read", "kept", "spilled"]
+Lives = Literal["resident", "in part", "streamed", "outside", "not read", "kept", "spilled", "by units"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class Use:
 
     `where` says in words what `lives` says, and which share of the weight stays if only a part does. What a
     step writes is `kept` if it stays until it is read, and `spilled` if bytes of it are copied out and come
-    back; its first step is the one that writes it.
+    back; its first step is the one that writes it. What is read `by units` alone has none of its own bytes in
+    the arena, and what the pool brings of it depends on the calls.
     """
 
     lives: Lives
@@ -78,7 +80,27 @@ def uses_of(picture: Picture) -> list[Use]:
             why = f"{times}; {_reason(stream, len(ks), wait)}"
         where = f"{format_share(stream.share)} stays" if lives == "in part" else lives
         found.append(Use(lives, where, ks[0] if ks else -1, stream.nbytes, why))
-    return found
+    return [_with_units(picture, s, use) for s, use in enumerate(found)]
+
+
+def _with_units(picture: Picture, s: int, use: Use) -> Use:
+    """The use of a storage, with what steps read of it by units."""
+    pool, steps = picture.plan.pool, enumerate(picture.trace.steps)
+    read = [
+        (k, one) for k, step in steps for one in step.sparse if one.storage == s and pool and pool.has(one)
+    ]
+    if not read:
+        return use
+    first, one = read[0]
+    asked = f"a call asks for {max(one.asked for _, one in read)} of {one.count} units at most"
+    by_units = f"by units in {picture.trace.steps[first].name}, from the pool: {asked}, {_of_each(one)}"
+    if use.lives == "not read":
+        return Use("by units", "by units", first, 0, f"read {by_units}")
+    return replace(use, first=min(first, use.first), why=f"{use.why}; and {by_units}")
+
+
+def _of_each(read: SparseRead) -> str:
+    return f"{format_size(read.unit_nbytes)} each"
 
 
 def _of_value(picture: Picture, s: int, written: int, stream: _Stream, waits: Sequence[int]) -> Use:

@@ -15,7 +15,7 @@ from penstock.schedule.facts.sizes import format_budget, format_size, format_tim
 from penstock.schedule.report.baselines import REST
 from penstock.schedule.report.whatif import best_ns, other_policies
 
-Limit = Literal["compute", "link", "disk", "memory"]
+Limit = Literal["compute", "link", "disk", "memory", "units"]
 
 _ALIKE = 1.02
 """Two times are called equal if their ratio is at most this."""
@@ -53,11 +53,18 @@ def copying_ns(plan: Decisions) -> int:
 
 
 def limit_of(plan: Decisions) -> Limit:
-    """The resource that sets the plan's time, or `memory` if compute, link and disk wait for one another."""
+    """The resource that sets the plan's time, or `memory` if compute, link and disk wait for one another.
+
+    It is `units` if passes are expected to wait for units longer than for anything else.
+    """
     predicted = plan.predicted_ns
     copying = copying_ns(plan)
     if predicted <= plan.compute_ns * _ALIKE:
         return "compute"
+    waits = sum(plan.pool.expected_ns) if plan.pool else 0
+    if waits > max(copying, plan.compute_ns):
+        return "units"
+    predicted -= waits
     reading = sum(plan.hardware.disk_ns(nbytes) for s in plan.schedules for nbytes in s.staged if nbytes)
     busiest = max(copying, reading)
     if predicted > busiest * 1.05:
@@ -75,14 +82,39 @@ def verdict(
     """
     plan = joined(plan)
     rates = " and ".join(
-        f"{trace.method} makes {_rate(schedule.predicted_ns, tokens.get(trace.method))}"
-        for trace, schedule in zip(plan.traces, plan.schedules, strict=True)
+        f"{trace.method} makes {_rate(plan.expected_ns(number), tokens.get(trace.method))}"
+        for number, trace in enumerate(plan.traces)
     )
     within = f"{rates or 'nothing runs'} within {format_budget(plan.budget, sum(plan.sizes))}."
-    if not plan.streamed_bytes:
+    if not plan.streamed_bytes and plan.pool is None:
         return (f"Everything fits: {within}", "Nothing streams, so that compute alone sets the time.")
     pays, beside = _beside(plan, other_policies(plan) if policies is None else policies)
-    return (f"{pays}: {within}", *beside, _limit(plan), _best(plan), *_twice(plan))
+    return (f"{pays}: {within}", *_units(plan), *beside, _limit(plan), _best(plan), *_twice(plan))
+
+
+def units_of(plan: Decisions) -> tuple[str, str]:
+    """What the pool of a plan holds, and how long passes wait for it, in words; empty without a pool."""
+    pool = plan.pool
+    if pool is None:
+        return "", ""
+    count = len(pool.storages)
+    of = f" ({format_size(sum(plan.sizes[s] for s in pool.storages))})" if plan.sizes else ""
+    weights = f"{count} weight{'s' * (count > 1)}{of}"
+    holds = f"{format_size(pool.nbytes)} for the rows or experts of {weights} that calls ask for"
+    if not pool.worst_ns:
+        return holds, "how long passes wait for them has not been estimated"
+    expected, worst = format_time(sum(pool.expected_ns)), format_time(sum(pool.worst_ns))
+    return holds, f"expected {expected} if all are asked for equally often, at worst {worst}"
+
+
+def _units(plan: Decisions) -> list[str]:
+    """The sentence on what is read by units, of which a plan knows no more than an expectation."""
+    holds, waits = units_of(plan)
+    if plan.pool is None:
+        return []
+    return [
+        f"A pool has {holds}; a pass waits for them ({waits}), and what calls take is measured in a load."
+    ]
 
 
 def _rate(ns: int, tokens: int | None) -> str:
@@ -137,6 +169,9 @@ def _limit(plan: Decisions) -> str:
                 f"The disk limits it: of {moved} a pass, {read} are more than a host of {held} holds, and "
                 f"reading them takes {predicted}, compute {compute}."
             )
+        case "units":
+            waits = format_time(sum(plan.pool.expected_ns) if plan.pool else 0)
+            return f"Units limit it: of {predicted}, a pass is expected to wait {waits} for them."
     return (
         f"Memory limits it: within {format_budget(plan.budget)} there is too little room to copy ahead, so "
         f"link and compute ({compute}) wait for each other in {predicted}."
@@ -150,6 +185,9 @@ def _best(plan: Decisions) -> str:
     if plan.ratio < 1.00005:
         return "This is the best streaming possible."
     faster = plan.ratio * 100 - 100
+    if plan.pool is not None:
+        bound = format_time(plan.lower_bound_ns or 0)
+        return f"No plan with this pool takes less than {bound} a pass, which counts nothing for units."
     return f"The best streaming possible is at most {faster:.{'0f' if faster >= 100 else '2g'}} % faster."
 
 
@@ -162,7 +200,7 @@ def _twice(plan: Decisions) -> list[str]:
     if compute > half:
         return [f"Only faster compute makes it twice as fast: compute alone takes {format_time(compute)}."]
     limit, disk = limit_of(plan), plan.hardware.disk_bytes_per_s
-    if not plan.sizes or (limit == "disk" and best_ns(plan, plan.budget) > half):
+    if plan.pool is not None or not plan.sizes or (limit == "disk" and best_ns(plan, plan.budget) > half):
         return []
     if limit == "disk" and plan.host and disk:
         held = format_size(plan.host.nbytes + _staged(plan) // 2)

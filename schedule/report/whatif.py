@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.schedule.clock.turns import joined
@@ -33,14 +33,17 @@ class Point:
 def other_policies(plan: Decisions, host: Hardware | None = None) -> dict[str, int]:
     """The period of each policy that fits into the plan's budget, summed over the plan's traces.
 
-    What a forward keeps stays in memory under all of them, and weights have the rest of the budget.
+    What a forward keeps stays in memory under all of them, and weights have the rest of the budget. None of
+    them reads a weight by units.
     The default of `host` is the host beside the plan's hardware. For a plan without sizes there is no result.
     """
     plan, host = joined(plan), host or host_beside(plan.hardware)
     found: dict[str, int] = {}
     for number, trace in enumerate(plan.traces if plan.sizes else ()):
         cap = plan.budget - _fixed(plan) - max(_alive(plan, trace), default=0)
-        setting = Setting(plan.sizes, without_values(trace), max(0, cap), plan.hardware)
+        steps = (replace(step, reads=plan.reads_of(step)) for step in trace.steps)
+        whole = without_values(replace(trace, steps=tuple(steps)))
+        setting = Setting(plan.sizes, whole, max(0, cap), plan.hardware)
         periods = compare(setting, host) if trace.steps and cap >= 0 else {}
         for name, ns in periods.items():
             if ns is not None and (number == 0 or name in found):
@@ -91,7 +94,7 @@ def best_ns(plan: Decisions, budget: int) -> int:
     The bytes of the weights that a method reads and the budget cannot hold are copied in every pass. What a
     forward keeps takes memory from the step that writes it to the last that reads it. So at the step at which
     most is alive, what the budget cannot hold of it and the weights is copied in, and what it cannot hold of
-    it alone is copied out, too.
+    it alone is copied out, too. What is read by units counts nothing.
     """
     found, hardware = 0, plan.hardware
     for trace in joined(plan).traces:

@@ -9,7 +9,7 @@ from penstock.schedule.facts.model import Decisions
 from penstock.schedule.facts.sizes import format_budget, format_size, format_time
 from penstock.schedule.report.pictures import Box, Interval, Picture
 from penstock.schedule.report.uses import format_share
-from penstock.schedule.report.verdict import copying_ns, limit_of
+from penstock.schedule.report.verdict import copying_ns, limit_of, units_of
 from penstock.schedule.report.views import View, resident_bytes, storage_ranges, title_of, weights_of
 
 Lines = list[tuple[str, str]]
@@ -30,16 +30,19 @@ def cards_of(plan: Decisions) -> Iterator[tuple[str, str, str]]:
         "link": ("The link", f"busy {format_share(busy)} of the time"),
         "disk": ("The disk", "the host does not hold all that streams"),
         "memory": ("Memory", "too little room to copy ahead"),
+        "units": ("Units", "calls wait for rows or experts"),
     }[limit_of(plan)]
     total, near = sum(plan.sizes), "the solver gave none in time"
     bound = None if plan.lower_bound_ns is None else format_time(plan.lower_bound_ns)
     if bound is not None:
-        near = f"this plan takes {plan.ratio:.4f} times that"
+        near = f"this plan takes {plan.ratio:.4f} times that" + (
+            ", which has this pool and no waits for units" if plan.pool else ""
+        )
     share = f"{format_share(plan.budget / total)} of {format_size(total)}" if total else "unknown sizes"
     title = "A pass of each method" if len(plan.traces) > 1 else "A pass"
     yield title, format_time(plan.predicted_ns), f"compute alone takes {format_time(plan.compute_ns)}"
     yield "Best streaming possible", bound or "not found", near
-    yield "What limits it", limit, reason if transfers else "nothing streams"
+    yield "What limits it", limit, reason if transfers or plan.pool else "nothing streams"
     values = " and kept values" if plan.produced else ""
     yield "Budget", format_budget(plan.budget), f"{share} of weights{values}"
 
@@ -66,6 +69,9 @@ def terms_of(plan: Decisions) -> Iterator[tuple[str, str]]:
         "Link",
         f"what brings weights to the arena: {rate}" + (f" ({hardware.note})" if hardware.note else ""),
     )
+    if plan.pool is not None:
+        holds, waits = units_of(plan)
+        yield "Pool", f"{holds}, beside the arena; a pass waits for what is not there: {waits}"
     if plan.produced:
         yield "Kept", _values(plan)
 
@@ -133,7 +139,8 @@ def _called(picture: Picture) -> str:
 def _time(picture: Picture, view: View) -> str:
     waits = view.period_ns - picture.trace.compute_ns
     stall = f"compute waits {format_time(waits)} of it" if waits else "compute never waits"
-    return f"{format_time(view.period_ns)}; {stall}"
+    units = "; what a call waits for units is not drawn" if picture.plan.pool is not None else ""
+    return f"{format_time(view.period_ns)}; {stall}{units}"
 
 
 class Sayings:

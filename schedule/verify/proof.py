@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import IN_ARENA, Decisions, Range, Schedule, Storage, Trace, Transfer
 from penstock.schedule.verify.memory import ABSENT, Memory
+from penstock.schedule.verify.pool import arena_reads, check_pool
 from penstock.schedule.verify.walk import Walk, dropped_or_written, lay
 
 
@@ -23,6 +24,7 @@ def verify_plan(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan: 
     """
     _check_traces(storages, traces, plan)
     _check_budget(storages, plan)
+    check_pool(storages, plan)
     for schedule, trace in _paired(plan):
         _check_schedule(schedule, trace, _before(plan, trace))
     memory = Memory(storages, plan)
@@ -67,8 +69,9 @@ def _check_traces(storages: tuple[Storage, ...], traces: tuple[Trace, ...], plan
             )
     program = {t.graph: t for t in traces}
     for trace in plan.traces:
-        both = (trace, program[trace.graph])
-        reads, expected = [[(s.reads, s.writes) for s in t.steps] for t in both]
+        reads = [(s.reads, s.writes, s.sparse) for s in trace.steps]
+        steps = program[trace.graph].steps
+        expected = [(arena_reads(s, plan.pool), s.writes, s.sparse) for s in steps]
         if reads != expected:
             step = next((k for k, (a, b) in enumerate(zip(reads, expected, strict=False)) if a != b), None)
             where = (
@@ -134,10 +137,10 @@ def _check_budget(storages: tuple[Storage, ...], plan: Decisions) -> None:
             raise PlanError(
                 f"storage {s} is {storage.kind} and must be outside the arena, but the plan does not list it"
             )
-    taken = sum(storages[s].nbytes for s in outside)
+    taken = sum(storages[s].nbytes for s in outside) + (plan.pool.nbytes if plan.pool else 0)
     if plan.arena_bytes < 0 or plan.arena_bytes + taken > plan.budget:
         raise PlanError(
-            f"the arena of {plan.arena_bytes} bytes and {taken} bytes outside it do not fit into the budget "
+            f"the arena of {plan.arena_bytes} bytes and {taken} bytes beside it do not fit into the budget "
             f"of {plan.budget} bytes"
         )
 

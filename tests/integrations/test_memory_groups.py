@@ -10,7 +10,10 @@ from tests.hunt import sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*`:FutureWarning")
 
-CASES = [("lora", "load"), ("llama", "load"), ("t5", "apply"), ("lora", "apply"), ("pipeline", "load")]
+CASES = [
+    *[("lora", "load"), ("llama", "load"), ("t5", "apply"), ("lora", "apply"), ("pipeline", "load")],
+    ("experts", "load"),
+]
 
 
 @pytest.fixture(scope="module")

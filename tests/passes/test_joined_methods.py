@@ -65,3 +65,74 @@ def test_a_storage_is_as_large_as_the_method_that_has_most_of_it():
     payload = join_methods({**annotated, "look": replace(annotated["look"], payload=small)}).payload
     state = next(weight for weight in payload.weights if weight.fqn == "state").parts[0].storage
     assert (payload.storages[state].nbytes, payload.storages[state].kind) == (256, "mutable")
+
+
+class Lookup(nn.Module):
+    """Rows of a table that the other method has as its second weight."""
+
+    def __init__(self, table, own):
+        super().__init__()
+        self.own, self.table = own, table
+
+    def forward(self, x, ids):
+        return self.own(x) + nn.functional.embedding(ids, self.table)
+
+
+class Other(nn.Module):
+    def __init__(self, table, more):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(8))
+        self.more, self.table = more, table
+
+    def forward(self, x, ids):
+        return self.more(x) * self.scale + self.table[ids]
+
+
+def test_reads_by_units_name_the_storages_that_joined_methods_have():
+    table = nn.Parameter(torch.randn(16, 8))
+    x, ids = torch.randn(3, 8), torch.tensor([3, 1, 3])
+    methods = {"look": Lookup(table, nn.Linear(8, 8)), "other": Other(table, nn.Linear(8, 8))}
+    programs = {name: torch.export.export(one, (x, ids)) for name, one in methods.items()}
+    apart, together = joined(programs).payload, annotate(programs)
+    assert apart == together
+    storage = next(one.parts[0].storage for one in apart.weights if one.fqn == "table")
+    reads = [one for trace in apart.traces for step in trace.steps for one in step.sparse]
+    assert [(one.operator, one.storage, one.count) for one in reads] == [
+        ("aten.embedding.default", storage, 16),
+        ("aten.index.Tensor", storage, 16),
+    ]
+    alone = joined({"other": programs["other"]}).payload
+    (read,) = (one for step in alone.traces[0].steps for one in step.sparse)
+    assert read.storage != storage
+
+
+class Writes(nn.Module):
+    """Writes the table that the other method reads by units."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.register_buffer("table", table)
+
+    def forward(self, x, ids):
+        self.table.add_(1)
+        return x + self.table[0, 0]
+
+
+class Reads(nn.Module):
+    def __init__(self, table, own):
+        super().__init__()
+        self.own = own
+        self.register_buffer("table", table)
+
+    def forward(self, x, ids):
+        return self.own(x) + self.table[ids]
+
+
+def test_what_another_method_writes_is_not_read_by_units():
+    table = torch.randn(16, 8)
+    x, ids = torch.randn(3, 8), torch.tensor([3, 1, 3])
+    methods = {"look": Reads(table, nn.Linear(8, 8)), "write": Writes(table)}
+    programs = {name: torch.export.export(one, (x, ids)) for name, one in methods.items()}
+    apart = joined(programs).payload
+    assert apart == annotate(programs)
+    assert [one for trace in apart.traces for step in trace.steps for one in step.sparse] == []

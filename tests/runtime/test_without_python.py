@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -147,6 +148,15 @@ def test_wrong_options_and_inputs_are_one_sentence(run, laddered, inputs, tmp_pa
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def _make_sparse(payload: dict[str, Any]) -> None:
+    """Says of what the first step of every trace reads that units of it may do."""
+    parts = [part for weight in payload["weights"] for part in weight["parts"]]
+    for trace in (*payload["traces"], *(trace for plan in payload["plans"] for trace in plan["traces"])):
+        step = trace["steps"][0]
+        part = next(part for part in parts if part["storage"] == step["reads"][0])
+        step["sparse"] = [{"view": part, "operator": "aten.embedding.default", "route": 0, "asked": 1}]
+
+
 def damaged(folder: Path, change: str) -> None:
     """Changes one file of an artifact; `payload` and `plan` have a right hash afterwards."""
     path, program, weights = folder / PAYLOAD, folder / "program.zip", folder / "weights.safetensors"
@@ -166,6 +176,11 @@ def damaged(folder: Path, change: str) -> None:
         for plan in payload["plans"]:
             plan["addresses"] = [1 << 40 for _ in plan["addresses"]]
             plan["arena"]["layout"] = [1 << 40 for _ in plan["arena"]["layout"]]
+    elif change == "pool":
+        for plan in payload["plans"]:
+            plan["pool"] = {"nbytes": 4096, "granule": 4096, "layout": [0, *[-1] * (len(plan["sizes"]) - 1)]}
+    elif change == "sparse":
+        _make_sparse(payload)
     else:
         payload |= {
             "version": {"version": 99},
@@ -192,6 +207,11 @@ def damaged(folder: Path, change: str) -> None:
         ("plan", 3, "no room in the arena"),
         ("rungs", 2, "has no plans, and there is no planner here: compile it with --ladder"),
         ("lowering", 2, "compile it with --lowering inductor"),
+        (
+            "pool",
+            2,
+            "has a pool, into which only Python brings the units that a call asks for: compile it wi",
+        ),
     ],
 )
 def test_a_damaged_artifact_is_refused_before_it_runs(run, laddered, inputs, tmp_path, case):
@@ -203,6 +223,15 @@ def test_a_damaged_artifact_is_refused_before_it_runs(run, laddered, inputs, tmp
     assert words in done.stderr
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_reads_that_could_be_by_units_are_whole(run, compiled, laddered, inputs, tmp_path):
+    folder = shutil.copytree(laddered["odd"].path, tmp_path / "sparse")
+    damaged(folder, "sparse")
+    done = run(folder, "--budget", "50%", "--input", inputs, "--output", "out.safetensors")
+    assert (done.returncode, done.stderr) == (0, "")
+    found, expected = load_file(tmp_path / "out.safetensors"), compiled["odd"].expected
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_an_interrupt_ends_it_and_leaves_nothing_behind(runner, laddered, inputs, tmp_path):

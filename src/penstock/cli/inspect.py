@@ -17,7 +17,7 @@ from penstock.schedule.facts.sizes import format_size, format_time
 if TYPE_CHECKING:
     from penstock.backends.executorch.files import Exported
     from penstock.runtime.training.rungs import RungBytes
-    from penstock.schedule.facts.model import Weight
+    from penstock.schedule.facts.model import SparseRead, Weight
     from penstock.schedule.payload.codec import Payload
     from penstock.schedule.plan import Plan
 
@@ -250,8 +250,26 @@ def artifact_tables(program: _Inspected) -> list[Table]:
     return [
         ("Methods", ("name", "steps", "inputs"), methods),
         _largest(payload, "Weights", "weight", weights),
+        *unit_tables(payload),
         *([_largest(payload, "Kept values", "value", values)] if values else []),
     ]
+
+
+def unit_tables(payload: Payload) -> list[Table]:
+    """The table of what may be read by units, the largest first; none if nothing may."""
+    names = payload.storage_names()
+    reads: dict[tuple[int, str], SparseRead] = {}
+    for one in (one for trace in payload.traces for step in trace.steps for one in step.sparse):
+        reads.setdefault((one.storage, one.operator), one)
+    largest = sorted(reads.values(), key=lambda one: -one.count * one.unit_nbytes)
+    rows = [
+        [names[one.storage], one.operator, f"{one.count:,}", format_size(one.unit_nbytes), f"{one.asked:,}"]
+        for one in largest[:_ROWS]
+    ]
+    title = "May be read by units" + (f" (the largest {_ROWS} of {len(reads)})" if len(reads) > _ROWS else "")
+    return (
+        [(title, ("weight", "operator", "units", "bytes of one", "asked for at most"), rows)] if rows else []
+    )
 
 
 def _largest(payload: Payload, title: str, what: str, weights: Sequence[Weight]) -> Table:

@@ -23,15 +23,16 @@ COMMANDS = (
     "compile",
     "plan",
     "simulate",
+    "replay",
     "inspect",
     "verify",
     "relink",
     "run",
-    "hardware",
-    "cache",
+    "machine.hardware",
+    "machine.cache",
     "demo",
 )
-"""The files of the commands, in the order of `penstock --help`.
+"""The files of the commands below this folder, in the order of `penstock --help`.
 
 Each has a function or a group of commands of its own name, and EXAMPLES.
 """
@@ -58,15 +59,15 @@ def assemble() -> typer.Typer:
 
     root.__annotations__["version"] = Annotated[bool, typer.Option("--version", help="Print the version.")]
     app.callback(invoke_without_command=True)(root)
-    for name in COMMANDS:
-        _add(app, name)
+    for path in COMMANDS:
+        _add(app, path)
     return app
 
 
-def _add(app: typer.Typer, name: str) -> None:
+def _add(app: typer.Typer, path: str) -> None:
     import typer
 
-    command = import_module(f"penstock.cli.{name}")
+    command, name = import_module(f"penstock.cli.{path}"), path.rpartition(".")[2]
     title = "Examples:" if len(command.EXAMPLES) > 1 else "Example:"
     examples = "\n\n".join([title, *(f"- `{one}`" for one in command.EXAMPLES)])
     made = getattr(command, name)

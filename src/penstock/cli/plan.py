@@ -102,6 +102,13 @@ def _print_json(program: Program, found: Advice) -> None:
         "floor_bytes": found.floor_bytes,
         "plan": json_module.loads(found.plan.to_json()),
     }
+    if found.plan.pool is not None:
+        facts["units"] = {
+            "pool_bytes": found.plan.pool.nbytes,
+            "weight_bytes": sum(found.plan.sizes[s] for s in found.plan.pool.storages),
+            "expected_wait_seconds": sum(found.plan.pool.expected_ns) / 1e9,
+            "worst_wait_seconds": sum(found.plan.pool.worst_ns) / 1e9,
+        }
     if found.plan.produced:
         facts["value_bytes"], facts["written_bytes"] = program.value_bytes, found.plan.written_bytes
     if program.rung is not None:
@@ -137,6 +144,8 @@ def _print(artifact: Path, program: Program, found: Advice) -> None:
 
 def _facts(program: Program, plan: Plan) -> list[tuple[str, str]]:
     """The plan's decisions and times as lines of a name and a value."""
+    from penstock.schedule.report.verdict import units_of
+
     resident = sum(r.nbytes for r in plan.resident)
     outside = sum(program.payload.storages[s].nbytes for s in {*plan.outside} - plan.produced)
     ways = [t.direction for schedule in plan.schedules for t in schedule.transfers]
@@ -146,12 +155,15 @@ def _facts(program: Program, plan: Plan) -> list[tuple[str, str]]:
     bound = "not found: the solver gave up"
     if plan.lower_bound_ns is not None:
         bound = f"{format_time(plan.lower_bound_ns)}; this plan takes {plan.ratio:.3f} times as long"
+        bound += "; it has this pool, and no waits for units" if plan.pool is not None else ""
     predicted, compute = format_time(plan.predicted_ns), format_time(plan.compute_ns)
+    holds, waits = units_of(plan)
     return [
         ("weights", format_size(program.weight_bytes)),
         ("arena", f"{format_size(plan.arena_bytes)}, {plan.arena.kind}, {plan.arena.backing}"),
         ("always in memory", f"{format_size(resident)} in the arena, {format_size(outside)} outside"),
         ("streamed each pass", streamed),
+        *([("pool", holds), ("waiting for units", f"{waits}; measured in a load")] if holds else []),
         *([("kept values", _values(program, plan, ways.count("out")))] if plan.produced else []),
         ("predicted", f"{predicted} a pass, {compute} of it compute"),
         ("best streaming possible", bound),

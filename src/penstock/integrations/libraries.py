@@ -31,6 +31,9 @@ _UNDER_VMAP = "_vmap_expansion_sdpa"
 _CALLED = ("encode", "decode", "post_process_latents")
 """Methods besides `forward` that pipelines of diffusers call and that read parameters."""
 
+_EXPERTS = "is_concatenated"
+"""What a module of transformers has that computes experts in a way which its configuration names."""
+
 _CASTING = "layerwise_casting"
 """The name of a hook of diffusers that converts a part's weights before each call, and back after it."""
 
@@ -142,6 +145,12 @@ def refuse_wrapped(module: nn.Module, name: str) -> None:
             'it with attn_implementation="sdpa" or "eager"'
         )
     for child in module.modules():
+        if hasattr(child, _EXPERTS) and getattr(child.config, "_experts_implementation", None) == "eager":
+            raise PassError(
+                f"{name} computes its experts one after another, as values decide, which cannot be exported: "
+                'load it with experts_implementation="grouped_mm", or call '
+                'set_experts_implementation("grouped_mm")'
+            )
         if hasattr(child, "_hf_hook"):
             raise PassError(
                 f"{name} was wrapped by accelerate: remove its hooks first "

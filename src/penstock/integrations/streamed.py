@@ -333,12 +333,13 @@ class Component:
             with self._cap.working():
                 plan = self._plan_within(program, budget)
         _log.info(
-            "%s streams within %s of %s, compiled and planned in %s, arena %s: %s",
+            "%s streams within %s of %s, compiled and planned in %s, arena %s%s: %s",
             self.name,
             format_size(plan.budget),
             format_budget(self._cap.nbytes),
             seconds_since(begun),
             plan.arena.backing if plan.arena.kind == "paged" else plan.arena.kind,
+            f", {format_size(plan.pool.nbytes)} for experts, rows and tiles" if plan.pool else "",
             plan.hardware.note,
         )
         self._plan, self._beside = plan, room - budget

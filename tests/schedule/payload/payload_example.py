@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from penstock.schedule.facts.model import (
     Arena,
     Drop,
@@ -10,8 +12,10 @@ from penstock.schedule.facts.model import (
     Input,
     Method,
     Part,
+    Pool,
     Range,
     Schedule,
+    SparseRead,
     Step,
     Storage,
     Symbol,
@@ -25,12 +29,13 @@ from penstock.schedule.payload.codec import Payload, ProbeOrder, ProgramFile
 from penstock.schedule.plan import Plan
 
 HARDWARE = Hardware("toy", 1e12, 2.5e10, 1.2e9, 20_000, note="an example")
+ROWS = SparseRead(Part("", "bfloat16", (64, 32), (32, 1), 0, 0), "aten.embedding.default", 0, 32)
 TRACE = Trace(
     method="forward",
     graph=0,
     shape="batch=2",
     steps=(
-        Step("embed", (0,), 0, 700, Work(), Work(8, 4096)),
+        Step("embed", (0,), 0, 700, Work(), Work(8, 4096), sparse=(ROWS,)),
         Step("project", (1,), 150, 3_000, Work(64, 128), Work(8192, 4224)),
         Step("head", (0,), 90, 700),
     ),
@@ -51,6 +56,12 @@ PLAN = Plan(
     schedules=(Schedule(0, (Transfer(8192, 12_288, 1, 0),), (Drop(8192, 12_288, 1),), 27_000),),
     traces=(TRACE,),
     hardware=HARDWARE,
+)
+POOLED = replace(
+    PLAN,
+    budget=16_400,
+    traces=(replace(TRACE, steps=(replace(TRACE.steps[0], reads=()), *TRACE.steps[1:])),),
+    pool=Pool(4096, 4096, (0, -1, -1), (20_000,), (640_000,)),
 )
 PAYLOAD = Payload(
     lowering="inductor",
@@ -90,6 +101,15 @@ PAYLOAD = Payload(
     traces=(TRACE,),
     probes=(ProbeOrder(0, (-1, 2, 4), (2, 3, -1)),),
     hardware=HARDWARE,
-    plans=(PLAN,),
+    plans=(PLAN, POOLED),
 )
 BYTES = PAYLOAD.to_bytes()
+
+
+def read_whole(trace: Trace) -> Trace:
+    """The trace as versions before 9 have it."""
+    return replace(trace, steps=tuple(replace(step, sparse=()) for step in trace.steps))
+
+
+WHOLE = replace(PAYLOAD, traces=(read_whole(TRACE),), plans=(replace(PLAN, traces=(read_whole(TRACE),)),))
+"""The payload without reads by units, as versions before 9 have it."""

@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.schedule.facts import model
+from penstock.schedule.facts.catalog import ITEM_SIZES
 from penstock.schedule.facts.errors import PayloadError, PlanError
 from penstock.schedule.facts.model import Method, Part, Step, Storage, Trace, Weight
-from penstock.schedule.payload.checks import ITEM_SIZES
 from penstock.schedule.payload.codec import Payload, ProgramFile, plan_from_json, verify_payload
-from tests.schedule.payload.payload_example import BYTES, HARDWARE, PAYLOAD, PLAN, TRACE
+from tests.schedule.payload.payload_example import BYTES, HARDWARE, PAYLOAD, PLAN, POOLED, TRACE, WHOLE
 from tests.schedule.verify.random_plans import random_case
 
 ROOT = Path(__file__).parents[3]
@@ -36,21 +36,21 @@ def test_golden_bytes() -> None:
 
 
 def test_version_5_is_read() -> None:
-    tree = json.loads(BYTES)
+    tree = json.loads(WHOLE.to_bytes())
     tree["version"] = 5
     del tree["files"][1], tree["files"][0]["kind"], tree["files"][0]["key"]
     tree["storages"][2]["extents"] = []
     old = Payload.from_bytes(json.dumps(tree).encode())
-    storages = (*PAYLOAD.storages[:2], replace(PAYLOAD.storages[2], extents=()))
-    assert old == replace(PAYLOAD, files=PAYLOAD.files[:1], storages=storages)  # and its version is 8
+    storages = (*WHOLE.storages[:2], replace(WHOLE.storages[2], extents=()))
+    assert old == replace(WHOLE, files=WHOLE.files[:1], storages=storages)  # and its version is 9
 
 
 def test_version_6_is_read_and_has_no_turns() -> None:
-    tree = json.loads(BYTES)
+    tree = json.loads(WHOLE.to_bytes())
     tree["version"] = 6
     for trace in (*tree["traces"], *(trace for plan in tree["plans"] for trace in plan["traces"])):
         del trace["follows"]
-    assert Payload.from_bytes(json.dumps(tree).encode()) == PAYLOAD
+    assert Payload.from_bytes(json.dumps(tree).encode()) == WHOLE
     second = json.loads(json.dumps(tree["traces"][0])) | {"method": "backward", "graph": 1, "follows": 0}
     tree["methods"].append(tree["methods"][0] | {"name": "backward", "graph": 1})
     tree["traces"] = [tree["traces"][0] | {"follows": 1}, second]
@@ -62,20 +62,35 @@ def test_version_6_is_read_and_has_no_turns() -> None:
 
 
 def test_version_7_is_read_and_produces_nothing() -> None:
-    tree = json.loads(BYTES)
+    tree = json.loads(WHOLE.to_bytes())
     tree["version"] = 7
     for trace in (*tree["traces"], *(trace for plan in tree["plans"] for trace in plan["traces"])):
         for step in trace["steps"]:
-            del step["writes"]
+            del step["writes"], step["sparse"]
     for machine in (tree["hardware"], tree["plans"][0]["hardware"]):
         del machine["write_bytes_per_s"], machine["duplex"]
-    assert Payload.from_bytes(json.dumps(tree).encode()) == PAYLOAD
+    assert Payload.from_bytes(json.dumps(tree).encode()) == WHOLE
     tree["hardware"]["duplex"] = True
     with pytest.raises(PayloadError, match="expected 8 of a payload with a rate of copies out, got 7"):
         Payload.from_bytes(json.dumps(tree).encode())
     storages, _ = produced_example()
     with pytest.raises(PayloadError, match="expected 8 of a payload with produced storages, got 7"):
-        replace(PAYLOAD, version=7, storages=storages).to_bytes()
+        replace(WHOLE, version=7, storages=storages).to_bytes()
+
+
+def test_version_8_is_read_and_reads_nothing_by_units() -> None:
+    tree = json.loads(WHOLE.to_bytes())
+    tree["version"] = 8
+    del tree["plans"][0]["pool"]
+    for trace in (*tree["traces"], *tree["plans"][0]["traces"]):
+        for step in trace["steps"]:
+            del step["sparse"]
+    assert Payload.from_bytes(json.dumps(tree).encode()) == WHOLE
+    refused = "expected 9 of a payload with reads by units, got 8"
+    with pytest.raises(PayloadError, match=refused):
+        replace(WHOLE, version=8, traces=PAYLOAD.traces).to_bytes()
+    with pytest.raises(PayloadError, match=refused):
+        replace(WHOLE, version=8, plans=(replace(WHOLE.plans[0], pool=POOLED.pool),)).to_bytes()
 
 
 def produced_example() -> tuple[tuple[Storage, ...], tuple[Trace, ...]]:

@@ -38,9 +38,9 @@ def spoiled(old: str, new: str) -> bytes:
         (b"[]", "$.format: expected 'penstock', got []"),
         (b"\xff" + BYTES, "expected UTF-8"),
         (b"[" * 100_000, "nested too deeply"),
-        (spoiled('"version": 8', '"version": 4'), "reads version 5, 6, 7, 8, got 4; compile again"),
-        (spoiled('"version": 8', '"version": true'), "reads version 5, 6, 7, 8, got true"),
-        (spoiled('"version": 8', '"version": 8.0'), "$.version: expected a valid integer, got 8.0"),
+        (spoiled('"version": 9', '"version": 4'), "reads version 5, 6, 7, 8, 9, got 4; compile again"),
+        (spoiled('"version": 9', '"version": true'), "reads version 5, 6, 7, 8, 9, got true"),
+        (spoiled('"version": 9', '"version": 9.0'), "$.version: expected a valid integer, got 9.0"),
         (spoiled('"format": "penstock"', '"format": "turbine"'), "$.format: expected 'penstock', got \"turb"),
         (spoiled('"torch"', '"touch": 1, "torch"'), "$.touch is not a field of the format"),
         (spoiled('"torch": "2.13.0",', ""), "$.torch is missing"),
@@ -71,6 +71,47 @@ def changed(path: str, value: Any) -> bytes:
 
 
 SYMBOL = {"name": "b", "lower": 1, "upper": 4, "example": 5}
+
+
+SPARSE = json.loads(BYTES)["traces"][0]["steps"][0]["sparse"][0]
+READ, POOL = "traces.0.steps.0.sparse.0", "plans.1.pool"
+HERE = "$.traces[0].steps[0].sparse[0]"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "sentence"),
+    [
+        (f"{READ}.view.storage", 3, f"{HERE}.view.storage: expected 0 to 2, got 3"),
+        (f"{READ}.view.storage", 1, "$.traces[0].steps[0].sparse: expected units of streamable storages"),
+        (f"{READ}.view.dtype", "bfloat8", f"{HERE}.view: expected a tensor of a torch dtype"),
+        (f"{READ}.view.shape", [64], f"{HERE}.view: expected a tensor of a torch dtype, with dimensions"),
+        (f"{READ}.view.shape", [64, 0], f"{HERE}.view.shape: expected 1 to"),
+        (f"{READ}.view.stride", [32, -1], f"{HERE}.view.stride: expected 0 to"),
+        (f"{READ}.view.stride", [31, 1], f"{HERE}.view: expected slices on dimension 0 that do not overlap"),
+        (f"{READ}.view.stride", [0, 1], f"{HERE}.view: expected slices on dimension 0 that do not overlap"),
+        (f"{READ}.view.offset", -2, f"{HERE}.view.offset: expected 0 to"),
+        (f"{READ}.view.offset", 1, f"{HERE}.view: expected no name, and whole items as offset"),
+        (f"{READ}.view.name", "data", f"{HERE}.view: expected no name, and whole items as offset"),
+        (f"{READ}.view.shape", [65, 32], "within their bytes, got storage 0 up to byte 4160"),
+        (f"{READ}.view.offset", 2, "within their bytes, got storage 0 up to byte 4098"),
+        (f"{READ}.route", -1, f"{HERE}.route: expected 0 or more, got -1"),
+        (f"{READ}.asked", 65, f"{HERE}.asked: expected 0 to 64, got 65"),
+        (f"{READ}.operator", 7, f"{HERE}.operator: expected a valid string, got 7"),
+        ("traces.0.steps.0.sparse", 2 * (SPARSE,), "sparse[1]: expected a storage that no other has, got 0"),
+        (f"{POOL}.nbytes", 0, "$.plans[1].pool.nbytes: expected 1 to"),
+        (f"{POOL}.granule", 0, "$.plans[1].pool.granule: expected 1 to"),
+        (f"{POOL}.layout", [0], "$.plans[1].pool.layout: expected 3 offsets, got 1"),
+        (f"{POOL}.layout", [-2, 0, -1], "$.plans[1].pool.layout[0]: expected -1 to"),
+        (f"{POOL}.layout", [-1, -1, -1], "$.plans[1].pool.layout: expected the place of one storage"),
+        (f"{POOL}.expected_ns", [1, 2], "$.plans[1].pool: expected a time of both kinds for each of 1 trac"),
+        (f"{POOL}.worst_ns", [], "$.plans[1].pool: expected a time of both kinds for each of 1 traces"),
+        (f"{POOL}.worst_ns", [-1], "$.plans[1].pool.worst_ns[0]: expected 0 to"),
+        (f"{POOL}.expected_ns", [640_001], "$.plans[1].pool.expected_ns[0]: expected 0 to 640000, got 6"),
+        (f"{POOL}.limit", 1, "$.plans[1].pool.limit is not a field of the format"),
+    ],
+)  # fmt: skip
+def test_reads_by_units_that_cannot_be(path: str, value: Any, sentence: str) -> None:
+    refuse(changed(path, value), sentence)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +161,7 @@ SYMBOL = {"name": "b", "lower": 1, "upper": 4, "example": 5}
         ("methods.0.symbols.0.name", "b", "$.methods[0].inputs[0].shape[0]: expected a size or one of the s"),
         ("methods.0.symbols.0", SYMBOL, "$.methods[0].symbols[0].example: expected 1 to 4, got 5"),
         ("traces", [], "$.traces: expected one of 'forward', graph 0"),
-        ("traces.0.steps.0.reads", [], "$.traces[0].steps[0].reads: expected one storage or more"),
+        ("traces.0.steps.1.reads", [], "$.traces[0].steps[1].reads: expected one storage or more"),
         ("traces.0.steps.0.reads", [1, 0], "$.traces[0].steps[0].reads: expected one storage or more, ascen"),
         ("traces.0.steps.0.reads", [0, 3], "$.traces[0].steps[0].reads: expected indices of 3 storages"),
         ("traces.0.steps.1.lead_ns", -1, "$.traces[0].steps[1].lead_ns: expected 0 or more, got -1"),

@@ -229,7 +229,7 @@ def test_indices_and_kinds(plan: Plan) -> None:
 def test_budget(plan: Plan) -> None:
     refuse(
         replace(plan, budget=20),
-        "the arena of 16 bytes and 5 bytes outside it do not fit into the budget of 20",
+        "the arena of 16 bytes and 5 bytes beside it do not fit into the budget of 20",
     )
     refuse(replace(plan, outside=()), "storage 3 is mutable and must be outside the arena")
     refuse(replace(plan, outside=(3, 3)), "each once")

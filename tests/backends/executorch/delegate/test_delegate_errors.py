@@ -117,7 +117,7 @@ def test_a_loader_that_would_bring_all_weights_into_memory(runner, files):
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [
-        (b'"version": 8', b'"version": 9', "{payload} is damaged: its sha256 differs; copy the"),
+        (b'"version": 9', b'"version": 8', "{payload} is damaged: its sha256 differs; copy the"),
         (b'"storage": 0', b'"storage": 4', "a delegate's bytes are damaged: their sha256 differs"),
         (b'"regions": 6', b'"regions" 66', "a delegate's bytes are damaged: their sha256 differs"),
         (b"aten::linear", b"aten::lineal", "is damaged: its sha256 differs"),
@@ -140,6 +140,29 @@ def test_regions_that_contradict_their_payload(runner, files, name):
 def test_a_region_of_another_version(runner, files):
     forge(files.pte, region=fields(lambda one: one.update(version=1, payload="penstock.payload.unknown")))
     sentence = "a delegate's bytes are not those of version 2: export the program again"
+    _refused(runner, Program(files), "InvalidProgram", sentence)
+
+
+def test_a_plan_with_a_pool(runner, files):
+    def pool(payload):
+        layout = [0, *[-1] * (len(payload["storages"]) - 1)]
+        payload["plans"][-1]["pool"] = {"nbytes": 4096, "granule": 4096, "layout": layout}
+
+    budget = read(files.pte).payload.plans[-1].budget
+    forge(files.pte, payload=fields(pool))
+    sentence = (
+        f"the plan of {budget} bytes of the program has a pool, into which only Python brings the units"
+    )
+    _refused(runner, Program(files), "InvalidArgument", sentence)
+    (answer,) = runner([Program(files, {"budget": "50%"})], [CALL])  # another plan, which has none
+    assert answer.error == "Error::Ok"
+
+
+def test_a_payload_of_a_version_to_come(runner, files):
+    forge(files.pte, payload=fields(lambda one: one.update(version=99)))
+    sentence = (
+        "the program's payload has version 99, and this delegate reads versions 6 to 9: export it again"
+    )
     _refused(runner, Program(files), "InvalidProgram", sentence)
 
 

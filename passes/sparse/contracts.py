@@ -1,0 +1,207 @@
+"""The operators that read of a weight only the slices that an operand names, and how each is told of them.
+
+Nothing is replaced: the operator itself runs, on the weight's own addresses, where only the named slices have
+their bytes. That an operator reads no other slice is not taken on trust: `runtime/sparse/trial.py` runs it
+where a read of another one would be seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from penstock.passes.graph.nodes import dtype_name, placeholders_of, size_hint
+from penstock.passes.graph.propagation import storages_of
+from penstock.passes.sparse.tiles import LEAST as TILED
+from penstock.passes.sparse.tiles import LINEAR, flat, linears, tiled
+from penstock.passes.weights.lifted import Weights
+from penstock.schedule.facts.model import Part, SparseRead, Storage
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+Arguments = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Contract:
+    """How an operator is told which slices of its argument number `weight` on dimension 0 it needs.
+
+    Argument number `index` names them. If `ends`, it is the end of each slice's run among the rows of
+    argument 0, which are sorted by slice: slices without a row are not read. Otherwise it holds the slices'
+    numbers, of which negative ones count from the end if `wraps`; the result has the sizes of the index, and
+    behind them those of a slice. With `listed`, the index is the only entry of a list. Without an index,
+    every call needs all slices, of each of which comes a slice of the result on its last dimension: a linear,
+    by its rows.
+
+    A unit is a slice, or a run of several slices.
+    """
+
+    weight: int
+    index: int | None
+    ends: bool = False
+    wraps: bool = False
+    listed: bool = False
+
+    def operands(self, arguments: Sequence[Any]) -> tuple[Any, Any]:
+        """The weight and the index among the arguments of a call."""
+        if self.index is None:
+            return arguments[self.weight], None
+        index = arguments[self.index]
+        return arguments[self.weight], index[0] if self.listed else index
+
+    def replaced(self, arguments: Sequence[Any], weight: Any, index: Any) -> Arguments:
+        """The arguments of a call with another weight and index."""
+        changed = list(arguments)
+        changed[self.weight] = weight
+        if self.index is not None:
+            changed[self.index] = [index] if self.listed else index
+        return tuple(changed)
+
+    def units(self, index: torch.Tensor | None, count: int, slices: int = 1) -> list[int]:
+        """The numbers of the units that an index names, ascending; what it names beyond `count` is left out.
+
+        The operator itself refuses an index that is out of range, before it reads.
+        """
+        if index is None:
+            return list(range(count))
+        flat = index.detach().reshape(-1).to("cpu", torch.int64)
+        if self.ends:
+            used = torch.diff(flat, prepend=flat.new_zeros(1)) > 0
+            named = torch.nonzero(used).reshape(-1)
+        else:
+            numbers = torch.where(flat < 0, flat + count * slices, flat) if self.wraps else flat
+            named = torch.unique(numbers.div(slices, rounding_mode="floor"))
+        return [number for number in named.tolist() if 0 <= number < count]
+
+    def asked(self, node: fx.Node, count: int) -> int:
+        """The most slices that a call of a propagated node's example sizes names."""
+        _, index = self.operands(node.args)
+        counted = node.args[0].meta["val"].shape[:1] if self.ends else index.meta["val"].shape  # type: ignore[union-attr]
+        return min(count, math.prod(size_hint(size) for size in counted))
+
+
+CONTRACTS: dict[str, Contract] = {
+    "aten.embedding.default": Contract(weight=0, index=1),
+    "aten.index_select.default": Contract(weight=0, index=2),
+    "aten.index.Tensor": Contract(weight=0, index=1, wraps=True, listed=True),
+    "aten._grouped_mm.default": Contract(weight=1, index=2, ends=True),
+    "transformers.grouped_mm_fallback.default": Contract(weight=1, index=2, ends=True),
+    LINEAR: Contract(weight=1, index=None),
+}
+"""The contracts by the operators' names."""
+
+
+def sparse_reads(
+    graph_module: fx.GraphModule, weights: Weights, storages: Sequence[Storage]
+) -> dict[str, SparseRead]:
+    """Returns the reads by units of a propagated graph, by the names of the nodes.
+
+    A node is among them if its operator has a contract, the weight, or the view that it is given, has slices
+    on dimension 0 that do not overlap, and no other argument is of that storage. A storage of which nodes
+    read different slices has none.
+    """
+    inputs = [node for node in placeholders_of(graph_module.graph) if node.name in weights.held]
+    held = {storages_of(node.meta["val"])[0]: node for node in inputs}
+    found: dict[str, SparseRead] = {}
+    routes: dict[tuple[fx.Node, bool], int] = {}
+    for node, contract in _candidates(graph_module.graph):
+        weight, index = contract.operands(node.args)
+        memory = storages_of(weight.meta["val"])[0]
+        owner = held.get(memory)
+        if owner is None or storages[weights.storage_of(owner.name)].kind != "streamable":
+            continue
+        others = [one for one in node.all_input_nodes if one is not weight]
+        if any(memory in storages_of(one.meta.get("val")) for one in others):
+            continue
+        view = _view(weight.meta["val"], owner.meta["val"], weights.held[owner.name].parts[0])
+        if view is not None and _is_index(contract, index.meta["val"]):
+            route = routes.setdefault((index, contract.ends), len(routes))
+            asked = contract.asked(node, view.shape[0])
+            read = SparseRead(view, str(node.target), route, asked)
+            if _has_units(read, storages[read.storage]):
+                found[node.name] = read
+    found |= _by_tiles(graph_module.graph, held, weights, storages, len(routes))
+    views: dict[int, set[object]] = {}
+    for read in found.values():
+        rows = replace(read, view=flat(read.view)) if read.slices > 1 else read
+        views.setdefault(read.storage, set()).add(rows.units)
+    return {name: read for name, read in found.items() if len(views[read.storage]) == 1}
+
+
+def _by_tiles(
+    graph: fx.Graph,
+    held: Mapping[Any, fx.Node],
+    weights: Weights,
+    storages: Sequence[Storage],
+    route: int,
+) -> dict[str, SparseRead]:
+    """The linears of a graph whose weights are large, by the nodes' names; each is a route of its own."""
+    found: dict[str, SparseRead] = {}
+    for node in linears(graph):
+        weight: fx.Node = node.args[1]  # type: ignore[assignment]
+        owner = held.get(storages_of(weight.meta["val"])[0])
+        if owner is None:
+            continue
+        storage = storages[weights.storage_of(owner.name)]
+        if storage.kind != "streamable" or storage.nbytes < TILED:
+            continue
+        view = _view(weight.meta["val"], owner.meta["val"], weights.held[owner.name].parts[0])
+        tiles = tiled(view) if view is not None else None
+        if tiles is not None:
+            number, (count, rows, _) = route + len(found), tiles.shape
+            found[node.name] = SparseRead(tiles, LINEAR, number, asked=count, slices=rows, tiles=True)
+    return found
+
+
+def _candidates(graph: fx.Graph) -> Iterator[tuple[fx.Node, Contract]]:
+    """The nodes whose operator has a contract and whose arguments have its form."""
+    for node in graph.nodes:
+        contract = CONTRACTS.get(str(node.target)) if node.op == "call_function" else None
+        if (
+            contract is None
+            or contract.index is None
+            or len(node.args) <= max(contract.weight, contract.index)
+        ):
+            continue
+        index = node.args[contract.index]
+        if contract.listed and not (isinstance(index, list | tuple) and len(index) == 1):
+            continue
+        weight, index = contract.operands(node.args)
+        if not all(isinstance(one, fx.Node) and _is_tensor(one) for one in (weight, index)):
+            continue
+        if node.target is torch.ops.aten.index_select.default and node.args[1] != 0:
+            continue
+        yield node, contract
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _is_index(contract: Contract, index: torch.Tensor) -> bool:
+    return index.dtype in _INTEGERS[:2] if not contract.ends else index.dtype in _INTEGERS
+
+
+def _view(tensor: torch.Tensor, input: torch.Tensor, part: Part) -> Part | None:
+    """The geometry of a fake tensor in the storage of a part, which is the fake `input`.
+
+    None if it has dynamic sizes, or no dimension to slice, or bits that only torch sees as others.
+    """
+    if tensor.is_conj() or tensor.is_neg():
+        return None
+    sizes = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+    if not tensor.dim() or not all(isinstance(size, int) for size in sizes) or 0 in tensor.shape:
+        return None
+    shape, stride = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
+    within = int(tensor.storage_offset()) * tensor.itemsize - int(input.storage_offset()) * input.itemsize
+    return Part("", dtype_name(tensor.dtype), shape, stride, part.storage, part.offset + within)
+
+
+def _has_units(read: SparseRead, storage: Storage) -> bool:
+    inside = read.view.offset >= 0 and read.unit(read.count - 1)[1] <= storage.nbytes
+    return inside and read.count > 1 and read.unit_stride >= read.unit_nbytes

@@ -1,0 +1,192 @@
+"""Tries whether an operator reads only the units that its operand names, in this process, with this torch.
+
+An operator that reads another unit would find zeros in its place, silently. So it is run on memory in which
+only the named units were ever written, and the system is asked which pages have been touched since: the first
+read of a page maps it, to zeros that count in no size, so it is asked for pages and not for bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+
+from penstock.passes.sparse.contracts import CONTRACTS, Contract
+from penstock.passes.sparse.tiles import LINEAR
+from penstock.runtime.arena.base import tensor_at
+from penstock.runtime.sparse.certified import repeats_bits
+from penstock.runtime.system.memory import (
+    MADV_NOHUGEPAGE,
+    PAGE,
+    Reservation,
+    cached_pages,
+    hint,
+    round_up,
+)
+from penstock.schedule.facts.errors import PenstockError, PlanError
+from penstock.schedule.facts.model import Decisions, Part, SparseRead, Step, Trace
+
+_log = logging.getLogger(__name__)
+
+_LARGEST = 16 << 20
+"""Bytes. Larger units are tried at a size that is at most this, since a trial takes several times as much."""
+
+
+def trusted(traces: Iterable[Trace]) -> tuple[Trace, ...]:
+    """The traces, in which only those reads are by units whose operators were seen to read nothing else."""
+    return tuple(
+        replace(
+            trace,
+            steps=tuple(
+                replace(step, sparse=tuple(one for one in step.sparse if _trusted(one, step)))
+                if step.sparse
+                else step
+                for step in trace.steps
+            ),
+        )
+        for trace in traces
+    )
+
+
+def _trusted(read: SparseRead, step: Step) -> bool:
+    if read.operator == LINEAR:
+        rows = step.read_work.flops // (2 * prod(read.view.shape)) or 1
+        third = max(1, read.count // 3)
+        return repeats_bits(read, (0, 1, third, read.count), rows, bias=False)
+    return reads_units_only(read)
+
+
+def check_trusted(plan: Decisions) -> None:
+    """Raise PlanError if the pool of a plan serves a read that was not seen to read nothing else here.
+
+    The plan may be of another machine, another torch, or another number of threads.
+    """
+    for trace in plan.traces if plan.pool else ():
+        for step in trace.steps:
+            for one in step.sparse:
+                if plan.pool is not None and plan.pool.has(one) and not _trusted(one, step):
+                    raise PlanError(
+                        f"the plan reads units of a weight in {step.name}, and {one.operator} was not seen "
+                        "to read only those in this process: make a plan on this machine"
+                    )
+
+
+def reads_units_only(read: SparseRead) -> bool:
+    """Tells whether the operator of a read touches only units that its operand names, and repeats its bits.
+
+    Each operator is tried once a process for each dtype, geometry of units, and number of threads. Of large
+    units the longest dimensions are halved, which leaves them in the same order in memory.
+    """
+    view = _shortened(replace(read.view, storage=0, offset=read.view.offset % PAGE), read.slices)
+    return _tried(read.operator, view, read.slices, torch.get_num_threads())
+
+
+@functools.cache
+def _tried(operator: str, view: Part, slices: int, threads: int) -> bool:
+    contract = CONTRACTS.get(operator)
+    call = _operator(operator)
+    if contract is None or call is None:
+        return False
+    read = SparseRead(view, operator, 0, 0, slices)
+    try:
+        passed = _passes(contract, call, read)
+    except (PenstockError, RuntimeError, OSError, IndexError, TypeError) as error:
+        _log.info("%s is not tried: %s", operator, error)
+        return False
+    if not passed:
+        _log.warning("%s reads more than its operand names: its weights are read whole", operator)
+    return passed
+
+
+def _shortened(view: Part, slices: int) -> Part:
+    """The geometry, or if its units are large that of units without gaps whose dimensions are halved."""
+    if slices > 1:  # of a table, whose slices are rows
+        return view
+    shape = list(view.shape)
+    from_last = sorted(range(len(shape)), key=lambda d: (view.stride[d], -d))
+    while SparseRead(view, "", 0, 0, slices).unit_nbytes > _LARGEST and max(shape[1:]) > 1:
+        longest = max(range(1, len(shape)), key=shape.__getitem__)
+        shape[longest] //= 2
+        stride, step = [0] * len(shape), 1
+        for dimension in from_last:
+            stride[dimension], step = step, step * shape[dimension]
+        view = replace(view, shape=tuple(shape), stride=tuple(stride))
+    return view
+
+
+def _operator(name: str) -> torch._ops.OpOverload | None:
+    namespace, _, rest = name.partition(".")
+    packet = getattr(getattr(torch.ops, namespace, None), rest.partition(".")[0], None)
+    found = getattr(packet, rest.rpartition(".")[2], None)
+    return found if isinstance(found, torch._ops.OpOverload) else None
+
+
+def _passes(contract: Contract, call: torch._ops.OpOverload, read: SparseRead) -> bool:
+    """Run the operator for two units, and compare the pages touched before and after."""
+    named = sorted({read.count // 3, read.count - 1})
+    end = round_up(read.unit(read.count - 1)[1], PAGE)
+    with Reservation(end + PAGE) as memory, torch.inference_mode(False), torch.no_grad():
+        memory.map_anonymous(0, memory.nbytes)
+        hint(memory.address, memory.nbytes, MADV_NOHUGEPAGE)
+        if not _sees_reads(memory.address + end):
+            _log.info("this system does not tell which pages are read: all weights are read whole")
+            return False
+        tensor = tensor_at(memory.address, read.view)
+        generator = torch.Generator().manual_seed(0)
+        for number in named:
+            unit = tensor[number]
+            unit.copy_(_random(unit.shape, unit.dtype, generator))
+        if read.slices > 1:
+            tensor, named = tensor.flatten(0, 1), [number * read.slices + 1 for number in named]
+        arguments = _arguments(contract, tensor, named, generator)
+        before = cached_pages(memory.address, end)
+        result = call(*arguments)
+        if cached_pages(memory.address, end) != before:
+            return False
+        if not contract.ends:
+            return True
+        # The same rows with these units alone give the same bits.
+        _, ends = contract.operands(arguments)
+        ends = ends[named]
+        few = _like(tensor[named], tensor)
+        return torch.equal(result, call(arguments[0], *contract.replaced(arguments, few, ends)[1:]))
+
+
+def _sees_reads(address: int) -> bool:
+    """Tells whether a read of a page of fresh memory shows, which takes none: it is the system's zeros."""
+    before = cached_pages(address, PAGE)
+    ctypes.string_at(address, 1)
+    return (before, cached_pages(address, PAGE)) == ([False], [True])
+
+
+def _like(values: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The values in the order of dimensions that a tensor has in memory."""
+    order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
+    return values.permute(order).contiguous().permute([order.index(d) for d in range(tensor.dim())])
+
+
+def _random(shape: torch.Size, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randint(2, shape, generator=generator).to(dtype)
+
+
+def _arguments(
+    contract: Contract, tensor: torch.Tensor, named: list[int], generator: torch.Generator
+) -> tuple[Any, ...]:
+    """Arguments of a call that names these units, each for two rows."""
+    if contract.ends:
+        counts = torch.zeros(tensor.shape[0], dtype=torch.int32)
+        counts[named] = 2
+        rows = _random(torch.Size((2 * len(named), tensor.shape[1])), tensor.dtype, generator)
+        return rows, tensor, counts.cumsum(0, dtype=torch.int32)
+    index = torch.tensor([named[-1], *named])
+    if contract.index == 2:
+        return tensor, 0, index
+    return contract.replaced((None, None), tensor, index)

@@ -1,0 +1,385 @@
+"""Units in memory: they are read when a call names them, and stay as long as the policy lets them.
+
+Memory is address space in which every storage has one place. Filling a unit takes pages there, dropping it
+gives them back. `schedule/sparse/residency.py` alone decides what is dropped and read, when a read asks;
+readers only carry it out.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from math import prod
+from typing import Any, Protocol
+
+import torch
+
+from penstock.runtime.arena.base import tensor_at
+from penstock.runtime.files.ranges import FileRanges
+from penstock.runtime.files.source import Source
+from penstock.runtime.sparse.certified import repeats_bits
+from penstock.runtime.stream.interface import Counters
+from penstock.runtime.system.memory import (
+    HUGE_PAGE,
+    MADV_HUGEPAGE,
+    MADV_NOHUGEPAGE,
+    PAGE,
+    PROT_NONE,
+    Reservation,
+    drop_pages,
+    hint,
+    move,
+    protect,
+    round_up,
+    supports_move,
+)
+from penstock.runtime.system.threads import WorkerPool
+from penstock.schedule.facts.errors import PlanError, StreamError
+from penstock.schedule.facts.model import Range, SparseRead, Storage
+from penstock.schedule.plan import Plan
+from penstock.schedule.space.spans import merged, subtract
+from penstock.schedule.sparse.residency import Residency, Unit
+from penstock.schedule.sparse.routes import routed_reads
+
+FEW, MANY = 4, 16
+"""Readers of up to `_SOME` pieces, and of more: a disk answers many small reads as fast as few."""
+
+_SOME = 128
+
+PIECE = 2 << 20
+"""Bytes that one reader reads at a time of a large unit."""
+
+_MOVED = 256 << 10
+"""Bytes. Memory moves to the next unit in runs of this size or more, as fresh memory is slower to fill."""
+
+_READABLE = 0x3  # PROT_READ | PROT_WRITE
+
+
+class RecordsRoutes(Protocol):
+    """Who is told what calls ask for."""
+
+    def begin(self) -> None:
+        """Begin a call."""
+
+    def ask(self, graph: int, step: int, units: Sequence[int]) -> None:
+        """Note what a step of the call asks for."""
+
+
+class LoadedUnits:
+    """The pool of a plan: address space for its storages, the units in it, and the readers that bring them.
+
+    One call at a time runs; `recorder` is told what it asks for. With `debug`, a read of a unit that is not
+    in memory kills the process. `names` are those of the storages.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        storages: Sequence[Storage],
+        source: Source,
+        *,
+        names: Sequence[str],
+        debug: bool = False,
+    ) -> None:
+        if plan.pool is None:
+            raise PlanError("the plan has no pool: nothing of it is read by units")
+        if plan.pool.granule % PAGE:
+            raise PlanError(
+                f"the pool has granules of {plan.pool.granule} bytes, and this system pages of {PAGE}: "
+                "make a plan on this machine"
+            )
+        self.pool, self._source, self._debug = plan.pool, source, debug
+        self.residency = Residency(self.pool, plan.traces)
+        self.counters = Counters()
+        self.routed = routed_reads(plan.traces, self.pool.layout, names)
+        self.recorder: RecordsRoutes | None = None
+        self._reads = {
+            (trace.graph, k): one
+            for trace in plan.traces
+            for k, step in enumerate(trace.steps)
+            for one in step.sparse
+            if self.pool.has(one)
+        }
+        self._read_of = {one.storage: one for one in self._reads.values()}
+        self._nbytes = [storage.nbytes for storage in storages]
+        self._coming: dict[Unit, Future[int]] = {}
+        self._spare: list[Range] = []  # memory of dropped units, still where they were
+        self._unclear = False
+        self._closed = False
+        self._moves = supports_move() and not debug
+        ends = (
+            place + nbytes for place, nbytes in zip(self.pool.layout, self._nbytes, strict=True) if place >= 0
+        )
+        self._memory = Reservation(max(ends, default=0))
+        try:
+            self._map(storages)
+            layout = self.pool.layout
+            self._ranges = FileRanges.of(storages, layout, layout, base=self._memory.address)
+            self._workers = WorkerPool(MANY, "unit")
+        except BaseException:
+            self._memory.close()
+            raise
+
+    def _map(self, storages: Sequence[Storage]) -> None:
+        self._memory.map_anonymous(0, self._memory.nbytes)
+        for s, place in enumerate(self.pool.layout):
+            if place >= 0:
+                stride = self._read_of[s].unit_stride if s in self._read_of else 1
+                # A huge page is given back as a whole only where units begin and end at huge pages.
+                whole = stride % HUGE_PAGE == 0 and (place + self._read_of[s].view.offset) % HUGE_PAGE == 0
+                start = place // self.pool.granule * self.pool.granule
+                nbytes = round_up(place + storages[s].nbytes, self.pool.granule) - start
+                advice = MADV_HUGEPAGE if whole else MADV_NOHUGEPAGE
+                hint(self._memory.address + start, min(nbytes, self._memory.nbytes - start), advice)
+        if self._debug:
+            protect(self._memory.address, self._memory.nbytes, PROT_NONE)
+
+    # What a program calls.
+
+    def tensor(self, read: SparseRead) -> torch.Tensor:
+        """Returns the tensor of a read, of which only the units have content that `hold` holds."""
+        with torch.inference_mode(False):
+            return tensor_at(self._memory.address + self.pool.layout[read.storage], read.view)
+
+    def begin(self) -> None:
+        """Begin a pass; what a pass before has left unclear is dropped."""
+        if self._unclear:
+            self._start_over()
+        self.residency.begin()
+        if self.recorder is not None:
+            self.recorder.begin()
+
+    def ask(self, graph: int, step: int, units: Sequence[int]) -> list[list[int]]:
+        """Note all units that a step's read asks for, ascending, and cut them into parts that fit."""
+        if self.recorder is not None:
+            self.recorder.ask(graph, step, units)
+        self.residency.ask(graph, step, units)
+        return self.residency.parts(self._reads[graph, step].storage, units)
+
+    def certify(self, read: SparseRead, parts: Sequence[Sequence[int]], arguments: Sequence[Any]) -> None:
+        """Return if a product in these parts has the bits of the whole. Raises StreamError if it has not."""
+        given, bias = arguments[0], len(arguments) > 2 and arguments[2] is not None
+        rows = given.numel() // given.shape[-1] if given.numel() else 0
+        edges = [*(part[0] for part in parts), read.count]
+        if rows and not repeats_bits(read, edges, rows, bias=bias):
+            raise StreamError(
+                f"a product of {rows} rows with a weight of {prod(read.view.shape)} elements cannot be "
+                "computed by tiles with the bits of the whole: give a budget that holds this weight, or "
+                "fewer rows"
+            )
+
+    @contextmanager
+    def hold(self, graph: int, step: int, units: Sequence[int], *, alone: bool) -> Iterator[None]:
+        """Have the units of one part in memory; `alone` tells that there is no other part.
+
+        Raises SourceError where a unit cannot be read; the next call reads it again.
+        """
+        if self._closed:
+            raise StreamError("the weights' memory has been closed; load the program again")
+        storage = self._reads[graph, step].storage
+        self._unclear = True
+        change = self.residency.acquire(graph, step, units, alone=alone)
+        self._drop(change.drop)
+        self._move_to(change.bring)
+        self._move_to(change.ahead)
+        self._trim()
+        self._bring(change.bring)
+        self._bring(change.ahead)
+        self._wait([(storage, number) for number in units])
+        self._unclear = False
+        try:
+            yield
+        finally:
+            self.residency.release(graph, step, units)
+
+    @property
+    def in_reader(self) -> bool:
+        """Tells whether the caller is one of the readers, which cannot wait for themselves."""
+        return self._workers.includes_caller
+
+    def close(self) -> None:
+        """Wait for the readers, and give all memory back. It may be called again."""
+        self._closed = True
+        self._workers.shutdown(wait=True, cancel_futures=True)
+        self._memory.close()
+
+    # Bytes.
+
+    def _bring(self, units: Sequence[Unit]) -> None:
+        """Have readers read units, neighbours together."""
+        if not units:
+            return
+        places = {unit: self._bytes(unit) for unit in units}
+        pieces = [
+            Range(start, min(start + PIECE, whole.stop))
+            for whole in merged(places.values())
+            for start in range(whole.start, whole.stop, PIECE)
+        ]
+        if self._debug:
+            for place in places.values():
+                self._protect(place, _READABLE)
+        lanes = min(len(pieces), FEW if len(pieces) <= _SOME else MANY)
+        batch = _Batch(pieces)
+        futures = [self._workers.submit(batch.read, self) for _ in range(lanes)]
+        done = _all_of(futures)
+        self._coming |= dict.fromkeys(units, done)
+
+    def read(self, piece: Range) -> int:
+        """Read the bytes of a piece; a reader calls this."""
+        return self._ranges.read(self._source, piece.start, piece.stop)
+
+    def _wait(self, units: Sequence[Unit]) -> None:
+        """Return when units are there, and raise what kept one of them from being read."""
+        wanted = {self._coming[unit] for unit in units if unit in self._coming}
+        if not wanted:
+            return
+        began = time.perf_counter_ns()
+        wait(wanted)
+        self.counters.stall_ns += time.perf_counter_ns() - began
+        for future in wanted:
+            self._settle(future)
+
+    def _settle(self, future: Future[int]) -> None:
+        """Count what a finished read has brought; raise its error, once its units are forgotten."""
+        units = [unit for unit, one in self._coming.items() if one is future]
+        for unit in units:
+            del self._coming[unit]
+        error = future.exception()
+        if error is not None:
+            self.residency.forget(units)
+            self._give_back(units)
+            self._trim(0)
+            raise error
+        self.counters.bytes_moved += future.result()
+        self.counters.bytes_read += future.result()
+
+    def _drop(self, units: Sequence[Unit]) -> None:
+        for future in {self._coming[unit] for unit in units if unit in self._coming}:
+            wait([future])
+            self._settle(future)
+        self._give_back(units)
+
+    def _give_back(self, units: Sequence[Unit]) -> None:
+        """Give back the granules of units in which no unit that is held has bytes."""
+        granules: list[Range] = []
+        for unit in units:
+            inner = self._inner(unit)
+            if inner is not None:
+                self._spare.append(inner)
+            granules += subtract(self._own(unit), [inner] if inner else [])
+        for place in merged(granules):
+            self._discard(place)
+
+    def _own(self, unit: Unit) -> list[Range]:
+        """The granules of a dropped unit in which no unit that is held has bytes."""
+        first, stop = self.pool.granules(self._read_of[unit[0]], unit[1])
+        first += self.residency.in_use(first)
+        stop -= stop - 1 > first and self.residency.in_use(stop - 1)
+        return [Range(first * self.pool.granule, stop * self.pool.granule)] if first < stop else []
+
+    def _inner(self, unit: Unit) -> Range | None:
+        """The granules that only this unit has bytes in, if they are many and may move."""
+        first, stop = self.pool.granules(self._read_of[unit[0]], unit[1])
+        inner = Range((first + 1) * self.pool.granule, (stop - 1) * self.pool.granule)
+        return inner if self._moves and inner.nbytes >= _MOVED else None
+
+    def _move_to(self, units: Sequence[Unit]) -> None:
+        """Give units the memory of dropped ones, which need not be zeroed and mapped again."""
+        for unit in units:
+            inner = self._inner(unit)
+            at = inner.start if inner else 0
+            while inner and at < inner.stop and self._spare:
+                spare = self._spare.pop()
+                nbytes = min(spare.nbytes, inner.stop - at)
+                if spare.start + nbytes < spare.stop:
+                    self._spare.append(Range(spare.start + nbytes, spare.stop))
+                base = self._memory.address
+                if spare.start != at:
+                    move(base + spare.start, base + at, nbytes)
+                at += nbytes
+
+    def _trim(self, most: int | None = None) -> None:
+        """Give back what is spare beyond what the pool may hold beside its units."""
+        left = self.pool.nbytes - self.residency.held_bytes if most is None else most
+        kept: list[Range] = []
+        for spare in self._spare:
+            nbytes = min(spare.nbytes, left)
+            left -= nbytes
+            if nbytes:
+                kept.append(Range(spare.start, spare.start + nbytes))
+            if nbytes < spare.nbytes:
+                self._discard(Range(spare.start + nbytes, spare.stop))
+        self._spare = kept
+
+    def _discard(self, place: Range) -> None:
+        nbytes = min(place.stop, self._memory.nbytes) - place.start
+        drop_pages(self._memory.address + place.start, nbytes)
+        if self._debug:
+            protect(self._memory.address + place.start, nbytes, PROT_NONE)
+
+    def _protect(self, place: Range, protection: int) -> None:
+        granule = self.pool.granule
+        start = place.start // granule * granule
+        nbytes = min(round_up(place.stop, granule), self._memory.nbytes) - start
+        protect(self._memory.address + start, nbytes, protection)
+
+    def _bytes(self, unit: Unit) -> Range:
+        """The bytes of the granules that hold a unit, as far as they are its storage's."""
+        storage, number = unit
+        return Range(*self.pool.filled(self._read_of[storage], number, self._nbytes[storage]))
+
+    def _start_over(self) -> None:
+        """Drop every unit, once nothing is on its way."""
+        wait(set(self._coming.values()))
+        self._coming.clear()
+        self._spare.clear()
+        self.residency.forget(self.residency.held)
+        drop_pages(self._memory.address, self._memory.nbytes)
+        if self._debug:
+            protect(self._memory.address, self._memory.nbytes, PROT_NONE)
+        self._unclear = False
+
+
+class _Batch:
+    """Pieces that several readers take in turn."""
+
+    def __init__(self, pieces: Sequence[Range]) -> None:
+        self._left = iter(pieces)
+        self._lock = threading.Lock()
+
+    def read(self, units: LoadedUnits) -> int:
+        """Read pieces until none is left, and return the bytes read."""
+        nbytes = 0
+        while True:
+            with self._lock:
+                piece = next(self._left, None)
+            if piece is None:
+                return nbytes
+            nbytes += units.read(piece)
+
+
+def _all_of(futures: Sequence[Future[int]]) -> Future[int]:
+    """A future that is done when all are, with the sum of their results, or the first error."""
+    done: Future[int] = Future()
+    left = [len(futures)]
+    lock = threading.Lock()
+
+    def count(_: Future[int]) -> None:
+        with lock:
+            left[0] -= 1
+            if left[0]:
+                return
+        errors = [one.exception() for one in futures if not one.cancelled() and one.exception()]
+        if errors:
+            done.set_exception(errors[0])
+        elif any(one.cancelled() for one in futures):
+            done.set_exception(StreamError("the streamed module was closed while it ran"))
+        else:
+            done.set_result(sum(one.result() for one in futures))
+
+    for one in futures:
+        one.add_done_callback(count)
+    return done

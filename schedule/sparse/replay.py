@@ -1,0 +1,144 @@
+"""Replays recorded routes: the bytes that a pool moves, by its size and policy, and the least possible.
+
+The replay of penstock's own policy calls `Residency` as a run does (`runtime/sparse/units.py`), and so moves
+the bytes that the run moved, if the run began with the first recorded call and no read failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from penstock.schedule.facts.errors import PayloadError
+from penstock.schedule.facts.model import Pool, Range, SparseRead
+from penstock.schedule.space.spans import merged
+from penstock.schedule.sparse.optimum import Round, least_missed
+from penstock.schedule.sparse.policies import LeastFrequent, LeastRecent
+from penstock.schedule.sparse.residency import Residency, Unit
+from penstock.schedule.sparse.routes import Profile
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Units that were brought, and the bytes that were read for them."""
+
+    units: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What `calls` calls move through a pool of `pool_bytes`, by policy: penstock's own, LRU and LFU.
+
+    `asked` is what they ask for: what a pool that keeps nothing moves. `cut` reads did not fit into the pool
+    and ran in rounds. No policy that runs reads in the same rounds moves fewer bytes than `least_bytes`. If
+    `exact`, there is one that moves no more: Belady's.
+    """
+
+    pool_bytes: int
+    calls: int
+    asked: Moved
+    cut: int
+    penstock: Moved
+    lru: Moved
+    lfu: Moved
+    least_bytes: int
+    exact: bool
+
+    def hits(self, nbytes: int) -> float:
+        """The share of the bytes asked for that did not have to be moved, if `nbytes` were moved."""
+        return max(0.0, 1 - nbytes / self.asked.nbytes)
+
+
+def replay(profile: Profile, pool: Pool) -> Replay:
+    """What the calls of a profile move through a pool that is empty at first.
+
+    Raises PayloadError if the pool is for other tables than those of the profile.
+    """
+    tables = {read.storage for read in profile.reads()}
+    if tables != {s for s, place in enumerate(pool.layout) if place >= 0}:
+        raise PayloadError(
+            "the routes were recorded of other tables than this plan reads by units: record them with a plan "
+            "that keeps the same weights, on the same kind of machine"
+        )
+    driven = _Driven(profile, pool)
+    reads = [list(rounds) for rounds in driven.reads()]
+    least, exact = least_missed([one for rounds in reads for one in rounds], pool, profile.storages)
+    return Replay(
+        pool_bytes=pool.nbytes,
+        calls=len(profile.routes.calls),
+        asked=driven.asked(),
+        cut=sum(len(rounds) > 1 for rounds in reads),
+        penstock=driven.moved(Residency(pool, profile.traces), ahead=True),
+        lru=driven.moved(LeastRecent(pool, profile.traces), ahead=False),
+        lfu=driven.moved(LeastFrequent(pool, profile.traces), ahead=False),
+        least_bytes=least,
+        exact=exact,
+    )
+
+
+def replay_own(profile: Profile, pool: Pool) -> Moved:
+    """What the calls of a profile move through a pool that is empty at first, by penstock's own policy."""
+    return _Driven(profile, pool).moved(Residency(pool, profile.traces), ahead=True)
+
+
+class _Driven:
+    """The calls of a profile, as they drive the policy of a pool."""
+
+    def __init__(self, profile: Profile, pool: Pool) -> None:
+        self._profile, self._pool = profile, pool
+        self._reads = profile.reads()
+        self._read_of = {read.storage: read for read in self._reads}
+
+    def asked(self) -> Moved:
+        """What all reads ask for."""
+        asks = [ask for call in self._profile.routes.calls for ask in call]
+        nbytes = sum(self._nbytes((self._reads[a.read].storage, n) for n in a.units) for a in asks)
+        return Moved(sum(len(ask.units) for ask in asks), nbytes)
+
+    def reads(self) -> Iterator[Iterator[Round]]:
+        """The rounds, one after another, in which each read runs."""
+        cut = Residency(self._pool, self._profile.traces)
+        for call in self._profile.routes.calls:
+            for ask in call:
+                read = self._reads[ask.read]
+                parts = cut.parts(read.storage, ask.units)
+                yield zip([read] * len(parts), parts, strict=True)
+
+    def moved(self, residency: Residency, *, ahead: bool) -> Moved:
+        """What is moved for all calls, where `residency` decides; `ahead` as far as it is known."""
+        units = nbytes = 0
+        for call in self._profile.routes.calls:
+            residency.begin()
+            for ask in call:
+                at = self._profile.routes.reads[ask.read]
+                residency.ask(at.graph, at.step, ask.units)
+                parts = residency.parts(self._reads[ask.read].storage, ask.units)
+                for part in parts or [[]]:
+                    change = residency.acquire(at.graph, at.step, part, alone=ahead and len(parts) < 2)
+                    residency.release(at.graph, at.step, part)
+                    units += len(change.bring) + len(change.ahead)
+                    nbytes += self._nbytes(change.bring) + self._nbytes(change.ahead)
+        return Moved(units, nbytes)
+
+    def _nbytes(self, units: Iterable[Unit]) -> int:
+        """The bytes that are read to bring units at once; where two share a granule it is read once."""
+        return sum(place.nbytes for place in merged(self._place(*unit) for unit in units))
+
+    def _place(self, storage: int, number: int) -> Range:
+        read: SparseRead = self._read_of[storage]
+        return Range(*self._pool.filled(read, number, self._profile.storages[storage].nbytes))
+
+
+def ladder_of(profile: Profile, rungs: int = 8) -> Sequence[Pool]:
+    """Pools of growing sizes, each about the same multiple of the one before.
+
+    The smallest holds what any one read asked for, and the largest all tables.
+    """
+    smallest, reads = profile.pool(0), profile.reads()
+    asks = [(reads[ask.read], ask.units) for call in profile.routes.calls for ask in call]
+    edges = ([smallest.granules(read, number) for number in units] for read, units in asks)
+    least = max(sum(stop - first for first, stop in one) for one in edges) * smallest.granule
+    most = sum(profile.storages[s].nbytes + smallest.granule for s in {read.storage for read in reads})
+    sizes = (least * max(1.0, most / least) ** (k / (rungs - 1)) for k in range(rungs))
+    return [profile.pool(-(-round(size) // smallest.granule) * smallest.granule) for size in sizes]

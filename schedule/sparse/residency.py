@@ -1,0 +1,267 @@
+"""Which units are in a pool, and which of them leave when others need room.
+
+Every read of a weight by units is a *turn*. When room is needed, the unit leaves that is expected to be asked
+for last: one whose weight is read in t turns, L turns lie between two reads of it, and each of these reads
+asks for the unit with probability p, is expected after t + L * (1 / p - 1) turns. If the p were known, and
+independent, this would be the expectation of the key by which Belady's optimal policy chooses (A study of
+replacement algorithms, 1966). p is estimated from what was asked for: half of it by a moving average that
+forgets quickly, half by one that forgets slowly. Units that the turn in progress is known to need leave last.
+With a unit leaves what is always asked for together with it: half of an expert is of no use.
+
+The decisions depend on nothing but the order of calls, so a recorded order can be replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.schedule.facts.model import Pool, SparseRead, Trace
+
+QUICK, SLOW = 0.5 ** (1 / 8), 0.5 ** (1 / 128)
+"""By how much a turn's weight in the two averages shrinks with each later turn: half-lives of 8 and 128."""
+
+Unit = tuple[int, int]
+"""A storage, and the number of one of its units."""
+
+
+@dataclass
+class Change:
+    """What has to happen before a read: units to drop first, then units to bring, and to bring ahead of need.
+
+    `ahead` is for later steps that will ask for the same units; nobody waits for these before that step.
+    """
+
+    drop: list[Unit] = field(default_factory=list)
+    bring: list[Unit] = field(default_factory=list)
+    ahead: list[Unit] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A step that reads by units: the read, its turn in the method, and the reads behind it of that turn."""
+
+    read: SparseRead
+    turn: int
+    behind: tuple[SparseRead, ...]
+
+
+class Residency:
+    """The units that are in a pool, of all methods whose traces are given.
+
+    A unit counts from when it is to be brought until it is dropped. Units of a read in progress never leave.
+    Those that a later read of the turn will ask for leave only for units that a read asks for now, and last.
+    """
+
+    def __init__(self, pool: Pool, traces: Sequence[Trace]) -> None:
+        self._pool = pool
+        self._reads = {trace.graph: _reads_of(trace, pool) for trace in traces}
+        reads = {one.read.storage: one.read for steps in self._reads.values() for one in steps.values()}
+        self._tables = sorted(reads)
+        self._read_of = reads
+        counts = [reads[s].count for s in self._tables]
+        self._first = dict(zip(self._tables, np.cumsum([0, *counts[:-1]]).tolist(), strict=True))
+        self._table = np.repeat(np.arange(len(counts)), counts)
+        share = np.repeat([max(1, reads[s].asked) / max(1, reads[s].count) for s in self._tables], counts)
+        self._quick, self._slow = np.minimum(share, 1.0), np.minimum(share, 1.0)
+        self._seen = np.zeros(len(self._table), np.int64)  # the read of its table at which a unit was noted
+        self._turns = np.zeros(len(counts), np.int64)  # how often each table was read
+        self._held = np.zeros(len(self._table), bool)
+        self._used = np.zeros(len(self._table), bool)  # by the read in progress
+        self._soon = np.zeros(len(self._table), bool)  # by later reads, or parts of one, of the turn
+        self._users: dict[int, int] = {}  # units held in granules at the edge of a unit
+        self._partners = _partners(self._reads)
+        self._until = {graph: self._distances(steps) for graph, steps in self._reads.items()}
+        self.held_bytes = self.peak_bytes = 0
+
+    def parts(self, storage: int, numbers: Sequence[int]) -> list[list[int]]:
+        """Cut the ascending units of one read into runs of which each fits into the pool."""
+        parts: list[list[int]] = []
+        taken, last = 0, -1
+        for number in numbers:
+            first, stop = self._pool.granules(self._read_of[storage], number)
+            more = (stop - max(first, last)) * self._pool.granule
+            if not parts or taken + more > self._pool.nbytes:
+                parts.append([])
+                taken, more = 0, (stop - first) * self._pool.granule
+            parts[-1].append(number)
+            taken, last = taken + more, stop
+        return parts
+
+    def begin(self) -> None:
+        """Begin a pass: no read is in progress, and no unit has been brought ahead of need."""
+        self._used[:] = self._soon[:] = False
+
+    def ask(self, graph: int, step: int, numbers: Sequence[int]) -> None:
+        """Note all units that a step's read asks for, in parts of which `acquire` will be told."""
+        one = self._reads[graph][step]
+        self._soon[:] = False
+        for read in (one.read, *one.behind):
+            self._soon[self._index(read.storage, numbers)] = True
+        table, wanted = self._tables.index(one.read.storage), self._asked(graph, step, numbers)
+        self._turns[table] += 1
+        passed = self._turns[table] - self._seen[wanted]
+        self._quick[wanted] = self._quick[wanted] * QUICK**passed + 1 - QUICK
+        self._slow[wanted] = self._slow[wanted] * SLOW**passed + 1 - SLOW
+        self._seen[wanted] = self._turns[table]
+
+    def acquire(self, graph: int, step: int, numbers: Sequence[int], *, alone: bool = True) -> Change:
+        """Have units of a step's read in the pool, where they stay until `release`.
+
+        They fit into the pool together. If they are all that the read asks for (`alone`), the same units of
+        later reads with the same operand are brought ahead, as far as there is room.
+        """
+        one = self._reads[graph][step]
+        wanted = self._index(one.read.storage, numbers)
+        self._used[wanted], self._soon[wanted] = True, False
+        behind = [self._index(read.storage, numbers) for read in one.behind] if alone else []
+        change, until = Change(), self._until[graph][one.turn]
+        self._admit(wanted[~self._held[wanted]], until, change.drop, change.bring, needed=True)
+        for later in behind:
+            self._admit(later[~self._held[later]], until, change.drop, change.ahead, needed=False)
+        return change
+
+    def release(self, graph: int, step: int, numbers: Sequence[int]) -> None:
+        """Let the units of a step's read leave when room is needed."""
+        self._used[self._asked(graph, step, numbers)] = False
+
+    def forget(self, units: Iterable[Unit]) -> None:
+        """Count units as dropped: their bytes did not come, or are given back."""
+        for storage, number in units:
+            index = self._first[storage] + number
+            if self._held[index]:
+                self._drop(index)
+            self._used[index] = self._soon[index] = False
+
+    def in_use(self, granule: int) -> bool:
+        """Tells whether a unit that is held has bytes in a granule at the edge of a unit."""
+        return granule in self._users
+
+    @property
+    def held(self) -> list[Unit]:
+        """The units that are in the pool."""
+        return [self._unit(index) for index in np.flatnonzero(self._held).tolist()]
+
+    def _asked(self, graph: int, step: int, numbers: Sequence[int]) -> np.ndarray:
+        return self._index(self._reads[graph][step].read.storage, numbers)
+
+    def _index(self, storage: int, numbers: Sequence[int]) -> np.ndarray:
+        indices: np.ndarray = np.asarray(numbers, np.int64) + self._first[storage]
+        return indices
+
+    def _unit(self, index: int) -> Unit:
+        storage = self._tables[self._table[index]]
+        return storage, index - self._first[storage]
+
+    def _distances(self, steps: dict[int, _Read]) -> dict[int, np.ndarray]:
+        """For each turn of a method, how many turns lie between it and the next read of each table."""
+        turns = 1 + max((one.turn for one in steps.values()), default=0)
+        found = np.full((turns, len(self._tables)), turns, np.int64)
+        for one in steps.values():
+            table = self._tables.index(one.read.storage)
+            for now in range(turns):
+                found[now, table] = min(found[now, table], (one.turn - now) % turns or turns)
+        return dict(enumerate(found))
+
+    def _admit(
+        self, missing: np.ndarray, until: np.ndarray, drop: list[Unit], bring: list[Unit], *, needed: bool
+    ) -> None:
+        """Make room for missing units, one after another, and count them as held."""
+        leaving: Iterator[int] | None = None
+        for index in missing.tolist():
+            while self.held_bytes + self._cost(index) > self._pool.nbytes:
+                if leaving is None:
+                    leaving = iter(self._by_key(until, needed=needed))
+                last = next((one for one in leaving if self._held[one]), None)
+                if last is None:
+                    assert not needed, "the units of one read do not fit into their pool"
+                    return
+                for one in self._leaving(last):
+                    self._drop(one)
+                    drop.append(self._unit(one))
+            self._take(index)
+            bring.append(self._unit(index))
+
+    def _leaving(self, index: int) -> list[int]:
+        """A unit, and the units that are asked for whenever it is, as far as they are held and not in use."""
+        storage, number = self._unit(index)
+        others = (self._first[other] + number for other in self._partners[storage])
+        needed = (self._used, self._soon)
+        return [index, *(one for one in others if self._held[one] and not any(some[one] for some in needed))]
+
+    def _by_key(self, until: np.ndarray, *, needed: bool) -> list[int]:
+        """The units that may leave, the one first that is expected to be asked for last.
+
+        Behind all others, and only for units that are needed now, those that this turn will ask for.
+        """
+        some = np.flatnonzero(self._held & ~self._used & (needed | ~self._soon))
+        found: list[int] = some[np.argsort(-self.keys(some, until), kind="stable")].tolist()
+        return found
+
+    def keys(self, some: np.ndarray, until: np.ndarray) -> np.ndarray:
+        """The turns until each of some units is expected to be asked for; `until` has those of its table.
+
+        They depend on what was asked for, and never on what is held. So a larger pool misses no more than a
+        smaller one, if what leaves together has the same bytes everywhere and both hold what a turn asks for.
+        """
+        table = self._table[some]
+        passed = self._turns[table] - self._seen[some]
+        chance = (self._quick[some] * QUICK**passed + self._slow[some] * SLOW**passed) / 2
+        between = int(until.max(initial=1))
+        key = until[table] + between * (1 / np.maximum(chance, 1e-12) - 1)
+        return np.where(self._soon[some], 0.0, key)
+
+    # Bytes: granules inside of a unit are its own, and those at its edges may be shared.
+
+    def _edges(self, index: int) -> tuple[int, int]:
+        storage, number = self._unit(index)
+        return self._pool.granules(self._read_of[storage], number)
+
+    def _cost(self, index: int) -> int:
+        """The bytes that a unit takes beside those that are held."""
+        first, stop = self._edges(index)
+        inner = max(0, stop - first - 2)
+        return (inner + sum(not self._users.get(g) for g in {first, stop - 1})) * self._pool.granule
+
+    def _take(self, index: int) -> None:
+        self.held_bytes += self._cost(index)
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        first, stop = self._edges(index)
+        for granule in {first, stop - 1}:
+            self._users[granule] = self._users.get(granule, 0) + 1
+        self._held[index] = True
+
+    def _drop(self, index: int) -> None:
+        first, stop = self._edges(index)
+        for granule in {first, stop - 1}:
+            self._users[granule] -= 1
+            if not self._users[granule]:
+                del self._users[granule]
+        self._held[index] = False
+        self.held_bytes -= self._cost(index)
+
+
+def _reads_of(trace: Trace, pool: Pool) -> dict[int, _Read]:
+    """The reads of a trace that a pool serves, by step."""
+    reads = [(k, read) for k, step in enumerate(trace.steps) for read in step.sparse if pool.has(read)]
+    turns = {route: turn for turn, route in enumerate(dict.fromkeys(read.route for _, read in reads))}
+    found: dict[int, _Read] = {}
+    for place, (k, read) in enumerate(reads):
+        behind = tuple(
+            other
+            for _, other in reads[place + 1 :]
+            if other.route == read.route and other.storage != read.storage and other.count == read.count
+        )
+        found[k] = _Read(read, turns[read.route], behind)
+    return found
+
+
+def _partners(reads: dict[int, dict[int, _Read]]) -> dict[int, list[int]]:
+    """For each storage that is read by units, the others of which the same turns ask for the same units."""
+    turns: dict[int, set[tuple[int, int, int]]] = {}
+    for graph, steps in reads.items():
+        for one in steps.values():
+            turns.setdefault(one.read.storage, set()).add((graph, one.turn, one.read.count))
+    return {s: [other for other, of in turns.items() if of == own and other != s] for s, own in turns.items()}

@@ -1,0 +1,129 @@
+"""Routes: which units the reads of recorded calls asked for, and the program that they were recorded of.
+
+A recorded trace of routes tells what any policy and any size of pool would have moved (`replay.py`).
+`payload/routes.py` reads and writes the file, which docs/sparse.md specifies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
+
+from penstock.schedule.facts.errors import PayloadError
+from penstock.schedule.facts.model import STRICT, Pool, SparseRead, Storage, Trace
+from penstock.schedule.sparse.division import smallest_pool, units_layout
+
+
+@dataclass(frozen=True)
+class RoutedRead:
+    """A read whose units were recorded: of `count` units of `unit_nbytes` bytes of the weight named `weight`.
+
+    It is step number `step`, called `name`, of the method `method`, whose probes carry the number `graph`.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    method: str
+    graph: int
+    step: int
+    name: str
+    weight: str
+    count: int
+    unit_nbytes: int
+
+
+class Ask(NamedTuple):
+    """What one read of a call asked for: the number of the read in the routes, and units, ascending."""
+
+    read: int
+    units: tuple[int, ...]
+
+
+Route = tuple[Ask, ...]
+"""What one call asked for, in the order of its reads."""
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The routes of calls in their order, and the reads that they were recorded of."""
+
+    reads: tuple[RoutedRead, ...]
+    calls: tuple[tuple[Ask, ...], ...]
+
+    def __repr__(self) -> str:
+        return f"Routes({len(self.calls)} calls of {len(self.reads)} reads by units)"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Routes with the facts of their program, whose traces here have the recorded reads by units alone."""
+
+    routes: Routes
+    storages: tuple[Storage, ...]
+    traces: tuple[Trace, ...]
+
+    def pool(self, nbytes: int, *, granule: int = 4096) -> Pool:
+        """A pool for the recorded tables, of `nbytes` bytes, or those of the largest unit if that is more."""
+        layout = _layout(self.storages, self.traces, granule)
+        smallest = smallest_pool(self.traces, layout, granule)
+        return replace(smallest, nbytes=max(smallest.nbytes, nbytes // granule * granule))
+
+    def reads(self) -> list[SparseRead]:
+        """The reads by units in the order in which the routes number them."""
+        steps = {trace.graph: trace.steps for trace in self.traces}
+        return [steps[one.graph][one.step].sparse[0] for one in self.routes.reads]
+
+
+def routed_reads(
+    traces: Sequence[Trace], layout: Sequence[int], names: Sequence[str]
+) -> dict[RoutedRead, SparseRead]:
+    """The reads that a pool of that layout serves; `names` are those of the storages."""
+    return {
+        RoutedRead(
+            *(trace.method, trace.graph, k, step.name),
+            weight=names[read.storage],
+            count=read.count,
+            unit_nbytes=read.unit_nbytes,
+        ): read
+        for trace in traces
+        for k, step in enumerate(trace.steps)
+        for read in step.sparse
+        if layout[read.storage] >= 0
+    }
+
+
+def profile_of(
+    routes: Routes, storages: Sequence[Storage], traces: Sequence[Trace], names: Sequence[str]
+) -> Profile:
+    """The routes with the facts of the program, whose storages are called `names`.
+
+    Raises PayloadError for routes of another program, and for those in which no call asks for a unit.
+    """
+    if not any(ask.units for call in routes.calls for ask in call):
+        raise PayloadError(
+            f"none of the {len(routes.calls)} calls of these routes asks for a unit: call the module within "
+            "`with module.record_routes() as recorder:`, and save what was recorded then"
+        )
+    known = routed_reads(traces, _layout(storages, traces, 1), names)
+    for one in routes.reads:
+        if one not in known:
+            raise PayloadError(
+                f"the routes are of another program: step {one.step} ({one.name}) of {one.method!r} reads "
+                f"{one.count} units of {one.unit_nbytes} bytes of {one.weight!r}, and none of this program "
+                "does: record routes of this one"
+            )
+    found = {(one.graph, one.step): known[one] for one in routes.reads}
+    return Profile(routes, tuple(storages), tuple(_with_reads(trace, found) for trace in traces))
+
+
+def _layout(storages: Sequence[Storage], traces: Sequence[Trace], granule: int) -> tuple[int, ...]:
+    return units_layout(storages, traces, granule=granule) or (-1,) * len(storages)
+
+
+def _with_reads(trace: Trace, found: dict[tuple[int, int], SparseRead]) -> Trace:
+    """The trace with the reads that were found, by method and step, as its only ones by units."""
+    steps = []
+    for k, step in enumerate(trace.steps):
+        read = found.get((trace.graph, k))
+        steps.append(replace(step, sparse=(read,) if read else ()))
+    return replace(trace, steps=tuple(steps))

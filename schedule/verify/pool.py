@@ -1,0 +1,94 @@
+"""The rules of a pool: which reads it serves, that each of their units fits, and that storages are apart."""
+
+from __future__ import annotations
+
+import math
+
+from penstock.schedule.facts.catalog import ALIGNMENT, ITEM_SIZES, Storage
+from penstock.schedule.facts.errors import PlanError
+from penstock.schedule.facts.model import Decisions, Step
+from penstock.schedule.facts.units import Pool, SparseRead
+
+
+def arena_reads(step: Step, pool: Pool | None) -> tuple[int, ...]:
+    """The storages that a step of the program reads from the arena: all but those that the pool serves."""
+    served = {one.view.storage for one in step.sparse if pool is not None and _served(one, pool)}
+    return tuple(s for s in step.reads if s not in served)
+
+
+def check_pool(storages: tuple[Storage, ...], plan: Decisions) -> None:
+    """Raise PlanError unless the pool of a plan can serve every read that it is to serve."""
+    pool = plan.pool
+    if pool is None:
+        return
+    if pool.granule < 1 or len(pool.layout) != len(storages):
+        raise PlanError(
+            f"expected a pool of granules with {len(storages)} offsets, got granules of {pool.granule} bytes "
+            f"and {len(pool.layout)} offsets"
+        )
+    _check_places(storages, pool)
+    units: dict[int, tuple[int, ...]] = {}
+    for trace in plan.traces:
+        for k, step in enumerate(trace.steps):
+            where = f"graph {trace.graph}: step {k} ({step.name})"
+            served = [one for one in step.sparse if _served(one, pool)]
+            if len(served) > 1:
+                raise PlanError(f"{where} reads units of {len(served)} storages, expected one at most")
+            for one in served:
+                stride, nbytes = _check_read(storages, pool, one, where)
+                same = (one.view.shape[0], one.view.offset, stride, nbytes)
+                if units.setdefault(one.view.storage, same) != same:
+                    raise PlanError(
+                        f"{where} reads other units of storage {one.view.storage} than an earlier step, and "
+                        "the pool has one kind of them"
+                    )
+
+
+def _served(read: SparseRead, pool: Pool) -> bool:
+    known = 0 <= read.view.storage < len(pool.layout)
+    return known and pool.layout[read.view.storage] >= 0 and (pool.tiles or not read.tiles)
+
+
+def _check_places(storages: tuple[Storage, ...], pool: Pool) -> None:
+    """Storages are at their phases, and no two have bytes in one granule."""
+    end = 0
+    for place, s in sorted((place, s) for s, place in enumerate(pool.layout) if place >= 0):
+        if storages[s].kind != "streamable" or place % ALIGNMENT != storages[s].phase:
+            raise PlanError(
+                f"storage {s}, which is {storages[s].kind}, lies at byte {place} of the pool, expected a "
+                f"streamable one at {storages[s].phase} modulo {ALIGNMENT}"
+            )
+        if place // pool.granule < end:
+            raise PlanError(f"storage {s} lies in a granule of the pool that another storage has bytes in")
+        end = -(-(place + storages[s].nbytes) // pool.granule)
+
+
+def _check_read(storages: tuple[Storage, ...], pool: Pool, read: SparseRead, where: str) -> tuple[int, int]:
+    """Every unit of a read lies in its storage, apart from the others, and the largest fits into the pool.
+
+    Returns the bytes from a unit to the next, and those of a unit.
+    """
+    view, item = read.view, ITEM_SIZES.get(read.view.dtype, 0)
+    if not item or len(view.shape) != len(view.stride) or min(view.shape, default=0) < 1:
+        raise PlanError(f"{where} reads units of a tensor of {view.dtype} {view.shape}, which has none")
+    stride = view.stride[0] * item
+    nbytes = (1 + sum((n - 1) * s for n, s in zip(view.shape[1:], view.stride[1:], strict=True))) * item
+    count, end = view.shape[0], view.offset + (view.shape[0] - 1) * stride + nbytes
+    if min(view.offset, *view.stride) < 0 or end > storages[view.storage].nbytes:
+        raise PlanError(
+            f"{where} reads bytes {view.offset}:{end} of storage {view.storage}, which has "
+            f"{storages[view.storage].nbytes}"
+        )
+    if stride < nbytes:
+        raise PlanError(f"{where} reads units of {nbytes} bytes every {stride}: they overlap")
+    # Where a unit begins in its granule repeats.
+    period = pool.granule // math.gcd(pool.granule, stride)
+    first = pool.layout[view.storage] + view.offset
+    begins = (first + k * stride for k in range(min(count, period)))
+    taken = max(-(-(at + nbytes) // pool.granule) - at // pool.granule for at in begins) * pool.granule
+    if taken > pool.nbytes:
+        raise PlanError(
+            f"{where} needs {taken} bytes for one unit of storage {view.storage}, and the pool has "
+            f"{pool.nbytes}"
+        )
+    return stride, nbytes

@@ -1,0 +1,134 @@
+"""`penstock replay`: what a pool of units would have moved for recorded calls, and the least possible."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.cli.terminal import console, options
+from penstock.cli.terminal.inputs import fail
+from penstock.schedule.facts.sizes import format_size
+
+if TYPE_CHECKING:
+    from penstock.runtime.program import Program
+    from penstock.schedule.facts.model import Pool
+    from penstock.schedule.sparse.replay import Replay
+    from penstock.schedule.sparse.routes import Profile
+
+EXAMPLES = (
+    "penstock replay routes.jsonl --artifact model.penstock",
+    "penstock replay routes.jsonl --artifact model.penstock --budget 25% --budget 50%",
+)
+
+Row = tuple[str | None, "Replay | None"]
+"""A budget if one is given, and the replay; none if its plan has no pool."""
+
+
+def replay(
+    routes: Annotated[Path, typer.Argument(help="What `recorder.save` wrote.", show_default=False)],
+    *,
+    artifact: Annotated[
+        Path, typer.Option(help="The artifact folder that it was recorded of.", show_default=False)
+    ],
+    budget: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="The pool of the plan within 32MiB, 8GB or 50%, not a ladder. May be given again.",
+            callback=options.check_size("--budget"),
+        ),
+    ] = None,
+    pool: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A pool of 32MiB or 8GB, not a ladder. May be given again.",
+            callback=options.check_size("--pool", share=False),
+        ),
+    ] = None,
+    keep: options.Keep = None,
+    hardware: options.HardwareName = "auto",
+    json: options.Json = False,
+) -> None:
+    """Show the bytes that recorded calls miss by size of the pool: here, with LRU and LFU, and at least."""
+    if budget and pool:
+        fail("--budget gives the pool of a plan and --pool a pool: give one of them")
+    from penstock.runtime.program import open as open_program
+    from penstock.runtime.sparse.recorder import read_routes
+    from penstock.schedule.sparse.replay import replay as replayed
+    from penstock.schedule.sparse.routes import profile_of
+
+    program = open_program(artifact)
+    facts = program.payload
+    profile = profile_of(read_routes(routes), facts.storages, facts.traces, facts.storage_names())
+    rows: list[Row] = []
+    with console.spinner("replaying") as say:
+        for given, one in (
+            _planned(program, budget, keep or [], hardware) if budget else _sized(profile, pool or [])
+        ):
+            say(f"replaying {format_size(one.nbytes)}" if one else "planning")
+            rows.append((given, replayed(profile, one) if one else None))
+    if json:
+        console.print_json(_facts(artifact, profile, rows))
+    else:
+        _print(profile, rows)
+
+
+def _planned(
+    program: Program, budgets: Sequence[str], keep: Sequence[str], hardware: str
+) -> Iterator[tuple[str | None, Pool | None]]:
+    for one in budgets:
+        yield one, program.plan(one, keep=keep, hardware=hardware).pool
+
+
+def _sized(profile: Profile, sizes: Sequence[str]) -> Iterator[tuple[str | None, Pool | None]]:
+    from penstock.schedule.facts.sizes import parse_size
+    from penstock.schedule.sparse.replay import ladder_of
+
+    given = [profile.pool(parse_size(one, name="--pool")) for one in sizes]
+    yield from ((None, one) for one in given or ladder_of(profile))
+
+
+def _facts(artifact: Path, profile: Profile, rows: Sequence[Row]) -> dict[str, Any]:
+    replays = [
+        {"budget": budget, "replay": one and asdict(one) | {"hits": dict(_hits(one))}} for budget, one in rows
+    ]
+    return {"artifact": str(artifact), "calls": len(profile.routes.calls), "replays": replays}
+
+
+def _hits(one: Replay) -> Iterator[tuple[str, float]]:
+    moved = {"penstock": one.penstock, "lru": one.lru, "lfu": one.lfu}
+    yield from ((name, one.hits(policy.nbytes)) for name, policy in moved.items())
+    yield "most", one.hits(one.least_bytes)
+
+
+def _print(profile: Profile, rows: Sequence[Row]) -> None:
+    calls = len(profile.routes.calls)
+    done = [one for _, one in rows if one]
+    budgets = any(budget for budget, _ in rows)
+    cells = []
+    for budget, one in rows:
+        if one is None:
+            row = ["read whole", *["-"] * 6]
+        else:
+            missed = [format_size(round(n / calls)) for n in (one.penstock.nbytes, one.least_bytes)]
+            row = [format_size(one.pool_bytes), *missed, *(f"{share:.1%}" for _, share in _hits(one))]
+        cells.append([budget or "", *row] if budgets else row)
+    columns = ("pool", "missed a call", "at least", "penstock", "LRU", "LFU", "Belady")
+    title = f"Bytes missed, and hits by policy: {calls} calls"
+    if done:
+        title += f" of {format_size(round(done[0].asked.nbytes / calls))} each"
+    console.print_table(title, ("budget", *columns) if budgets else columns, cells)
+    if not all(one.exact for one in done):
+        said = (
+            "Units have several sizes or share pages: Belady's hits are a bound, which may be out of reach."
+        )
+        console.print_sentences([said])
+    if any(one.cut for one in done):
+        said = (
+            "Some reads do not fit into the smallest pools and run there in rounds, which each pool cuts "
+            "differently."
+        )
+        console.print_sentences([said])

@@ -1,0 +1,150 @@
+"""Mixtures of experts and large tables: calls read what tokens ask for, and compute the library's bits."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+
+from penstock.integrations import apply, load
+from penstock.schedule.facts.errors import BudgetError, PassError
+from penstock.schedule.sparse import division
+from tests.hunt import sampled
+from tests.integrations import expert_models, models
+
+pytestmark = pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*`:FutureWarning")
+
+IDS = torch.tensor([[5, 17, 99, 3, 400, 77, 12, 40]])
+DTYPES = (torch.bfloat16, torch.float32)
+CASES = list(itertools.product(expert_models.FAMILIES, DTYPES, ("apply", "load")))
+
+WHOLE = ("llama4",)
+"""Families whose experts are all read, by each token."""
+
+COPIES = ("olmoe_that_gathers",)
+"""Families of which a call takes more memory than their experts have."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Products in several threads may be added up in another order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def outputs(model):
+    """What a model says behind a prompt, greedily, and behind one that asks for all of its experts."""
+    options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    said = model.generate(IDS, max_new_tokens=4, **options)
+    more = model.generate(IDS.repeat(1, 4), max_new_tokens=1, **options)
+    return [said.sequences, *said.logits, *more.logits]
+
+
+def same(got, want):
+    return len(got) == len(want) and all(map(torch.equal, got, want))
+
+
+class Runs:
+    """A model under caps, by `apply` or by `load` from a folder, and what the library's own computes."""
+
+    def __init__(self, family, dtype, way, folder):
+        self.model = expert_models.FAMILIES[family](dtype)
+        self.tables = expert_models.table_bytes(self.model)
+        self.nbytes = sum(value.nbytes for value in self.model.parameters())
+        self._way, self._folder, self._dtype = way, folder, dtype
+        if way == "load":
+            self.model.save_pretrained(folder / "model")
+            own = models.frozen(type(self.model).from_pretrained(folder / "model", dtype=dtype))
+        else:
+            own = models.twin(self.model)
+        self.expected = outputs(own)
+
+    def within(self, memory):
+        """The model under a cap, and what applied it."""
+        options = {"example": outputs, "cache": self._folder / "cache"}
+        if self._way == "load":
+            model = load(self._folder / "model", memory, dtype=self._dtype, **options)
+            return model, model.penstock_applied
+        return self.model, apply(self.model, memory, **options)
+
+    def least(self):
+        """The least memory that the model runs in."""
+        with pytest.raises(BudgetError) as refused:
+            self.within("64KB")
+        assert refused.value.floor_bytes is not None
+        return refused.value.floor_bytes
+
+    def bytes_of_last_token(self, model, component):
+        """Bytes that are read for the last token of several."""
+        moved = []
+        hook = model.register_forward_hook(lambda *_: moved.append(component.stats.bytes_moved))
+        model.generate(IDS, max_new_tokens=4, do_sample=False)
+        hook.remove()
+        return moved[-1] - moved[-2]
+
+
+@pytest.mark.random
+@pytest.mark.parametrize(("family", "dtype", "way"), sampled(CASES, 13))
+def test_a_family_has_its_bits_in_little_memory_and_reads_what_its_tokens_ask_for(
+    family, dtype, way, tmp_path, monkeypatch
+):
+    if family == "gpt_oss":  # so that biases, too, are read by units
+        monkeypatch.setattr(division, "LEAST", 8 << 10)
+    runs = Runs(family, dtype, way, tmp_path)
+    least = runs.least()
+    whole = family in WHOLE
+    assert whole or family in COPIES or least < runs.tables
+    for memory in (least, least + runs.tables // 2, 2 * least + 2 * runs.nbytes):
+        model, applied = runs.within(memory)
+        (component,) = applied.components.values()
+        assert same(outputs(model), runs.expected)
+        assert component.stats.peak_bytes <= component.stats.budget
+        if memory == least:
+            assert ("a pool of" in repr(component)) != whole
+            read = runs.bytes_of_last_token(model, component)
+            assert whole or read <= runs.nbytes - runs.tables + runs.tables // 3
+        applied.restore() if way == "apply" else applied.close()
+
+
+def test_experts_that_values_choose_one_after_another_are_refused(tmp_path):
+    model = expert_models.olmoe(torch.bfloat16, experts_implementation="eager")
+    with pytest.raises(PassError, match='experts_implementation="grouped_mm"'):
+        apply(model, "64MB", cache=tmp_path)
+
+
+def test_the_log_says_how_much_memory_is_for_experts(tmp_path, said):
+    model = expert_models.olmoe(torch.bfloat16)
+    with apply(model, "2MB", example={"input_ids": IDS}, cache=tmp_path):
+        assert " for experts, rows and tiles: " in said()
+
+
+@pytest.mark.random
+@pytest.mark.parametrize("dtype", sampled(DTYPES[::-1], 2))
+def test_an_adapter_beside_experts_is_trained_to_the_same_bits(dtype, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    def trained(model, ids=IDS):
+        values = [one for one in model.train().parameters() if one.requires_grad]
+        optimizer, results = torch.optim.AdamW(values, lr=1e-2), []
+        for length in (8, 6):
+            optimizer.zero_grad()
+            loss = model(input_ids=ids[:, :length], labels=ids[:, :length]).loss
+            loss.backward()
+            results += [loss.detach(), *(one.grad.clone() for one in values)]
+            optimizer.step()
+        return results + [one.detach().clone() for one in values]
+
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = get_peft_model(expert_models.olmoe(dtype).requires_grad_(True), config)
+    expected = trained(copy.deepcopy(model))
+    memory = expert_models.table_bytes(model) * 2 // 3
+    with apply(model, memory, train=True, cache=tmp_path) as applied:
+        assert same(trained(model), expected)
+        (component,) = applied.components.values()
+        assert "a pool of" in repr(component)
+        assert component.stats.peak_bytes <= component.stats.budget

@@ -1,0 +1,101 @@
+"""Models with tables and stacks of experts that are large enough to be read by units."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def seeded(nbytes: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(nbytes)
+
+
+class Tables(nn.Module):
+    """Rows of tables by every operator that reads rows, and a table whose rows are also read whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(4096, 96)  # 1.5 MiB: rows of 384 bytes share granules
+        self.rows = nn.Parameter(torch.randn(1200, 300))  # rows of 1,200 bytes cross granules
+        self.register_buffer("pair", torch.randn(2, 2048, 128))
+        self.dense = nn.ModuleList(nn.Linear(96, 96) for _ in range(4))
+        self.head = nn.Linear(96, 4096, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = self.words(ids)
+        for one in self.dense:
+            x = torch.tanh(one(x))
+        return self.head(x), self.rows[index], torch.index_select(self.pair[1], 0, index)
+
+
+class Rows(nn.Module):
+    """One table of 1,024 rows of 4,096 bytes, each a granule of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(1024, 1024)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = self.words(ids)
+        return rows * 2
+
+
+class Experts(nn.Module):
+    """Layers of experts, called as transformers calls them; the route is an input."""
+
+    def __init__(self, dtype: torch.dtype, *, layers: int = 3, experts: int = 16, width: int = 128) -> None:
+        super().__init__()
+        self.gate_up = nn.ParameterList(
+            torch.randn(experts, 4 * width, width, generator=seeded(i)).to(dtype) * width**-0.5
+            for i in range(layers)
+        )
+        self.down = nn.ParameterList(
+            torch.randn(experts, width, 2 * width, generator=seeded(i)).to(dtype) * width**-0.5
+            for i in range(layers)
+        )
+        self.mix = nn.ModuleList(nn.Linear(width, width, bias=False, dtype=dtype) for _ in range(layers))
+        self.product = torch._grouped_mm
+        if dtype != torch.bfloat16:
+            import transformers.integrations.moe  # noqa: F401 - which registers the operator
+
+            self.product = torch.ops.transformers.grouped_mm_fallback
+
+    def forward(self, x: torch.Tensor, routes: torch.Tensor) -> torch.Tensor:
+        for mix, up, down, route in zip(self.mix, self.gate_up, self.down, routes, strict=True):
+            x = mix(x)
+            chosen = route.reshape(-1)
+            order = torch.argsort(chosen)
+            counts = torch.histc(chosen.float(), up.shape[0], 0, up.shape[0] - 1)
+            ends = counts.cumsum(0, dtype=torch.int32)
+            gate, value = self.product(x[order // route.shape[1]], up.transpose(-2, -1), ends).chunk(2, -1)
+            out = self.product(torch.tanh(gate) * value, down.transpose(-2, -1), ends)
+            back = torch.empty_like(order).index_put_((order,), torch.arange(order.shape[0]))
+            x = x + out[back].view(*route.shape, -1).mean(1)
+        return x
+
+
+def routes(tokens: int, seed: int, *, layers: int = 3, experts: int = 16, asked: int = 2) -> torch.Tensor:
+    """Different experts for each token and layer: (layers, tokens, asked)."""
+    drawn = torch.rand(layers, tokens, experts, generator=seeded(seed))
+    return drawn.topk(asked).indices
+
+
+class Head(nn.Module):
+    """An embedding, a dense layer and a head of 64 MiB, of one storage with the embedding if `tied`."""
+
+    def __init__(self, dtype: torch.dtype, *, tied: bool) -> None:
+        super().__init__()
+        rows = (64 << 20) // (1024 * dtype.itemsize)
+        self.words = nn.Embedding(rows, 1024, dtype=dtype)
+        self.dense = nn.Linear(1024, 1024, dtype=dtype)
+        self.head = nn.Linear(1024, rows, bias=not tied, dtype=dtype)
+        with torch.no_grad():
+            self.words.weight.copy_(torch.randn(1024, 1024, generator=seeded()).repeat(rows // 1024, 1) / 32)
+            self.head.weight.copy_(self.words.weight.roll(7, 0))
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(torch.tanh(self.dense(self.words(ids))))
+        return logits

@@ -1,0 +1,211 @@
+"""A pool in memory when something is wrong: reads that fail, plans of elsewhere, doubted operators."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.export import export
+
+import penstock
+from penstock.passes.sparse.contracts import CONTRACTS
+from penstock.runtime import choice
+from penstock.runtime.choice import PlanRequest
+from penstock.runtime.loading import LoadOptions, load_module, load_weights
+from penstock.runtime.sparse import trial
+from penstock.runtime.sparse.units import LoadedUnits
+from penstock.runtime.system.memory import resident_bytes
+from penstock.schedule.facts.errors import BudgetError, PlanError, SourceError, StreamError
+from tests.engines import ENGINES
+from tests.runtime.sparse.unit_mutants import HARDWARE, POOLS, Model, inputs, plan_with
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    path = tmp_path_factory.mktemp("units") / "model.penstock"
+    return penstock.compile(export(Model(), inputs(0)), path)
+
+
+def taken(units: LoadedUnits) -> int:
+    return resident_bytes(units._memory.address, units._memory.address + units._memory.nbytes)
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("debug", [False, True])
+def test_calls_are_right_within_the_pool(program, pool, debug):
+    model = Model()
+    with load_module(program, plan_with(program, pool), LoadOptions(debug=debug)) as module, torch.no_grad():
+        units = module._weights.units
+        for call in range(6):
+            assert torch.equal(module(*inputs(call)), model(*inputs(call)))
+            assert taken(units) == units.residency.held_bytes <= POOLS[pool]
+        assert module.stats.misses == 0
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("bad", [0, 3, 10])
+def test_a_read_that_fails_leaves_nothing_behind(program, pool, bad, monkeypatch):
+    model, left = Model(), [bad]
+    read = LoadedUnits.read
+
+    def failing(self, piece):
+        left[0] -= 1
+        if left[0] == -1:
+            read(self, piece)  # its bytes have come, and are not believed
+            raise SourceError("the disk is gone")
+        return read(self, piece)
+
+    monkeypatch.setattr(LoadedUnits, "read", failing)
+    with load_module(program, plan_with(program, pool), LoadOptions(debug=True)) as module, torch.no_grad():
+        units, raised = module._weights.units, 0
+        for call in range(6):
+            try:
+                found = module(*inputs(call))
+            except SourceError:
+                raised += 1
+                found = module(*inputs(call))
+            assert torch.equal(found, model(*inputs(call)))
+            assert taken(units) == units.residency.held_bytes <= POOLS[pool]
+        assert raised == 1
+
+
+def test_an_interrupt_in_a_round_is_no_matter_to_the_next_call(program, monkeypatch):
+    model, wait, left = Model(), LoadedUnits._wait, [3]
+
+    def interrupted(self, units):
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        wait(self, units)
+
+    monkeypatch.setattr(LoadedUnits, "_wait", interrupted)
+    with (
+        load_module(program, plan_with(program, "rounds"), LoadOptions(debug=True)) as module,
+        torch.no_grad(),
+    ):
+        with pytest.raises(KeyboardInterrupt):
+            module(*inputs(1))  # in its second round
+        for call in range(3):
+            assert torch.equal(module(*inputs(call)), model(*inputs(call)))
+            assert taken(module._weights.units) == module._weights.units.residency.held_bytes
+
+
+def test_an_index_that_is_out_of_range_is_refused_as_in_memory(program):
+    model = Model()
+    with (
+        load_module(program, plan_with(program, "rounds"), LoadOptions(debug=True)) as module,
+        torch.no_grad(),
+    ):
+        rows, ids = inputs(0)
+        for wrong in (64, -65):
+            beyond = torch.cat([ids[:-1], torch.tensor([wrong])])
+            for one in (model, module):
+                with pytest.raises(IndexError, match="out of bounds"):
+                    one(rows, beyond)
+        with pytest.raises(IndexError, match="out of range"):
+            module(torch.full_like(rows, -1), ids)
+        negative = torch.tensor([-1, -64, 0, -1, 63])
+        assert torch.equal(module(rows, negative), model(rows, negative))
+
+
+def test_a_pool_of_other_pages_is_refused(program):
+    plan = plan_with(program, "rounds")
+    odd = replace(plan, pool=replace(plan.pool, granule=64))
+    with pytest.raises(PlanError, match=r"granules of 64 bytes, and this system pages of \d+: make a plan"):
+        load_module(program, odd, LoadOptions())
+
+
+def test_a_plan_of_a_machine_whose_operators_were_trusted_is_not_run_where_they_are_not(program, monkeypatch):
+    plan = plan_with(program, "rounds")
+    monkeypatch.setattr(trial, "reads_units_only", lambda read: read.operator != "aten.index.Tensor")
+    with pytest.raises(
+        PlanError, match=r"aten\.index\.Tensor was not seen to read only those in this process"
+    ):
+        load_module(program, plan, LoadOptions())
+
+
+def test_a_device_refuses_a_pool(program):
+    with pytest.raises(StreamError, match=r"reads weights by units, which .* cannot"):
+        load_module(program, plan_with(program, "rounds"), LoadOptions(device="sim:h200"))
+
+
+class Mixed(torch.nn.Module):
+    """Layers that stream whole, around experts that do not, and a head that is tied to a table."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.table = torch.nn.Embedding(2048, 256)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(256, 256 * 4) for _ in range(4))
+        self.experts = torch.nn.ParameterList(torch.randn(32, 1024, 256) / 32 for _ in range(4))
+
+    def forward(self, words, ids):
+        x = self.table(words)
+        for layer, experts in zip(self.layers, self.experts, strict=True):
+            x = x + (layer(x)[:, None] @ experts[ids]).sum(1)
+        return x @ self.table.weight.t()
+
+
+def words_and_ids(call):
+    dice = torch.Generator().manual_seed(call)
+    return torch.randint(2048, (3,), generator=dice), torch.randint(32, (3,), generator=dice)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    path = tmp_path_factory.mktemp("mixed") / "mixed.penstock"
+    return penstock.compile(export(Mixed(), words_and_ids(0)), path)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("arena", ["mapped", "paged", "contiguous"])
+@pytest.mark.parametrize("budget", ["7MiB"])
+def test_an_arena_streams_beside_a_pool(mixed, engine, arena, budget):
+    model, payload = Mixed(), mixed.payload
+    if arena not in mixed.arenas():
+        pytest.skip("this system has no such arena")
+    plan = mixed.plan(budget, hardware=HARDWARE, arena=arena)
+    assert plan.pool is not None
+    assert plan.streamed_bytes > 0
+    table = next(w.parts[0].storage for w in payload.tensors if w.fqn == "table.weight")
+    assert any(table in step.reads for step in plan.traces[0].steps)  # whole, for the head
+    with load_module(mixed, plan, LoadOptions(engine=engine)) as module, torch.no_grad():
+        for call in range(5):
+            assert torch.equal(module(*words_and_ids(call)), model(*words_and_ids(call)))
+        assert module.stats.misses == 0
+        assert module.stats.peak_bytes <= plan.budget
+
+
+def test_a_program_that_another_calls_has_no_pool(mixed):
+    plan = choice.decide(mixed.path, mixed.payload, PlanRequest(7 << 20, hardware=HARDWARE))
+    assert plan.pool is not None
+    with pytest.raises(BudgetError):
+        choice.decide(mixed.path, mixed.payload, PlanRequest(7 << 20, hardware=HARDWARE, by_units=False))
+    compiled = replace(mixed.payload, lowering="inductor")
+    with pytest.raises(StreamError, match="a program of lowering 'inductor' cannot: make a plan for"):
+        load_weights(mixed.path, compiled, plan, LoadOptions())
+
+
+def test_a_weight_of_which_one_read_is_doubted_is_read_whole(tmp_path, monkeypatch):
+    class Twice(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = (torch.nn.Parameter(torch.randn(4096, 100)) for _ in range(2))
+
+        def forward(self, ids):
+            return self.one[ids] + self.one.index_select(0, ids) + self.two[ids]
+
+    given = torch.tensor([1, 2, 3])
+    program = penstock.compile(export(Twice(), (given,)), tmp_path / "twice.penstock")
+    names = program.payload.storage_names()
+    sure = program.plan("60%", hardware=HARDWARE)
+    assert sorted(names[s] for s in sure.pool.storages) == ["one", "two"]
+    monkeypatch.setattr(trial, "reads_units_only", lambda read: read.operator != "aten.index_select.default")
+    doubted = program.plan("60%", hardware=HARDWARE)
+    assert [names[s] for s in doubted.pool.storages] == ["two"]
+    assert choice.reduced(program.payload, doubted.pool).traces[0].steps[0].reads
+    with load_module(program, doubted, LoadOptions(debug=True)) as module, torch.no_grad():
+        found = module(given)
+    assert torch.equal(found, program.load("100%")(given))
+    assert set(CONTRACTS) >= {"aten.index_select.default"}

@@ -1,0 +1,116 @@
+"""The trial of operators: those that read units only are trusted, and one that reads more is not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from penstock.passes.sparse.contracts import CONTRACTS, Contract
+from penstock.runtime.sparse import trial
+from penstock.runtime.sparse.trial import check_trusted, reads_units_only, trusted
+from penstock.schedule.facts.errors import PlanError
+from penstock.schedule.facts.model import Part, Pool, SparseRead, Step, Trace
+from tests.schedule.payload.payload_example import POOLED
+
+ROWS = SparseRead(Part("", "float32", (512, 700), (700, 1), 3, 4096 * 7 + 64), "aten.embedding.default", 0, 4)
+STACK = SparseRead(
+    Part("", "bfloat16", (16, 64, 96), (64 * 96, 96, 1), 0, 0), "aten._grouped_mm.default", 0, 4
+)
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    """Every trial is made anew."""
+    trial._tried.cache_clear()
+    yield
+    trial._tried.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "operator", ["aten.embedding.default", "aten.index_select.default", "aten.index.Tensor"]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_rows(operator, dtype):
+    assert reads_units_only(replace(ROWS, operator=operator, view=replace(ROWS.view, dtype=dtype)))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts(dtype, transposed):
+    shape, stride = ((16, 96, 64), (64 * 96, 1, 96)) if transposed else (STACK.view.shape, STACK.view.stride)
+    assert reads_units_only(replace(STACK, view=replace(STACK.view, dtype=dtype, shape=shape, stride=stride)))
+
+
+@pytest.fixture
+def operators():
+    """Operators that read one unit more than they are told, all units, or a single byte of another one."""
+    library = torch.library.Library("penstock_tests", "DEF")
+    for name in ("next", "all", "byte", "right"):
+        library.define(f"{name}(Tensor weight, Tensor index) -> Tensor")
+
+    def all_of(weight, index):
+        return (nn_one_hot(index, weight.shape[0]).to(weight.dtype) @ weight) if index.numel() else weight[:0]
+
+    def nn_one_hot(index, count):
+        return torch.nn.functional.one_hot(index, count)
+
+    library.impl("next", lambda w, i: w[i] + 0 * w[(i + 1) % w.shape[0]], "CPU")
+    library.impl("all", all_of, "CPU")
+    library.impl("byte", lambda w, i: w[i] + 0 * w[w.shape[0] // 2, 0], "CPU")
+    library.impl("right", lambda w, i: w[i], "CPU")
+    yield
+    library._destroy()
+
+
+@pytest.mark.parametrize(
+    ("name", "trusts"), [("next", False), ("all", False), ("byte", False), ("right", True)]
+)
+def test_an_operator_that_reads_more_than_it_is_told_is_not_trusted(operators, monkeypatch, name, trusts):
+    operator = f"penstock_tests.{name}.default"
+    monkeypatch.setitem(CONTRACTS, operator, Contract(weight=0, index=1))
+    # Though absent units are zeros, and its results are right.
+    assert reads_units_only(replace(ROWS, operator=operator)) is trusts
+
+
+def test_a_system_that_does_not_tell_is_not_trusted(monkeypatch):
+    monkeypatch.setattr(trial, "cached_pages", lambda address, nbytes: [])
+    assert not reads_units_only(ROWS)
+    trial._tried.cache_clear()
+    monkeypatch.setattr(trial, "cached_pages", lambda address, nbytes: [False] * (nbytes // 4096))
+    assert not reads_units_only(ROWS)
+
+
+def test_unknown_operators_are_read_whole():
+    assert not reads_units_only(replace(ROWS, operator="aten.no_such.default"))
+    assert not reads_units_only(replace(ROWS, operator="aten.add.Tensor"))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_large_units_are_tried_smaller_in_the_same_order(transposed):
+    """Those of Mixtral-8x7B are 224 MiB each, and a trial has some of them in memory."""
+    inner, stride = ((4096, 28672), (1, 4096)) if transposed else ((28672, 4096), (4096, 1))
+    view = replace(STACK.view, shape=(8, *inner), stride=(28672 * 4096, *stride), dtype="bfloat16")
+    small = trial._shortened(view, 1)
+    assert SparseRead(small, "", 0, 0, 1).unit_nbytes <= trial._LARGEST < 4 * small.shape[1] * small.shape[2]
+    assert (small.stride[1] < small.stride[2]) == transposed
+    assert reads_units_only(replace(STACK, view=view))
+
+
+def test_traces_and_plans(monkeypatch):
+    steps = (
+        Step("a", (3,), 0, 0, sparse=(ROWS,)),
+        Step("b", (0,), 0, 0, sparse=(replace(STACK, operator="x.y.z"),)),
+    )
+    (trace,) = trusted([Trace("m", 0, "", steps, 0, 0, "modelled")])
+    assert [step.sparse for step in trace.steps] == [(ROWS,), ()]
+    check_trusted(POOLED)
+    monkeypatch.setattr(trial, "cached_pages", lambda address, nbytes: [])
+    trial._tried.cache_clear()
+    with pytest.raises(
+        PlanError, match=r"units of a weight in embed, and aten\.embedding\.default was not seen"
+    ):
+        check_trusted(POOLED)
+    check_trusted(replace(POOLED, pool=None))
+    check_trusted(replace(POOLED, pool=Pool(4096, 4096, (-1, 0, -1))))

@@ -1,0 +1,68 @@
+"""The mutants of what brings and drops units are caught, on a real model whose absent units kill a reader."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.export import export
+
+import penstock
+from penstock.schedule.verify.proof import verify_plan
+from tests.runtime.sparse.unit_mutants import MUTANTS, POOLS, Model, inputs, plan_with
+
+ROOT = Path(__file__).parents[3]
+KILLED = "killed by signal 11"
+WRONG = (KILLED, "wrong results", "too much memory", "AssertionError")
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("units") / "model.penstock"
+    penstock.compile(export(Model(), inputs(0)), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def came(artifact: Path) -> dict[str, str]:
+    command = [sys.executable, "-m", "tests.runtime.sparse.unit_mutants", str(artifact)]
+    variables = {"PYTHONPATH": os.pathsep.join((str(ROOT), *sys.path))}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | variables, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_plans_are_safe_and_run_right(pool: str, artifact: Path, came: dict[str, str]) -> None:
+    program = penstock.open(artifact)
+    plan = plan_with(program, pool)
+    verify_plan(program.payload.storages, program.payload.traces, plan)
+    assert came[f"none, {pool}"] == "right"
+
+
+# The pools in which a mutant does something else: nothing comes ahead where a call has rounds, for example.
+SEEN = {
+    "the last unit is forgotten": POOLS,
+    "the index is that of the first call": POOLS,
+    "a unit in use is dropped": POOLS,
+    "a round brings the units of another": ("rounds", "one unit"),
+    "a shared edge is dropped": ("several",),
+    "an edge is kept that nobody needs": POOLS,
+    "what comes ahead does not count": ("several",),
+    "a unit is used before it is there": POOLS,
+}
+
+
+@pytest.mark.parametrize(("name", "pool"), [(name, pool) for name, pools in SEEN.items() for pool in pools])
+def test_mutants_are_caught(name: str, pool: str, came: dict[str, str]) -> None:
+    assert came[f"{name}, {pool}"].startswith(WRONG)
+
+
+def test_every_mutant_is_seen() -> None:
+    assert SEEN.keys() == MUTANTS.keys() - {"none"}

@@ -1,0 +1,286 @@
+"""Programs that read by units: bits, bytes and counts at every budget, with freed memory that faults."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.export import Dim, export
+
+import penstock
+from penstock.schedule.sparse.division import smallest_pool, without_units
+from tests.engines import ENGINES
+from tests.runtime.sparse.sparse_models import Experts, Rows, Tables, routes, seeded
+from tests.schedule.traces import machine
+
+WIDTH = 128
+
+SLOW = machine(1e8)
+"""A disk so slow that what a call does not need is better not read."""
+
+
+def compiled(model, inputs, folder, **options):
+    with torch.no_grad():
+        return penstock.compile(export(model.eval(), inputs, **options), folder / "model.penstock")
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory):
+    torch.manual_seed(0)
+    model = Tables()
+    inputs = torch.zeros(2, 8, dtype=torch.int64), torch.zeros(6, dtype=torch.int64)
+    return model, compiled(model, inputs, tmp_path_factory.mktemp("tables"))
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    model = Rows()
+    tokens = {"ids": {0: Dim("tokens", min=0, max=600)}}
+    example = torch.arange(300)
+    return model, compiled(model, (example,), tmp_path_factory.mktemp("rows"), dynamic_shapes=tokens)
+
+
+@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=str)
+def experts(request, tmp_path_factory):
+    model = Experts(request.param)
+    tokens = Dim("tokens", min=2, max=64)
+    example = torch.zeros(3, WIDTH, dtype=request.param), routes(3, 0)
+    shapes = {"x": {0: tokens}, "routes": {1: tokens}}
+    program = compiled(model, example, tmp_path_factory.mktemp("experts"), dynamic_shapes=shapes)
+    return model, program
+
+
+def pooled(program, budget, **options):
+    """The plan for a budget that reads by units, on a machine whose figures are given."""
+    plan = program.plan(budget, hardware=SLOW, **options)
+    assert plan.pool is not None
+    return plan
+
+
+def equal(module, model, *inputs):
+    with torch.no_grad():
+        for one, other in zip(as_tuple(module(*inputs)), as_tuple(model(*inputs)), strict=True):
+            assert torch.equal(one, other)
+
+
+def as_tuple(value):
+    return value if isinstance(value, tuple) else (value,)
+
+
+def batch(tokens, seed, dtype):
+    return torch.randn(tokens, WIDTH, generator=seeded(seed)).to(dtype), routes(tokens, seed)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_rows_by_every_operator(tables, engine):
+    model, program = tables
+    reads = {one.operator for step in program.payload.traces[0].steps for one in step.sparse}
+    assert reads == {"aten.embedding.default", "aten.index.Tensor", "aten.index_select.default"}
+    for share in ("85%", "95%"):
+        plan = pooled(program, share)
+        with program.load(plan=plan, engine=engine) as module:
+            for seed in range(4):
+                ids = torch.randint(4096, (2, 8), generator=seeded(seed))
+                index = torch.randint(-1200, 1200, (6,), generator=seeded(seed))
+                equal(module, model, ids, index.abs())
+            assert module.stats.misses == 0
+            assert module.stats.peak_bytes <= plan.budget
+
+
+def test_memory_that_is_not_asked_for_is_never_touched(tables):
+    """With `debug`, a read of a row that is not in memory, or of one that was dropped, kills the process."""
+    model, program = tables
+    plan = pooled(program, "85%")
+    with program.load(plan=plan, debug=True) as module:
+        for seed in range(4):
+            ids = torch.randint(4096, (2, 8), generator=seeded(seed))
+            equal(module, model, ids, torch.randint(1200, (6,), generator=seeded(seed)))
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_experts_at_every_budget(experts, debug):
+    model, program = experts
+    dtype = model.gate_up[0].dtype
+    whole = max(one.nbytes for one in model.parameters())
+    assert program.floor_bytes < whole / 2
+    for budget in (program.floor_bytes, "25%", "60%"):
+        plan = pooled(program, budget)
+        with program.load(plan=plan, debug=debug) as module:
+            for seed, tokens in enumerate((3, 2, 40, 5, 64, 4)):
+                equal(module, model, *batch(tokens, seed, dtype))
+            assert module.stats.misses == 0
+            assert module.stats.peak_bytes <= plan.budget
+
+
+def test_all_within_the_budget_is_read_once(experts):
+    model, program = experts
+    plan = program.plan("100%", hardware=SLOW)
+    assert plan.pool is None
+    with program.load(plan=plan) as module:
+        equal(module, model, *batch(5, 0, model.gate_up[0].dtype))
+        assert module.stats.bytes_moved == 0
+
+
+def test_one_byte_below_the_floor_is_refused(experts):
+    _, program = experts
+    with pytest.raises(penstock.BudgetError) as refused:
+        program.plan(program.floor_bytes - 1, hardware=SLOW)
+    assert refused.value.floor_bytes == program.floor_bytes
+
+
+def test_a_pool_of_one_unit_moves_each_unit_asked_for_once(rows):
+    """Bytes are exactly those of the different rows that are not the one still there."""
+    model, program = rows
+    plan = pooled(program, program.floor_bytes)
+    assert (program.floor_bytes, plan.pool.nbytes) == (4096, 4096)
+    with program.load(plan=plan) as module:
+        moved, last = 0, -1
+        for seed in range(5):
+            ids = torch.randint(1024, (300,), generator=seeded(seed))
+            asked = sorted(set(ids.tolist()))
+            kept = asked[0] == last
+            equal(module, model, ids)
+            moved += 4096 * (len(asked) - kept)
+            last = asked[-1]
+            assert module.stats.bytes_moved == moved
+            assert module.stats.peak_bytes == 4096
+
+
+def test_what_fits_is_read_once(rows):
+    model, program = rows
+    with program.load(plan=pooled(program, "50%")) as module:
+        ids = torch.randint(1024, (300,), generator=seeded(1))
+        for _ in range(3):
+            equal(module, model, ids)
+        assert module.stats.bytes_moved == 4096 * len(set(ids.tolist()))
+
+
+def test_a_call_that_names_nothing_reads_nothing(rows):
+    model, program = rows
+    with program.load(plan=pooled(program, "50%")) as module:
+        equal(module, model, torch.zeros(0, dtype=torch.int64))
+        assert module.stats.bytes_moved == 0
+
+
+@pytest.mark.parametrize("wrong", [1024, -1])
+def test_an_index_out_of_range_is_refused_as_the_kernel_refuses_it(rows, wrong):
+    model, program = rows
+    ids = torch.tensor([0, wrong, 3])
+    with program.load(plan=pooled(program, "50%")) as module, torch.no_grad():
+        with pytest.raises(IndexError) as expected:
+            model(ids)
+        with pytest.raises(IndexError) as got:
+            module(ids)
+        assert str(got.value) == str(expected.value)
+        equal(module, model, torch.tensor([0, 3]))
+
+
+def test_negative_numbers_count_from_the_end(tables):
+    model, program = tables
+    with program.load(plan=pooled(program, "85%"), debug=True) as module:
+        ids, index = torch.zeros(2, 8, dtype=torch.int64), torch.tensor([-1, -1200, 0, 1199, -3, 5])
+        with torch.no_grad(), pytest.raises(IndexError):  # index_select takes none
+            module(ids, index)
+        equal(module, model, ids, index.abs().clamp(max=1199))
+
+
+def test_a_read_that_fails_is_raised_and_the_next_call_is_right(rows, monkeypatch):
+    model, program = rows
+    with program.load(plan=pooled(program, "50%")) as module:
+        units = module._weights.units
+        real, calls = units.read, itertools.count()
+
+        def failing(piece):
+            if next(calls) % 2:
+                raise penstock.SourceError("the disk has failed")
+            return real(piece)
+
+        ids = torch.randint(1024, (300,), generator=seeded(2))
+        with monkeypatch.context() as patch:
+            patch.setattr(units, "read", failing)
+            with pytest.raises(penstock.SourceError, match="the disk has failed"), torch.no_grad():
+                module(ids)
+        for seed in range(3):
+            equal(module, model, torch.randint(1024, (300,), generator=seeded(seed)))
+
+
+@pytest.mark.parametrize("turn", range(4))
+def test_an_interrupt_leaves_a_module_that_can_be_called(experts, monkeypatch, turn):
+    """In the middle of a part: what was on its way is dropped, and read again."""
+    model, program = experts
+    dtype = model.gate_up[0].dtype
+    with program.load(plan=pooled(program, program.floor_bytes)) as module:
+        units = module._weights.units
+        real, calls = units._wait, itertools.count()
+
+        def interrupted(wanted):
+            if next(calls) == turn:
+                raise KeyboardInterrupt
+            real(wanted)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(units, "_wait", interrupted)
+            with pytest.raises(KeyboardInterrupt), torch.no_grad():
+                module(*batch(40, 0, dtype))
+        for seed in range(3):
+            equal(module, model, *batch(5, seed, dtype))
+        assert module.stats.peak_bytes <= module.plan.budget
+
+
+def test_a_file_that_shrinks_is_an_error(tmp_path):
+    model = Rows()
+    program = compiled(model, (torch.arange(300),), tmp_path)
+    (weights,) = program.path.glob("*.safetensors")
+    with program.load(plan=pooled(program, "50%")) as module:
+        with weights.open("r+b") as file:
+            file.truncate(weights.stat().st_size - 64)
+        with pytest.raises(penstock.SourceError, match="truncated"), torch.no_grad():
+            module(torch.arange(724, 1024))
+
+
+def test_calls_after_close_are_refused(rows):
+    _, program = rows
+    module = program.load(plan=pooled(program, "50%"))
+    module.close()
+    with pytest.raises(penstock.StreamError, match="closed"):
+        module(torch.arange(300))
+    module.close()
+
+
+def test_times_that_are_measured_have_no_waiting_for_units(rows):
+    _, program = rows
+    with program.load(plan=pooled(program, program.floor_bytes)) as module:
+        trace = module.measure(torch.arange(300))
+        assert module.stats.stall_seconds > 0
+        assert trace.compute_ns / 1e9 < module.stats.stall_seconds + 1
+        plan = program.plan("50%", traces=[trace], hardware=SLOW)
+        assert plan.pool is not None
+
+
+def test_a_device_reads_whole(experts):
+    _, program = experts
+    plan = program.plan("60%", device="sim", hardware=SLOW)
+    assert plan.pool is None
+    assert program.floor(device="sim") > program.floor_bytes
+    with pytest.raises(penstock.StreamError, match="by units"):
+        program.load(plan=pooled(program, "60%"), device="sim")
+
+
+def test_what_is_kept_is_not_read_by_units(experts):
+    _, program = experts
+    plan = pooled(program, "60%", keep=["down.0"])
+    names = program.payload.storage_names()
+    kept = next(s for s, name in enumerate(names) if name == "down.0")
+    assert plan.pool.layout[kept] == -1
+
+
+def test_the_floor_is_what_is_read_whole_and_one_unit(experts):
+    _, program = experts
+    payload = program.payload
+    layout = pooled(program, "25%").pool.layout
+    pool = smallest_pool(payload.traces, layout, 4096)
+    widest = max(one.unit_nbytes for trace in payload.traces for step in trace.steps for one in step.sparse)
+    assert widest <= pool.nbytes <= widest + 4096
+    reads = {s for step in without_units(payload.traces[0], pool).steps for s in step.reads}
+    assert program.floor_bytes == pool.nbytes + max(payload.storages[s].nbytes for s in reads)

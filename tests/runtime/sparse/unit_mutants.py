@@ -1,0 +1,199 @@
+"""Mutants of what brings and drops units, and what comes of some calls of a real model with each.
+
+As a program (`ARTIFACT`) this runs every mutant in a process of its own, as most of them are killed: memory
+of absent units can be neither read nor written (`debug=True`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+import penstock
+from penstock.passes.sparse import calls
+from penstock.passes.sparse.contracts import Contract
+from penstock.runtime.loading import LoadOptions, load_module
+from penstock.runtime.program import Program
+from penstock.runtime.sparse.units import LoadedUnits
+from penstock.runtime.system.memory import resident_bytes
+from penstock.schedule.facts.model import Hardware
+from penstock.schedule.plan import Plan
+from penstock.schedule.sparse.residency import Residency
+
+HARDWARE = Hardware("toy", 1e12, 1e10, 1e9, 4_000)
+POOLS = {"rounds": 24 * 4096, "one unit": 11 * 4096, "several": 80 * 4096}
+"""Bytes of pools: of two experts, of one, and of what some calls name."""
+
+
+class Model(nn.Module):
+    """Rows of a table, ten to a page, and experts of two stacks, neither a whole number of pages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Parameter(torch.randn(4096, 100))
+        self.up = nn.Parameter(torch.randn(64, 100, 96))
+        self.down = nn.Parameter(torch.randn(64, 96, 50))
+
+    def forward(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.embedding(rows, self.table).sum(0)
+        return ((x @ self.up[ids])[:, None] @ self.down[ids]).sum(0)
+
+
+def inputs(call: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and experts of a call, some of them those of the call before."""
+    dice = torch.Generator().manual_seed(call // 2)
+    again = torch.Generator().manual_seed(call)
+    rows = torch.cat([torch.randint(4096, (4,), generator=dice), torch.randint(4096, (4,), generator=again)])
+    ids = torch.cat([torch.randint(64, (2,), generator=dice), torch.randint(64, (3,), generator=again)])
+    return rows, ids
+
+
+def plan_with(program: Program, pool: str) -> Plan:
+    """A plan with a pool of a size of `POOLS`."""
+    plan = program.plan("50%", hardware=HARDWARE)
+    assert plan.pool is not None
+    return replace(plan, pool=replace(plan.pool, nbytes=POOLS[pool]))
+
+
+Mutant = tuple[Any, str, Callable[..., Any]]
+
+
+def _last_unit_forgotten(was: Any) -> Any:
+    return lambda self, index, count, slices: was(self, index, count, slices)[:-1]
+
+
+def _stale_index(was: Any) -> Any:
+    known: dict[int, list[int]] = {}
+    return lambda self, index, count, slices: known.setdefault(count, was(self, index, count, slices))
+
+
+def _in_use_may_leave(was: Any) -> Any:
+    def by_key(self: Residency, until: Any, *, needed: bool) -> list[int]:
+        used, self._used = self._used, self._used & False
+        found = was(self, until, needed=needed)
+        self._used = used
+        return sorted(found, key=lambda index: not used[index])  # type: ignore[no-any-return]
+
+    return by_key
+
+
+def _round_off_by_one(was: Any) -> Any:
+    def run(contract: Any, operator: Any, arguments: Any, rounds: Any) -> Any:
+        parts, hold = rounds.parts, rounds.hold
+        shifted = dict(zip(map(tuple, parts), [parts[-1], *parts], strict=False))
+        moved = replace(rounds, hold=lambda part: hold(shifted[tuple(part)]))
+        return was(contract, operator, arguments, moved)
+
+    return run
+
+
+def _shared_edge_dropped(_: Any) -> Any:
+    return lambda self, granule: False
+
+
+def _edge_kept(_: Any) -> Any:
+    return lambda self, granule: True
+
+
+def _ahead_uncounted(was: Any) -> Any:
+    def acquire(self: Residency, graph: int, step: int, numbers: Any, *, alone: bool = True) -> Any:
+        change = was(self, graph, step, numbers, alone=alone)
+        self.held_bytes = 0 if change.ahead else self.held_bytes
+        return change
+
+    return acquire
+
+
+def _not_waited_for(_: Any) -> Any:
+    return lambda self, units: None
+
+
+MUTANTS: dict[str, Mutant | None] = {
+    "none": None,
+    "the last unit is forgotten": (Contract, "units", _last_unit_forgotten),
+    "the index is that of the first call": (Contract, "units", _stale_index),
+    "a unit in use is dropped": (Residency, "_by_key", _in_use_may_leave),
+    "a round brings the units of another": (calls, "run_in_rounds", _round_off_by_one),
+    "a shared edge is dropped": (Residency, "in_use", _shared_edge_dropped),
+    "an edge is kept that nobody needs": (Residency, "in_use", _edge_kept),
+    "what comes ahead does not count": (Residency, "acquire", _ahead_uncounted),
+    "a unit is used before it is there": (LoadedUnits, "_wait", _not_waited_for),
+}
+
+
+def _watched(was: Any) -> Any:
+    """Have each wait for units look at the memory that they take, those on their way included."""
+
+    def wait(self: LoadedUnits, units: Any) -> None:
+        was(self, units)
+        for future in list(self._coming.values()):
+            future.exception()
+        taken = resident_bytes(self._memory.address, self._memory.address + self._memory.nbytes)
+        if taken > self.pool.nbytes:
+            raise MemoryError
+
+    return wait
+
+
+def _slow(was: Any) -> Any:
+    def read(self: LoadedUnits, piece: Any) -> Any:
+        time.sleep(0.001)
+        return was(self, piece)
+
+    return read
+
+
+def outcome(program: Program, plan: Plan) -> str:
+    """What comes of some calls: `right`, or what is wrong."""
+    model = Model()
+    with load_module(program, plan, LoadOptions(debug=True)) as module, torch.no_grad():
+        for call in range(8):
+            try:
+                found = module(*inputs(call))
+            except MemoryError:
+                return "too much memory"
+            except Exception as error:  # whatever it is, it is told
+                return f"{type(error).__name__}: {error}"
+            if not torch.equal(found, model(*inputs(call))):
+                return "wrong results"
+    return "right"
+
+
+def _alone(path: Path, pool: str, mutant: Mutant | None) -> str:
+    """What comes of a mutant, in a process that may be killed."""
+    theirs, ours = os.pipe()
+    child = os.fork()
+    if child == 0:
+        program = penstock.open(path)
+        plan = plan_with(program, pool)
+        if mutant is not None:
+            owner, name, made = mutant
+            patch.object(owner, name, made(getattr(owner, name))).start()
+        if mutant is None or mutant[1] != "_wait":
+            patch.object(LoadedUnits, "_wait", _watched(LoadedUnits._wait)).start()
+        patch.object(LoadedUnits, "read", _slow(LoadedUnits.read)).start()
+        os.write(ours, outcome(program, plan).encode())
+        os._exit(0)
+    os.close(ours)
+    with os.fdopen(theirs, "rb") as answer:
+        said = answer.read().decode()
+    _, status = os.waitpid(child, 0)
+    return f"killed by signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else said
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    artifact = Path(sys.argv[1])
+    came = {f"{name}, {pool}": _alone(artifact, pool, one) for name, one in MUTANTS.items() for pool in POOLS}
+    print(json.dumps(came))
