@@ -125,6 +125,11 @@ def test_quantised_weights_can_be_walked(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
+def test_reads_by_units_can_be_walked(tmp_path: Path) -> None:
+    assert "4096 bytes are enough for 16777216" in walk("docs/sparse.md", tmp_path)
+
+
+@pytest.mark.timeout(300)
 def test_training_can_be_walked(tmp_path: Path) -> None:
     output = walk("docs/training.md", tmp_path)
     assert re.findall(r"([\d,]+) bytes kept", output) == ["427,520", "11,961,856", "427,520"]
