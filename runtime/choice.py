@@ -37,12 +37,17 @@ from penstock.schedule.plan import Plan
 from penstock.schedule.planner import Floor, check_floor, floor, make_plan
 from penstock.schedule.space.layout import mapped_arena, packed_arena
 from penstock.schedule.sparse.division import divide, pass_ns, smallest_pool, units_layout, without_units
+from penstock.schedule.sparse.replay import expectation
+from penstock.schedule.sparse.routes import Routes, profile_of
 from penstock.schedule.verify.proof import verify_plan
 
 MAPPED_GRANULE = 2 << 20  # the largest folio of the page cache, which is mapped and dropped whole
 PAGE = mmap.PAGESIZE
 
 _MOST_GRANULES = 20_000
+_REPLAYED = 12
+"""The number of pools for which recorded routes are replayed."""
+
 _SMALL = 64 << 10  # below it a packed tensor is not aligned to whole blocks (runtime/files/pack.py)
 
 
@@ -63,6 +68,7 @@ class PlanRequest:
     host_memory: int | None = None
     spill: str | None = None
     by_units: bool = True
+    routes: Routes | None = None
 
 
 def find_plan(folder: Path, payload: Payload, request: PlanRequest) -> Plan:
@@ -72,7 +78,7 @@ def find_plan(folder: Path, payload: Payload, request: PlanRequest) -> Plan:
     """
     problem = _problem(folder, payload, request)
     make = partial(_make, payload, problem, request)
-    if request.hardware != "auto" or request.traces:
+    if request.hardware != "auto" or request.traces or request.routes:
         return make()
     key = replace(request, keep=tuple(sorted(request.keep)))
     return remembered_plan(folder, payload, key, problem, budget=request.budget, make=make)
@@ -183,7 +189,7 @@ def _problem(folder: Path, payload: Payload, request: PlanRequest) -> Problem:
     for asked in ways:
         try:
             problem = _problem_of(folder, asked, request)
-            found.append(_divided(problem, request.budget))
+            found.append(_divided(problem, request, payload.storage_names()))
         except BudgetError as error:
             refused.append(error)
     if not found:
@@ -191,15 +197,21 @@ def _problem(folder: Path, payload: Payload, request: PlanRequest) -> Problem:
     return min(found, key=lambda one: one[0])[1]
 
 
-def _divided(problem: Problem, budget: int) -> tuple[int, Problem]:
+def _divided(problem: Problem, request: PlanRequest, names: Sequence[str]) -> tuple[int, Problem]:
     """About the nanoseconds of a pass, and the problem with the best division of its budget."""
+    budget = request.budget
     if problem.pool is None:
         room = budget - problem.outside_bytes
         traces = problem.traces
         return sum(pass_ns(problem.storages, one, problem.hardware, room) for one in traces), problem
     least = floor(problem).upper_bytes - problem.outside_bytes
     nbytes = budget - (problem.outside_bytes - problem.pool.nbytes)
-    found, ns = divide(problem, nbytes, least)
+    if request.routes is None:
+        found, ns = divide(problem, nbytes, least)
+    else:
+        profile = profile_of(request.routes, problem.storages, problem.traces, names)
+        expect = expectation(profile, [trace.graph for trace in problem.traces])
+        found, ns = divide(problem, nbytes, least, expect, _REPLAYED)
     return ns, replace(problem, pool=found)
 
 

@@ -38,6 +38,7 @@ from penstock.runtime.memory_split import (
     reserved_bytes,
 )
 from penstock.runtime.module import StreamedModule
+from penstock.runtime.sparse.recorder import read_routes
 from penstock.runtime.training.parameters import PARAMETERS
 from penstock.runtime.training.rungs import (
     AUTO,
@@ -52,6 +53,7 @@ from penstock.schedule.facts.model import Hardware, Trace, Wrap
 from penstock.schedule.facts.sizes import parse_size
 from penstock.schedule.payload.codec import Payload, verify_payload
 from penstock.schedule.plan import Plan
+from penstock.schedule.sparse.routes import Routes
 from penstock.schedule.verify.proof import verify_plan
 
 if TYPE_CHECKING:
@@ -155,6 +157,7 @@ class Program:
         traces: Sequence[Trace] | None = None,
         host_memory: int | str | None = None,
         activations: str = AUTO,
+        routes: str | PathLike[str] | Routes | None = None,
     ) -> Plan:
         """Decide what stays and what streams within `budget` (bytes, `32MiB`, or `50%` of the weights).
 
@@ -166,8 +169,9 @@ class Program:
         `load`; a budget is of weights only, so "auto" is the one that keeps all.
 
         With measured hardware and modelled times, an equal plan that was made before on this machine is used
-        again, and `load` runs the plan that this returns. Raises BudgetError below the floor, PlanError for
-        a pattern that matches nothing.
+        again, and `load` runs the plan that this returns. `routes`, recorded by `record_routes` or the file of
+        them, say which units calls ask for, in place of each as often as another. Raises BudgetError below the
+        floor, PlanError for a pattern that matches nothing, PayloadError for routes of another program.
         """
         request = PlanRequest(
             budget=self._nbytes(budget),
@@ -178,6 +182,7 @@ class Program:
             traces=_traces(traces),
             wrap=wrap,
             host_memory=parse_host_memory(host_memory, self.largest_budget),
+            routes=_routes(routes),
         )
         return find_plan(self.path, candidates(self, activations)[0].payload, request)
 
@@ -394,6 +399,12 @@ def _traces(traces: object) -> tuple[Trace, ...]:
             "StreamedModule.measure returns, or leave it out"
         )
     return tuple(traces)
+
+
+def _routes(routes: str | PathLike[str] | Routes | None) -> Routes | None:
+    if routes is None or isinstance(routes, Routes):
+        return routes
+    return read_routes(Path(routes))
 
 
 def _patterns(keep: Sequence[str]) -> tuple[str, ...]:

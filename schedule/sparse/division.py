@@ -8,8 +8,9 @@ compare divisions, of which only the chosen one is planned.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from penstock.schedule.facts.model import Hardware, Pool, SparseRead, Storage, Trace
 from penstock.schedule.facts.problem import Problem
@@ -19,9 +20,6 @@ LEAST = 1 << 20
 
 _PLACES = 2 << 20
 """Storages begin at such multiples in a pool, as huge pages do."""
-
-_DIVISIONS = 64
-"""The number of sizes of a pool that are compared."""
 
 _NEARLY = 1.05
 """Divisions that take at most so many times as long as the fastest one are about as fast."""
@@ -116,66 +114,94 @@ def tables_of(trace: Trace, pool: Pool) -> list[Table]:
     return sorted(found.values(), key=lambda table: -table.asked / table.count)
 
 
-def waiting_ns(trace: Trace, pool: Pool, hardware: Hardware, *, cold: bool = False) -> int:
-    """Nanoseconds that a pass waits for the units that it does not find (`_missed`)."""
-    units, nbytes = _missed(trace, pool, cold=cold)
-    waits = units * hardware.link_latency_ns / _READERS
-    return round(waits + nbytes * 1e9 / hardware.link_bytes_per_s)
+class Missed(NamedTuple):
+    """Units that a pass of a method does not find in a pool, and their bytes."""
+
+    units: float
+    nbytes: int
+
+    def ns(self, hardware: Hardware) -> int:
+        """Nanoseconds until they are there, if nothing else is read."""
+        waits = self.units * hardware.link_latency_ns / _READERS
+        return round(waits + self.nbytes * 1e9 / hardware.link_bytes_per_s)
 
 
-def timed_pool(pool: Pool, traces: Sequence[Trace], hardware: Hardware) -> Pool:
+Expectation = Callable[[Pool], Sequence[Missed]]
+"""What a pass of each method is expected to miss, by pool."""
+
+
+def evenly(traces: Sequence[Trace]) -> Expectation:
+    """Calls ask for as many units as at the exported sizes, for each as often as for any other."""
+    return lambda pool: [missed(trace, pool) for trace in traces]
+
+
+def missed(trace: Trace, pool: Pool, *, cold: bool = False) -> Missed:
+    """What a pass misses if the units asked for most are there, as many as fit, or (`cold`) none."""
+    left, units, nbytes = 0 if cold else pool.nbytes, 0.0, 0.0
+    for table in tables_of(trace, pool):
+        some = table.missed(left)
+        left = max(0, left - table.nbytes)
+        units += some
+        nbytes += some * table.unit_nbytes
+    return Missed(units, round(nbytes))
+
+
+def timed_pool(
+    pool: Pool, traces: Sequence[Trace], hardware: Hardware, expected: Sequence[Missed] | None = None
+) -> Pool:
     """The pool with the times that a pass of each method is expected to wait, and waits at worst."""
+    found = evenly(traces)(pool) if expected is None else expected
+    worst = [missed(trace, pool, cold=True) for trace in traces]
     return replace(
         pool,
-        expected_ns=tuple(waiting_ns(trace, pool, hardware) for trace in traces),
-        worst_ns=tuple(waiting_ns(trace, pool, hardware, cold=True) for trace in traces),
+        expected_ns=tuple(min(a.ns(hardware), b.ns(hardware)) for a, b in zip(found, worst, strict=True)),
+        worst_ns=tuple(one.ns(hardware) for one in worst),
     )
 
 
-def divide(problem: Problem, nbytes: int, least: int) -> tuple[Pool, int]:
+def divide(
+    problem: Problem, nbytes: int, least: int, expect: Expectation | None = None, divisions: int = 64
+) -> tuple[Pool, int]:
     """The best division of `nbytes`, and its time in nanoseconds, summed over a pass of each method.
 
     The traces of the problem are those of what is read whole, for which an arena has at least `least` bytes,
-    and its pool is the smallest. Of divisions that are about as fast the one counts that copies fewest bytes:
+    and its pool is the smallest. `divisions` sizes of the pool are compared, by what calls are expected to
+    miss, evenly by default. Of divisions that are about as fast the one counts that copies fewest bytes:
     copies that hide behind compute by these times still take the disk from reads that a call waits for.
     """
     smallest = problem.pool
     assert smallest is not None
+    expect = expect or evenly(problem.traces)
     everything = sum(problem.storages[s].nbytes for s in smallest.storages)
     largest = min(max(nbytes - least, smallest.nbytes), everything + smallest.nbytes)
     sizes = {
-        smallest.nbytes + (largest - smallest.nbytes) * k // _DIVISIONS // smallest.granule * smallest.granule
-        for k in range(_DIVISIONS + 1)
+        smallest.nbytes + (largest - smallest.nbytes) * k // divisions // smallest.granule * smallest.granule
+        for k in range(divisions + 1)
     }
-    found = [_weighed(problem, replace(smallest, nbytes=size), nbytes - size) for size in sizes]
-    enough = _NEARLY * min(ns for ns, _, _ in found)
+    pools = [replace(smallest, nbytes=size) for size in sorted(sizes)]
+    found = [_weighed(problem, pool, nbytes - pool.nbytes, expect(pool)) for pool in pools]
+    enough = _NEARLY * min(one.ns for one in found)
     # Of those that copy as little, the largest pool keeps most where calls do not ask for all units alike.
-    ns, _, pool = min((one for one in found if one[0] <= enough), key=lambda one: (one[1], -one[2].nbytes))
-    return timed_pool(pool, problem.traces, problem.hardware), ns
+    best = min((one for one in found if one.ns <= enough), key=lambda one: (one.copied, -one.pool.nbytes))
+    return timed_pool(best.pool, problem.traces, problem.hardware, best.missed), best.ns
 
 
-def _weighed(problem: Problem, pool: Pool, room: int) -> tuple[int, int, Pool]:
-    """The time of a division in which `room` bytes are left for the arena, and the bytes that it copies."""
+class _Weighed(NamedTuple):
+    """A division: its time, the bytes that it copies, its pool, and what a pass of each method misses."""
+
+    ns: int
+    copied: int
+    pool: Pool
+    missed: Sequence[Missed]
+
+
+def _weighed(problem: Problem, pool: Pool, room: int, found: Sequence[Missed]) -> _Weighed:
+    """The division in which `room` bytes are left for the arena."""
     ns = copied = 0
-    for trace in problem.traces:
-        ns += pass_ns(problem.storages, trace, problem.hardware, room)
-        ns += waiting_ns(trace, pool, problem.hardware)
-        copied += max(0, _read_bytes(problem.storages, trace) - max(0, room)) + _missed(trace, pool)[1]
-    return ns, copied, pool
-
-
-def _missed(trace: Trace, pool: Pool, *, cold: bool = False) -> tuple[float, int]:
-    """The units that a pass does not find, and their bytes.
-
-    All are asked for equally often, and those of the pool's size are there, or (`cold`) none is.
-    """
-    left, units, nbytes = 0 if cold else pool.nbytes, 0.0, 0.0
-    for table in tables_of(trace, pool):
-        missed = table.missed(left)
-        left = max(0, left - table.nbytes)
-        units += missed
-        nbytes += missed * table.unit_nbytes
-    return units, round(nbytes)
+    for trace, some in zip(problem.traces, found, strict=True):
+        ns += pass_ns(problem.storages, trace, problem.hardware, room) + some.ns(problem.hardware)
+        copied += max(0, _read_bytes(problem.storages, trace) - max(0, room)) + some.nbytes
+    return _Weighed(ns, copied, pool, found)
 
 
 def _read_bytes(storages: Sequence[Storage], trace: Trace) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from penstock.schedule.facts.errors import PayloadError
 from penstock.schedule.facts.model import Pool, Range, SparseRead
 from penstock.schedule.space.spans import merged
+from penstock.schedule.sparse.division import Expectation, Missed
 from penstock.schedule.sparse.optimum import Round, least_missed
 from penstock.schedule.sparse.policies import LeastFrequent, LeastRecent
 from penstock.schedule.sparse.residency import Residency, Unit
@@ -82,6 +83,29 @@ def replay_own(profile: Profile, pool: Pool) -> Moved:
     return _Driven(profile, pool).moved(Residency(pool, profile.traces), ahead=True)
 
 
+def expectation(profile: Profile, graphs: Sequence[int]) -> Expectation:
+    """What a pass of each of the methods `graphs` misses, as the recorded calls of it do on the average.
+
+    A method of which no call was recorded misses nothing.
+    """
+
+    def expect(pool: Pool) -> list[Missed]:
+        driven = _Driven(profile, pool)
+        found: dict[int, list[Moved]] = {graph: [] for graph in graphs}
+        calls = driven.moves(Residency(pool, profile.traces), ahead=True)
+        for call, moved in zip(profile.routes.calls, calls, strict=True):
+            if call:
+                found[profile.routes.reads[call[0].read].graph].append(moved)
+        return [_average(found[graph]) for graph in graphs]
+
+    return expect
+
+
+def _average(moves: Sequence[Moved]) -> Missed:
+    calls = max(1, len(moves))
+    return Missed(sum(one.units for one in moves) / calls, sum(one.nbytes for one in moves) // calls)
+
+
 class _Driven:
     """The calls of a profile, as they drive the policy of a pool."""
 
@@ -107,8 +131,13 @@ class _Driven:
 
     def moved(self, residency: Residency, *, ahead: bool) -> Moved:
         """What is moved for all calls, where `residency` decides; `ahead` as far as it is known."""
-        units = nbytes = 0
+        moves = list(self.moves(residency, ahead=ahead))
+        return Moved(sum(one.units for one in moves), sum(one.nbytes for one in moves))
+
+    def moves(self, residency: Residency, *, ahead: bool) -> Iterator[Moved]:
+        """Yields what is moved for each call."""
         for call in self._profile.routes.calls:
+            units = nbytes = 0
             residency.begin()
             for ask in call:
                 at = self._profile.routes.reads[ask.read]
@@ -119,7 +148,7 @@ class _Driven:
                     residency.release(at.graph, at.step, part)
                     units += len(change.bring) + len(change.ahead)
                     nbytes += self._nbytes(change.bring) + self._nbytes(change.ahead)
-        return Moved(units, nbytes)
+            yield Moved(units, nbytes)
 
     def _nbytes(self, units: Iterable[Unit]) -> int:
         """The bytes that are read to bring units at once; where two share a granule it is read once."""

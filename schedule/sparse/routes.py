@@ -88,7 +88,7 @@ def routed_reads(
         for trace in traces
         for k, step in enumerate(trace.steps)
         for read in step.sparse
-        if layout[read.storage] >= 0
+        if layout[read.storage] >= 0 and not read.tiles  # which every call asks for
     }
 
 

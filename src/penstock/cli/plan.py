@@ -37,6 +37,9 @@ def plan(
     hardware: options.HardwareName = "auto",
     host_memory: options.HostMemory = None,
     activations: options.Activations = "auto",
+    routes: Annotated[
+        Path | None, typer.Option(help="Recorded routes: which units calls ask for (see `replay`).")
+    ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Beside what other policies take.")] = False,
     sweep: Annotated[bool, typer.Option("--sweep", help="Time against budget, with all policies.")] = False,
     output: Annotated[
@@ -57,7 +60,7 @@ def plan(
     check_outputs(output, report, timeline, force=force)
     with console.spinner("planning") as say:
         program = candidates(open_program(artifact), activations)[0]
-        decide = partial(program.plan, keep=keep or (), arena=arena, host_memory=host_memory)
+        decide = partial(program.plan, keep=keep or (), arena=arena, host_memory=host_memory, routes=routes)
         decided = decide(budget, hardware=hardware)
 
         def again(nbytes: int) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,12 @@ from penstock.runtime.program import Program
 from penstock.runtime.sparse.recorder import Recorder, read_routes
 from penstock.schedule.facts.errors import PayloadError, SourceError, StreamError
 from penstock.schedule.sparse.replay import replay, replay_own
-from penstock.schedule.sparse.routes import Profile, Routes, profile_of
+from penstock.schedule.sparse.routes import Ask, Profile, Routes, profile_of
+from tests.schedule.traces import machine
 
 ROWS = 4096
+SLOW = machine(1e8)
+"""A disk so slow that units are always worth it."""
 
 
 class Mixture(nn.Module):
@@ -62,7 +66,7 @@ def profile(program: Program, routes: Routes) -> Profile:
 
 @pytest.mark.parametrize("budget", ["12%", "30%", "45%", "60%", "90%"])
 def test_a_replay_moves_the_bytes_that_the_run_moved(program: Program, model: Mixture, budget: str) -> None:
-    plan = program.plan(budget)
+    plan = program.plan(budget, hardware=SLOW)
     assert plan.pool is not None
     with program.load(plan=plan) as module, torch.no_grad(), module.record_routes() as recorder:
         before = module.stats.bytes_moved
@@ -123,3 +127,22 @@ def test_files_that_hold_no_routes_are_refused(tmp_path: Path) -> None:
 def test_a_recorder_can_be_named(program: Program) -> None:
     with program.load("30%") as module:
         assert isinstance(module.record_routes(), Recorder)
+
+
+def test_a_plan_expects_what_was_recorded(program: Program, tmp_path: Path) -> None:
+    """Calls that ask for the same units again miss less than ones that ask for all alike."""
+    alike = program.plan("40%", hardware=SLOW)
+    with program.load(plan=alike) as module, torch.no_grad(), module.record_routes() as recorder:
+        for ids in calls(20):
+            module(ids % 64)
+    recorder.save(tmp_path / "routes.jsonl")
+    plan = program.plan("40%", hardware=SLOW, routes=tmp_path / "routes.jsonl")
+    assert plan == program.plan("40%", hardware=SLOW, routes=recorder.routes)
+    assert plan.pool is not None
+    assert alike.pool is not None
+    assert plan.pool.expected_ns[0] < alike.pool.expected_ns[0]
+    moved = replay_own(profile(program, recorder.routes), plan.pool).nbytes
+    assert plan.pool.expected_ns == (round(moved // 20 * 1e9 / 1e8),)
+    other = Routes((replace(recorder.routes.reads[0], name="other"),), ((Ask(0, (1,)),),))
+    with pytest.raises(PayloadError, match="another program"):
+        program.plan("40%", hardware=SLOW, routes=other)

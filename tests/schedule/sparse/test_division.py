@@ -21,11 +21,11 @@ from penstock.schedule.facts.problem import Problem
 from penstock.schedule.sparse.division import (
     LEAST,
     divide,
+    missed,
     smallest_pool,
     tables_of,
     timed_pool,
     units_layout,
-    waiting_ns,
     without_units,
 )
 
@@ -131,7 +131,7 @@ def test_tables_are_counted_once_however_often_a_pass_reads_them() -> None:
 
 def test_waiting_falls_with_the_pool_and_is_worst_without_one() -> None:
     some = trace(((0,), (TABLE,)))
-    times = [waiting_ns(some, Pool(n * MIB, 4096, (0, -1, -1)), HARDWARE) for n in range(6)]
+    times = [missed(some, Pool(n * MIB, 4096, (0, -1, -1))).ns(HARDWARE) for n in range(6)]
     assert times == sorted(times, reverse=True)
     assert times[0] == round(4 * 4096 / 1e9 * 1e9 + 4 * 4_000 / 4)
     assert times[-1] == 0
@@ -155,9 +155,8 @@ def test_a_budget_is_divided_by_what_saves_most() -> None:
     pool, ns = divide(problem(10_000_000, 512), 4 * MIB, MIB)
     assert 2 * MIB < pool.nbytes < 3 * MIB  # and the rest saves bytes, for nearly no time
     assert ns == 10_000_100 + pool.expected_ns[0]
-    best = 10_000_100 + waiting_ns(
-        problem(10_000_000, 512).traces[0], replace(pool, nbytes=3 * MIB), HARDWARE
-    )
+    largest = replace(pool, nbytes=3 * MIB)
+    best = 10_000_100 + missed(problem(10_000_000, 512).traces[0], largest).ns(HARDWARE)
     assert best < ns <= 1.05 * best
     # Copies take all the time, and units are seldom asked for: the pool is the smallest.
     pool, ns = divide(problem(0, 1), 4 * MIB, MIB)
