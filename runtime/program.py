@@ -169,9 +169,9 @@ class Program:
         `load`; a budget is of weights only, so "auto" is the one that keeps all.
 
         With measured hardware and modelled times, an equal plan that was made before on this machine is used
-        again, and `load` runs the plan that this returns. `routes`, recorded by `record_routes` or the file of
-        them, say which units calls ask for, in place of each as often as another. Raises BudgetError below the
-        floor, PlanError for a pattern that matches nothing, PayloadError for routes of another program.
+        again, and `load` runs the plan that this returns. `routes`, recorded by `record_routes` or the file
+        of them, say which units calls ask for, in place of each as often as another. Raises BudgetError below
+        the floor, PlanError for a pattern that matches nothing, PayloadError for routes of another program.
         """
         request = PlanRequest(
             budget=self._nbytes(budget),
