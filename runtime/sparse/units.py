@@ -106,7 +106,7 @@ class LoadedUnits:
         self._read_of = {one.storage: one for one in self._reads.values()}
         self._nbytes = [storage.nbytes for storage in storages]
         self._coming: dict[Unit, Future[int]] = {}
-        self._spare: list[Range] = []  # memory of dropped units, still where they were
+        self._spare: dict[Range, None] = {}  # memory of dropped units, still where they were
         self._unclear = False
         self._closed = False
         self._moves = supports_move() and not debug
@@ -268,7 +268,7 @@ class LoadedUnits:
         for unit in units:
             inner = self._inner(unit)
             if inner is not None:
-                self._spare.append(inner)
+                self._spare[inner] = None
             granules += subtract(self._own(unit), [inner] if inner else [])
         for place in merged(granules):
             self._discard(place)
@@ -287,32 +287,35 @@ class LoadedUnits:
         return inner if self._moves and inner.nbytes >= _MOVED else None
 
     def _move_to(self, units: Sequence[Unit]) -> None:
-        """Give units the memory of dropped ones, which need not be zeroed and mapped again."""
+        """Give units the memory of dropped ones of their size, which need not be zeroed and mapped again.
+
+        A unit that was dropped itself keeps its own, so that no memory in use is ever taken for spare.
+        """
         for unit in units:
             inner = self._inner(unit)
-            at = inner.start if inner else 0
-            while inner and at < inner.stop and self._spare:
-                spare = self._spare.pop()
-                nbytes = min(spare.nbytes, inner.stop - at)
-                if spare.start + nbytes < spare.stop:
-                    self._spare.append(Range(spare.start + nbytes, spare.stop))
-                base = self._memory.address
-                if spare.start != at:
-                    move(base + spare.start, base + at, nbytes)
-                at += nbytes
+            if inner is None:
+                continue
+            if inner in self._spare:
+                del self._spare[inner]
+                continue
+            found = next((spare for spare in self._spare if spare.nbytes == inner.nbytes), None)
+            if found is None:
+                continue
+            del self._spare[found]
+            base = self._memory.address
+            try:
+                move(base + found.start, base + inner.start, inner.nbytes)
+            except OSError:  # no more mappings are allowed: fresh memory will do
+                self._discard(found)
 
     def _trim(self, most: int | None = None) -> None:
         """Give back what is spare beyond what the pool may hold beside its units."""
         left = self.pool.nbytes - self.residency.held_bytes if most is None else most
-        kept: list[Range] = []
-        for spare in self._spare:
-            nbytes = min(spare.nbytes, left)
-            left -= nbytes
-            if nbytes:
-                kept.append(Range(spare.start, spare.start + nbytes))
-            if nbytes < spare.nbytes:
-                self._discard(Range(spare.start + nbytes, spare.stop))
-        self._spare = kept
+        for spare in list(self._spare):
+            left -= spare.nbytes
+            if left < 0:
+                del self._spare[spare]
+                self._discard(spare)
 
     def _discard(self, place: Range) -> None:
         nbytes = min(place.stop, self._memory.nbytes) - place.start

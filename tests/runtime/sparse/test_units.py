@@ -9,6 +9,7 @@ import torch
 from torch.export import Dim, export
 
 import penstock
+from penstock.runtime.sparse import units as units_module
 from penstock.schedule.sparse.division import smallest_pool, without_units
 from tests.engines import ENGINES
 from tests.runtime.sparse.sparse_models import Experts, Rows, Tables, routes, seeded
@@ -203,6 +204,46 @@ def test_a_read_that_fails_is_raised_and_the_next_call_is_right(rows, monkeypatc
                 module(ids)
         for seed in range(3):
             equal(module, model, torch.randint(1024, (300,), generator=seeded(seed)))
+
+
+class Stacks(torch.nn.Module):
+    """Three tables of units of 288, 400 and 800 KiB, of which each call asks for some."""
+
+    def __init__(self):
+        super().__init__()
+        self.stacks = torch.nn.ParameterList(
+            torch.randn(12, kib, 256, generator=seeded(kib)) for kib in (288, 400, 800)
+        )
+
+    def forward(self, *index):
+        return tuple(stack.view(12, -1)[one] for stack, one in zip(self.stacks, index, strict=True))
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_memory_that_moves_between_units_of_several_sizes(tmp_path, monkeypatch, refused):
+    """Also where the system refuses to move it; what is spare is never that of a unit in use."""
+    model = Stacks()
+    example = tuple(torch.arange(2) for _ in range(3))
+    program = compiled(model, example, tmp_path)
+    moved = []
+
+    def move(old, new, nbytes):
+        moved.append(nbytes)
+        if refused:
+            raise OSError(12, "no more mappings")
+        real(old, new, nbytes)
+
+    real = units_module.move
+    monkeypatch.setattr(units_module, "move", move)
+    plan = pooled(program, "2500KiB")
+    with program.load(plan=plan) as module:
+        memory = module._weights.units._memory
+        for call in range(120):
+            dice = seeded(call)
+            index = tuple(torch.randperm(12, generator=dice)[:2].sort().values for _ in range(3))
+            equal(module, model, *index)
+            assert memory.resident_bytes() <= plan.pool.nbytes
+    assert {288, 400, 800} <= {-(-nbytes // 1024 // 4) * 4 + 8 for nbytes in moved}
 
 
 @pytest.mark.parametrize("turn", range(4))
