@@ -30,10 +30,12 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._prims_common import is_contiguous_or_false
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument
 
 from penstock.passes.building.refusals import sentence
+from penstock.passes.graph.in_place import layouts_kept
 from penstock.passes.graph.nodes import copy_graph_module, placeholders_of
 from penstock.passes.graph.propagation import fake_inputs, propagate
 from penstock.passes.training.aligned import align
@@ -237,16 +239,20 @@ def _traced(
         warnings.simplefilter("ignore")  # torch's own, about gradients of fake tensors that are no leaves
         entered.enter_context(torch.enable_grad())
         entered.enter_context(_as_eager())
+        entered.enter_context(layouts_kept(differentiated=forward_only))
         known = _Sizes(inputs)
         try:
             made = aot_export_joint_with_descriptors(
                 entered, flat, tuple(inputs[k] for k in flat.shown), decompositions={}
             )
+        except PassError:
+            raise
         except Exception as error:
             raise _refusal(error, forward_only=forward_only) from error
         known.check()
     graph = made.graph_module.graph
     graph.set_codegen(fx.graph.CodeGen())  # its own has the structure of the trace's arguments
+    _refuse_random_slopes(graph, forward_only=forward_only)
     _erase_assertions(graph)
     _unwrap_effects(graph)
     _name_inputs(graph, {one.meta["desc"]: names[flat.shown[one.meta["desc"].idx]] for one in _plain(graph)})
@@ -273,6 +279,23 @@ def _refusal(error: Exception, *, forward_only: bool) -> PassError:
         f"autograd cannot trace the program ({type(error).__name__}: {sentence(error)}): export what it "
         f"trains without this operation{other}"
     )
+
+
+def _refuse_random_slopes(graph: fx.Graph, *, forward_only: bool) -> None:
+    """Raises PassError for an RReLU in training whose gradient torch does not find in a graph like this one.
+
+    The slopes, which eager PyTorch writes to a tensor of its own, are a second result here, and autograd does
+    not look at it; nor do kernels take a value that is not contiguous beside them.
+    """
+    for node in graph.nodes:
+        if node.target is not aten.rrelu_with_noise_functional.default or node.args[4:5] != (True,):
+            continue
+        if forward_only or not is_contiguous_or_false(node.args[0].meta["val"]):
+            raise PassError(
+                "the model has an RReLU in training mode, of which backward='segments' has no gradient, and "
+                "another backward only that of a contiguous value: put the RReLU into eval mode, use "
+                "LeakyReLU, or make the value contiguous() and leave backward= out"
+            )
 
 
 @contextmanager
