@@ -54,6 +54,18 @@ def is_in_place(operator: Any) -> bool:
     return bool(written) and written[0] and sum(written) == 1 and returned == [True] and not moved
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Tells whether a tensor of static size has its elements close together, in any order."""
+    if not _is_static(tensor):
+        return False
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def _declare(operator: OpOverload) -> None:
     def kernel(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         copied = self.new_empty_strided(self.size(), self.stride()).copy_(self)
@@ -122,7 +134,7 @@ def _is_kept(operator: OpOverload, args: Any, kwargs: Any) -> bool:
     written = args[0]
     if operator is torch.ops.aten.copy_.default or is_contiguous_or_false(written):
         return True
-    if torch.Tag.pointwise not in operator.tags or not _is_dense(written):
+    if torch.Tag.pointwise not in operator.tags or not is_dense(written):
         return False
     others = [one for one in (*args[1:], *(kwargs or {}).values()) if isinstance(one, torch.Tensor)]
     return all(not one.dim() or (_is_static(one) and _layout(one) == _layout(written)) for one in others)
@@ -134,18 +146,6 @@ def _is_static(tensor: torch.Tensor) -> bool:
 
 def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
     return (tuple(tensor.shape), tensor.stride())
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Tells whether a tensor of static size has its elements close together, in any order."""
-    if not _is_static(tensor):
-        return False
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _check(operator: Any, args: Any, kwargs: Any) -> None:

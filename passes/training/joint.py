@@ -35,7 +35,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument
 
 from penstock.passes.building.refusals import sentence
-from penstock.passes.graph.in_place import layouts_kept
+from penstock.passes.graph.in_place import as_function, is_dense, layouts_kept
 from penstock.passes.graph.nodes import copy_graph_module, placeholders_of
 from penstock.passes.graph.propagation import fake_inputs, propagate
 from penstock.passes.training.aligned import align
@@ -162,7 +162,8 @@ def trace_forward(
 ) -> Joint:
     """Returns a joint without gradients: the graph of the forward, as autograd sees it.
 
-    What a region without gradients computes is detached in it. Raises PassError where that has no trace.
+    What a region without gradients computes is detached in it. What is computed of an input that the program
+    writes to is computed of a copy, so that it can be computed again. Raises PassError where that has no trace.
     """
     trace = _traced(_with_detached_regions(exported), weights, trainable, losses, forward_only=True)
     results, graph = len(result_positions(exported)), trace.made.graph
@@ -180,12 +181,28 @@ def trace_forward(
     for node in placeholders_of(graph):
         if _is_gradient(node):
             graph.erase_node(node)
+    _copy_written(graph)
     meanings = _meanings(trace, {})
     graph_module = propagate(trace.made, fake_inputs(trace.made, weights))
     for node, copied in zip(graph.nodes, graph_module.graph.nodes, strict=True):
         copied.name = node.name
     found = _described(graph_module, trace.flat, results, meanings)
     return replace(found, results=tuple(_attached(node) for node in found.results))
+
+
+def _copy_written(graph: fx.Graph) -> None:
+    """Puts copies, as they lie in memory, in place of the inputs that a program writes to."""
+    meanings = graph.output_node().meta["desc"]
+    written = [one.mutated_input for one in meanings if isinstance(one, InputMutationAOTOutput)]
+    inputs = placeholders_of(graph)
+    for node in [one for one in inputs if one.meta["desc"] in written]:
+        with graph.inserting_after(inputs[-1]):
+            if is_dense(node.meta["val"]):
+                copied = graph.call_function(aten.clone.default, (node,))
+            else:
+                copied = graph.call_function(as_function(aten.copy_.default), (node, node))
+        for user in [one for one in node.users if one is not copied and one.op != "output"]:
+            user.replace_input_with(node, copied)
 
 
 def _attached(result: Any) -> Any:

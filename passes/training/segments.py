@@ -96,9 +96,10 @@ def _segments(joint: Joint, frozen: Collection[str], requiring: set[fx.Node]) ->
     early = forward_of(joint)
     nodes = [node for node in joint.graph_module.graph.nodes if node in early]
     derived = _derived(joint, frozen, nodes)
+    given = derived | {copied for k in joint.written for copied in joint.inputs[k].users}  # type: ignore[union-attr]
     starts = [0, *(nodes.index(node) for node in boundaries(joint, frozen)), len(nodes)]
     parts = [
-        [node for node in nodes[a:b] if node.op != "placeholder" and node not in derived]
+        [node for node in nodes[a:b] if node.op != "placeholder" and node not in given]
         for a, b in pairwise(starts)
     ]
     shown = {node for node in joint.results if node is not None}
