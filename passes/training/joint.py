@@ -163,7 +163,8 @@ def trace_forward(
     """Returns a joint without gradients: the graph of the forward, as autograd sees it.
 
     What a region without gradients computes is detached in it. What is computed of an input that the program
-    writes to is computed of a copy, so that it can be computed again. Raises PassError where that has no trace.
+    writes to is computed of a copy, so that it can be computed again. Raises PassError where that has no
+    trace.
     """
     trace = _traced(_with_detached_regions(exported), weights, trainable, losses, forward_only=True)
     results, graph = len(result_positions(exported)), trace.made.graph
