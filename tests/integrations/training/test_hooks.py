@@ -8,7 +8,10 @@ from penstock.integrations import apply
 from penstock.schedule.facts.errors import PassError, StreamError
 from tests.integrations.training.adapted import MEMORY, adapted, batch, equal, gradients, trained
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:For backward hooks to be called:UserWarning"),
+]
 
 KINDS = ("register_full_backward_hook", "register_full_backward_pre_hook")
 
@@ -41,7 +44,7 @@ def test_a_hook_on_a_part_is_refused_until_it_is_removed(kind, cache):
 def test_hooks_on_the_model_and_on_its_parameters_are_called(cache):
     found = []
     for model in (adapted(), adapted()):
-        model.register_full_backward_hook(doubled)
+        model.register_full_backward_pre_hook(lambda module, given: None)
         next(iter(trained(model).values())).register_hook(lambda gradient: gradient * 3)
         found.append(model)
     expected = gradients(found[0], batch(16))
