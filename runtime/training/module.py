@@ -81,7 +81,7 @@ class TrainingModule(StreamedModule):
             self._kept = weakref.ref(call)
             return result
         if not other and EVALUATE not in self._methods:
-            return self.run(self._rung.forward, leaves)[0]
+            return self.run(self._rung.forward, as_exported(leaves, self._facts))[0]
         return self.run(PREDICT if other else EVALUATE, leaves)
 
     def run(self, method: str, leaves: Sequence[Any]) -> Any:
@@ -156,6 +156,7 @@ class TrainingCall:
 
     def forward(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Returns the results, flat, and what backwards need, as `rung.kept` has it: tensors, and sizes."""
+        leaves = as_exported(leaves, self.facts)
         # Some kernels keep what a backward needs by the grad mode alone; a graph of their own has no use.
         with torch.enable_grad():
             result, values = self._run(self.rung.forward, _detached(leaves))
@@ -247,6 +248,29 @@ def _without_backward(result: Any, wants: Sequence[torch.Tensor]) -> Any:
 
 def _detached(leaves: Sequence[Any]) -> list[Any]:
     return [one.detach() if isinstance(one, torch.Tensor) else one for one in leaves]
+
+
+def as_exported(leaves: Sequence[Any], facts: Training) -> list[Any]:
+    """The leaves of a call as they lay in memory when the program was exported.
+
+    Raises StreamError for one that does not lie so, and of which a copy might give other bits.
+    """
+    found = list(leaves)
+    for k, layout in enumerate(facts.layouts):
+        if layout is None or not isinstance(found[k], torch.Tensor) or found[k].dim() != len(layout.order):
+            continue  # what is no such tensor is refused when it is called
+        turned = found[k].permute(layout.order)
+        if turned.is_contiguous():
+            continue
+        if not layout.whole:
+            lay = "was contiguous" if layout.order == tuple(sorted(layout.order)) else "lay in another order"
+            raise StreamError(
+                f"input {layout.name} has the strides {found[k].stride()}, and {lay} when the program was "
+                "exported: call contiguous() on it, or compile with an example that lies as it does"
+            )
+        order = [layout.order.index(dimension) for dimension in range(len(layout.order))]
+        found[k] = turned.contiguous().permute(order)
+    return found
 
 
 def _layout(result: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]] | None:

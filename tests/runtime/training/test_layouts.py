@@ -14,7 +14,7 @@ from torch.nn import functional
 import penstock
 from penstock.passes.graph import in_place
 from penstock.runtime.program import Program
-from penstock.schedule.facts.errors import PassError
+from penstock.schedule.facts.errors import PassError, StreamError
 from tests.runtime.training.test_training import assert_equal, gradients
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -124,3 +124,50 @@ def test_random_slopes(way: str, tmp_path: Path) -> None:
 def test_random_slopes_by_segments(tmp_path: Path) -> None:
     with pytest.raises(PassError, match="RReLU in training mode"):
         _compiled(_model(nn.RReLU), tmp_path / "m.penstock", backward="segments")
+
+
+class Tokens(nn.Module):
+    """Two inputs, of which one is of whole numbers, and both are flattened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained, self.table = nn.Linear(8, 8), nn.Embedding(16, 8)
+
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        y = functional.dropout(self.trained(x).flatten(0, 1), 0.5)
+        return (y * self.table(tokens.flatten())).square().mean()
+
+
+def test_inputs_that_lie_in_another_way(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Tokens()
+    model.table.requires_grad_(False)
+    x, tokens = torch.randn(3, 4, 8), torch.randint(16, (3, 9))
+    program = penstock.compile_training(
+        model, tmp_path / "m.penstock", example=(x, tokens[:, :4].contiguous()), trainable=["trained.*"]
+    )
+    with program.load("100%") as module:
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                for ids in (tokens[:, :4].contiguous(), tokens[:, :4], tokens[:, 5:]):
+                    torch.manual_seed(1)
+                    found = module(x, ids)
+                    torch.manual_seed(1)
+                    assert torch.equal(found, model(x, ids.contiguous()))
+        turned = torch.randn(4, 3, 8).transpose(0, 1)
+        with pytest.raises(StreamError, match=r"input x has the strides \(8, 24, 1\), and was contiguous"):
+            module(turned, tokens[:, :4])
+        module(turned.contiguous(), tokens[:, :4]).backward()
+    program = penstock.compile_training(
+        model,
+        tmp_path / "turned.penstock",
+        example=(turned, tokens[:, :4].contiguous()),
+        trainable=["trained.*"],
+    )
+    torch.manual_seed(1)
+    expected = model(turned, tokens[:, :4].contiguous())
+    with program.load("100%") as module:
+        torch.manual_seed(1)
+        assert torch.equal(module(turned, tokens[:, :4].contiguous()), expected)
+        with pytest.raises(StreamError, match="lay in another order"):
+            module(x, tokens[:, :4])
