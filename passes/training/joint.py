@@ -269,6 +269,7 @@ def _traced(
             raise _refusal(error, forward_only=forward_only) from error
         known.check()
     graph = made.graph_module.graph
+    _refuse_written_parameters(graph, exported, [names[k] for k in flat.shown])
     graph.set_codegen(fx.graph.CodeGen())  # its own has the structure of the trace's arguments
     _refuse_random_slopes(graph, forward_only=forward_only)
     _erase_assertions(graph)
@@ -297,6 +298,19 @@ def _refusal(error: Exception, *, forward_only: bool) -> PassError:
         f"autograd cannot trace the program ({type(error).__name__}: {sentence(error)}): export what it "
         f"trains without this operation{other}"
     )
+
+
+def _refuse_written_parameters(graph: fx.Graph, exported: ExportedProgram, names: Sequence[str]) -> None:
+    """Raises PassError where the program writes to one of its parameters. `names` are those of its inputs."""
+    parameters = exported.graph_signature.inputs_to_parameters
+    for meaning in graph.output_node().meta["desc"]:
+        if isinstance(meaning, InputMutationAOTOutput):
+            name = names[meaning.mutated_input.idx]  # type: ignore[attr-defined]
+            if name in parameters:
+                raise PassError(
+                    f"the model writes to its parameter {parameters[name]} when it is called, as an "
+                    "Embedding with max_norm does: leave that out, or write to it between the steps"
+                )
 
 
 def _refuse_random_slopes(graph: fx.Graph, *, forward_only: bool) -> None:

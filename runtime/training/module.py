@@ -137,15 +137,21 @@ class TrainingCall:
     """One call of a training program: the facts, and the structure of its result.
 
     `run` runs a method on leaves, and `rung` says which methods these are. With `once`, what the forward
-    keeps is there for one backward only.
+    keeps is there for one backward only. `advice` says what to do where gradients come to other results.
     """
 
     spec: pytree.TreeSpec
 
     def __init__(
-        self, facts: Training, rung: Rung, run: Callable[[str, Sequence[Any]], Any], *, once: bool = False
+        self,
+        facts: Training,
+        rung: Rung,
+        run: Callable[[str, Sequence[Any]], Any],
+        *,
+        once: bool = False,
+        advice: str = "",
     ) -> None:
-        self.facts, self.rung = facts, rung
+        self.facts, self.rung, self.advice = facts, rung, advice
         self.spent, self._once = False, once
         self._run = run
 
@@ -200,7 +206,7 @@ class _Pass(torch.autograd.Function):
                 "gradients of gradients through streamed weights are not supported: call backward without "
                 "create_graph=True"
             )
-        chosen = _backward_for(ctx.call.facts, ctx.call.rung, grads)
+        chosen = _backward_for(ctx.call, grads)
         tangents = [_laid_out(grads[k], ctx.layouts[k]) for k in chosen.tangents]
         saved = iter(ctx.saved_tensors)
         kept = [next(saved) if number is None else number for number in ctx.numbers]
@@ -212,10 +218,13 @@ class _Pass(torch.autograd.Function):
         return (None, *results)
 
 
-def _backward_for(facts: Training, rung: Rung, grads: Sequence[torch.Tensor | None]) -> Backward:
+def _backward_for(call: TrainingCall, grads: Sequence[torch.Tensor | None]) -> Backward:
     """The backward for the results that gradients have come to."""
+    facts, rung = call.facts, call.rung
     came = tuple(k for k in sorted({*rung.tangents, *facts.left_out}) if grads[k] is not None)
     found = next((one for one in rung.backwards if one.tangents == came), None)
+    if found is None and call.advice:
+        raise StreamError(call.advice)
     if found is None:
         results = " and ".join(facts.results[k] for k in came) or "no result"
         raise StreamError(

@@ -50,3 +50,13 @@ def test_hooks_on_the_model_and_on_its_parameters_are_called(cache):
     expected = gradients(found[0], batch(16))
     with apply(found[1], MEMORY, train=True, cache=cache):
         assert equal(gradients(found[1], batch(16)), expected)
+
+
+def test_gradients_of_what_is_returned_beside_the_loss_are_refused(cache):
+    model = adapted()
+    with apply(model, MEMORY, train=True, cache=cache):
+        output = model(**batch(16))
+        with pytest.raises(
+            StreamError, match="beside its loss, or to none: there are gradients from the loss"
+        ):
+            (output.loss + output.logits.mean()).backward()

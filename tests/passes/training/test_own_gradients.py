@@ -173,6 +173,29 @@ def test_hooks_of_the_model_on_gradients_are_refused(tmp_path: Path) -> None:
     penstock.compile_training(model, tmp_path / "m.penstock", **options)
 
 
+@pytest.mark.parametrize("trainable", ["up.*", "table.*"])
+@pytest.mark.parametrize("backward", ["joint", "segments"])
+def test_a_model_that_writes_to_its_parameters_is_refused(
+    trainable: str, backward: Any, tmp_path: Path
+) -> None:
+    class Limited(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.up = nn.Embedding(16, 8, max_norm=0.5), nn.Linear(8, 8)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.up(self.table(ids)).square().mean()
+
+    with pytest.raises(PassError, match=r"writes to its parameter table\.weight when it is called"):
+        penstock.compile_training(
+            Limited(),
+            tmp_path / "m.penstock",
+            example=(torch.arange(6),),
+            trainable=[trainable],
+            backward=backward,
+        )
+
+
 def test_the_name_of_what_is_refused(tmp_path: Path) -> None:
     with (
         pytest.raises(PassError, match=r"^Rounded is an autograd\.Function"),

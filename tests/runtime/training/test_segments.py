@@ -281,3 +281,25 @@ def test_what_is_written_meanwhile(tmp_path: Path) -> None:
         assert_equal(gradients(module), gradients(plain))
         buffers = dict(plain.named_buffers())
         assert all(torch.equal(value, buffers[name]) for name, value in module.named_buffers())
+
+
+class Numbered(nn.Module):
+    """Multiplies by a number that is taken out of a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.frozen = nn.Linear(48, 48), nn.Linear(48, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.down(x)
+        return (self.frozen(y) * y.mean().item()).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:Unable to find user code")
+def test_numbers_out_of_tensors(tmp_path: Path) -> None:
+    case = Trained(Numbered, lambda: (torch.ones(5, 48) / 3,), ("down",), lambda result: result)
+    plain, program = case.model(), _compiled(case, tmp_path / "numbered.penstock")
+    expected = train(plain, case)
+    with program.load(program.floor_bytes) as module:
+        assert all(map(torch.equal, train(module, case), expected))
+        assert_equal(gradients(module), gradients(plain))
