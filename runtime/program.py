@@ -130,7 +130,10 @@ class Program:
 
     @cached_property
     def floor_bytes(self) -> int:
-        """The smallest budget that `load` accepts on the default device."""
+        """The smallest budget that `load` accepts on the default device, in the arena that needs least.
+
+        Another arena may need more (`floor`), and so does `load(arena=)` that names it.
+        """
         return self.floor()
 
     def floor(self, device: str = "cpu", arena: str | None = None) -> int:

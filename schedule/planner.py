@@ -299,7 +299,10 @@ def _check_floor(pieces: Pieces, budget: int, names: Sequence[str] | None) -> No
         return
     called = [names[s] if names else f"storage {s}" for s in lowest.reads]
     least = format_size(lowest.upper_bytes, up=True)
-    sentence = f"the budget of {format_budget(budget)} is below the floor of {least}"
+    given = format_budget(budget)
+    if given == least:  # a few bytes short
+        given, least = f"{budget:,} bytes", f"{lowest.upper_bytes:,} bytes"
+    sentence = f"the budget of {given} is below the floor of {least}"
     kept = [names[s] if names else f"storage {s}" for s in sorted(demand.keep)]
     if kept:
         without = floor(replace(demand, keep=frozenset())).upper_bytes

@@ -22,6 +22,7 @@ from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
 from penstock.passes.calls.checks import ConstantLeaf, Dimension, NumberLeaf, TensorLeaf
+from penstock.passes.graph import in_place
 from penstock.passes.graph.retarget import TRANSFER, is_transfer
 from penstock.schedule.facts.errors import PassError
 
@@ -122,6 +123,9 @@ def _encode_target(target: Any) -> str:
 def _decode_target(name: str) -> Callable[..., Any]:
     module, colon, attribute = name.partition(":")
     found: Any = _MODULES.get(module) if colon else torch.ops
+    namespace, *rest = name.split(".")
+    if namespace == in_place.NAMESPACE and len(rest) == 2:
+        in_place.named(*rest)  # declared when it is first asked for
     try:
         for part in attribute.split(".") if colon else name.split("."):
             found = getattr(found, part)

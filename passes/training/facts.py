@@ -85,6 +85,19 @@ class Rung:
 
 
 @dataclass(frozen=True)
+class Layout:
+    """How an input lay in memory when the program was exported: its dimensions, the outermost first.
+
+    One that is `whole` numbers, which no layout rounds differently, may be copied so that it lies like that.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    name: str
+    order: tuple[int, ...]
+    whole: bool = False
+
+
+@dataclass(frozen=True)
 class Training:
     """How values go between the methods of a training program.
 
@@ -93,7 +106,8 @@ class Training:
     names of the results, which are empty for constants. Those in `left_out` depend on what is trained, and no
     backward has gradients from them. `in_eval` is the method that computes what the model computes in eval
     mode, empty if there is none; if it is `evaluate`, the modes do not differ. `sha256` is that of the file
-    with the values of the parameters, empty if there is none.
+    with the values of the parameters, empty if there is none. `layouts` are those of the first leaves, None
+    where any will do.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -103,6 +117,7 @@ class Training:
     left_out: tuple[int, ...] = ()
     in_eval: Literal["", "evaluate", "predict"] = ""
     sha256: str = ""
+    layouts: tuple[Layout | None, ...] = ()
 
     def rung(self, name: str) -> Rung | None:
         """The rung of a name; None if there is none."""

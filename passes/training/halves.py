@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.passes.activations import Activations
 from penstock.passes.calls.signature import output_names, signature_of
-from penstock.passes.graph.nodes import placeholders_of
+from penstock.passes.graph.nodes import placeholders_of, size_hint
 from penstock.passes.graph.propagation import is_propagated
 from penstock.passes.probes import STORE
 from penstock.passes.training.alone import call_with
@@ -38,6 +38,7 @@ from penstock.passes.training.facts import (
     SEGMENTS,
     Backward,
     Keeping,
+    Layout,
     Rung,
     Training,
 )
@@ -142,8 +143,28 @@ def divide(
             tuple(made),
             tuple(named.get(k, "") for k in range(signature.results)),
             tuple(leaf_of[k] for k in sorted(left_out)),
+            layouts=tuple(
+                _layout(joints[0], k) for k, one in enumerate(specs) if one.kind is InputKind.USER_INPUT
+            ),
         ),
     )
+
+
+def _layout(joint: Joint, number: int) -> Layout | None:
+    """How an input of the program lies, None for one that has gaps, or is no tensor."""
+    node = joint.inputs[number]
+    value = None if node is None else node.meta["val"]
+    if node is None or not isinstance(value, torch.Tensor):
+        return None
+    strides = [*map(size_hint, value.stride())]
+    order = sorted(range(value.dim()), key=lambda k: -strides[k])
+    expected = 1
+    for k in reversed(order):
+        if size_hint(value.shape[k]) != 1 and strides[k] != expected:
+            return None
+        expected *= size_hint(value.shape[k])
+    inexact = value.is_floating_point() or value.is_complex()
+    return Layout(node.name, tuple(order), not inexact and number not in joint.written)
 
 
 def _free_prefix(exported: ExportedProgram) -> str:

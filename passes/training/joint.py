@@ -30,11 +30,13 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._prims_common import is_contiguous_or_false
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument
 
 from penstock.passes.building.refusals import sentence
 from penstock.passes.graph.grouped import groups_of_any_dtype
+from penstock.passes.graph.in_place import as_function, is_dense, layouts_kept
 from penstock.passes.graph.nodes import copy_graph_module, placeholders_of
 from penstock.passes.graph.propagation import fake_inputs, propagate
 from penstock.passes.training.aligned import align
@@ -161,7 +163,9 @@ def trace_forward(
 ) -> Joint:
     """Returns a joint without gradients: the graph of the forward, as autograd sees it.
 
-    What a region without gradients computes is detached in it. Raises PassError where that has no trace.
+    What a region without gradients computes is detached in it. What is computed of an input that the program
+    writes to is computed of a copy, so that it can be computed again. Raises PassError where that has no
+    trace.
     """
     trace = _traced(_with_detached_regions(exported), weights, trainable, losses, forward_only=True)
     results, graph = len(result_positions(exported)), trace.made.graph
@@ -179,12 +183,28 @@ def trace_forward(
     for node in placeholders_of(graph):
         if _is_gradient(node):
             graph.erase_node(node)
+    _copy_written(graph)
     meanings = _meanings(trace, {})
     graph_module = propagate(trace.made, fake_inputs(trace.made, weights))
     for node, copied in zip(graph.nodes, graph_module.graph.nodes, strict=True):
         copied.name = node.name
     found = _described(graph_module, trace.flat, results, meanings)
     return replace(found, results=tuple(_attached(node) for node in found.results))
+
+
+def _copy_written(graph: fx.Graph) -> None:
+    """Puts copies, as they lie in memory, in place of the inputs that a program writes to."""
+    meanings = graph.output_node().meta["desc"]
+    written = [one.mutated_input for one in meanings if isinstance(one, InputMutationAOTOutput)]
+    inputs = placeholders_of(graph)
+    for node in [one for one in inputs if one.meta["desc"] in written]:
+        with graph.inserting_after(inputs[-1]):
+            if is_dense(node.meta["val"]):
+                copied = graph.call_function(aten.clone.default, (node,))
+            else:
+                copied = graph.call_function(as_function(aten.copy_.default), (node, node))
+        for user in [one for one in node.users if one is not copied and one.op != "output"]:
+            user.replace_input_with(node, copied)
 
 
 def _attached(result: Any) -> Any:
@@ -239,16 +259,21 @@ def _traced(
         entered.enter_context(torch.enable_grad())
         entered.enter_context(_as_eager())
         entered.enter_context(groups_of_any_dtype())
+        entered.enter_context(layouts_kept(differentiated=forward_only))
         known = _Sizes(inputs)
         try:
             made = aot_export_joint_with_descriptors(
                 entered, flat, tuple(inputs[k] for k in flat.shown), decompositions={}
             )
+        except PassError:
+            raise
         except Exception as error:
             raise _refusal(error, forward_only=forward_only) from error
         known.check()
     graph = made.graph_module.graph
+    _refuse_written_parameters(graph, exported, [names[k] for k in flat.shown])
     graph.set_codegen(fx.graph.CodeGen())  # its own has the structure of the trace's arguments
+    _refuse_random_slopes(graph, forward_only=forward_only)
     _erase_assertions(graph)
     _unwrap_effects(graph)
     _name_inputs(graph, {one.meta["desc"]: names[flat.shown[one.meta["desc"].idx]] for one in _plain(graph)})
@@ -275,6 +300,36 @@ def _refusal(error: Exception, *, forward_only: bool) -> PassError:
         f"autograd cannot trace the program ({type(error).__name__}: {sentence(error)}): export what it "
         f"trains without this operation{other}"
     )
+
+
+def _refuse_written_parameters(graph: fx.Graph, exported: ExportedProgram, names: Sequence[str]) -> None:
+    """Raises PassError where the program writes to one of its parameters. `names` are those of its inputs."""
+    parameters = exported.graph_signature.inputs_to_parameters
+    for meaning in graph.output_node().meta["desc"]:
+        if isinstance(meaning, InputMutationAOTOutput):
+            name = names[meaning.mutated_input.idx]  # type: ignore[attr-defined]
+            if name in parameters:
+                raise PassError(
+                    f"the model writes to its parameter {parameters[name]} when it is called, as an "
+                    "Embedding with max_norm does: leave that out, or write to it between the steps"
+                )
+
+
+def _refuse_random_slopes(graph: fx.Graph, *, forward_only: bool) -> None:
+    """Raises PassError for an RReLU in training whose gradient torch does not find in a graph like this one.
+
+    The slopes, which eager PyTorch writes to a tensor of its own, are a second result here, and autograd does
+    not look at it; nor do kernels take a value that is not contiguous beside them.
+    """
+    for node in graph.nodes:
+        if node.target is not aten.rrelu_with_noise_functional.default or node.args[4:5] != (True,):
+            continue
+        if forward_only or not is_contiguous_or_false(node.args[0].meta["val"]):
+            raise PassError(
+                "the model has an RReLU in training mode, of which backward='segments' has no gradient, and "
+                "another backward only that of a contiguous value: put the RReLU into eval mode, use "
+                "LeakyReLU, or make the value contiguous() and leave backward= out"
+            )
 
 
 @contextmanager

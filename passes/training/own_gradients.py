@@ -3,25 +3,79 @@
 `torch.export` records what an `autograd.Function` computes in its forward, and not its backward; nor does it
 record a tensor's hooks. Gradients of the exported program would then be those of the recorded operations: a
 rounding with a straight-through gradient would have the gradient zero. An operator of `torch.library` keeps
-the gradient that was registered for it.
+the gradient that was registered for it. Export drops as well what a model does to the generator of random
+numbers.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatchcase
 from typing import Any, NoReturn
 from unittest import mock
 
 import torch
+from torch import nn
 
 from penstock.schedule.facts.errors import PassError
+
+_GENERATOR = ("fork_rng", "manual_seed", "seed", "set_rng_state")
+"""Functions of torch that set its generator."""
+
+
+def refuse_hooks(model: nn.Module, trainable: Sequence[str]) -> None:
+    """Raises PassError for hooks of a model on gradients, which no compiled module calls.
+
+    `trainable` are the patterns of the parameters that are trained.
+    """
+    for name, part in model.named_modules():
+        for hook in (*part._backward_hooks.values(), *part._backward_pre_hooks.values()):
+            raise PassError(
+                f"{name or 'the model'} has a hook on its gradients ({_named(hook)}), which torch.export "
+                "drops: remove it, and hook the parameters of the module that load() returns"
+            )
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        hooks: list[Any] = [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]
+        trained = any(fnmatchcase(name, pattern) for pattern in trainable)
+        for hook in (one for held in hooks if trained and held for one in held.values()):
+            raise PassError(
+                f"the parameter {name} has a hook ({_named(hook)}), which is the model's own: remove it, and "
+                "register it on that parameter of the module that load() returns"
+            )
+
+
+def _named(hook: Any) -> str:
+    return str(getattr(hook, "__qualname__", type(hook).__qualname__))
+
+
+def _refused(name: str, known: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of torch that sets the generator, and raises PassError where a model calls it."""
+    exporting = threading.get_ident()
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        caller = str(sys._getframe(1).f_globals.get("__name__"))
+        if caller.partition(".")[0] in ("torch", "contextlib") or threading.get_ident() != exporting:
+            return known(*args, **kwargs)
+        raise PassError(f"the model calls torch.random.{name} in its forward, {_DROPPED}")
+
+    return called
+
+
+_DROPPED = (
+    "which torch.export drops: draw from torch's generator as it is, set it outside of the model, or give "
+    "the model its random numbers as an input"
+)
 
 
 @contextmanager
 def refused_own_gradients() -> Iterator[None]:
-    """Has `autograd.Function` and `register_hook` raise PassError where a gradient would go through them."""
+    """Has `autograd.Function` and `register_hook` raise PassError where a gradient would go through them.
+
+    So does what sets torch's generator. Export itself draws nothing.
+    """
     functions: Any = torch.autograd.function
     is_defined = functions._is_setup_context_defined
 
@@ -42,8 +96,15 @@ def refused_own_gradients() -> Iterator[None]:
             "it does to the gradient outside of the model"
         )
 
-    with (
-        mock.patch.object(functions, "_is_setup_context_defined", asked),
-        mock.patch.object(torch.Tensor, "register_hook", hooked),
-    ):
+    state = torch.get_rng_state()
+    with ExitStack() as entered:
+        entered.enter_context(mock.patch.object(functions, "_is_setup_context_defined", asked))
+        entered.enter_context(mock.patch.object(torch.Tensor, "register_hook", hooked))
+        for module in (torch, torch.random):
+            for name in _GENERATOR:
+                if known := getattr(module, name, None):
+                    entered.enter_context(mock.patch.object(module, name, _refused(name, known)))
         yield
+    if not torch.equal(state, torch.get_rng_state()):
+        torch.set_rng_state(state)
+        raise PassError(f"the model sets torch's generator in its forward, {_DROPPED}")

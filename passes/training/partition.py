@@ -3,9 +3,10 @@
 What the backward needs of the forward is kept as it is, or computed again where the caller says so
 (recomputing.py), with two exceptions. A weight, a view of one, or what is computed from frozen weights alone,
 is not kept: the backward takes it from the weight again, which may have left memory meanwhile. So a product
-unpacks its packed weight in both directions, where autograd would keep each weight unpacked. A view of an
-input is taken from the input again, so that autograd sees whether the input was changed in between. Whether a
-value is a view is found by the memory behind it.
+unpacks its packed weight in both directions, where autograd would keep each weight unpacked. What an operator
+of a library that is not known computes of them is kept: it may draw random numbers. A view of an input is
+taken from the input again, so that autograd sees whether the input was changed in between. Whether a value is
+a view is found by the memory behind it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from penstock.passes.graph import in_place
 from penstock.passes.graph.nodes import dependent, needed, placeholders_of
 from penstock.passes.graph.propagation import storages_of
 from penstock.passes.training.joint import Joint
@@ -150,8 +152,17 @@ class _Crossing:
                 self.same[node] = self.kept.setdefault(_identity(node), node)
 
 
+_KNOWN = frozenset({"aten", "prims", in_place.NAMESPACE, "quantized_decomposed", "torchao"})
+"""Namespaces of operators whose tags tell whether they draw random numbers."""
+
+
 def _repeats(node: fx.Node) -> bool:
-    """Tells whether an operator has no effect, draws no random numbers, and writes to nothing."""
+    """Tells whether an operator has no effect, draws no random numbers, and writes to nothing.
+
+    Of those from other libraries nothing is known.
+    """
+    if getattr(node.target, "namespace", "aten") not in _KNOWN:
+        return False
     schema, tags = getattr(node.target, "_schema", None), getattr(node.target, "tags", ())
     if node.target is operator.getitem:
         return True

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from penstock.passes.graph import in_place
 from penstock.passes.graph.nodes import needed, size_hint, tensors_of
 from penstock.passes.graph.propagation import FLOPS, storages_of
 from penstock.passes.training.joint import Joint
@@ -24,6 +25,9 @@ from penstock.passes.weights.usage import is_view
 
 _BY_GRAD_MODE = frozenset({torch.ops.aten.mkldnn_rnn_layer.default})
 """Operators that return less where gradients are not recorded, as in a backward."""
+
+_KNOWN = ("aten", in_place.NAMESPACE)
+"""Namespaces of operators whose tags tell whether they give the same bits again."""
 
 _INFINITE = 2**30
 """A capacity that no cut contains; all others add up to less. The solver counts in 32 bits."""
@@ -88,7 +92,7 @@ def may_draw(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload) or _is_deterministic(node):
         return False
-    return target.namespace not in ("aten", "prims") or torch.Tag.nondeterministic_seeded in target.tags
+    return target.namespace not in (*_KNOWN, "prims") or torch.Tag.nondeterministic_seeded in target.tags
 
 
 class _Values:
@@ -173,7 +177,7 @@ class _Values:
 
 def _is_deterministic(node: fx.Node) -> bool:
     target = node.target
-    if not isinstance(target, OpOverload) or target.namespace != "aten" or target in _BY_GRAD_MODE:
+    if not isinstance(target, OpOverload) or target.namespace not in _KNOWN or target in _BY_GRAD_MODE:
         return False
     if target._schema.is_mutable or torch.Tag.nondeterministic_bitwise in target.tags:
         return False

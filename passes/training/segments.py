@@ -8,6 +8,7 @@ random in a segment is drawn again from the state of the generator in front of i
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import getitem
@@ -86,7 +87,9 @@ def _requiring(joint: Joint, weights: Weights, trainable: Collection[str]) -> se
             return result
 
     inputs = fake_inputs(joint.graph_module, weights)
-    with torch.enable_grad(), fake_mode_of(inputs):
+    sizes = (mode := fake_mode_of(inputs)).shape_env
+    fresh = sizes.ignore_fresh_unbacked_symbols() if sizes else nullcontext()  # numbers out of tensors
+    with torch.enable_grad(), mode, fresh:
         Noting(joint.graph_module).run(*inputs)
     return found
 
@@ -96,9 +99,10 @@ def _segments(joint: Joint, frozen: Collection[str], requiring: set[fx.Node]) ->
     early = forward_of(joint)
     nodes = [node for node in joint.graph_module.graph.nodes if node in early]
     derived = _derived(joint, frozen, nodes)
+    given = derived | _kept(joint)
     starts = [0, *(nodes.index(node) for node in boundaries(joint, frozen)), len(nodes)]
     parts = [
-        [node for node in nodes[a:b] if node.op != "placeholder" and node not in derived]
+        [node for node in nodes[a:b] if node.op != "placeholder" and node not in given]
         for a, b in pairwise(starts)
     ]
     shown = {node for node in joint.results if node is not None}
@@ -111,6 +115,12 @@ def _segments(joint: Joint, frozen: Collection[str], requiring: set[fx.Node]) ->
         shown.update(segment.inputs)
         found.append(segment)
     return found
+
+
+def _kept(joint: Joint) -> set[fx.Node]:
+    """What no segment computes: copies of inputs that are written to."""
+    written = [node for k in joint.written if (node := joint.inputs[k]) is not None]
+    return {copied for node in written for copied in node.users}
 
 
 def _derived(joint: Joint, frozen: Collection[str], nodes: Iterable[fx.Node]) -> set[fx.Node]:

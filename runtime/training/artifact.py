@@ -21,7 +21,7 @@ from penstock.passes.pipeline import Pipeline
 from penstock.passes.training.alone import alone, is_same
 from penstock.passes.training.facts import EVALUATE, PREDICT, RUNGS, SEGMENTS, Keeping, Training
 from penstock.passes.training.halves import divide
-from penstock.passes.training.own_gradients import refused_own_gradients
+from penstock.passes.training.own_gradients import refuse_hooks, refused_own_gradients
 from penstock.passes.weights.lifted import refuse_lost_values
 from penstock.passes.weights.subclasses import with_plain_parts
 from penstock.runtime.artifact import compile
@@ -84,6 +84,8 @@ def compile_training(
     what `compile` raises.
     """
     rungs = _rungs(activations, backward, options.get("lowering", "eager"), spill=spill)
+    if isinstance(model, nn.Module):
+        refuse_hooks(model, trainable)
     exported, in_eval = _exported(model, example, dynamic_shapes, evaluate=evaluate)
     exported = _PLAIN(exported)
     halves = divide(exported, _chosen(exported, trainable), losses, rungs=rungs, spill=spill)

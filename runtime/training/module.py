@@ -81,7 +81,7 @@ class TrainingModule(StreamedModule):
             self._kept = weakref.ref(call)
             return result
         if not other and EVALUATE not in self._methods:
-            return self.run(self._rung.forward, leaves)[0]
+            return self.run(self._rung.forward, as_exported(leaves, self._facts))[0]
         return self.run(PREDICT if other else EVALUATE, leaves)
 
     def run(self, method: str, leaves: Sequence[Any]) -> Any:
@@ -137,15 +137,21 @@ class TrainingCall:
     """One call of a training program: the facts, and the structure of its result.
 
     `run` runs a method on leaves, and `rung` says which methods these are. With `once`, what the forward
-    keeps is there for one backward only.
+    keeps is there for one backward only. `advice` says what to do where gradients come to other results.
     """
 
     spec: pytree.TreeSpec
 
     def __init__(
-        self, facts: Training, rung: Rung, run: Callable[[str, Sequence[Any]], Any], *, once: bool = False
+        self,
+        facts: Training,
+        rung: Rung,
+        run: Callable[[str, Sequence[Any]], Any],
+        *,
+        once: bool = False,
+        advice: str = "",
     ) -> None:
-        self.facts, self.rung = facts, rung
+        self.facts, self.rung, self.advice = facts, rung, advice
         self.spent, self._once = False, once
         self._run = run
 
@@ -156,6 +162,7 @@ class TrainingCall:
 
     def forward(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Returns the results, flat, and what backwards need, as `rung.kept` has it: tensors, and sizes."""
+        leaves = as_exported(leaves, self.facts)
         # Some kernels keep what a backward needs by the grad mode alone; a graph of their own has no use.
         with torch.enable_grad():
             result, values = self._run(self.rung.forward, _detached(leaves))
@@ -199,7 +206,7 @@ class _Pass(torch.autograd.Function):
                 "gradients of gradients through streamed weights are not supported: call backward without "
                 "create_graph=True"
             )
-        chosen = _backward_for(ctx.call.facts, ctx.call.rung, grads)
+        chosen = _backward_for(ctx.call, grads)
         tangents = [_laid_out(grads[k], ctx.layouts[k]) for k in chosen.tangents]
         saved = iter(ctx.saved_tensors)
         kept = [next(saved) if number is None else number for number in ctx.numbers]
@@ -211,10 +218,13 @@ class _Pass(torch.autograd.Function):
         return (None, *results)
 
 
-def _backward_for(facts: Training, rung: Rung, grads: Sequence[torch.Tensor | None]) -> Backward:
+def _backward_for(call: TrainingCall, grads: Sequence[torch.Tensor | None]) -> Backward:
     """The backward for the results that gradients have come to."""
+    facts, rung = call.facts, call.rung
     came = tuple(k for k in sorted({*rung.tangents, *facts.left_out}) if grads[k] is not None)
     found = next((one for one in rung.backwards if one.tangents == came), None)
+    if found is None and call.advice:
+        raise StreamError(call.advice)
     if found is None:
         results = " and ".join(facts.results[k] for k in came) or "no result"
         raise StreamError(
@@ -247,6 +257,29 @@ def _without_backward(result: Any, wants: Sequence[torch.Tensor]) -> Any:
 
 def _detached(leaves: Sequence[Any]) -> list[Any]:
     return [one.detach() if isinstance(one, torch.Tensor) else one for one in leaves]
+
+
+def as_exported(leaves: Sequence[Any], facts: Training) -> list[Any]:
+    """The leaves of a call as they lay in memory when the program was exported.
+
+    Raises StreamError for one that does not lie so, and of which a copy might give other bits.
+    """
+    found = list(leaves)
+    for k, layout in enumerate(facts.layouts):
+        if layout is None or not isinstance(found[k], torch.Tensor) or found[k].dim() != len(layout.order):
+            continue  # what is no such tensor is refused when it is called
+        turned = found[k].permute(layout.order)
+        if turned.is_contiguous():
+            continue
+        if not layout.whole:
+            lay = "was contiguous" if layout.order == tuple(sorted(layout.order)) else "lay in another order"
+            raise StreamError(
+                f"input {layout.name} has the strides {found[k].stride()}, and {lay} when the program was "
+                "exported: call contiguous() on it, or compile with an example that lies as it does"
+            )
+        order = [layout.order.index(dimension) for dimension in range(len(layout.order))]
+        found[k] = turned.contiguous().permute(order)
+    return found
 
 
 def _layout(result: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]] | None:

@@ -74,6 +74,15 @@ def test_a_refusal_names_floor_step_and_weights() -> None:
     assert (caught.value.floor_bytes, caught.value.step, caught.value.weights) == (202, "head", ("a", "b"))
 
 
+def test_a_refusal_of_a_byte_less_says_how_many_bytes() -> None:
+    problem = equal_problem(4, 1)
+    lowest = floor(Demand(problem.storages, problem.traces, problem.arena)).upper_bytes
+    with pytest.raises(
+        BudgetError, match=f"of {lowest - 1:,} bytes is below the floor of {lowest:,} bytes: "
+    ):
+        make_plan(problem, lowest - 1)
+
+
 def test_a_refusal_says_what_is_kept() -> None:
     p = equal_problem(4, 1)
     with pytest.raises(BudgetError, match=r"w3 in memory takes 4\.00 KiB"):

@@ -49,6 +49,12 @@ from penstock.schedule.plan import Plan
 
 _log = logging.getLogger(__name__)
 
+_OTHER_RESULTS = (
+    "gradients have come to values that the model returns beside its loss, or to none: there are gradients "
+    "from the loss alone, or else from logits or last_hidden_state (call it without labels, and compute the "
+    "loss of its logits, or apply penstock to the part that returns what you need)"
+)
+
 _MOST_METHODS = 48
 """Kinds of calls of one module. More of them mean that single sizes are exported, which never ends."""
 
@@ -202,7 +208,9 @@ class Component:
                     self._steps.add(module.stats, self._plan.streamed_bytes)
                 return made
 
-        training = TrainingCall(backward.training, backward.training.rungs[0], run)
+        training = TrainingCall(
+            backward.training, backward.training.rungs[0], run, advice=f"{self.name}: {_OTHER_RESULTS}"
+        )
         outputs: Sequence[torch.Tensor] = training.result(list(call.tensors))
         return outputs
 

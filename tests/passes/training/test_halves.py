@@ -265,6 +265,39 @@ def test_weights_are_unpacked_in_both_directions() -> None:
     assert unpacked[0] < multiplied[0] < unpacked[1]  # each when it is needed
 
 
+@torch.library.custom_op("penstock_tests::noisy", mutates_args=())
+def noisy(weight: torch.Tensor) -> torch.Tensor:
+    """Draws random numbers, of which its tags say nothing."""
+    return weight + torch.rand_like(weight)
+
+
+noisy.register_fake(torch.empty_like)
+noisy.register_autograd(lambda ctx, gradient: gradient)
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.frozen = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(self.up(x).tanh(), noisy(self.frozen.weight)).square().mean()
+
+
+def test_what_an_unknown_operator_makes_of_frozen_weights_is_not_made_again() -> None:
+    torch.manual_seed(0)
+    module, x = Noisy(), torch.randn(3, 8)
+    exported = export(module, (x,), strict=False)
+    torch.manual_seed(3)
+    module(x).backward()
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    _, gradients = call(divide(exported, trained(exported)), module, (x,))
+    assert torch.equal(torch.get_rng_state(), state)
+    for fqn, gradient in gradients.items():
+        assert torch.equal(gradient, module.get_parameter(fqn).grad), fqn  # type: ignore[arg-type]
+
+
 def test_sizes_stay_symbolic(decoder: tuple[nn.Module, Halves]) -> None:
     module, halves = decoder
     tokens = torch.randint(0, 96, (2, 37))

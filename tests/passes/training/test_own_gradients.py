@@ -73,6 +73,33 @@ def without_grad(x: torch.Tensor) -> torch.Tensor:
         return Rounded.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def _forked(x: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng(devices=[]):
+        return x * torch.rand(8)
+
+
+def _seeded(x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(7)
+    return x * torch.rand(8)
+
+
+def _seeded_elsewhere(x: torch.Tensor) -> torch.Tensor:
+    torch.default_generator.manual_seed(7)
+    return x * torch.rand(8)
+
+
+def _state_set(x: torch.Tensor) -> torch.Tensor:
+    torch.random.set_rng_state(torch.get_rng_state())
+    return x * torch.rand(8)
+
+
+GENERATORS = {
+    "forked": (_forked, "calls torch.random.fork_rng"),
+    "seeded": (_seeded, "calls torch.random.manual_seed"),
+    "seeded elsewhere": (_seeded_elsewhere, "sets torch's generator"),
+    "its state": (_state_set, "calls torch.random.set_rng_state"),
+}
+
 LOST = {
     "an autograd.Function": lambda x, base: base(Rounded.apply(x)),
     "its apply under another name": lambda x, base: base(rounded_by_name(x)),
@@ -111,6 +138,62 @@ def test_gradients_that_export_loses_are_refused(name: str, tmp_path: Path) -> N
     with pytest.raises(PassError, match=r"autograd\.Function, of which torch\.export|registers a hook on"):
         penstock.compile_training(model, tmp_path / "m.penstock", example=(x,), trainable=["up.*"])
     model(x).backward()  # nothing is left behind
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_a_model_that_sets_the_generator_is_refused(name: str, tmp_path: Path) -> None:
+    compute, sentence = GENERATORS[name]
+    model, state = Between(lambda x, base: base(compute(x))), torch.get_rng_state()
+    with pytest.raises(PassError, match=sentence):
+        penstock.compile_training(
+            model, tmp_path / "m.penstock", example=(torch.ones(4, 8),), trainable=["up.*"]
+        )
+    torch.manual_seed(3)  # nothing is left behind
+    torch.set_rng_state(state)
+
+
+def test_hooks_of_the_model_on_gradients_are_refused(tmp_path: Path) -> None:
+    def double(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+    model = Between(lambda x, base: base(x))
+    options: Any = {"example": (torch.ones(4, 8),), "trainable": ["up.*"], "activations": ["keep"]}
+    for hook in (
+        model.up.weight.register_hook(double),
+        model.up.bias.register_post_accumulate_grad_hook(lambda parameter: None),
+    ):
+        with pytest.raises(PassError, match=r"^the parameter up\.(weight|bias) has a hook"):
+            penstock.compile_training(model, tmp_path / "m.penstock", **options)
+        hook.remove()
+    for register in (model.base.register_full_backward_hook, model.base.register_full_backward_pre_hook):
+        hook = register(lambda *given: None)
+        with pytest.raises(PassError, match=r"^base has a hook on its gradients"):
+            penstock.compile_training(model, tmp_path / "m.penstock", **options)
+        hook.remove()
+    penstock.compile_training(model, tmp_path / "m.penstock", **options)
+
+
+@pytest.mark.parametrize("trainable", ["up.*", "table.*"])
+@pytest.mark.parametrize("backward", ["joint", "segments"])
+def test_a_model_that_writes_to_its_parameters_is_refused(
+    trainable: str, backward: Any, tmp_path: Path
+) -> None:
+    class Limited(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.up = nn.Embedding(16, 8, max_norm=0.5), nn.Linear(8, 8)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.up(self.table(ids)).square().mean()
+
+    with pytest.raises(PassError, match=r"writes to its parameter table\.weight when it is called"):
+        penstock.compile_training(
+            Limited(),
+            tmp_path / "m.penstock",
+            example=(torch.arange(6),),
+            trainable=[trainable],
+            backward=backward,
+        )
 
 
 def test_the_name_of_what_is_refused(tmp_path: Path) -> None:

@@ -251,3 +251,55 @@ class _Product(torch.autograd.Function):
 
 def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return _Product.apply(x, weight)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Writing(nn.Module):
+    """Reads a buffer and an input before, between and after writing to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(48, 48), nn.Linear(48, 48)
+        self.register_buffer("turned", torch.ones(48, 2).t()[::2].squeeze(0))
+        self.register_buffer("counted", torch.ones(48))
+        self.turned: torch.Tensor
+        self.counted: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.down(x.clone()) * self.turned.clone()
+        self.turned.add_(0.5)
+        x.add_(1)
+        self.counted.mul_(y.detach().mean())
+        return (self.up(y * self.counted.clone() + x.clone()) * self.turned.clone()).square().mean()
+
+
+def test_what_is_written_meanwhile(tmp_path: Path) -> None:
+    case = Trained(Writing, lambda: (torch.ones(5, 48) / 3,), ("down",), lambda result: result)
+    plain, program = case.model(), _compiled(case, tmp_path / "writing.penstock")
+    expected = train(plain, case)
+    with program.load(program.floor_bytes) as module:
+        assert all(map(torch.equal, train(module, case), expected))
+        assert_equal(gradients(module), gradients(plain))
+        buffers = dict(plain.named_buffers())
+        assert all(torch.equal(value, buffers[name]) for name, value in module.named_buffers())
+
+
+class Numbered(nn.Module):
+    """Multiplies by a number that is taken out of a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.frozen = nn.Linear(48, 48), nn.Linear(48, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.down(x)
+        return (self.frozen(y) * y.mean().item()).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:Unable to find user code")
+def test_numbers_out_of_tensors(tmp_path: Path) -> None:
+    case = Trained(Numbered, lambda: (torch.ones(5, 48) / 3,), ("down",), lambda result: result)
+    plain, program = case.model(), _compiled(case, tmp_path / "numbered.penstock")
+    expected = train(plain, case)
+    with program.load(program.floor_bytes) as module:
+        assert all(map(torch.equal, train(module, case), expected))
+        assert_equal(gradients(module), gradients(plain))

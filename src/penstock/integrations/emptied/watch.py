@@ -79,6 +79,9 @@ _EVAL = "call eval() of the model"
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
+BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+"""What a module calls its hooks on gradients, which are watched where it is trained."""
+
 _GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
     nn.modules.module._global_forward_hooks,
     nn.modules.module._global_forward_pre_hooks,
@@ -292,8 +295,9 @@ def _facts(parts: Sequence[tuple[str, nn.Module]], changing: frozenset[int] = fr
             quantised: list[tuple[str, Any]] = [one for one in held.items() if has_parts(one[1])]
             for key, value in quantised:
                 found |= {at: _Same(part) for at, part in plain_tensors(prefix + key, value).items()}
-        hooks = [vars(child)[one] for one in _HOOKS] if name else []
-        for kind, registered in zip(_HOOKS, hooks, strict=False):  # none of the module itself
+        kinds = (*_HOOKS, *BACKWARD_HOOKS) if changing else _HOOKS
+        hooks = [vars(child)[one] for one in kinds] if name else []
+        for kind, registered in zip(kinds, hooks, strict=False):  # none of the module itself
             hooked = {
                 k: one for k, one in registered.items() if not changing or _WANTS_GRAD not in name_of(one)
             }

@@ -12,7 +12,7 @@ from torch import nn
 
 from penstock.integrations.calls.kinds import Call
 from penstock.integrations.emptied.absent import AbsentTensor
-from penstock.integrations.emptied.watch import SETTINGS
+from penstock.integrations.emptied.watch import BACKWARD_HOOKS, SETTINGS, name_of
 from penstock.passes.training.facts import COPIES, Keeping
 from penstock.passes.weights.subclasses import has_parts
 from penstock.schedule.facts.errors import PassError, StreamError
@@ -47,6 +47,7 @@ class Trained:
                 "adapter (get_peft_model of peft), or leave train=True out"
             )
         made = cls(module, tuple(tuple(aliases[id(value)]) for value in found), tuple(found))
+        made._refuse_hooks(name)
         made._refuse_shared()
         made._refuse_rounding()
         for names, value in zip(made.names, found, strict=True):
@@ -102,6 +103,16 @@ class Trained:
             text=words,
             title=f"{call.entry} of {words}",
         )
+
+    def _refuse_hooks(self, name: str) -> None:
+        """Raise PassError for a hook on the gradients of a part, which no backward of a program calls."""
+        for fqn, part in self.module.named_modules():
+            for hook in (one for kind in BACKWARD_HOOKS for one in vars(part)[kind].values() if fqn):
+                raise PassError(
+                    f"{name}.{fqn} has a hook on its gradients ({name_of(hook)}), which would not be called: "
+                    "remove it (remove() of what registered it), and hook the whole model or its trained "
+                    "parameters"
+                )
 
     def _refuse_shared(self) -> None:
         """Raise PassError for a trained parameter in the memory of something that is frozen."""
