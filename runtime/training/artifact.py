@@ -80,12 +80,10 @@ def compile_training(
     With `backward="segments"` the backward is not traced: autograd takes the gradients of one segment of the
     forward after another, computed again from what entered it. `options` are those of `compile`.
 
-    Raises PassError for a program whose gradients cannot be traced, a pattern that matches no parameter, and
-    what `compile` raises.
+    Raises what `compile` does, and PassError for gradients that have no trace or a pattern of no parameter.
     """
     rungs = _rungs(activations, backward, options.get("lowering", "eager"), spill=spill)
-    if isinstance(model, nn.Module):
-        refuse_hooks(model, trainable)
+    refuse_hooks(model, trainable)
     exported, in_eval = _exported(model, example, dynamic_shapes, evaluate=evaluate)
     exported = _PLAIN(exported)
     halves = divide(exported, _chosen(exported, trainable), losses, rungs=rungs, spill=spill)
