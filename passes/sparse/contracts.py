@@ -162,11 +162,9 @@ def _candidates(graph: fx.Graph) -> Iterator[tuple[fx.Node, Contract]]:
     """The nodes whose operator has a contract and whose arguments have its form."""
     for node in graph.nodes:
         contract = CONTRACTS.get(str(node.target)) if node.op == "call_function" else None
-        if (
-            contract is None
-            or contract.index is None
-            or len(node.args) <= max(contract.weight, contract.index)
-        ):
+        if contract is None or contract.index is None or node.kwargs:  # what is not positional may be lost
+            continue
+        if len(node.args) <= max(contract.weight, contract.index):
             continue
         index = node.args[contract.index]
         if contract.listed and not (isinstance(index, list | tuple) and len(index) == 1):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.passes.sparse.contracts import Arguments, Contract
+from penstock.schedule.facts.errors import StreamError
 
 Operator = Callable[..., torch.Tensor]
 
@@ -54,6 +55,11 @@ def _by_ends(contract: Contract, operator: Operator, arguments: Arguments, round
     weight, ends = contract.operands(arguments)
     rows, result = arguments[0], None
     at, parts = ends.tolist(), rounds.parts
+    if [*at, rows.shape[0]] != sorted([0, *at, rows.shape[0]])[1:]:
+        raise StreamError(
+            f"the ends of the experts' rows do not ascend from 0 to {rows.shape[0]}: {at[:8]}; such a call "
+            "cannot run in rounds: give a budget that holds all experts that a call asks for"
+        )
     for k, part in enumerate(parts):
         first = part[0] if k else 0
         stop = part[-1] + 1 if k + 1 < len(parts) else weight.shape[0]

@@ -29,7 +29,8 @@ _LARGEST, _TIED, _FEWEST = 1 << 20, 128 << 10, 16
 def linears(graph: fx.Graph) -> Iterator[fx.Node]:
     """The products of a propagated graph that are computed by a weight's rows."""
     for node in graph.nodes:
-        if node.op == "call_function" and str(node.target) == LINEAR and len(node.args) > 1:
+        called = node.op == "call_function" and str(node.target) == LINEAR
+        if called and len(node.args) > 1 and not node.kwargs:
             weight = node.args[1]
             value = weight.meta.get("val") if isinstance(weight, fx.Node) else None
             if isinstance(value, torch.Tensor) and value.dim() == 2 and len(storages_of(value)) == 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from math import prod
@@ -106,6 +106,7 @@ class LoadedUnits:
         self._read_of = {one.storage: one for one in self._reads.values()}
         self._nbytes = [storage.nbytes for storage in storages]
         self._coming: dict[Unit, Future[int]] = {}
+        self._edges: dict[int, Future[int]] = {}  # granules on their way that another unit may share
         self._spare: dict[Range, None] = {}  # memory of dropped units, still where they were
         self._unclear = False
         self._closed = False
@@ -186,8 +187,8 @@ class LoadedUnits:
         self._move_to(change.bring)
         self._move_to(change.ahead)
         self._trim()
-        self._bring(change.bring)
-        self._bring(change.ahead)
+        self._bring(change.bring, change.granules)
+        self._bring(change.ahead, change.granules)
         self._wait([(storage, number) for number in units])
         self._unclear = False
         try:
@@ -208,24 +209,30 @@ class LoadedUnits:
 
     # Bytes.
 
-    def _bring(self, units: Sequence[Unit]) -> None:
-        """Have readers read units, neighbours together."""
-        if not units:
+    def _bring(self, units: Sequence[Unit], granules: Mapping[Unit, tuple[int, int]]) -> None:
+        """Have readers read the granules of units, neighbours together.
+
+        A granule that holds bytes of a unit in memory is not among them, and never read again: kernels may be
+        reading it, and a read that is moved into place is wrong until it ends.
+        """
+        own = {unit: granules[unit] for unit in units if granules[unit][0] < granules[unit][1]}
+        if not own:
             return
-        places = {unit: self._bytes(unit) for unit in units}
+        places = [Range(*self.pool.bytes_in(some, s, self._nbytes[s])) for (s, _), some in own.items()]
         pieces = [
             Range(start, min(start + PIECE, whole.stop))
-            for whole in merged(places.values())
+            for whole in merged(places)
             for start in range(whole.start, whole.stop, PIECE)
         ]
-        if self._debug:
-            for place in places.values():
-                self._protect(place, _READABLE)
+        for place in places if self._debug else ():
+            self._protect(place, _READABLE)
         lanes = min(len(pieces), FEW if len(pieces) <= _SOME else MANY)
-        batch = _Batch(pieces)
-        futures = [self._workers.submit(batch.read, self) for _ in range(lanes)]
-        done = _all_of(futures)
-        self._coming |= dict.fromkeys(units, done)
+        batch = _Batch(pieces, lanes)
+        self._coming |= dict.fromkeys(own, batch.done)
+        for first, stop in own.values():
+            self._edges |= dict.fromkeys((first, stop - 1), batch.done)
+        for _ in range(lanes):
+            self._workers.submit(batch.read, self.read)
 
     def read(self, piece: Range) -> int:
         """Read the bytes of a piece; a reader calls this."""
@@ -234,6 +241,9 @@ class LoadedUnits:
     def _wait(self, units: Sequence[Unit]) -> None:
         """Return when units are there, and raise what kept one of them from being read."""
         wanted = {self._coming[unit] for unit in units if unit in self._coming}
+        for storage, number in units if self._edges else ():
+            first, stop = self.pool.granules(self._read_of[storage], number)
+            wanted |= {self._edges[edge] for edge in (first, stop - 1) if edge in self._edges}
         if not wanted:
             return
         began = time.perf_counter_ns()
@@ -243,16 +253,16 @@ class LoadedUnits:
             self._settle(future)
 
     def _settle(self, future: Future[int]) -> None:
-        """Count what a finished read has brought; raise its error, once its units are forgotten."""
-        units = [unit for unit, one in self._coming.items() if one is future]
-        for unit in units:
-            del self._coming[unit]
+        """Count what a finished read has brought; raise its error, once all units are forgotten.
+
+        Others may share granules with those that did not come.
+        """
         error = future.exception()
         if error is not None:
-            self.residency.forget(units)
-            self._give_back(units)
-            self._trim(0)
+            self._start_over()
             raise error
+        self._coming = {unit: one for unit, one in self._coming.items() if one is not future}
+        self._edges = {edge: one for edge, one in self._edges.items() if one is not future}
         self.counters.bytes_moved += future.result()
         self.counters.bytes_read += future.result()
 
@@ -276,9 +286,10 @@ class LoadedUnits:
     def _own(self, unit: Unit) -> list[Range]:
         """The granules of a dropped unit in which no unit that is held has bytes."""
         first, stop = self.pool.granules(self._read_of[unit[0]], unit[1])
-        first += self.residency.in_use(first)
-        stop -= stop - 1 > first and self.residency.in_use(stop - 1)
-        return [Range(first * self.pool.granule, stop * self.pool.granule)] if first < stop else []
+        last = stop - 1
+        start = first + self.residency.in_use(first)
+        end = stop - (last > first and self.residency.in_use(last))
+        return [Range(start * self.pool.granule, end * self.pool.granule)] if start < end else []
 
     def _inner(self, unit: Unit) -> Range | None:
         """The granules that only this unit has bytes in, if they are many and may move."""
@@ -329,17 +340,15 @@ class LoadedUnits:
         nbytes = min(round_up(place.stop, granule), self._memory.nbytes) - start
         protect(self._memory.address + start, nbytes, protection)
 
-    def _bytes(self, unit: Unit) -> Range:
-        """The bytes of the granules that hold a unit, as far as they are its storage's."""
-        storage, number = unit
-        return Range(*self.pool.filled(self._read_of[storage], number, self._nbytes[storage]))
-
     def _start_over(self) -> None:
-        """Drop every unit, once nothing is on its way."""
-        wait(set(self._coming.values()))
+        """Drop every unit, once nothing is on its way, whatever an interrupt has left."""
+        self._unclear = True
+        self._workers.shutdown(wait=True, cancel_futures=True)
+        self._workers = WorkerPool(MANY, "unit")
         self._coming.clear()
+        self._edges.clear()
         self._spare.clear()
-        self.residency.forget(self.residency.held)
+        self.residency.reset()
         drop_pages(self._memory.address, self._memory.nbytes)
         if self._debug:
             protect(self._memory.address, self._memory.nbytes, PROT_NONE)
@@ -347,42 +356,35 @@ class LoadedUnits:
 
 
 class _Batch:
-    """Pieces that several readers take in turn."""
+    """Pieces that several readers take in turn. `done` has the bytes read, or the first error, at the end."""
 
-    def __init__(self, pieces: Sequence[Range]) -> None:
+    def __init__(self, pieces: Sequence[Range], readers: int) -> None:
+        self.done: Future[int] = Future()
         self._left = iter(pieces)
+        self._readers = readers
+        self._nbytes = 0
+        self._error: BaseException | None = None
         self._lock = threading.Lock()
 
-    def read(self, units: LoadedUnits) -> int:
-        """Read pieces until none is left, and return the bytes read."""
-        nbytes = 0
-        while True:
-            with self._lock:
-                piece = next(self._left, None)
-            if piece is None:
-                return nbytes
-            nbytes += units.read(piece)
-
-
-def _all_of(futures: Sequence[Future[int]]) -> Future[int]:
-    """A future that is done when all are, with the sum of their results, or the first error."""
-    done: Future[int] = Future()
-    left = [len(futures)]
-    lock = threading.Lock()
-
-    def count(_: Future[int]) -> None:
-        with lock:
-            left[0] -= 1
-            if left[0]:
+    def read(self, read: Callable[[Range], int]) -> None:
+        """Read pieces until none is left; the last reader to end completes `done`."""
+        nbytes, error = 0, None
+        try:
+            while True:
+                with self._lock:
+                    piece = next(self._left, None)
+                if piece is None:
+                    break
+                nbytes += read(piece)
+        except BaseException as raised:  # raised again on the caller's thread
+            error = raised
+        with self._lock:
+            self._nbytes += nbytes
+            self._error = self._error or error
+            self._readers -= 1
+            if self._readers:
                 return
-        errors = [one.exception() for one in futures if not one.cancelled() and one.exception()]
-        if errors:
-            done.set_exception(errors[0])
-        elif any(one.cancelled() for one in futures):
-            done.set_exception(StreamError("the streamed module was closed while it ran"))
+        if self._error is not None:
+            self.done.set_exception(self._error)
         else:
-            done.set_result(sum(one.result() for one in futures))
-
-    for one in futures:
-        one.add_done_callback(count)
-    return done
+            self.done.set_result(self._nbytes)

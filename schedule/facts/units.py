@@ -103,8 +103,7 @@ class Pool:
         place = self.layout[read.view.storage]
         return (place + start) // self.granule, -(-(place + stop) // self.granule)
 
-    def filled(self, read: SparseRead, number: int, nbytes: int) -> tuple[int, int]:
-        """The bytes that bringing a unit reads: its granules, as far as its storage of `nbytes` has bytes."""
-        first, stop = self.granules(read, number)
-        place = self.layout[read.storage]
+    def bytes_in(self, granules: tuple[int, int], storage: int, nbytes: int) -> tuple[int, int]:
+        """The bytes of a storage of `nbytes` in granules, from the first to one behind the last."""
+        (first, stop), place = granules, self.layout[storage]
         return max(first * self.granule, place), min(stop * self.granule, place + nbytes)

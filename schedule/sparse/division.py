@@ -18,6 +18,9 @@ from penstock.schedule.facts.problem import Problem
 LEAST = 1 << 20
 """Bytes. A storage that is smaller is read whole: that takes a disk no longer than some reads of units."""
 
+LEAST_UNIT = 256
+"""Bytes. A storage of smaller units is read whole: what is noted of each unit takes 35 bytes."""
+
 _PLACES = 2 << 20
 """Storages begin at such multiples in a pool, as huge pages do."""
 
@@ -42,14 +45,15 @@ def units_layout(
     place. Each place agrees with the first file offset of its storage modulo `granule` where the phases
     allow, so that whole granules can be read directly.
     """
-    named: dict[int, set[object]] = {}
+    named: dict[int, set[tuple[int, int, int, int]]] = {}
     reads = (one for trace in traces for step in trace.steps for one in step.sparse)
     for one in (one for one in reads if tiles or not one.tiles):
         named.setdefault(one.storage, set()).add(one.units)
     layout, end = [-1] * len(storages), 0
     for s in sorted(named.keys() - set(keep)):
         storage = storages[s]
-        if storage.kind != "streamable" or storage.nbytes < LEAST or len(named[s]) > 1:
+        small = storage.nbytes < LEAST or any(nbytes < LEAST_UNIT for *_, nbytes in named[s])
+        if storage.kind != "streamable" or small or len(named[s]) > 1:
             continue
         offset = storage.extents[0].file_offset if storage.extents else storage.phase
         within = offset % granule if (offset - storage.phase) % 64 == 0 else storage.phase

@@ -82,7 +82,8 @@ class _Pieces:
         return len(self.sizes) - 1
 
     def _whole(self, read: SparseRead, number: int) -> bool:
-        start, stop = self._pool.filled(read, number, self._storages[read.storage].nbytes)
+        own = self._pool.granules(read, number)
+        start, stop = self._pool.bytes_in(own, read.storage, self._storages[read.storage].nbytes)
         return (stop - start) % self._pool.granule == 0 and stop - start == self.sizes[0]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.schedule.facts.errors import PayloadError
-from penstock.schedule.facts.model import Pool, Range, SparseRead
+from penstock.schedule.facts.model import Pool, Range
 from penstock.schedule.space.spans import merged
 from penstock.schedule.sparse.division import Expectation, Missed
 from penstock.schedule.sparse.optimum import Round, least_missed
@@ -147,16 +147,22 @@ class _Driven:
                     change = residency.acquire(at.graph, at.step, part, alone=ahead and len(parts) < 2)
                     residency.release(at.graph, at.step, part)
                     units += len(change.bring) + len(change.ahead)
-                    nbytes += self._nbytes(change.bring) + self._nbytes(change.ahead)
+                    nbytes += sum(self._bytes_in(unit, own).nbytes for unit, own in change.granules.items())
             yield Moved(units, nbytes)
 
     def _nbytes(self, units: Iterable[Unit]) -> int:
         """The bytes that are read to bring units at once; where two share a granule it is read once."""
-        return sum(place.nbytes for place in merged(self._place(*unit) for unit in units))
+        return sum(place.nbytes for place in merged(map(self._place, units)))
 
-    def _place(self, storage: int, number: int) -> Range:
-        read: SparseRead = self._read_of[storage]
-        return Range(*self._pool.filled(read, number, self._profile.storages[storage].nbytes))
+    def _place(self, unit: Unit) -> Range:
+        return self._bytes_in(unit, self._pool.granules(self._read_of[unit[0]], unit[1]))
+
+    def _bytes_in(self, unit: Unit, granules: tuple[int, int]) -> Range:
+        """The bytes in granules of a unit, of which there may be none."""
+        if granules[0] >= granules[1]:
+            return Range(0, 0)
+        storage = unit[0]
+        return Range(*self._pool.bytes_in(granules, storage, self._profile.storages[storage].nbytes))
 
 
 def ladder_of(profile: Profile, rungs: int = 8) -> Sequence[Pool]:

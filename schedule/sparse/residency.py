@@ -32,11 +32,14 @@ class Change:
     """What has to happen before a read: units to drop first, then units to bring, and to bring ahead of need.
 
     `ahead` is for later steps that will ask for the same units; nobody waits for these before that step.
+    `granules` are those that have to be read for each unit: the first, and the one behind the last. What a
+    unit that is held has brought of a granule that two share is the whole granule, which is not read again.
     """
 
     drop: list[Unit] = field(default_factory=list)
     bring: list[Unit] = field(default_factory=list)
     ahead: list[Unit] = field(default_factory=list)
+    granules: dict[Unit, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -118,9 +121,9 @@ class Residency:
         self._used[wanted], self._soon[wanted] = True, False
         behind = [self._index(read.storage, numbers) for read in one.behind] if alone else []
         change, until = Change(), self._until[graph][one.turn]
-        self._admit(wanted[~self._held[wanted]], until, change.drop, change.bring, needed=True)
+        self._admit(wanted[~self._held[wanted]], until, change, needed=True)
         for later in behind:
-            self._admit(later[~self._held[later]], until, change.drop, change.ahead, needed=False)
+            self._admit(later[~self._held[later]], until, change, needed=False)
         return change
 
     def release(self, graph: int, step: int, numbers: Sequence[int]) -> None:
@@ -134,6 +137,12 @@ class Residency:
             if self._held[index]:
                 self._drop(index)
             self._used[index] = self._soon[index] = False
+
+    def reset(self) -> None:
+        """Count nothing as held or in use, whatever an interrupted change has left; what was noted stays."""
+        self._held[:] = self._used[:] = self._soon[:] = False
+        self._users.clear()
+        self.held_bytes = 0
 
     def in_use(self, granule: int) -> bool:
         """Tells whether a unit that is held has bytes in a granule at the edge of a unit."""
@@ -165,9 +174,7 @@ class Residency:
                 found[now, table] = min(found[now, table], (one.turn - now) % turns or turns)
         return dict(enumerate(found))
 
-    def _admit(
-        self, missing: np.ndarray, until: np.ndarray, drop: list[Unit], bring: list[Unit], *, needed: bool
-    ) -> None:
+    def _admit(self, missing: np.ndarray, until: np.ndarray, change: Change, *, needed: bool) -> None:
         """Make room for missing units, one after another, and count them as held."""
         leaving: Iterator[int] | None = None
         for index in missing.tolist():
@@ -180,9 +187,10 @@ class Residency:
                     return
                 for one in self._leaving(last):
                     self._drop(one)
-                    drop.append(self._unit(one))
-            self._take(index)
-            bring.append(self._unit(index))
+                    change.drop.append(self._unit(one))
+            unit = self._unit(index)
+            change.granules[unit] = self._take(index)
+            (change.bring if needed else change.ahead).append(unit)
 
     def _leaving(self, index: int) -> list[int]:
         """A unit, and the units that are asked for whenever it is, as far as they are held and not in use."""
@@ -219,19 +227,27 @@ class Residency:
         storage, number = self._unit(index)
         return self._pool.granules(self._read_of[storage], number)
 
+    def _own(self, index: int) -> tuple[int, int]:
+        """The granules of a unit in which no held unit has bytes: the first, and one behind the last."""
+        first, stop = self._edges(index)
+        last = stop - 1
+        return first + (first in self._users), stop - (last > first and last in self._users)
+
     def _cost(self, index: int) -> int:
         """The bytes that a unit takes beside those that are held."""
-        first, stop = self._edges(index)
-        inner = max(0, stop - first - 2)
-        return (inner + sum(not self._users.get(g) for g in {first, stop - 1})) * self._pool.granule
+        first, stop = self._own(index)
+        return (stop - first) * self._pool.granule
 
-    def _take(self, index: int) -> None:
+    def _take(self, index: int) -> tuple[int, int]:
+        """Count a unit as held, and return the granules that it adds."""
+        own = self._own(index)
         self.held_bytes += self._cost(index)
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         first, stop = self._edges(index)
         for granule in {first, stop - 1}:
             self._users[granule] = self._users.get(granule, 0) + 1
         self._held[index] = True
+        return own
 
     def _drop(self, index: int) -> None:
         first, stop = self._edges(index)

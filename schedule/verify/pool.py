@@ -9,6 +9,8 @@ from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import Decisions, Step
 from penstock.schedule.facts.units import Pool, SparseRead
 
+_MANY = 1 << 16
+
 
 def arena_reads(step: Step, pool: Pool | None) -> tuple[int, ...]:
     """The storages that a step of the program reads from the arena: all but those that the pool serves."""
@@ -63,6 +65,18 @@ def _check_places(storages: tuple[Storage, ...], pool: Pool) -> None:
         end = -(-(place + storages[s].nbytes) // pool.granule)
 
 
+def _most_taken(granule: int, first: int, stride: int, nbytes: int, count: int) -> int:
+    """Bytes of the granules that the widest of some units takes, or more where there are very many begins.
+
+    Where a unit begins in its granule repeats; all begins are the same modulo the common divisor.
+    """
+    common = math.gcd(granule, stride)
+    period = granule // common
+    begins = [(first + k * stride) % granule for k in range(min(count, period))] if period < _MANY else []
+    latest = max(begins, default=granule - common + first % common)
+    return -(-(latest + nbytes) // granule) * granule
+
+
 def _check_read(storages: tuple[Storage, ...], pool: Pool, read: SparseRead, where: str) -> tuple[int, int]:
     """Every unit of a read lies in its storage, apart from the others, and the largest fits into the pool.
 
@@ -81,11 +95,7 @@ def _check_read(storages: tuple[Storage, ...], pool: Pool, read: SparseRead, whe
         )
     if stride < nbytes:
         raise PlanError(f"{where} reads units of {nbytes} bytes every {stride}: they overlap")
-    # Where a unit begins in its granule repeats.
-    period = pool.granule // math.gcd(pool.granule, stride)
-    first = pool.layout[view.storage] + view.offset
-    begins = (first + k * stride for k in range(min(count, period)))
-    taken = max(-(-(at + nbytes) // pool.granule) - at // pool.granule for at in begins) * pool.granule
+    taken = _most_taken(pool.granule, pool.layout[view.storage] + view.offset, stride, nbytes, count)
     if taken > pool.nbytes:
         raise PlanError(
             f"{where} needs {taken} bytes for one unit of storage {view.storage}, and the pool has "

@@ -15,11 +15,11 @@ from penstock.schedule.payload.routes import routes_from_bytes, routes_to_bytes
 from penstock.schedule.sparse.routes import Profile, profile_of
 from tests.schedule.sparse.recordings import PAGE, recording, recordings
 
-PROFILE = recording([(8, PAGE, 0), (4, 64, 1)], [[(0, [1, 5]), (1, [3])], [(0, [])], []])
+PROFILE = recording([(8, PAGE, 0), (4, 256, 1)], [[(0, [1, 5]), (1, [3])], [(0, [])], []])
 BYTES = b"""\
 {"format":"penstock-routes","version":1,"reads":[\
 {"method":"forward","graph":0,"step":0,"name":"look.up.0","weight":"table.0","count":8,"unit_nbytes":4096},\
-{"method":"forward","graph":0,"step":1,"name":"look.up.1","weight":"table.1","count":4,"unit_nbytes":64}\
+{"method":"forward","graph":0,"step":1,"name":"look.up.1","weight":"table.1","count":4,"unit_nbytes":256}\
 ],"calls":3}
 [[0,1,5],[1,3]]
 [[0]]
