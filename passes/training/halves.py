@@ -127,12 +127,11 @@ def divide(
     divided = _Divided(exported, joints, leaves, weights.held.keys() - names, leaf_of, spill)
     programs: dict[str, ExportedProgram] = {}
     made: list[Rung] = []
-    least: int | None = None
+    least = float("inf")
     for name in rungs if len(joints) == 1 or SEGMENTS in rungs else RUNGS[:1]:
         rung, own = divided.on(name, f"_{name}" if made else "")
         _refuse_equal([one.tangents for one in rung.backwards], named)
-        peak = _peak(rung, own)
-        if least is None or peak < least:
+        if (peak := _peak(rung, own)) < least:
             least, made = peak, [*made, rung]
             programs |= own
     left_out = frozenset.intersection(*(joint.left_out for joint in joints))
@@ -143,11 +142,14 @@ def divide(
             tuple(made),
             tuple(named.get(k, "") for k in range(signature.results)),
             tuple(leaf_of[k] for k in sorted(left_out)),
-            layouts=tuple(
-                _layout(joints[0], k) for k, one in enumerate(specs) if one.kind is InputKind.USER_INPUT
-            ),
+            layouts=_layouts(joints[0], specs),
         ),
     )
+
+
+def _layouts(joint: Joint, specs: Sequence[InputSpec]) -> tuple[Layout | None, ...]:
+    """How the inputs that each call gives lie in memory."""
+    return tuple(_layout(joint, k) for k, one in enumerate(specs) if one.kind is InputKind.USER_INPUT)
 
 
 def _layout(joint: Joint, number: int) -> Layout | None:

@@ -77,7 +77,9 @@ def test_a_refusal_names_floor_step_and_weights() -> None:
 def test_a_refusal_of_a_byte_less_says_how_many_bytes() -> None:
     problem = equal_problem(4, 1)
     lowest = floor(Demand(problem.storages, problem.traces, problem.arena)).upper_bytes
-    with pytest.raises(BudgetError, match=f"of {lowest - 1:,} bytes is below the floor of {lowest:,} bytes: "):
+    with pytest.raises(
+        BudgetError, match=f"of {lowest - 1:,} bytes is below the floor of {lowest:,} bytes: "
+    ):
         make_plan(problem, lowest - 1)
 
 
