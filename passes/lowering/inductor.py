@@ -26,6 +26,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from penstock.passes.annotate import Annotated
+from penstock.passes.graph.nodes import placeholders_of
+from penstock.passes.graph.propagation import fake_mode_of
 from penstock.passes.graph.retarget import exported_device
 from penstock.passes.lowering.archive import PROGRAM, write_programs
 from penstock.passes.lowering.emitted import Observation, observe_cpp
@@ -205,7 +207,8 @@ def _run_inductor(hollow: ExportedProgram, method: str, patches: Mapping[str, An
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")  # torch warns about its own code
-            files = aot_compile(hollow.module(check_guards=False), args, kwargs, options=dict(patches))
+            module = _of_contiguous(hollow.module(check_guards=False))
+            files = aot_compile(module, args, kwargs, options=dict(patches))
     except Exception as error:
         raise_own(error)
         raise PassError(
@@ -214,6 +217,19 @@ def _run_inductor(hollow: ExportedProgram, method: str, patches: Mapping[str, An
         ) from error
     assert isinstance(files, list)
     return files
+
+
+def _of_contiguous(module: Any) -> Any:
+    """A module whose inputs are recorded as contiguous: a compiled method is called with such tensors."""
+    for node in placeholders_of(module.graph):
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            with fake_mode_of([value]):
+                node.meta = {
+                    **node.meta,
+                    "val": torch.empty(value.shape, dtype=value.dtype, device=value.device),
+                }
+    return module
 
 
 def observed(modelled: Trace, observation: Observation, placed: PlacedProbes) -> tuple[Trace, ProbeOrder]:

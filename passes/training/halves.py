@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -113,8 +112,8 @@ def divide(
     specs = exported.graph_signature.input_specs
     trained = [spec for spec in specs if spec.kind is InputKind.PARAMETER and spec.target in trainable]
     leaves = [spec for spec in specs if spec.kind is InputKind.USER_INPUT] + trained
-    wanted = _inputs_with_grad(exported) if inputs is None else inputs
-    names = {*wanted, *(spec.arg.name for spec in trained)}
+    names = {spec.arg.name for spec in trained}
+    names.update(_inputs_with_grad(exported) if inputs is None else inputs)
     _refuse_shared(weights, trained)
     signature = signature_of(exported)
     results, trace = output_names(signature), segment_joint if SEGMENTS in rungs else trace_joint
@@ -128,28 +127,28 @@ def divide(
     divided = _Divided(exported, joints, leaves, weights.held.keys() - names, leaf_of, spill)
     programs: dict[str, ExportedProgram] = {}
     made: list[Rung] = []
-    least = math.inf
+    least = float("inf")
     for name in rungs if len(joints) == 1 or SEGMENTS in rungs else RUNGS[:1]:
         rung, own = divided.on(name, f"_{name}" if made else "")
         _refuse_equal([one.tangents for one in rung.backwards], named)
         if (peak := _peak(rung, own)) < least:
             least, made = peak, [*made, rung]
             programs |= own
-    left_out = sorted(frozenset.intersection(*(joint.left_out for joint in joints)))
+    left_out = frozenset.intersection(*(joint.left_out for joint in joints))
     return Halves(
         programs,
         Training(
             tuple(str(spec.target) for spec in trained),
             tuple(made),
             tuple(named.get(k, "") for k in range(signature.results)),
-            tuple(leaf_of[k] for k in left_out),
+            tuple(leaf_of[k] for k in sorted(left_out)),
             layouts=_layouts(joints[0], specs),
         ),
     )
 
 
 def _layouts(joint: Joint, specs: Sequence[InputSpec]) -> tuple[Layout | None, ...]:
-    """How the inputs of a call lie."""
+    """How the inputs that each call gives lie in memory."""
     return tuple(_layout(joint, k) for k, one in enumerate(specs) if one.kind is InputKind.USER_INPUT)
 
 

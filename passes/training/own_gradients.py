@@ -26,13 +26,11 @@ _GENERATOR = ("fork_rng", "manual_seed", "seed", "set_rng_state")
 """Functions of torch that set its generator."""
 
 
-def refuse_hooks(model: object, trainable: Sequence[str]) -> None:
-    """Raises PassError for hooks of a module on gradients, which no compiled module calls.
+def refuse_hooks(model: nn.Module, trainable: Sequence[str]) -> None:
+    """Raises PassError for hooks of a model on gradients, which no compiled module calls.
 
     `trainable` are the patterns of the parameters that are trained.
     """
-    if not isinstance(model, nn.Module):
-        return
     for name, part in model.named_modules():
         for hook in (*part._backward_hooks.values(), *part._backward_pre_hooks.values()):
             raise PassError(

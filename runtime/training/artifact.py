@@ -80,11 +80,11 @@ def compile_training(
     With `backward="segments"` the backward is not traced: autograd takes the gradients of one segment of the
     forward after another, computed again from what entered it. `options` are those of `compile`.
 
-    Raises what `compile` does, and PassError for gradients that have no trace or a pattern of no parameter.
+    Raises PassError for a program whose gradients cannot be traced, a pattern that matches no parameter, and
+    what `compile` raises.
     """
     rungs = _rungs(activations, backward, options.get("lowering", "eager"), spill=spill)
-    refuse_hooks(model, trainable)
-    exported, in_eval = _exported(model, example, dynamic_shapes, evaluate=evaluate)
+    exported, in_eval = _exported(model, example, dynamic_shapes, trainable, evaluate=evaluate)
     exported = _PLAIN(exported)
     halves = divide(exported, _chosen(exported, trainable), losses, rungs=rungs, spill=spill)
     training, parameters, programs = halves.training, halves.training.parameters, dict(halves.programs)
@@ -149,7 +149,7 @@ def _in_turn(traces: Sequence[Trace], training: Training) -> tuple[Trace, ...]:
 
 
 def _exported(
-    model: Any, example: Any, dynamic_shapes: Any, *, evaluate: bool
+    model: Any, example: Any, dynamic_shapes: Any, trainable: Sequence[str], *, evaluate: bool
 ) -> tuple[ExportedProgram, ExportedProgram | None]:
     """The program, and that of the model in eval mode, None where there is none."""
     if isinstance(model, ExportedProgram):
@@ -162,6 +162,7 @@ def _exported(
         raise PassError(f"expected an exported program or a module, got {type(model).__name__}")
     if example is None:
         raise PassError("a module is exported with the arguments of a call: give example=(x,)")
+    refuse_hooks(model, trainable)
     args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
     make = partial(export, model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
     with refused_own_gradients():

@@ -76,3 +76,37 @@ def test_compiled_by_inductor(tmp_path: Path) -> None:
     expected = gradients(program, "100%", "cpu", x)
     for budget in (program.floor_bytes, "50%"):
         assert all(map(torch.equal, gradients(program, budget, "cpu", x), expected))
+
+
+class Turned(nn.Module):
+    """Its forward keeps values that are not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.frozen = nn.Linear(48, 48), nn.Linear(48, 480)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.down(x).sin().transpose(0, 1).repeat(1, 1, 3).unsafe_split(48, -1)
+        y = parts[0].sigmoid_() * parts[1].tanh()
+        return self.frozen(torch.nn.functional.dropout(y, 0.3)).square().mean()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("compiler")
+def test_values_that_are_not_contiguous_compiled_by_inductor(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Turned(), torch.randn(7, 5, 48).transpose(0, 1)
+    torch.manual_seed(1)
+    model(x).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = penstock.compile_training(
+            model, tmp_path / "m.penstock", example=(x,), trainable=["down.*"], lowering="inductor"
+        )
+    with program.load("100%") as module:
+        torch.manual_seed(1)
+        module(x).backward()
+        found = dict(module.named_parameters())["down.weight"].grad
+    assert found is not None
+    assert model.down.weight.grad is not None
+    torch.testing.assert_close(found, model.down.weight.grad)
