@@ -27,8 +27,10 @@ def test_streamed_vectors_are_those_of_the_model_in_memory_bit_for_bit(tmp_path:
     assert at_floor.budget == found.floor < above.budget < found.weight_bytes
     assert at_floor.memory <= at_floor.budget
     assert above.memory <= above.budget
-    # At its floor everything but the part of the word vectors that nothing displaces moves.
-    assert found.weight_bytes - found.floor <= at_floor.moved <= found.weight_bytes
+    # At its floor all layers move, and of the 47 MB of word vectors only the rows of the sentences' words.
+    words = 30522 * 384 * 4
+    layers = found.weight_bytes - words
+    assert layers - found.floor <= at_floor.moved <= layers + words // 20
     assert 0 < above.moved <= found.weight_bytes
     text = capture(lambda console: real.print_embedded(console, found, len(sentences)))
     assert text.count("same bits") == 2
