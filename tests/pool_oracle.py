@@ -106,7 +106,7 @@ class Policy(Protocol):
     def parts(self, storage: int, numbers: Sequence[int]) -> list[list[int]]: ...
     def acquire(self, graph: int, step: int, numbers: Sequence[int], *, alone: bool = True) -> Change: ...
     def release(self, graph: int, step: int, numbers: Sequence[int]) -> None: ...
-    def forget(self, units: Sequence[Unit]) -> None: ...
+    def reset(self) -> None: ...
     def in_use(self, granule: int) -> bool: ...
 
 
@@ -114,6 +114,7 @@ class Change(Protocol):
     drop: list[Unit]
     bring: list[Unit]
     ahead: list[Unit]
+    granules: dict[Unit, tuple[int, int]]
 
 
 @dataclass
@@ -137,7 +138,24 @@ class PoolMachine:
 
     @property
     def nbytes(self) -> int:
-        return len(frozenset().union(*self.there.values())) * self.pool.granule
+        return len(self.granules) * self.pool.granule
+
+    @property
+    def granules(self) -> frozenset[int]:
+        return frozenset().union(*self.there.values())
+
+    def check_reads(self, change: Change, before: frozenset[int]) -> None:
+        """No granule of a unit that stays is read again, and all others of what comes are, each once."""
+        coming = [*change.bring, *change.ahead]
+        must(set(change.granules) == set(coming), "granules are read for units that do not come")
+        read: set[int] = set()
+        for unit in coming:
+            some = set(range(*change.granules[unit]))
+            must(some.isdisjoint(self.granules), "a granule is read again that a unit in memory has bytes in")
+            must(some.isdisjoint(read), "a granule is read twice")
+            read |= some
+            own = granules_of(self.pool, self.reads[unit[0]], unit[1])
+            must(some <= own <= read | before, "a granule of a unit that comes is not read")
 
     def drop(self, units: Sequence[Unit], policy: Policy) -> None:
         for unit in units:
@@ -205,7 +223,9 @@ def run_step(policy: Policy, machine: PoolMachine, graph: int, k: int, numbers: 
     for part in parts or [[]]:
         machine.used = {(storage, n) for n in part}
         change = policy.acquire(graph, k, part, alone=len(parts) < 2)
+        before = machine.granules
         machine.drop(change.drop, policy)
+        machine.check_reads(change, before)
         must(set(change.bring) <= machine.used, "units are brought that the part does not need")
         ahead = {s for s, n in change.ahead}
         must(ahead <= later, "units are brought ahead that no later step of the turn reads")
@@ -218,7 +238,7 @@ def run_step(policy: Policy, machine: PoolMachine, graph: int, k: int, numbers: 
 
 
 def replay(policy: Policy, pool: Pool, traces: tuple[Trace, ...], dice: Random, calls: int) -> PoolMachine:
-    """Have a policy serve random calls; some end in the middle, and some lose units that do not come."""
+    """Have a policy serve random calls; some end in the middle, and after some everything is lost."""
     machine = PoolMachine(pool, traces)
     for _ in range(calls):
         policy.begin()
@@ -235,8 +255,7 @@ def replay(policy: Policy, pool: Pool, traces: tuple[Trace, ...], dice: Random, 
         for k, one in reads[:ends]:
             run_step(policy, machine, trace.graph, k, named[one.route])
         if dice.random() < 0.1 and machine.there:
-            lost = dice.sample(sorted(machine.there), dice.randint(1, len(machine.there)))
-            policy.forget(lost)
-            machine.drop(lost, policy)
+            policy.reset()  # a read has failed, or an interrupt came
+            machine.drop([*machine.there], policy)
             machine.check_counts(policy)
     return machine

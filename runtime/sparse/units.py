@@ -7,6 +7,7 @@ readers only carry it out.
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,8 +55,6 @@ PIECE = 2 << 20
 
 _MOVED = 256 << 10
 """Bytes. Memory moves to the next unit in runs of this size or more, as fresh memory is slower to fill."""
-
-_READABLE = 0x3  # PROT_READ | PROT_WRITE
 
 
 class RecordsRoutes(Protocol):
@@ -225,7 +224,7 @@ class LoadedUnits:
             for start in range(whole.start, whole.stop, PIECE)
         ]
         for place in places if self._debug else ():
-            self._protect(place, _READABLE)
+            self._protect(place, mmap.PROT_READ | mmap.PROT_WRITE)
         lanes = min(len(pieces), FEW if len(pieces) <= _SOME else MANY)
         batch = _Batch(pieces, lanes)
         self._coming |= dict.fromkeys(own, batch.done)
@@ -319,9 +318,9 @@ class LoadedUnits:
             except OSError:  # no more mappings are allowed: fresh memory will do
                 self._discard(found)
 
-    def _trim(self, most: int | None = None) -> None:
+    def _trim(self) -> None:
         """Give back what is spare beyond what the pool may hold beside its units."""
-        left = self.pool.nbytes - self.residency.held_bytes if most is None else most
+        left = self.pool.nbytes - self.residency.held_bytes
         for spare in list(self._spare):
             left -= spare.nbytes
             if left < 0:

@@ -13,7 +13,7 @@ The decisions depend on nothing but the order of calls, so a recorded order can 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -129,14 +129,6 @@ class Residency:
     def release(self, graph: int, step: int, numbers: Sequence[int]) -> None:
         """Let the units of a step's read leave when room is needed."""
         self._used[self._asked(graph, step, numbers)] = False
-
-    def forget(self, units: Iterable[Unit]) -> None:
-        """Count units as dropped: their bytes did not come, or are given back."""
-        for storage, number in units:
-            index = self._first[storage] + number
-            if self._held[index]:
-                self._drop(index)
-            self._used[index] = self._soon[index] = False
 
     def reset(self) -> None:
         """Count nothing as held or in use, whatever an interrupted change has left; what was noted stays."""

@@ -182,7 +182,7 @@ class AheadUncounted(Residency):
 
 
 class ForgetsNothing(Residency):
-    def forget(self, units: object) -> None:
+    def reset(self) -> None:
         pass
 
 
