@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
-from typing import TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 from penstock.passes.probes import NOTHING_STREAMS, CompiledCalls, Probes
 from penstock.passes.trace import with_measured
@@ -15,9 +16,19 @@ _EDGE = -1
 _Result = TypeVar("_Result")
 
 
-def probe_calls(order: ProbeOrder, probed: Collection[int], streamer: Probes | None) -> CompiledCalls:
-    """Returns the target of a compiled program's probe calls; `streamer` streams the steps `probed`."""
-    return NOTHING_STREAMS if streamer is None else ProbeCalls(order, probed, streamer)
+def probe_calls(
+    order: ProbeOrder,
+    probed: Collection[int],
+    streamer: Probes | None,
+    by_units: Mapping[int, Callable[..., Any]] = MappingProxyType({}),
+) -> CompiledCalls:
+    """Returns the target of a compiled program's calls.
+
+    `streamer` streams the steps `probed`, and `by_units` has by number the reads that a pool serves.
+    """
+    if streamer is None and not by_units:
+        return NOTHING_STREAMS
+    return ProbeCalls(order, probed, streamer or NOTHING_STREAMS, by_units)
 
 
 class ProbeCalls(CompiledCalls):
@@ -26,9 +37,16 @@ class ProbeCalls(CompiledCalls):
     A call may end one step and begin another.
     """
 
-    def __init__(self, order: ProbeOrder, probed: Collection[int], probes: Probes) -> None:
+    def __init__(
+        self,
+        order: ProbeOrder,
+        probed: Collection[int],
+        probes: Probes,
+        by_units: Mapping[int, Callable[..., Any]] = MappingProxyType({}),
+    ) -> None:
         self._graph = order.graph
         self._probes = probes
+        self._by_units = by_units
         wanted = frozenset(probed)
         self._opens = {call: k for k, call in enumerate(order.opens) if k in wanted}
         self._closes = {call: k for k, call in enumerate(order.closes) if k in wanted}
@@ -44,6 +62,11 @@ class ProbeCalls(CompiledCalls):
         result = run()
         self._pass_edge(self._closes, opens=False)
         return result
+
+    def read_by_units(
+        self, graph: int, read: int, operator: Callable[..., Any], arguments: Sequence[Any]
+    ) -> Any:
+        return self._by_units.get(read, operator)(*arguments)
 
     def _pass(self, call: int) -> None:
         ended, begun = self._closes.get(call), self._opens.get(call)

@@ -216,7 +216,7 @@ def test_decisions_stay_the_same_when_units_are_long_forgotten() -> None:
     pool, trace = of_one_route(PAGE, nbytes=3 * PAGE)
     with both(replace(pool, granule=PAGE), (trace,)) as engines:
         for call in range(8400):
-            numbers = [{0: 1, 4100: 0}.get(call, 2 + call % 14)]
+            numbers = [{0: 1, 4700: 0}.get(call, 2 + call % 14)]
             engines.python.ask(0, 0, numbers)
             engines.native.ask(0, 0, numbers)
         engines.begin(0)
