@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from penstock.runtime.sparse import units as units_module
 from penstock.schedule.sparse.division import smallest_pool, without_units
 from tests.engines import ENGINES
 from tests.runtime.sparse.sparse_models import Experts, Rows, Tables, routes, seeded
-from tests.runtime.sparse.unit_reads import have_reads_pass, interrupt_wait
+from tests.runtime.sparse.unit_reads import have_reads_pass, interrupt_wait, taken
 from tests.schedule.traces import machine
 
 WIDTH = 128
@@ -222,12 +223,36 @@ class Stacks(torch.nn.Module):
         return tuple(stack.view(12, -1)[one] for stack, one in zip(self.stacks, index, strict=True))
 
 
-@pytest.mark.parametrize("refused", [False, True])
-def test_memory_that_moves_between_units_of_several_sizes(tmp_path, monkeypatch, refused):
-    """Also where the system refuses to move it; what is spare is never that of a unit in use."""
+@pytest.fixture(scope="module")
+def stacks(tmp_path_factory):
     model = Stacks()
-    example = tuple(torch.arange(2) for _ in range(3))
-    program = compiled(model, example, tmp_path)
+    return model, compiled(model, tuple(torch.arange(2) for _ in range(3)), tmp_path_factory.mktemp("stacks"))
+
+
+def mappings_in(start, stop):
+    """The mappings of this process in a range of addresses: memory that was moved there is one of its own."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    places = (tuple(int(end, 16) for end in line.split()[0].split("-")) for line in lines)
+    return sum(start <= first and last <= stop for first, last in places)
+
+
+def run_stacks(stacks, engine):
+    """Call the program, and return the number of mappings of its pool after each call."""
+    model, program = stacks
+    with program.load(plan=pooled(program, "2500KiB"), engine=engine) as module:
+        units, counts = module._weights.units, []
+        for call in range(120):
+            dice = seeded(call)
+            index = tuple(torch.randperm(12, generator=dice)[:2].sort().values for _ in range(3))
+            equal(module, model, *index)
+            assert taken(units) <= units.pool.nbytes
+            counts.append(mappings_in(*units.memory))
+    return counts
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_memory_that_moves_between_units_of_several_sizes(stacks, monkeypatch, refused):
+    """Also where the system refuses to move it; what is spare is never that of a unit in use."""
     moved = []
 
     def move(old, new, nbytes):
@@ -238,15 +263,15 @@ def test_memory_that_moves_between_units_of_several_sizes(tmp_path, monkeypatch,
 
     real = units_module.move
     monkeypatch.setattr(units_module, "move", move)
-    plan = pooled(program, "2500KiB")
-    with program.load(plan=plan, engine="python") as module:
-        memory = module._weights.units._memory
-        for call in range(120):
-            dice = seeded(call)
-            index = tuple(torch.randperm(12, generator=dice)[:2].sort().values for _ in range(3))
-            equal(module, model, *index)
-            assert memory.resident_bytes() <= plan.pool.nbytes
+    run_stacks(stacks, "python")
     assert {288, 400, 800} <= {-(-nbytes // 1024 // 4) * 4 + 8 for nbytes in moved}
+
+
+@pytest.mark.usefixtures("native")
+def test_memory_moves_in_the_native_engine_when_it_moves_in_python(stacks):
+    counts = run_stacks(stacks, "native")
+    assert counts == run_stacks(stacks, "python")
+    assert counts[-1] > counts[0] + 12
 
 
 @pytest.mark.parametrize("engine", ENGINES)
