@@ -10,6 +10,7 @@ torch and one kind of processor.
 from __future__ import annotations
 
 import math
+import mmap
 import sys
 import sysconfig
 import zlib
@@ -162,7 +163,8 @@ def main(
     with scratch(64 << 20) as place:
         program = penstock.compile(exported, place / "model.penstock")
         words_nbytes = model.get_input_embeddings().weight.nbytes
-        budget = program.floor_bytes + words_nbytes  # the table stays, and experts are read one by one
+        # The table stays, with the pages that it shares with others, and experts are read one by one.
+        budget = program.floor_bytes + words_nbytes + 2 * mmap.PAGESIZE
         for kind in KINDS:
             text = max(texts(kind, apart=True), key=len)
             given = torch.tensor(tokenizer.encode(text).ids[: tokens + 1])

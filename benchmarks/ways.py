@@ -61,11 +61,12 @@ class Way:
             command = ["/bin/sh", "-c", 'echo $$ >"$0" && exec "$@"', str(group / "cgroup.procs"), *command]
         self.steps: list[dict[str, Any]] = []
         self.failure = ""
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in `close`)
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._errors,
             text=True,
             env=os.environ | {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "PASSIVE"},
         )
@@ -97,16 +98,21 @@ class Way:
             if line.startswith("{"):  # and not what a library says
                 said: dict[str, Any] = json.loads(line)
                 return said
-        assert self._process.stderr
-        status, last = self._process.wait(), self._process.stderr.read().strip().splitlines()
+        status = self._process.wait()
+        self._errors.seek(0)
+        last = self._errors.read().strip().splitlines()
         self.failure = "was killed" if status == -9 else (last or [f"ended with status {status}"])[-1][:100]
         return None
 
     def close(self) -> None:
+        """Let the process end, and wait until it has."""
         assert self._process.stdin
+        assert self._process.stdout
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         self._process.wait()
+        self._process.stdout.close()
+        self._errors.close()
 
 
 @contextlib.contextmanager
