@@ -112,7 +112,8 @@ def find_ladder(folder: Path, payload: Payload) -> tuple[Plan, ...]:
     highest = sum(storage.nbytes for storage in payload.storages)
 
     def make(budget: int) -> Plan:
-        return decide(folder, payload, PlanRequest(budget, arena=unmapped_arena(payload, budget)))
+        arena = unmapped_arena(payload, budget)
+        return decide(folder, payload, PlanRequest(budget, arena=arena, by_units=False))
 
     return ladder(make, max(1, lowest), max(1, highest))
 
@@ -149,7 +150,7 @@ class _Asked:
     @classmethod
     def _by_units(cls, payload: Payload, keep: frozenset[int], device: str, *, tiles: bool) -> _Asked | None:
         """The facts for the smallest pool; None where nothing is worth reading by units, or can be."""
-        if device_kind(device) != "cpu" or payload.lowering != "eager":
+        if device_kind(device) != "cpu" or payload.lowering not in ("eager", "inductor"):
             return None
         traces = trusted(payload.traces)
         doubted = _sparse(payload.traces) - _sparse(traces)

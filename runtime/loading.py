@@ -19,6 +19,7 @@ import torch
 
 from penstock.native.library import File, Options, Spill, library
 from penstock.passes.lowering import compiled, eager
+from penstock.passes.sparse.operators import sparse_calls
 from penstock.passes.training.facts import Training
 from penstock.passes.weights.values import tensor_in
 from penstock.runtime.arena.base import WeightArena
@@ -217,7 +218,7 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
 
 def _load_units(plan: Plan, payload: Payload, source: Source, options: LoadOptions) -> LoadedUnits:
     """The pool of a plan, for a program whose calls bring units."""
-    if payload.lowering != "eager":
+    if payload.lowering not in ("eager", "inductor"):
         raise StreamError(
             f"the plan reads weights by units, and a program of lowering {payload.lowering!r} cannot: make a "
             "plan for it"
@@ -361,12 +362,10 @@ def _compiled_methods(program: Program, weights: LoadedWeights) -> dict[str, Loa
     orders = {order.graph: order for order in payload.probes}
     methods: dict[str, LoadedMethod] = {}
     for method in payload.methods:
+        trace, order = payload.trace_for(method.graph), orders[method.graph]
         loaded = compiled.CompiledMethod(package, weights.tensors, method)
         weights.resources.close_first(loaded.close)
-        methods[method.name] = LoadedMethod(
-            payload.trace_for(method.graph),
-            weights.probed(method.graph),
-            loaded,
-            order=orders[method.graph],
-        )
+        by_units = sparse_calls(trace, order.units, weights.units) if weights.units else {}
+        probed = weights.probed(method.graph)
+        methods[method.name] = LoadedMethod(trace, probed, loaded, order=order, by_units=by_units)
     return methods
