@@ -56,6 +56,7 @@ class PlanRequest:
     """What a caller asks of a plan. Sizes are in bytes; `Program.plan` documents every field.
 
     Without `by_units`, everything is read whole: units are brought by calls that penstock itself makes.
+    Without `tiles`, no product is computed by tiles, whose bits are certified in Python.
     """
 
     budget: int
@@ -68,6 +69,7 @@ class PlanRequest:
     host_memory: int | None = None
     spill: str | None = None
     by_units: bool = True
+    tiles: bool = True
     routes: Routes | None = None
 
 
@@ -113,7 +115,7 @@ def find_ladder(folder: Path, payload: Payload) -> tuple[Plan, ...]:
 
     def make(budget: int) -> Plan:
         arena = unmapped_arena(payload, budget)
-        return decide(folder, payload, PlanRequest(budget, arena=arena, by_units=False))
+        return decide(folder, payload, PlanRequest(budget, arena=arena, tiles=False))
 
     return ladder(make, max(1, lowest), max(1, highest))
 
@@ -125,7 +127,7 @@ def unmapped_arena(payload: Payload, budget: int) -> str:
 
 
 def _unmapped_floors(payload: Payload) -> dict[str, Floor]:
-    floors = find_floors(payload, "cpu", None, frozenset())
+    floors = find_floors(payload, "cpu", None, frozenset(), tiles=False)
     return {kind: one for kind, one in floors.items() if kind != "mapped"}
 
 
@@ -141,9 +143,11 @@ class _Asked:
     pool: Pool | None = None
 
     @classmethod
-    def ways(cls, payload: Payload, keep: frozenset[int], device: str) -> tuple[_Asked, ...]:
-        """The ways to read: whole; and by units, and by units and tiles, where there are such reads."""
-        ways = {False, *(read.tiles for read in _sparse(payload.traces))}
+    def ways(
+        cls, payload: Payload, keep: frozenset[int], device: str, *, tiles: bool = True
+    ) -> tuple[_Asked, ...]:
+        """The ways to read: whole; and by units, and by units and `tiles`, where there are such reads."""
+        ways = {False, *(read.tiles and tiles for read in _sparse(payload.traces))}
         others = (cls._by_units(payload, keep, device, tiles=tiles) for tiles in sorted(ways))
         return cls(payload, keep), *(one for one in others if one is not None)
 
@@ -182,7 +186,9 @@ def reduced(payload: Payload, pool: Pool | None) -> Payload:
 def _problem(folder: Path, payload: Payload, request: PlanRequest) -> Problem:
     """The problem to plan: what is read whole or by units, whichever is faster within the budget."""
     kept = kept_storages(payload, request.keep)
-    ways = _Asked.ways(payload, kept, request.device) if request.by_units else (_Asked(payload, kept),)
+    ways: tuple[_Asked, ...] = (_Asked(payload, kept),)
+    if request.by_units:
+        ways = _Asked.ways(payload, kept, request.device, tiles=request.tiles)
     if len(ways) == 1 or request.budget >= sum(storage.nbytes for storage in payload.storages):
         return _problem_of(folder, ways[0], request)
     found: list[tuple[int, Problem]] = []
@@ -199,8 +205,12 @@ def _problem(folder: Path, payload: Payload, request: PlanRequest) -> Problem:
 
 
 def _divided(problem: Problem, request: PlanRequest, names: Sequence[str]) -> tuple[int, Problem]:
-    """About the nanoseconds of a pass, and the problem with the best division of its budget."""
+    """About the nanoseconds of a pass, and the problem with the best division of its budget.
+
+    Raises BudgetError for a budget below the floor.
+    """
     budget = request.budget
+    check_floor(problem, budget, names)
     if problem.pool is None:
         room = budget - problem.outside_bytes
         traces = problem.traces
@@ -298,10 +308,15 @@ def _granule(weight_bytes: int) -> int:
     return granule
 
 
-def find_floors(payload: Payload, device: str, arena: str | None, keep: frozenset[int]) -> dict[str, Floor]:
-    """The floor of each arena that the device allows, the preferred one first, or of `arena` alone."""
+def find_floors(
+    payload: Payload, device: str, arena: str | None, keep: frozenset[int], *, tiles: bool = True
+) -> dict[str, Floor]:
+    """The floor of each arena that the device allows, the preferred one first, or of `arena` alone.
+
+    Without `tiles`, no product is computed by tiles.
+    """
     floors: dict[str, Floor] = {}
-    for asked in _Asked.ways(payload, keep, device):
+    for asked in _Asked.ways(payload, keep, device, tiles=tiles):
         for name, one in _allowed(asked.payload, device, arena).items():
             found = asked.floor(one)
             if name not in floors or found.upper_bytes < floors[name].upper_bytes:
