@@ -185,14 +185,8 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
                 plan, payload.storages, memory, readers=options.readers, drop_at_once=at_once
             )
             opened.callback(streamer.close)
-        units: PooledUnits | None = None
-        if plan.pool is not None:
-            _refuse_units(plan, payload)
-            names = payload.storage_names()
-            if isinstance(streamer, NativeStreamer):
-                units = NativeUnits(streamer, plan, names)
-            else:
-                units = LoadedUnits(plan, payload.storages, source, names=names, debug=options.debug)
+        units = _load_units(plan, payload, source, streamer, debug=options.debug) if plan.pool else None
+        if units is not None:
             opened.callback(units.close)
         if plan.arena_bytes or units:
             team = ParkedTeam()
@@ -218,14 +212,25 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
     )
 
 
-def _refuse_units(plan: Plan, payload: Payload) -> None:
-    """Raise an error unless calls of the program can bring units, as the plan has them do."""
+def _load_units(
+    plan: Plan,
+    payload: Payload,
+    source: Source,
+    streamer: ArenaStreamer | NativeStreamer | None,
+    *,
+    debug: bool,
+) -> PooledUnits:
+    """The pool of a plan, in the engine that streams. Raises an error if calls cannot bring units."""
     if payload.lowering not in ("eager", "inductor"):
         raise StreamError(
             f"the plan reads weights by units, and a program of lowering {payload.lowering!r} cannot: make a "
             "plan for it"
         )
     check_trusted(plan)
+    names = payload.storage_names()
+    if isinstance(streamer, NativeStreamer):
+        return NativeUnits(streamer, plan, names)
+    return LoadedUnits(plan, payload.storages, source, names=names, debug=debug)
 
 
 def _native_options(source: Source, options: LoadOptions, *, drop_early: bool) -> Options:

@@ -21,7 +21,7 @@ from penstock.passes.probes import STREAMER, CompiledCalls
 from penstock.passes.sparse.calls import SparseCall, Units
 from penstock.schedule.facts.errors import PassError, StreamError
 from penstock.schedule.facts.model import SparseRead, Storage, Trace
-from penstock.schedule.sparse.division import LEAST
+from penstock.schedule.sparse import division
 
 _ROWS = "Tensor rows, Tensor weight"
 
@@ -48,7 +48,7 @@ def numbered_reads(trace: Trace, storages: Sequence[Storage]) -> list[tuple[str,
         (step.name, one)
         for step in trace.steps
         for one in step.sparse
-        if storages[one.storage].kind == "streamable" and storages[one.storage].nbytes >= LEAST
+        if storages[one.storage].kind == "streamable" and storages[one.storage].nbytes >= division.LEAST
     ]
 
 

@@ -26,7 +26,7 @@ def probe_calls(
 
     `streamer` streams the steps `probed`, and `by_units` has by number the reads that a pool serves.
     """
-    if streamer is None and not by_units:
+    if streamer is None and not order.units:
         return NOTHING_STREAMS
     return ProbeCalls(order, probed, streamer or NOTHING_STREAMS, by_units)
 
@@ -34,7 +34,8 @@ def probe_calls(
 class ProbeCalls(CompiledCalls):
     """Stands between a compiled program and the streamer, which sees only the steps `probed`.
 
-    A call may end one step and begin another.
+    A call may end one step and begin another. What a call raises, `enclose` raises: AOTInductor makes a
+    RuntimeError of it, with its text, even of an interrupt.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class ProbeCalls(CompiledCalls):
         self._graph = order.graph
         self._probes = probes
         self._by_units = by_units
+        self._raised: BaseException | None = None
         wanted = frozenset(probed)
         self._opens = {call: k for k, call in enumerate(order.opens) if k in wanted}
         self._closes = {call: k for k, call in enumerate(order.closes) if k in wanted}
@@ -59,21 +61,37 @@ class ProbeCalls(CompiledCalls):
 
     def enclose(self, run: Callable[[], _Result]) -> _Result:
         self._pass_edge(self._opens, opens=True)
-        result = run()
+        raised = None
+        try:
+            result = run()
+        except BaseException:
+            raised, self._raised = self._raised, None
+            if raised is None:
+                raise
+        if raised is not None:
+            raise raised
         self._pass_edge(self._closes, opens=False)
         return result
 
     def read_by_units(
         self, graph: int, read: int, operator: Callable[..., Any], arguments: Sequence[Any]
     ) -> Any:
-        return self._by_units.get(read, operator)(*arguments)
+        try:
+            return self._by_units.get(read, operator)(*arguments)
+        except BaseException as error:
+            self._raised = error
+            raise
 
     def _pass(self, call: int) -> None:
         ended, begun = self._closes.get(call), self._opens.get(call)
-        if ended is not None:
-            self._probes.release(self._graph, ended)
-        if begun is not None:
-            self._probes.acquire(self._graph, begun)
+        try:
+            if ended is not None:
+                self._probes.release(self._graph, ended)
+            if begun is not None:
+                self._probes.acquire(self._graph, begun)
+        except BaseException as error:
+            self._raised = error
+            raise
 
     def _pass_edge(self, steps: dict[int, int], *, opens: bool) -> None:
         step = steps.get(_EDGE)

@@ -138,6 +138,40 @@ def test_a_mixture_is_measured_and_its_steps_are_numbered(case: Case) -> None:
     assert all(step.read_ns > 0 for step in measured.steps)
 
 
+@pytest.mark.parametrize("case", ["tables"], indirect=True)
+@pytest.mark.parametrize("share", [0, 2])
+def test_a_call_that_fails_raises_what_the_operator_raises(case: Case, share: int) -> None:
+    program = case.compiled
+    ids, index = case.call(0)
+    with torch.no_grad(), program.load(max(program.floor_bytes, share * program.weight_bytes)) as module:
+        expected = module(ids, index)
+        for wrong in (-1, 4096):
+            with pytest.raises(IndexError, match="index out of range in self"):
+                module(ids.new_full((5,), wrong), index)
+        for got, want in zip(module(ids, index), expected, strict=True):
+            assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("case", ["tables"], indirect=True)
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), penstock.SourceError("it is gone")])
+def test_what_a_probe_or_a_reader_raises_is_raised(
+    case: Case, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise error
+
+    with torch.no_grad(), case.compiled.load(case.compiled.floor_bytes) as module:
+        expected = module(*case.call(0))
+        for owner, name in ((module._weights.streamer, "acquire"), (module._weights.units, "ask")):
+            with monkeypatch.context() as patched:
+                patched.setattr(owner, name, fail)
+                with pytest.raises(type(error)) as raised:
+                    module(*case.call(1))
+            assert raised.value is error
+            for got, want in zip(module(*case.call(0)), expected, strict=True):
+                assert torch.equal(got, want)
+
+
 # What the emitted code says.
 
 _SOURCE = """
