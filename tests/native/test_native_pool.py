@@ -233,7 +233,7 @@ def test_decisions_stay_the_same_when_units_are_long_forgotten() -> None:
 
 @pytest.mark.parametrize(("coming", "asked"), [(0, 1), (0, 3), (4, 3)])
 def test_a_part_waits_for_a_granule_that_is_on_its_way_for_another_unit(coming: int, asked: int) -> None:
-    """The unit that is asked for lies in it, begins in it, or ends in it; what else it needs comes at once."""
+    """The asked unit lies in it, begins in it, or ends in it; the rest of it comes at once."""
     pool, trace = of_one_route(1200, 1200, nbytes=8 * PAGE)
     pool = replace(pool, granule=PAGE, layout=(0, 1 << 20))
     first, second = trace.steps

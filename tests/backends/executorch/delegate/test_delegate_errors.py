@@ -150,9 +150,7 @@ def test_a_plan_with_a_pool(runner, files):
 
     budget = read(files.pte).payload.plans[-1].budget
     forge(files.pte, payload=fields(pool))
-    sentence = (
-        f"the plan of {budget} bytes of the program has a pool, into which only Python brings the units"
-    )
+    sentence = f"the plan of {budget} bytes of the program has a pool, and nothing here brings the units"
     _refused(runner, Program(files), "InvalidArgument", sentence)
     (answer,) = runner([Program(files, {"budget": "50%"})], [CALL])  # another plan, which has none
     assert answer.error == "Error::Ok"
