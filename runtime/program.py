@@ -229,10 +229,9 @@ class Program:
         what goes from layer to layer ("layers"); of these, "auto" is the one that is predicted to be fastest
         within `device_memory`, and "keep" with a budget, which is of weights only. `spill` is the folder for
         what leaves memory in training, by default the system's for temporary files. `page_lock=False` uses
-        ordinary memory if the system refuses to lock memory. `engine` is what executes the plan on a CPU:
-        "native" is the library in C++, "python" the streamer in Python, which run the same plans; "auto" is
-        "native" where it was built, and "python" with `debug`. Close the module, or use it as a context
-        manager.
+        ordinary memory if the system refuses to lock memory. `engine` executes the plan on a CPU: "native"
+        is the library in C++, "python" the streamer in Python, which run the same plans; "auto" is "native"
+        where it was built, and "python" with `debug`. Close the module, or use it as a context manager.
         """
         run = LoadOptions(device, page_lock, readers, engine, debug, poison, spill)
         run.check()
