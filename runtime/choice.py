@@ -38,7 +38,7 @@ from penstock.schedule.planner import Floor, check_floor, floor, make_plan
 from penstock.schedule.space.layout import mapped_arena, packed_arena
 from penstock.schedule.sparse.division import divide, pass_ns, smallest_pool, units_layout, without_units
 from penstock.schedule.sparse.replay import expectation
-from penstock.schedule.sparse.routes import Routes, profile_of
+from penstock.schedule.sparse.routes import Routes, profile_of, served_profile
 from penstock.schedule.verify.proof import verify_plan
 
 MAPPED_GRANULE = 2 << 20  # the largest folio of the page cache, which is mapped and dropped whole
@@ -200,6 +200,7 @@ def _problem(folder: Path, payload: Payload, request: PlanRequest) -> Problem:
 def _divided(problem: Problem, request: PlanRequest, names: Sequence[str]) -> tuple[int, Problem]:
     """About the nanoseconds of a pass, and the problem with the best division of its budget."""
     budget = request.budget
+    check_floor(problem, budget, names)  # an arena that was asked for is not chosen by its floor
     if problem.pool is None:
         room = budget - problem.outside_bytes
         traces = problem.traces
@@ -209,7 +210,8 @@ def _divided(problem: Problem, request: PlanRequest, names: Sequence[str]) -> tu
     if request.routes is None:
         found, ns = divide(problem, nbytes, least)
     else:
-        profile = profile_of(request.routes, problem.storages, problem.traces, names)
+        recorded = profile_of(request.routes, problem.storages, problem.traces, names)
+        profile = served_profile(recorded, problem.traces, problem.pool, names)
         expect = expectation(profile, [trace.graph for trace in problem.traces])
         found, ns = divide(problem, nbytes, least, expect, _REPLAYED)
     return ns, replace(problem, pool=found)
