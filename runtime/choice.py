@@ -65,6 +65,7 @@ class PlanRequest:
     """What a caller asks of a plan. Sizes are in bytes; `Program.plan` documents every field.
 
     Without `by_units`, everything is read whole: units are brought by calls that penstock itself makes.
+    Without `tiles`, no product is computed by tiles, whose bits are certified in Python.
     """
 
     budget: int
@@ -77,6 +78,7 @@ class PlanRequest:
     host_memory: int | None = None
     spill: str | None = None
     by_units: bool = True
+    tiles: bool = True
     routes: Routes | None = None
 
 
@@ -125,7 +127,8 @@ def find_ladder(folder: Path, payload: Payload) -> tuple[Plan, ...]:
     highest = sum(storage.nbytes for storage in payload.storages)
 
     def make(budget: int) -> Plan:
-        return decide(folder, payload, PlanRequest(budget, arena=unmapped_arena(payload, budget)))
+        arena = unmapped_arena(payload, budget)
+        return decide(folder, payload, PlanRequest(budget, arena=arena, tiles=False))
 
     return ladder(make, max(1, lowest), max(1, highest))
 
@@ -137,7 +140,7 @@ def unmapped_arena(payload: Payload, budget: int) -> str:
 
 
 def _unmapped_floors(payload: Payload) -> dict[str, Floor]:
-    floors = find_floors(payload, "cpu", None, frozenset())
+    floors = find_floors(payload, "cpu", None, frozenset(), tiles=False)
     return {kind: one for kind, one in floors.items() if kind != "mapped"}
 
 
@@ -153,14 +156,16 @@ class _Asked:
     pool: Pool | None = None
 
     @classmethod
-    def ways(cls, payload: Payload, keep: frozenset[int], device: str) -> tuple[_Asked, ...]:
-        """The ways to read: whole; and by units, with tiles or without, and dense reads by units or whole."""
+    def ways(
+        cls, payload: Payload, keep: frozenset[int], device: str, *, tiles: bool = True
+    ) -> tuple[_Asked, ...]:
+        """The ways to read: whole; and by units, with `tiles` or none, and dense reads by units or not."""
         reads = _sparse(payload.traces)
-        by_tiles, dense = {False, *(one.tiles for one in reads)}, {True, *(not one.dense for one in reads)}
+        dense = {True, *(not one.dense for one in reads)}
         others = (
-            cls._by_units(payload, keep, device, tiles=tiles, dense=by_rounds)
+            cls._by_units(payload, keep, device, tiles=by_tiles, dense=by_rounds)
             for by_rounds in sorted(dense, reverse=True)
-            for tiles in sorted(by_tiles)
+            for by_tiles in sorted({False, *(one.tiles and tiles for one in reads)})
         )
         return cls(payload, keep), *(one for one in others if one is not None)
 
@@ -169,7 +174,7 @@ class _Asked:
         cls, payload: Payload, keep: frozenset[int], device: str, *, tiles: bool, dense: bool
     ) -> _Asked | None:
         """The facts for the smallest pool; None where nothing is worth reading by units, or can be."""
-        if device_kind(device) != "cpu" or payload.lowering != "eager":
+        if device_kind(device) != "cpu" or payload.lowering not in ("eager", "inductor"):
             return None
         traces = trusted(payload.traces)
         doubted = _sparse(payload.traces) - _sparse(traces)
@@ -206,7 +211,9 @@ def _best(
     `plan_of` plans a problem within a budget.
     """
     kept = kept_storages(payload, request.keep)
-    ways = _Asked.ways(payload, kept, request.device) if request.by_units else (_Asked(payload, kept),)
+    ways: tuple[_Asked, ...] = (_Asked(payload, kept),)
+    if request.by_units:
+        ways = _Asked.ways(payload, kept, request.device, tiles=request.tiles)
     total = sum(storage.nbytes for storage in payload.storages)
     if len(ways) == 1 or request.budget >= total:
         return plan_of(_problem_of(folder, ways[0], request), request.budget)
@@ -359,10 +366,15 @@ def _granule(weight_bytes: int) -> int:
     return granule
 
 
-def find_floors(payload: Payload, device: str, arena: str | None, keep: frozenset[int]) -> dict[str, Floor]:
-    """The floor of each arena that the device allows, the preferred one first, or of `arena` alone."""
+def find_floors(
+    payload: Payload, device: str, arena: str | None, keep: frozenset[int], *, tiles: bool = True
+) -> dict[str, Floor]:
+    """The floor of each arena that the device allows, the preferred one first, or of `arena` alone.
+
+    Without `tiles`, no product is computed by tiles.
+    """
     floors: dict[str, Floor] = {}
-    for asked in _Asked.ways(payload, keep, device):
+    for asked in _Asked.ways(payload, keep, device, tiles=tiles):
         for name, one in _allowed(asked.payload, device, arena).items():
             found = asked.floor(one)
             if name not in floors or found.upper_bytes < floors[name].upper_bytes:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from penstock.passes.sparse.contracts import CONTRACTS, Contract
+from penstock.passes.sparse.operators import find_operator
 from penstock.passes.sparse.rounds import Rounds, run_in_rounds
 from penstock.passes.sparse.tiles import LINEAR
 from penstock.passes.weights.values import same_bytes
@@ -93,7 +94,7 @@ def reads_units_only(read: SparseRead) -> bool:
 @functools.cache
 def _tried(operator: str, view: Part, slices: int, threads: int) -> bool:
     contract = CONTRACTS.get(operator)
-    call = _operator(operator)
+    call = find_operator(operator)
     if contract is None or call is None:
         return False
     read = SparseRead(view, operator, 0, 0, slices)
@@ -121,13 +122,6 @@ def _shortened(view: Part, slices: int) -> Part:
             stride[dimension], step = step, step * shape[dimension]
         view = replace(view, shape=tuple(shape), stride=tuple(stride))
     return view
-
-
-def _operator(name: str) -> torch._ops.OpOverload | None:
-    namespace, _, rest = name.partition(".")
-    packet = getattr(getattr(torch.ops, namespace, None), rest.partition(".")[0], None)
-    found = getattr(packet, rest.rpartition(".")[2], None)
-    return found if isinstance(found, torch._ops.OpOverload) else None
 
 
 def _passes(contract: Contract, call: torch._ops.OpOverload, read: SparseRead) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from penstock.passes.probes import Probes, streaming
-from penstock.runtime.sparse.units import LoadedUnits
+from penstock.runtime.sparse.base import PooledUnits
 from penstock.runtime.stream.interface import Counters, MemoryUse, Stats, Streamer, sum_of
 from penstock.runtime.system.threads import ParkedTeam
 from penstock.schedule.facts.errors import StreamError
@@ -70,7 +70,7 @@ class LoadedWeights:
     usage: Callable[[], MemoryUse]
     wait: Callable[[], None] = lambda: None
     team: ParkedTeam | None = None
-    units: LoadedUnits | None = None
+    units: PooledUnits | None = None
     out_of_memory: Callable[[], str] = lambda: "activations outgrew what was left beside weights"
 
     def __post_init__(self) -> None:

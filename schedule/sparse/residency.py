@@ -23,6 +23,22 @@ from penstock.schedule.facts.model import Pool, SparseRead, Trace
 QUICK, SLOW = 0.5 ** (1 / 8), 0.5 ** (1 / 128)
 """By how much a turn's weight in the two averages shrinks with each later turn: half-lives of 8 and 128."""
 
+_FORGOTTEN = 8192
+"""The turns after which a turn's weight is that of so many: it is below 2 ** -64 then, and adds nothing."""
+
+
+def _powers(base: float) -> np.ndarray:
+    """The powers of a number as products, which have the same bits everywhere; those of libraries differ.
+
+    The native engine computes the same keys, so that it makes the same decisions.
+    """
+    factors = np.full(_FORGOTTEN + 1, base)
+    factors[0] = 1.0
+    return np.multiply.accumulate(factors)
+
+
+_QUICK, _SLOW = _powers(QUICK), _powers(SLOW)
+
 Unit = tuple[int, int]
 """A storage, and the number of one of its units."""
 
@@ -105,9 +121,9 @@ class Residency:
             self._soon[self._index(read.storage, numbers)] = True
         table, wanted = self._tables.index(one.read.storage), self._asked(graph, step, numbers)
         self._turns[table] += 1
-        passed = self._turns[table] - self._seen[wanted]
-        self._quick[wanted] = self._quick[wanted] * QUICK**passed + 1 - QUICK
-        self._slow[wanted] = self._slow[wanted] * SLOW**passed + 1 - SLOW
+        passed = np.minimum(self._turns[table] - self._seen[wanted], _FORGOTTEN)
+        self._quick[wanted] = self._quick[wanted] * _QUICK[passed] + 1 - QUICK
+        self._slow[wanted] = self._slow[wanted] * _SLOW[passed] + 1 - SLOW
         self._seen[wanted] = self._turns[table]
 
     def acquire(self, graph: int, step: int, numbers: Sequence[int], *, alone: bool = True) -> Change:
@@ -207,8 +223,8 @@ class Residency:
         smaller one, if what leaves together has the same bytes everywhere and both hold what a turn asks for.
         """
         table = self._table[some]
-        passed = self._turns[table] - self._seen[some]
-        chance = (self._quick[some] * QUICK**passed + self._slow[some] * SLOW**passed) / 2
+        passed = np.minimum(self._turns[table] - self._seen[some], _FORGOTTEN)
+        chance = (self._quick[some] * _QUICK[passed] + self._slow[some] * _SLOW[passed]) / 2
         between = int(until.max(initial=1))
         key = until[table] + between * (1 / np.maximum(chance, 1e-12) - 1)
         return np.where(self._soon[some], 0.0, key)

@@ -14,6 +14,7 @@ from penstock.schedule.facts.errors import PlanError
 from penstock.schedule.facts.model import Hardware
 from penstock.schedule.plan import Plan
 from penstock.schedule.verify.proof import verify_plan
+from tests.engines import ENGINES
 from tests.runtime.sparse.sparse_models import Experts, routes
 
 TOKENS = 256
@@ -42,7 +43,8 @@ def times(plan: Plan) -> list[int]:
     return [plan.expected_ns(number) for number in range(len(plan.traces))]
 
 
-def test_prefill_streams_whole_and_decode_reads_units(program: Program, model: Experts) -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+def test_prefill_streams_whole_and_decode_reads_units(program: Program, model: Experts, engine: str) -> None:
     plan = program.plan("40%", hardware=SLOW_COMPUTE, arena="paged", wrap="barrier")
     assert plan.pool is not None
     assert not plan.pool.dense
@@ -50,7 +52,7 @@ def test_prefill_streams_whole_and_decode_reads_units(program: Program, model: E
     every = sum(plan.sizes[s] for s in plan.pool.storages)
     assert prefill.moved_bytes("in") > every // 2
     assert decode.moved_bytes("in") < every // 50
-    with program.load(plan=plan) as module, torch.no_grad():
+    with program.load(plan=plan, engine=engine) as module, torch.no_grad():
         moved = [module.stats.bytes_moved]
         for call, tokens in enumerate((TOKENS, 1, 1, TOKENS, 1)):
             rows, route = torch.randn(tokens, 128), routes(tokens, call)

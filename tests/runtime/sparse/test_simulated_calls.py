@@ -10,6 +10,7 @@ from penstock.runtime.program import Program
 from penstock.schedule.sparse.calls import simulated_calls
 from penstock.schedule.sparse.replay import replay
 from penstock.schedule.sparse.routes import profile_of, served_profile
+from tests.engines import ENGINES
 from tests.runtime.sparse.sparse_models import Experts, Head, routes
 from tests.schedule.traces import machine
 
@@ -31,9 +32,10 @@ def program(model: Experts, tmp_path_factory: pytest.TempPathFactory) -> Program
     return penstock.compile(exported, tmp_path_factory.mktemp("calls") / "experts.penstock")
 
 
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("budget", ["floor", 384 << 10, 832 << 10, "20%", "50%"])
 def test_each_call_moves_the_bytes_that_the_run_moved(
-    program: Program, model: Experts, budget: str | int
+    program: Program, model: Experts, budget: str | int, engine: str
 ) -> None:
     """At the smallest budgets dense weights stream, too, and reads run in rounds."""
     given = program.floor(arena="paged") if budget == "floor" else budget
@@ -41,7 +43,8 @@ def test_each_call_moves_the_bytes_that_the_run_moved(
     plan = program.plan(given, hardware=SLOW, arena="paged", wrap="barrier")
     assert plan.pool is not None
     moved = []
-    with program.load(plan=plan) as module, torch.no_grad(), module.record_routes() as recorder:
+    loaded = program.load(plan=plan, engine=engine)
+    with loaded as module, torch.no_grad(), module.record_routes() as recorder:
         for number in range(CALLS):
             before = module.stats.bytes_moved
             rows, route = torch.randn(2, 128), routes(2, number)
