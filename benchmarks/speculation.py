@@ -2,16 +2,17 @@
 
 While a layer computes, the experts that the next layer will probably ask for, and that are not in memory, are
 brought into a buffer that is taken from the pool. The guess is by how often experts of two consecutive layers
-were asked for by the same token, counted as tokens come, with a half-life of 128. The routes are made up as
-those of `benchmarks/replay.py`, but tokens have topics, and each topic prefers other experts in every layer:
-the more it does, the more one layer tells of the next. With `--docs` the table is written into a document.
+were asked for by the same token, counted as tokens come, with a half-life of 128. The recorded routes are
+those of benchmarks/replay.py. In the made-up ones tokens have topics, and each topic prefers other experts in
+every layer: the more it does, the more one layer tells of the next. With `--docs` the table is written into a
+document.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -20,16 +21,17 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.replay import EXPERTS, TOP, UNIT, mixture
+from benchmarks.mixture import RESULTS, recorded_experts
+from benchmarks.replay import EXPERTS, TOP, UNIT, profile
 from benchmarks.table import write_between
 from penstock.schedule.sparse.residency import Residency
-from penstock.schedule.sparse.routes import Ask, Profile, Route, Routes
+from penstock.schedule.sparse.routes import Profile
 
 BEGIN = "<!-- benchmarks/speculation.py writes from here -->"
 GUESSED = 4
 """Experts that are brought for a layer at most."""
 
-PREFERENCES = (0.0, 1.0, 2.0, 4.0)
+PREFERENCES = (0.0, 2.0, 4.0)
 """By how much the logits of a topic's experts differ from those of all tokens: one standard deviation."""
 
 SHARES = (0.75, 1.5, 4.0)
@@ -37,25 +39,20 @@ _TOPICS, _STAYS = 16, 0.8
 _FORGETS = 0.5 ** (1 / 128)
 
 
-def recorded(layers: int, tokens: int, preference: float) -> Profile:
-    """The routes of tokens, of which each has its topic, mostly that of the token before."""
-    profile = mixture(layers, 1, drift=0.0)
-    calls = tuple(_calls(layers, tokens, preference))
-    return replace(profile, routes=Routes(profile.routes.reads, calls))
-
-
-def _calls(layers: int, tokens: int, preference: float) -> Iterator[Route]:
+def made_up(layers: int, tokens: int, preference: float) -> Profile:
+    """The routes of tokens of which each has its topic, mostly that of the token before."""
     random = np.random.default_rng(0)
     ranks = -np.log(np.arange(1, EXPERTS + 1))
     popularity = np.stack([random.permutation(ranks) for _ in range(layers)])
     topics = preference * random.standard_normal((_TOPICS, layers, EXPERTS))
-    topic = 0
+    topic, found = 0, []
     for _ in range(tokens):
         if random.random() > _STAYS:
             topic = int(random.integers(_TOPICS))
         logits = popularity + topics[topic] + random.gumbel(size=(layers, EXPERTS))
-        drawn = np.sort(np.argsort(-logits, axis=1)[:, :TOP], axis=1).tolist()
-        yield tuple(Ask(2 * layer + part, tuple(drawn[layer])) for layer in range(layers) for part in (0, 1))
+        drawn = np.sort(np.argsort(-logits, axis=1)[:, :TOP], axis=1)
+        found.append([tuple(asked) for asked in drawn.tolist()])
+    return profile(found, EXPERTS)
 
 
 @dataclass
@@ -67,19 +64,19 @@ class Outcome:
     wasted: int = 0
 
 
-def outcome(profile: Profile, nbytes: int, guessed: int) -> Outcome:
+def outcome(routed: Profile, nbytes: int, guessed: int) -> Outcome:
     """What a pool of `nbytes` misses, of which a buffer for `guessed` experts is taken."""
-    pool = profile.pool(nbytes - guessed * 3 * UNIT)
-    residency, found = Residency(pool, profile.traces), Outcome()
-    layers = len(profile.routes.reads) // 2
-    together = np.full((layers, EXPERTS, EXPERTS), 1 / EXPERTS)
-    reads = profile.reads()
-    for call in profile.routes.calls:
+    pool = routed.pool(nbytes - guessed * 3 * UNIT)
+    residency, found = Residency(pool, routed.traces), Outcome()
+    layers = len(routed.routes.reads) // 2
+    reads = routed.reads()
+    together = np.full((layers, reads[0].count, reads[0].count), 1 / reads[0].count)
+    for call in routed.routes.calls:
         residency.begin()
         together *= _FORGETS
         guesses: set[int] = set()
         for ask in call:
-            at = profile.routes.reads[ask.read]
+            at = routed.routes.reads[ask.read]
             residency.ask(at.graph, at.step, ask.units)
             missing = {number for _, number in residency.acquire(at.graph, at.step, ask.units).bring}
             residency.release(at.graph, at.step, ask.units)
@@ -102,21 +99,25 @@ def outcome(profile: Profile, nbytes: int, guessed: int) -> Outcome:
     return found
 
 
-def render(layers: int, tokens: int) -> str:
+def render(layers: int, tokens: int, recorded: Sequence[Path]) -> str:
     """The table as Markdown."""
     lines = [
-        "| preference | tokens' worth | missed a token | with guesses | waited for | wasted | reads in all |",
+        "| routes | tokens' worth | missed a token | with guesses | waited for | wasted | reads in all |",
         "|---|---|---|---|---|---|---|",
     ]
-    for preference in PREFERENCES:
-        profile = recorded(layers, tokens, preference)
+    routed = {
+        f"recorded, {path.stem.split('-')[2]}": profile(recorded_experts(path), int(path.stem.split("-")[1]))
+        for path in recorded
+    }
+    routed |= {f"made up, preference {one:g}": made_up(layers, tokens, one) for one in PREFERENCES}
+    for name, one in routed.items():
+        calls, worth = len(one.routes.calls), 3 * UNIT * sum(read.asked for read in one.reads()) // 2
         for share in SHARES:
-            nbytes = round(share * layers * TOP * 3 * UNIT)
-            before, now = (outcome(profile, nbytes, guessed) for guessed in (0, GUESSED))
+            before, now = (outcome(one, round(share * worth), guessed) for guessed in (0, GUESSED))
             counts = (before.missed, now.missed, now.missed - now.covered, now.wasted)
-            shown = " | ".join(f"{count / tokens:.1f}" for count in counts)
+            shown = " | ".join(f"{count / calls:.1f}" for count in counts)
             all_reads = (now.missed + now.wasted) / before.missed
-            lines.append(f"| {preference:g} | {share:g} | {shown} | {all_reads:.2f} |")
+            lines.append(f"| {name} | {share:g} | {shown} | {all_reads:.2f} |")
     return "\n".join(lines) + "\n"
 
 
@@ -126,7 +127,7 @@ def main(
     docs: Annotated[Path | None, typer.Option(help="A document with the mark of this benchmark.")] = None,
 ) -> None:
     """Print the table, or write it into a document."""
-    table = render(layers, tokens)
+    table = render(layers, tokens, sorted(RESULTS.glob("routes-*.jsonl")))
     if docs is None:
         print(table, end="")
     else:
