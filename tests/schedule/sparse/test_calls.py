@@ -98,6 +98,19 @@ def test_the_link_makes_up_for_units_behind_what_was_issued() -> None:
     assert now.reads[3][1] == 260
 
 
+def test_what_nobody_waits_for_still_takes_the_link() -> None:
+    """The next transfer comes behind it, and so do the units of the next pass."""
+    trace = Trace("f", 0, "", tuple(Step(f"s{k}", (), 0, 10) for k in range(3)), 0, 0, "modelled")
+    schedule = Schedule(0, (Transfer(0, 100, 2, 0),), (), 0)
+    ahead = [[UnitCopy(0, 50, ())], []]
+    now, _ = simulate(trace, schedule, BYTE_PER_NS, "overlap", 2, units=ahead)
+    assert (now.units, now.transfers) == (((0, 50),), ((50, 150),))
+    late = [[UnitCopy(2, 500, ())], [UnitCopy(0, 50, (0,))]]
+    now, then = simulate(trace, replace(schedule, transfers=()), BYTE_PER_NS, "overlap", 2, units=late)
+    assert (now.units, then.units) == (((20, 520),), ((520, 570),))
+    assert then.reads[0] == (30, 580)
+
+
 def test_methods_take_turns_and_each_begins_cold() -> None:
     profile = recording([(8, PAGE, 0)], [[(0, [1])], [(0, [1])], [(0, [2])]])
     (trace,), (read,) = profile.traces, profile.routes.reads
