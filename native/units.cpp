@@ -6,6 +6,7 @@
 #include "failure.h"
 #include "json.h"
 #include "plan.h"
+#include "served.h"
 
 namespace penstock {
 
@@ -94,7 +95,6 @@ void check_units(const PoolPlan &pool, const UnitRead &read, const std::string &
 PoolPlan read_pool(const Json &plan, const std::vector<Storage> &storages) {
     const Json &json = plan.at("pool");
     PoolPlan pool{json.at("nbytes"), json.at("granule"), json.at("layout"), {}};
-    const bool tiles = json.value("tiles", false);
     if (pool.granule < 1 || pool.granule > MOST_BYTES || pool.nbytes < 0 || pool.layout.size() != storages.size())
         refuse("the pool has no such shape");
     check_places(pool, storages);
@@ -107,7 +107,7 @@ PoolPlan read_pool(const Json &plan, const std::vector<Storage> &storages) {
             for (const Json &some : one.value("sparse", Json::array())) {
                 const int64_t s = some.at("view").at("storage");
                 if (s < 0 || s >= static_cast<int64_t>(storages.size())) refuse(where + " reads units of no storage");
-                if (pool.layout[s] < 0 || (some.value("tiles", false) && !tiles)) continue;
+                if (pool.layout[s] < 0 || !serves(json, some)) continue;
                 const UnitRead read = read_unit_read(some, storages, where);
                 const auto [same, fresh] = known.emplace(read.storage, read);
                 const UnitRead &first = same->second;

@@ -5,6 +5,7 @@
 
 #include "../aoti/package.h"
 #include "../failure.h"
+#include "../served.h"
 
 namespace penstock {
 
@@ -45,11 +46,10 @@ std::map<int64_t, PooledRead> pooled_reads(const Json &payload, const Json &plan
     int32_t k = 0;
     for (const Json &step : steps) {
         for (const Json &one : step.value("sparse", Json::array())) {
-            const bool tiles = one.value("tiles", false);
             char *const storage = static_cast<char *>(ps_units_storage(engine, one.at("view").at("storage").get<int32_t>()));
-            if (!storage || (tiles && !pool.value("tiles", false))) continue;
+            if (!storage || !serves(pool, one)) continue;
             const std::string name = step.at("name");
-            if (tiles)
+            if (one.value("tiles", false))
                 throw Failure(PS_PLAN, "the plan computes " + name + " by tiles, whose bits only Python compares with those of "
                                        "the whole: make a plan without them");
             const auto number = std::find(numbers.begin(), numbers.end(), k);

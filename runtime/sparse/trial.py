@@ -87,16 +87,19 @@ def reads_units_only(read: SparseRead) -> bool:
     Each operator is tried once a process for each dtype, geometry of units, and number of threads. Of large
     units the longest dimensions are halved, which leaves them in the same order in memory.
     """
+    if read.operator not in CONTRACTS:
+        return False
+    call = find_operator(read.operator)
+    if call is None:
+        _log.warning("%s is defined nowhere in this process: its weights are read whole", read.operator)
+        return False
     view = _shortened(replace(read.view, storage=0, offset=read.view.offset % PAGE), read.slices)
-    return _tried(read.operator, view, read.slices, torch.get_num_threads())
+    return _tried(read.operator, call, view, read.slices, torch.get_num_threads())
 
 
 @functools.cache
-def _tried(operator: str, view: Part, slices: int, threads: int) -> bool:
-    contract = CONTRACTS.get(operator)
-    call = find_operator(operator)
-    if contract is None or call is None:
-        return False
+def _tried(operator: str, call: torch._ops.OpOverload, view: Part, slices: int, threads: int) -> bool:
+    contract = CONTRACTS[operator]
     read = SparseRead(view, operator, 0, 0, slices)
     try:
         passed = _passes(contract, call, read)

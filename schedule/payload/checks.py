@@ -90,6 +90,8 @@ def _version(payload: Payload) -> Iterator[str]:
         yield f"$.version: expected 9 of a payload with reads by units, got {payload.version}"
     if payload.version < 10 and any(order.units for order in payload.probes):
         yield f"$.version: expected 10 of compiled code that reads by units, got {payload.version}"
+    if payload.version < 10 and any(plan.pool and not plan.pool.dense for plan in payload.plans):
+        yield f"$.version: expected 10 of a pool that leaves dense reads out, got {payload.version}"
     if payload.version < 8:
         for what in sorted(set(_of_version_8(payload))):
             yield f"$.version: expected 8 of a payload with {what}, got {payload.version}"

@@ -190,9 +190,9 @@ def test_a_program_that_another_calls_has_no_pool(mixed):
     assert plan.pool is not None
     with pytest.raises(BudgetError):
         choice.decide(mixed.path, mixed.payload, PlanRequest(7 << 20, hardware=HARDWARE, by_units=False))
-    compiled = replace(mixed.payload, lowering="inductor")
-    with pytest.raises(StreamError, match="a program of lowering 'inductor' cannot: make a plan for"):
-        load_weights(mixed.path, compiled, plan, LoadOptions())
+    delegated = replace(mixed.payload, lowering="executorch")
+    with pytest.raises(StreamError, match="a program of lowering 'executorch' cannot: make a plan for"):
+        load_weights(mixed.path, delegated, plan, LoadOptions(engine="python"))
 
 
 def test_a_weight_of_which_one_read_is_doubted_is_read_whole(tmp_path, monkeypatch):

@@ -102,6 +102,10 @@ def test_version_9_is_read_and_its_compiled_code_reads_whole() -> None:
     assert Payload.from_bytes(eager.to_bytes()) == replace(eager, version=10)
     with pytest.raises(PayloadError, match="expected 10 of compiled code that reads by units, got 9"):
         replace(PAYLOAD, version=9).to_bytes()
+    assert POOLED.pool is not None
+    sparse = replace(eager, plans=(replace(POOLED, pool=replace(POOLED.pool, dense=False)),))
+    with pytest.raises(PayloadError, match="expected 10 of a pool that leaves dense reads out, got 9"):
+        sparse.to_bytes()
 
 
 def produced_example() -> tuple[tuple[Storage, ...], tuple[Trace, ...]]:
