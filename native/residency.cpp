@@ -12,8 +12,8 @@ namespace penstock {
 
 namespace {
 
-constexpr double QUICK = 0x1.d5818dcfba487p-1, SLOW = 0x1.fd3c22b8f71f1p-1;  // half-lives of 8 and 128 turns
-constexpr int64_t FORGOTTEN = 8192;  // turns after which a unit's weight counts as after so many
+constexpr double QUICK = 0.5, SLOW = 0x1.f50765b6e4540p-1;  // half-lives of 1 and 32 turns
+constexpr int64_t FORGOTTEN = 2048;  // turns after which a unit's weight counts as after so many
 constexpr double LEAST_CHANCE = 1e-12;
 
 // The powers of a number as products: the functions of mathematical libraries differ in last bits.
@@ -229,7 +229,7 @@ std::vector<int64_t> Residency::by_key(const std::vector<int64_t> &until, bool n
 double Residency::key(int64_t unit, const std::vector<int64_t> &until, double between) const {
     if (soon_[unit]) return 0;
     const int64_t passed = turns_[table_[unit]] - seen_[unit];
-    const double chance = (quick_[unit] * faded(quick_powers_, passed) + slow_[unit] * faded(slow_powers_, passed)) / 2;
+    const double chance = (quick_[unit] * faded(quick_powers_, passed) + 7 * (slow_[unit] * faded(slow_powers_, passed))) / 8;
     return static_cast<double>(until[table_[unit]]) + between * (1 / std::max(chance, LEAST_CHANCE) - 1);
 }
 

@@ -4,9 +4,10 @@ Every read of a weight by units is a *turn*. When room is needed, the unit leave
 for last: one whose weight is read in t turns, L turns lie between two reads of it, and each of these reads
 asks for the unit with probability p, is expected after t + L * (1 / p - 1) turns. If the p were known, and
 independent, this would be the expectation of the key by which Belady's optimal policy chooses (A study of
-replacement algorithms, 1966). p is estimated from what was asked for: half of it by a moving average that
-forgets quickly, half by one that forgets slowly. Units that the turn in progress is known to need leave last.
-With a unit leaves what is always asked for together with it: half of an expert is of no use.
+replacement algorithms, 1966). p is estimated from what was asked for: an eighth of it by a moving average
+that hardly looks beyond the last turn, since a text often asks again at once, and the rest by one that
+forgets slowly. Units that the turn in progress is known to need leave last. With a unit leaves what is always
+asked for together with it: half of an expert is of no use.
 
 The decisions depend on nothing but the order of calls, so a recorded order can be replayed.
 """
@@ -20,10 +21,10 @@ import numpy as np
 
 from penstock.schedule.facts.model import Pool, SparseRead, Trace
 
-QUICK, SLOW = 0.5 ** (1 / 8), 0.5 ** (1 / 128)
-"""By how much a turn's weight in the two averages shrinks with each later turn: half-lives of 8 and 128."""
+QUICK, SLOW = 0.5, 0.5 ** (1 / 32)
+"""By how much a turn's weight in the two averages shrinks with each later turn: half-lives of 1 and 32."""
 
-_FORGOTTEN = 8192
+_FORGOTTEN = 2048
 """The turns after which a turn's weight is that of so many: it is below 2 ** -64 then, and adds nothing."""
 
 
@@ -224,7 +225,7 @@ class Residency:
         """
         table = self._table[some]
         passed = np.minimum(self._turns[table] - self._seen[some], _FORGOTTEN)
-        chance = (self._quick[some] * _QUICK[passed] + self._slow[some] * _SLOW[passed]) / 2
+        chance = (self._quick[some] * _QUICK[passed] + 7 * (self._slow[some] * _SLOW[passed])) / 8
         between = int(until.max(initial=1))
         key = until[table] + between * (1 / np.maximum(chance, 1e-12) - 1)
         return np.where(self._soon[some], 0.0, key)

@@ -217,18 +217,19 @@ def test_decisions_are_the_same_where_turns_run_in_rounds(widths: tuple[int, ...
                 engines.read(0, s, numbers, s)
 
 
-def test_decisions_stay_the_same_when_units_are_long_forgotten() -> None:
-    """Unit 1 leaves, and not unit 0, which was asked for later: both thousands of turns ago."""
+@pytest.mark.parametrize(("later", "calls", "leaves"), [(600, 1200, 1), (2500, 5000, 0)])
+def test_decisions_are_the_same_when_units_are_long_forgotten(later: int, calls: int, leaves: int) -> None:
+    """Unit 1 leaves, and not unit 0, which was asked for later, until nothing of either is remembered."""
     pool, trace = of_one_route(PAGE, nbytes=3 * PAGE)
     with both(replace(pool, granule=PAGE), (trace,)) as engines:
-        for call in range(8400):
-            numbers = [{0: 1, 4700: 0}.get(call, 2 + call % 14)]
+        for call in range(calls):
+            numbers = [{0: 1, later: 0}.get(call, 2 + call % 14)]
             engines.python.ask(0, 0, numbers)
             engines.native.ask(0, 0, numbers)
         engines.begin(0)
         engines.part(0, 0, [0, 1])
         engines.part(0, 0, [3, 4])
-        assert engines.change()[0] == ("drop", 0, 1, 0, 0)
+        assert engines.change()[0] == ("drop", 0, leaves, 0, 0)
 
 
 @pytest.mark.parametrize(("coming", "asked"), [(0, 1), (0, 3), (4, 3)])
