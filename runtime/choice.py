@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 
 from penstock.runtime.arrival import Arrival, WeightFiles, leaving
-from penstock.runtime.calibrate import THIS_CPU, measure_cpu, measure_cuda, with_leaving
-from penstock.runtime.device.opening import device_kind, hardware_of
+from penstock.runtime.calibrate import THIS_CPU, measure_accelerator, measure_cpu, with_leaving
+from penstock.runtime.device.opening import ACCELERATOR, device_kind, hardware_of
 from penstock.runtime.measurements import noted
 from penstock.runtime.memory_split import fits_host
 from penstock.runtime.remembered import remembered_plan
@@ -341,8 +341,8 @@ def _choose(folder: Path, asked: _Asked, request: PlanRequest) -> tuple[Arena, H
     if given:
         return arenas[name], given
     files = WeightFiles(payload.files, folder) if payload.files else None
-    if kind == "cuda":
-        return arenas[name], measure_cuda(request.device, payload.weights, files)
+    if kind == ACCELERATOR:
+        return arenas[name], measure_accelerator(request.device, payload.weights, files)
     if files is None:
         return arenas[name], measure_cpu(payload.weights, None, "there is no weight file to read")
     if kind == "sim":  # the link from its host is taken to be as fast as its disk

@@ -24,7 +24,7 @@ from penstock.passes.weights.values import tensor_in
 from penstock.runtime.arena.base import WeightArena
 from penstock.runtime.arena.opening import open_arena
 from penstock.runtime.calibrate import THIS_CPU
-from penstock.runtime.device.cuda import CudaDevice
+from penstock.runtime.device.accelerator import AcceleratorDevice
 from penstock.runtime.device.memory import DeviceWeights
 from penstock.runtime.device.opening import device_kind, open_device
 from penstock.runtime.device.protocol import Device
@@ -333,7 +333,7 @@ def _device_usage(device: Device, weights: DeviceWeights) -> MemoryUse:
 
 def _outgrown(device: Device, usage: Callable[[], MemoryUse], split: Callable[[], MemorySplit]) -> str:
     """The part of the device's memory that was too small, in words."""
-    if not isinstance(device, CudaDevice):
+    if not isinstance(device, AcceleratorDevice):
         return f"beside {split()}"
     return split().outgrown(device.allocated - usage().held_bytes, device.held_by_others)
 
