@@ -6,7 +6,7 @@ does nothing, and a copy runs at any time between the moment it is enqueued and 
 moment something waits for it. The disk behind the host is a stream too, on which reads run at the same
 time, each after the waits enqueued before it. No kernel or copy can wait for a disk, so the host does.
 
-cuda.py and sim/device.py implement it, and in the tests a CPU that copies on threads of its own.
+accelerator.py and sim/device.py implement it, and in the tests a CPU that copies on threads of its own.
 """
 
 from __future__ import annotations

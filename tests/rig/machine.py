@@ -42,7 +42,9 @@ def load() -> None:
         device_count=lambda: 2,
         current_device=torch.accelerator.current_device_index,
         get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
-        manual_seed_all=lambda seed: torch.ops.rig.set_seed(seed % (1 << 63)),
+        manual_seed_all=lambda seed: torch.ops.rig.set_random_state(seed % (1 << 63), 0),
+        get_rng_state=lambda device=None: torch.tensor(torch.ops.rig.random_state()),
+        set_rng_state=lambda state, device=None: torch.ops.rig.set_random_state(*state.tolist()),
         _is_in_bad_fork=lambda: False,
     )
     torch._register_device_module("rig", module)

@@ -24,8 +24,8 @@ c10::Stream as_torch(const Stream* stream) {
 
 Stream* as_ours(const c10::Stream& stream) { return streams().of(stream.device_index(), stream.id()); }
 
-std::mutex seeds_mutex;
-std::mt19937_64 seeds;
+std::mutex random_mutex;
+int64_t seed = 0, drawn = 0;
 
 struct Event {
   Mark mark;
@@ -65,8 +65,8 @@ void release_anywhere(void* pointer) {
 }
 
 uint64_t draw_seed() {
-  std::lock_guard lock(seeds_mutex);
-  return seeds();
+  std::lock_guard lock(random_mutex);
+  return std::mt19937_64(static_cast<uint64_t>(seed) * 1'000'003 + static_cast<uint64_t>(drawn++))();
 }
 
 // Kernels run on one core each, and record nothing for autograd. OpenMP is asked for by name, since torch brings its
@@ -216,9 +216,14 @@ TORCH_LIBRARY(rig, library) {
   library.def("set_memory(int nbytes) -> ()", [](int64_t nbytes) {
     for (int device = 0; device < kDevices; device++) memory(device).set_limit(nbytes);
   });
-  library.def("set_seed(int seed) -> ()", [](int64_t seed) {
-    std::lock_guard lock(seeds_mutex);
-    seeds.seed(seed);
+  library.def("random_state() -> (int, int)", [] {
+    std::lock_guard lock(random_mutex);
+    return std::tuple(seed, drawn);
+  });
+  library.def("set_random_state(int new_seed, int new_drawn) -> ()", [](int64_t new_seed, int64_t new_drawn) {
+    std::lock_guard lock(random_mutex);
+    seed = new_seed;
+    drawn = new_drawn;
   });
   library.def("lock(int address, int nbytes) -> bool", [](int64_t address, int64_t nbytes) {
     return locked().add(reinterpret_cast<void*>(address), nbytes, false);
