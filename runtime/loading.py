@@ -27,6 +27,7 @@ from penstock.runtime.calibrate import THIS_CPU
 from penstock.runtime.device.accelerator import AcceleratorDevice
 from penstock.runtime.device.memory import DeviceWeights
 from penstock.runtime.device.opening import device_kind, open_device
+from penstock.runtime.device.pass_order import PassOrder
 from penstock.runtime.device.protocol import Device
 from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.runtime.files.rates import READERS
@@ -312,13 +313,15 @@ def _load_on_device(
             if isinstance(device, SimDevice):  # which is told what the kernels read
                 streamer = SimStreamer(streamer, device, weights, plan.traces)
         tensors = {weight.fqn: weights.tensor(weight.parts[0]) for weight in payload.tensors}
-        closers = (device.close, weights.close, source.close)
+        order = PassOrder(device)
+        closers = (order.close, device.close, weights.close, source.close)
         opened.pop_all()
     return LoadedWeights(
         plan=plan,
         tensors=tensors,
         resources=Resources(streamer, closers, lambda: device.in_reader),
         usage=partial(_device_usage, device, weights),
+        order=order,
     )
 
 

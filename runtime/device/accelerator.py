@@ -123,6 +123,9 @@ class AcceleratorDevice(DiskedDevice):
         with stream:
             target[start:stop].fill_(value)
 
+    def finish(self) -> None:
+        torch.accelerator.synchronize(self.torch_device)
+
     def close(self) -> None:
         if os.getpid() != self._process:
             return  # a forked child cannot use the device

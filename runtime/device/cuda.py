@@ -26,6 +26,10 @@ class CudaDevice(AcceleratorDevice):
     def current_stream(self) -> torch.Stream:
         return torch.cuda.current_stream(self.torch_device)
 
+    @property
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
     def _lock(self, nbytes: int) -> torch.Tensor:
         memory = aligned_bytes(nbytes, PAGE)
         code = int(_runtime().cudaHostRegister(memory.data_ptr(), nbytes, 0))

@@ -127,6 +127,10 @@ class DiskedDevice(ABC):
         event.synchronize()
 
     @property
+    def capturing(self) -> bool:
+        return False
+
+    @property
     def in_reader(self) -> bool:
         return any(disk.in_reader for disk in self._disks)
 

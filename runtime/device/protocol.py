@@ -115,6 +115,13 @@ class Device(Protocol):
     def synchronize(self, event: Event) -> None:
         """Wait for the event on the host. Raises what its stream raised."""
 
+    def finish(self) -> None:
+        """Wait for all streams of the device, also for those that others opened."""
+
+    @property
+    def capturing(self) -> bool:
+        """Tells whether what is enqueued now is captured, to be replayed later, and not run."""
+
     @property
     def in_reader(self) -> bool:
         """Tells whether the caller is one of the device's own threads, which cannot wait for themselves."""

@@ -69,34 +69,26 @@ class DeviceStreamer(StreamEngine):
         weights.check_held(Range(piece.start, piece.stop) for piece in steady if piece.out)
         self._staging = Staging(device, weights.disk, self._copies, weights.host)
         self._closed = False
-        self._lost: Exception | None = None
         self._before = self._this = _Pass()
         self._start_over(plan.schedules[0].graph)
 
     def abort(self) -> None:
         """Forget everything but the resident ranges; the next pass starts from the boundary again.
 
-        This does not wait: the copies of the next pass run behind all that is enqueued.
+        It starts behind all that is enqueued. Nothing is enqueued before, which a pass that fails while it is
+        captured would make a part of the capture.
         """
-        if self._closed or self._lost is not None:
-            return
-        try:
-            self._start_over(self._position.method.graph)
-        except PenstockError:
-            raise
-        except Exception as error:  # the pass has failed because the device has
-            self._lost = error
+        self._running = True
 
     def close(self) -> None:
-        """Wait for what is on its way, also if it fails. A second call does nothing."""
+        """Wait for the copies on their way, also if they fail. A second call does nothing.
+
+        The kernels are not waited for: they may be on any stream (pass_order.py).
+        """
         if not self._closed:
             self._closed = True
-            for stream in (self._copies, self._device.current_stream()):
-                with suppress(Exception):
-                    self._device.synchronize(self._device.record(stream))
-            for event in self._last_read():
-                with suppress(Exception):
-                    self._device.synchronize(event)
+            with suppress(Exception):
+                self._device.synchronize(self._device.record(self._copies))
 
     @property
     def in_reader(self) -> bool:
@@ -108,10 +100,6 @@ class DeviceStreamer(StreamEngine):
     def _check(self) -> None:
         if self._closed:
             raise StreamError("the streamed module is closed: load the program again")
-        if self._lost is not None:
-            raise StreamError(
-                f"{self._device.name} is lost ({self._lost}): close the module and load it again"
-            ) from self._lost
 
     def _start(self, method: MethodTable) -> None:
         self._enter(method)
@@ -165,8 +153,16 @@ class DeviceStreamer(StreamEngine):
         return (expected or not self._ring_bytes) and super()._can_follow(graph)
 
     def _start_over(self, graph: int) -> None:
-        for event in self._last_read():  # passes before may have run on another stream than the next
-            self._device.wait(self._copies, event)
+        try:
+            self._restart(graph)
+        except PenstockError:
+            raise
+        except Exception as error:  # nothing has been copied or computed: it is the device itself
+            raise StreamError(
+                f"{self._device.name} is lost ({error}): close the module and load it again"
+            ) from error
+
+    def _restart(self, graph: int) -> None:
         self._position = self._position_before(graph, resident_loaded=True, piece=self._ring_bytes)
         queues = [self.methods[graph].ahead]
         while queues[-1].graph != graph:
@@ -175,11 +171,6 @@ class DeviceStreamer(StreamEngine):
         self._this = _Pass(entry=self._device.record(self._device.current_stream()))
         self._next = _Pass()
         self._forget_pass()
-
-    def _last_read(self) -> list[Event]:
-        """Returns the event behind the last step whose kernels were enqueued, if there is one."""
-        passes = (self._this, self._before)
-        return [event for one in passes for event in list(one.ended.values())[-1:]][:1]
 
     # What is enqueued.
 

@@ -229,21 +229,31 @@ class SimDevice:
             self._run(event)
 
     def query(self, event: SimEvent) -> bool:
-        reached = all(stream.done >= position for stream, position in event.reached)
-        return reached and all(map(self.query, event.after))
+        if any(stream.done < position for stream, position in event.reached):
+            return False
+        done = all(map(self.query, event.after))
+        event.after = () if done else event.after
+        return done
 
     def synchronize(self, event: SimEvent) -> None:
         self.detector.join(HOST, event.known)
         self._run(event)
+
+    def finish(self) -> None:
+        for stream in self._streams:
+            while stream.waiting:
+                self._step(stream)
+
+    @property
+    def capturing(self) -> bool:
+        return False
 
     @property
     def in_reader(self) -> bool:
         return False  # The device has no threads of its own: all work runs on the caller's thread.
 
     def close(self) -> None:
-        for stream in self._streams:
-            while stream.waiting:
-                self._step(stream)
+        self.finish()
         self._held.clear()
 
     # The accesses of the program's kernels, reported by the module that runs on this device.
@@ -311,3 +321,4 @@ class SimDevice:
                 self._step(stream)
             if stream.error is not None:
                 raise stream.error
+        event.after = ()  # events in a long row would ask one another again and again

@@ -114,6 +114,10 @@ class CpuDevice(DiskedDevice):
     def _wait(self, stream: CpuStream, event: CpuEvent) -> None:
         stream.run(event.synchronize)
 
+    def finish(self) -> None:
+        for stream in self._streams:
+            self._record(stream).synchronize()
+
     def close(self) -> None:
         for stream in self._streams:
             if stream.pool is not None and os.getpid() == self._process:

@@ -88,6 +88,13 @@ class FaultyDevice:
     def in_reader(self) -> bool:
         return self.device.in_reader
 
+    @property
+    def capturing(self) -> bool:
+        return self.device.capturing
+
+    def finish(self) -> None:
+        self.device.finish()
+
     def open_stream(self, name: str) -> Any:
         self.named[name] = self.device.open_stream(name)
         return self.named[name]

@@ -63,6 +63,10 @@ class CapturedDevice(SimDevice):
             self._now = 0
             self._of_stream.clear()
 
+    @property
+    def capturing(self) -> bool:
+        return self._now != 0
+
     def record(self, stream: SimStream | SimDisk) -> SimEvent:
         event = super().record(stream)
         self._of_event[id(event)] = (0 if isinstance(stream, SimDisk) else self._now), event
