@@ -111,7 +111,7 @@ def indexed(device: torch.device) -> torch.device:
 
 
 def device_named(value: object) -> torch.device | None:
-    """Returns the device that an argument of a call names, as a string or as itself; None for anything else."""
+    """Returns the device that an argument of a call names or is, and None where it is neither."""
     if isinstance(value, str):
         try:
             return torch.device(value)

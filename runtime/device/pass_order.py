@@ -1,8 +1,8 @@
-"""Orders the passes of a module on a device: each behind the one before, and the end of the module behind all.
+"""Orders the passes of a module on a device: each behind the one before, and closing behind all of them.
 
-A caller may use another stream for each pass. What a pass finds in memory was brought, read and written behind
-the kernels of the pass before, so the next one's kernels run behind them too. What a caller captures as a graph
-runs when he replays it, which nobody here sees.
+A caller may use another stream for each pass. What a pass finds in memory was brought and written for the
+kernels of the passes before, so its own run behind them. What a caller captures as a graph runs when he
+replays it, which nobody here sees.
 """
 
 from __future__ import annotations

@@ -51,6 +51,7 @@ class DeviceStreamer(StreamEngine):
     _this: _Pass
     _next: _Pass
     _arrived: Event | None  # behind the last copy enqueued in this pass
+    _restarted: bool  # whether this pass, or the next if none runs, starts from the resident ranges
 
     def __init__(
         self,
@@ -137,7 +138,9 @@ class DeviceStreamer(StreamEngine):
 
     def _finish(self, method: MethodTable) -> None:
         self._position.ended = method.steps
-        self._running = False
+        # What a captured pass loads before it is not loaded until its caller replays it.
+        self._running = self._restarted and self._device.capturing
+        self._restarted = False
         barrier = self._plan.wrap == "barrier"
         self._issue(lambda: barrier)
         if barrier and self._arrived is not None:
@@ -171,6 +174,7 @@ class DeviceStreamer(StreamEngine):
         self._this = _Pass(entry=self._device.record(self._device.current_stream()))
         self._next = _Pass()
         self._forget_pass()
+        self._restarted = True
 
     # What is enqueued.
 

@@ -1,4 +1,4 @@
-"""What only late kernels show: passes on several streams, closing while kernels run, and faults by wrong bytes."""
+"""What only late kernels show: passes on several streams, and closing while kernels run."""
 
 from __future__ import annotations
 
