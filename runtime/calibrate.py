@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -39,6 +40,8 @@ _BUFFER = 32 << 20  # a load may measure, and may take at most 64 MiB beside its
 _DEVICE_BUFFER = 256 << 20  # several times what a processor's cache holds
 _LATENCY_NS = 50_000  # to wake a reader and to notify the caller, most of it in Python
 _COPY_LATENCY_NS = 5_000  # as the presets have it (schedule/facts/hardware.py)
+
+_Result = TypeVar("_Result")
 
 THIS_CPU = "auto"
 """The name of the hardware of this machine's CPU with measured figures."""
@@ -97,8 +100,10 @@ def measure_accelerator(device: str, weights: Sequence[Weight], files: WeightFil
     opened = open_accelerator(device)
     dtype, machine = common_dtype(weights), replace(this_machine(), processor=opened.product)
     try:
-        products = measured(Subject("products", machine, dtype), lambda: _device_products(opened, dtype))
-        memory = measured(Subject("memory", machine), lambda: _device_memory(opened))
+        timing = partial(_giving_back, partial(_device_products, opened, dtype))
+        products = measured(Subject("products", machine, dtype), timing)
+        timing = partial(_giving_back, partial(_device_memory, opened))
+        memory = measured(Subject("memory", machine), timing)
         copies = _device_copies(opened, machine)
     finally:
         opened.close()
@@ -170,10 +175,15 @@ def _on_device(device: AcceleratorDevice, work: Callable[[], object], amount: fl
         work()
         torch.accelerator.synchronize(device.torch_device)
 
+    return repeat(finish, amount)
+
+
+def _giving_back(measure: Callable[[], _Result]) -> _Result:
+    """Measure, and give the device's memory back, which the buffers must not take from the weights."""
     try:
-        return repeat(finish, amount)
+        return measure()
     finally:
-        torch.accelerator.empty_cache()  # the buffers of a measurement must not take memory from the weights
+        torch.accelerator.empty_cache()
 
 
 def _device_products(device: AcceleratorDevice, dtype: str) -> Trials:
@@ -193,10 +203,15 @@ def _device_copies(device: AcceleratorDevice, machine: Machine) -> Measurement:
     for kind in ("page-locked", "ordinary"):
         if found := recall(Subject("copies", machine, kind)):
             return found
+    trials, kind = _giving_back(partial(_time_copies, device))
+    return record(Subject("copies", machine, kind), trials)
+
+
+def _time_copies(device: AcceleratorDevice) -> tuple[Trials, str]:
     try:
         host, kind = device.allocate_host(_DEVICE_BUFFER), "page-locked"
     except StreamError:
         host, kind = aligned_bytes(_DEVICE_BUFFER), "ordinary"
     buffer = torch.zeros(_DEVICE_BUFFER, dtype=torch.uint8, device=device.torch_device)
     copy = partial(buffer.copy_, host, non_blocking=True)
-    return record(Subject("copies", machine, kind), _on_device(device, copy, _DEVICE_BUFFER))
+    return _on_device(device, copy, _DEVICE_BUFFER), kind

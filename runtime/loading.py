@@ -24,7 +24,7 @@ from penstock.passes.weights.values import tensor_in
 from penstock.runtime.arena.base import WeightArena
 from penstock.runtime.arena.opening import open_arena
 from penstock.runtime.calibrate import THIS_CPU
-from penstock.runtime.device.accelerator import AcceleratorDevice
+from penstock.runtime.device.accelerator import AcceleratorDevice, EventClock
 from penstock.runtime.device.memory import DeviceWeights
 from penstock.runtime.device.opening import device_kind, open_device
 from penstock.runtime.device.pass_order import PassOrder
@@ -44,6 +44,7 @@ from penstock.runtime.sparse.units import LoadedUnits
 from penstock.runtime.stream.interface import MemoryUse
 from penstock.runtime.stream.native import NativeStreamer
 from penstock.runtime.stream.passes import LoadedWeights, Resources
+from penstock.runtime.stream.probe_calls import HostClock
 from penstock.runtime.stream.streamer import ArenaStreamer
 from penstock.runtime.system.threads import ParkedTeam
 from penstock.runtime.training.module import TrainingModule
@@ -322,6 +323,7 @@ def _load_on_device(
         resources=Resources(streamer, closers, lambda: device.in_reader),
         usage=partial(_device_usage, device, weights),
         order=order,
+        clock=EventClock(device) if isinstance(device, AcceleratorDevice) else HostClock(),
     )
 
 

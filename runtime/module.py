@@ -143,7 +143,11 @@ class StreamedModule(torch.nn.Module):
             timed = loaded.probe_all() if loaded.probe_all else loaded.program
             leaves = _checked(timed, args, kwargs)
             stopwatch = Stopwatch(
-                self._weights.streamer, loaded.probed, steps, lambda: self._weights.unit_wait_ns
+                self._weights.streamer,
+                loaded.probed,
+                steps,
+                clock=self._weights.clock,
+                waited_ns=lambda: self._weights.unit_wait_ns,
             )
             calls = ProbeCalls(loaded.order, range(steps), stopwatch) if loaded.order else None
             run = _running(timed, leaves, calls)

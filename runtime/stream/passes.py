@@ -16,6 +16,7 @@ from penstock.passes.probes import Probes, streaming
 from penstock.runtime.device.pass_order import PassOrder
 from penstock.runtime.sparse.units import LoadedUnits
 from penstock.runtime.stream.interface import Counters, MemoryUse, Stats, Streamer, sum_of
+from penstock.runtime.stream.probe_calls import Clock, HostClock
 from penstock.runtime.system.threads import ParkedTeam
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.sizes import format_size
@@ -63,7 +64,7 @@ class LoadedWeights:
     returns when all others are in memory.
     `out_of_memory` says which part of a device's memory was too small. `team` sleeps while readers bring much
     of what a pass takes; what is mapped from the page cache needs none of them. `order` is that of the passes
-    on a device.
+    on a device, and `clock` times what they call.
     """
 
     plan: Plan
@@ -74,6 +75,7 @@ class LoadedWeights:
     team: ParkedTeam | None = None
     units: LoadedUnits | None = None
     order: PassOrder | None = None
+    clock: Clock = field(default_factory=HostClock)
     out_of_memory: Callable[[], str] = lambda: "activations outgrew what was left beside weights"
 
     def __post_init__(self) -> None:
