@@ -315,7 +315,7 @@ def _load_on_device(
                 streamer = SimStreamer(streamer, device, weights, plan.traces)
         tensors = {weight.fqn: weights.tensor(weight.parts[0]) for weight in payload.tensors}
         order = PassOrder(device)
-        closers = (order.close, device.close, weights.close, source.close)
+        closers = (order.close, device.close, weights.close, device.trim, source.close)
         opened.pop_all()
     return LoadedWeights(
         plan=plan,

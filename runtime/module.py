@@ -13,6 +13,7 @@ import torch
 from penstock.passes.lowering.compiled import CompiledMethod
 from penstock.passes.lowering.eager import EagerMethod
 from penstock.passes.probes import CompiledCalls
+from penstock.runtime.device.accelerator import out_of_memory
 from penstock.runtime.sightings import Sightings
 from penstock.runtime.sparse.recorder import Recorder
 from penstock.runtime.stream.interface import Stats
@@ -96,7 +97,9 @@ class StreamedModule(torch.nn.Module):
             try:
                 with self._sightings.watching(graph, leaves) if self._sightings else nullcontext():
                     output = self._weights.run(graph, calls or self._weights.streamer, run)
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
                 raise StreamError(
                     f"the device is out of memory in a pass: {self._weights.out_of_memory()}; lower the "
                     "budget, or give device_memory= and a larger reserve="

@@ -7,9 +7,11 @@ a device of their own (tests/rig), and on a GPU where there is one.
 
 from __future__ import annotations
 
+import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 
 import torch
 
@@ -18,7 +20,13 @@ from penstock.runtime.device.protocol import Move, aligned_bytes
 from penstock.schedule.facts.errors import StreamError
 from penstock.schedule.facts.sizes import format_size
 
-PAGE = 4096
+PAGE = max(4096, mmap.PAGESIZE)
+
+PIECE = 32 << 20
+"""The most bytes of one copy: about a millisecond of a PCIe link."""
+
+_NO_MEMORY = ("out of memory", "ALLOC_FAILED", "OUT_OF_MEMORY")
+"""What the driver, cuBLAS, cuDNN and their like say when they load a kernel or take workspace in vain."""
 
 
 def find_accelerator(name: str) -> torch.device:
@@ -87,7 +95,9 @@ class AcceleratorDevice(DiskedDevice):
     def allocate(self, nbytes: int, purpose: str) -> torch.Tensor:
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
             free, total = self.memory_info
             raise StreamError(
                 f"{self.name} is out of memory: {format_size(nbytes)} for {purpose} do not fit into the "
@@ -101,27 +111,34 @@ class AcceleratorDevice(DiskedDevice):
         return self._lock(nbytes) if self._page_lock else aligned_bytes(nbytes, PAGE)
 
     def open_stream(self, name: str) -> torch.Stream:
-        self._streams.append(torch.Stream(self.torch_device))
+        # Streams of a pool are handed out again: of this priority, none is one that the caller computes on.
+        self._streams.append(torch.Stream(self.torch_device, priority=-1))
         return self._streams[-1]
 
     def current_stream(self) -> torch.Stream:
         return torch.accelerator.current_stream(self.torch_device)
 
-    def copy(self, stream: torch.Stream, target: torch.Tensor, moves: Sequence[Move], label: str) -> None:
+    def copy(self, stream: torch.Stream, target: torch.Tensor, moves: Sequence[Move], label: object) -> None:
         with stream:
-            for move in moves:
+            for move in chain.from_iterable(map(_pieces, moves)):
                 arriving = move.source[move.start : move.start + move.nbytes]
                 target[move.target : move.target + move.nbytes].copy_(arriving, non_blocking=True)
 
-    def copy_out(self, stream: torch.Stream, source: torch.Tensor, moves: Sequence[Move], label: str) -> None:
+    def copy_out(
+        self, stream: torch.Stream, source: torch.Tensor, moves: Sequence[Move], label: object
+    ) -> None:
         with stream:
-            for move in moves:
+            for move in chain.from_iterable(map(_pieces, moves)):
                 leaving = source[move.target : move.target + move.nbytes]
                 move.source[move.start : move.start + move.nbytes].copy_(leaving, non_blocking=True)
 
     def fill(self, stream: torch.Stream, target: torch.Tensor, start: int, stop: int, value: int) -> None:
         with stream:
             target[start:stop].fill_(value)
+
+    def trim(self) -> None:
+        with suppress(RuntimeError):  # not while something is captured, or on a lost device
+            torch.accelerator.empty_cache()
 
     def finish(self) -> None:
         torch.accelerator.synchronize(self.torch_device)
@@ -169,6 +186,22 @@ class EventClock:
     def ns_between(self, start: torch.Event, stop: torch.Event) -> int:
         stop.synchronize()
         return int(start.elapsed_time(stop) * 1e6)
+
+
+def _pieces(move: Move) -> Iterator[Move]:
+    """Yields a move in pieces, between which a copy of the caller's own finds its turn."""
+    if move.nbytes <= PIECE:
+        yield move
+        return
+    for at in range(0, move.nbytes, PIECE):
+        nbytes = min(PIECE, move.nbytes - at)
+        yield Move(move.source, move.start + at, move.target + at, nbytes)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Tells whether an error says that a device has no memory left, which libraries say in their words."""
+    said = isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+    return said or isinstance(error, torch.OutOfMemoryError)
 
 
 def refused_lock(nbytes: int, why: str) -> StreamError:

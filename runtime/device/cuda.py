@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from typing import Any
+from weakref import finalize
 
 import torch
 
@@ -17,10 +18,11 @@ class CudaDevice(AcceleratorDevice):
 
     def __init__(self, name: str, *, page_lock: bool = True) -> None:
         super().__init__(name, page_lock=page_lock)
-        self._locked: list[torch.Tensor] = []
+        self._locked: dict[int, torch.Tensor] = {}
+        finalize(self, _unlock, self._locked, os.getpid()).atexit = False
 
     def open_stream(self, name: str) -> torch.Stream:
-        self._streams.append(torch.cuda.Stream(self.torch_device))  # type: ignore[no-untyped-call]
+        self._streams.append(torch.cuda.Stream(self.torch_device, priority=-1))  # type: ignore[no-untyped-call]
         return self._streams[-1]
 
     def current_stream(self) -> torch.Stream:
@@ -31,14 +33,19 @@ class CudaDevice(AcceleratorDevice):
         return torch.cuda.is_current_stream_capturing()
 
     def _lock(self, nbytes: int) -> torch.Tensor:
-        memory = aligned_bytes(nbytes, PAGE)
-        code = int(_runtime().cudaHostRegister(memory.data_ptr(), nbytes, 0))
+        memory = aligned_bytes(nbytes, PAGE).zero_()  # by all threads; registering takes pages one by one
+        with torch.cuda.device(self.torch_device):
+            code = int(_runtime().cudaHostRegister(memory.data_ptr(), nbytes, 0))
         if code:
             with suppress(RuntimeError):  # the next kernel would raise what is left of this error
                 torch.zeros(1, device=self.torch_device)
             raise refused_lock(nbytes, f"CUDA error {code}")
-        self._locked.append(memory)
+        self._locked[memory.data_ptr()] = memory
         return memory
+
+    def free_host(self, memory: torch.Tensor) -> None:
+        if self._locked.pop(memory.data_ptr(), None) is not None:
+            _runtime().cudaHostUnregister(memory.data_ptr())
 
     def _record(self, stream: Any) -> Any:
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # torch.Event always spins
@@ -47,8 +54,13 @@ class CudaDevice(AcceleratorDevice):
 
     def close(self) -> None:
         super().close()
-        while self._locked and os.getpid() == self._process:
-            _runtime().cudaHostUnregister(self._locked.pop().data_ptr())
+        _unlock(self._locked, self._process)
+
+
+def _unlock(locked: dict[int, torch.Tensor], owner: int) -> None:
+    """Unregister memory, in the process that registered it: a forked child cannot use CUDA."""
+    while locked and os.getpid() == owner:
+        _runtime().cudaHostUnregister(locked.popitem()[0])
 
 
 def _runtime() -> Any:

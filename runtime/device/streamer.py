@@ -41,6 +41,22 @@ class _Pass:
         return self.ended[step] if self.entry is None else self.entry
 
 
+@dataclass(frozen=True)
+class _Label:
+    """A transfer in words, for messages: for a step, on demand where that is None, or out before its end."""
+
+    weights: DeviceWeights
+    item: Range
+    step: int | None
+    out: bool = False
+
+    def __str__(self) -> str:
+        what = f"layout bytes {self.item.start} to {self.item.stop} ({self.weights.name_of(self.item)})"
+        if self.out:
+            return f"the copy of {what} out before the end of step {self.step}"
+        return f"the transfer of {what} " + ("on demand" if self.step is None else f"for step {self.step}")
+
+
 class DeviceStreamer(StreamEngine):
     """Streams the weights of one plan into `weights.arena`.
 
@@ -192,9 +208,9 @@ class DeviceStreamer(StreamEngine):
                 return
             self._device.wait(self._copies, self._freed(piece))
             if piece.out:
-                self._copy_out(item, f"before the end of step {piece.step}")
+                self._copy_out(item, piece.step)
             else:
-                self._copy(item, f"for step {piece.step}", slot)
+                self._copy(item, piece.step, slot)
             reading = self._next if position.ahead else self._this
             self._arrived = reading.arrived[piece.mark] = self._device.record(self._copies)
             if slot is not None:
@@ -226,18 +242,16 @@ class DeviceStreamer(StreamEngine):
         before = self.methods[self.methods[position.queue.graph].before]
         return passed.end_of(piece.after + before.steps)
 
-    def _copy(self, item: Range, label: str, slot: StagedRead | None = None) -> None:
+    def _copy(self, item: Range, step: int | None, slot: StagedRead | None = None) -> None:
         weights = self._weights
         moves = weights.moves(item, slot.placed if slot else ())
-        label = f"the transfer of layout bytes {item.start} to {item.stop} ({weights.name_of(item)}) {label}"
-        self._device.copy(self._copies, weights.arena, moves, label)
+        self._device.copy(self._copies, weights.arena, moves, _Label(weights, item, step))
         self.counters.bytes_moved += sum(move.nbytes for move in moves)
 
-    def _copy_out(self, item: Range, label: str) -> None:
+    def _copy_out(self, item: Range, step: int) -> None:
         weights = self._weights
         moves = weights.moves(item)
-        label = f"the copy of layout bytes {item.start} to {item.stop} ({weights.name_of(item)}) out {label}"
-        self._device.copy_out(self._copies, weights.arena, moves, label)
+        self._device.copy_out(self._copies, weights.arena, moves, _Label(weights, item, step, out=True))
         self.counters.bytes_written += sum(move.nbytes for move in moves)
 
     def _overwrite(self, items: Sequence[Range]) -> None:
@@ -256,7 +270,7 @@ class DeviceStreamer(StreamEngine):
             slot = self._staging.slot_of(item)
             if slot is not None:
                 self._has_read(slot, lambda: True)
-            self._copy(item, "on demand", slot)
+            self._copy(item, None, slot)
             if slot is not None:
                 self._staging.copied(slot, self._device.record(self._copies))
         self._device.wait(stream, self._device.record(self._copies))
