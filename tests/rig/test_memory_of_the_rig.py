@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.export import export
 
@@ -135,10 +136,19 @@ def test_memory_that_cannot_be_locked_is_refused_unless_asked_for(
         assert machine.blocked()["a pageable copy to the device"] > before
 
 
-def test_weights_lie_as_the_allocator_aligns(program: Program, late: None) -> None:
-    for share in ("50%", "100%"):
-        with load(program, share, AcceleratorDevice("rig")) as streamed:
+def test_weights_lie_as_the_allocator_aligns_wherever_files_have_them(tmp_path: Path, late: None) -> None:
+    module = nn.Sequential(nn.Linear(150, 130), nn.Linear(130, 170), nn.Linear(170, 150)).requires_grad_(
+        False
+    )
+    values = torch.randn(2, 150)
+    save_file({name: one.clone() for name, one in module.state_dict().items()}, tmp_path / "w.safetensors")
+    exported, files = export(module, (values,)), [tmp_path / "w.safetensors"]
+    program = penstock.compile(exported, tmp_path / "m.penstock", weights=files, pack=False)
+    expected = module.to("rig")(values.to("rig"))
+    for share in ("70%", "100%"):
+        with torch.no_grad(), load(program, share, AcceleratorDevice("rig")) as streamed:
             assert {one.data_ptr() % 512 for one in streamed._weights.tensors.values()} == {0}
+            assert torch.equal(streamed(values.to("rig")), expected)
 
 
 def test_memory_of_a_closed_module_is_the_devices_again(program: Program, order: str) -> None:
