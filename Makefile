@@ -13,6 +13,7 @@ run: $(STAMP) ## make the environment, then run the demo
 test: $(STAMP) ## make the environment, then run every check and test (WORKERS=2)
 	@scripts/install-browser
 	@scripts/check
+	@$(VENV)/bin/python -m tests.rig.building
 	@# Passive: the threads of one worker would spin on the cores that another needs.
 	@OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal --durations=15
 

@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 
 from penstock.runtime.arrival import Arrival, WeightFiles, leaving
-from penstock.runtime.calibrate import THIS_CPU, measure_cpu, measure_cuda, with_leaving
-from penstock.runtime.device.opening import device_kind, hardware_of
+from penstock.runtime.calibrate import THIS_CPU, measure_accelerator, measure_cpu, with_leaving
+from penstock.runtime.device.opening import ACCELERATOR, device_kind, hardware_of
 from penstock.runtime.measurements import noted
 from penstock.runtime.memory_split import fits_host
 from penstock.runtime.remembered import remembered_plan
@@ -56,6 +56,9 @@ PAGE = mmap.PAGESIZE
 _MOST_GRANULES = 20_000
 _REPLAYED = 12
 """The number of pools for which recorded routes are replayed."""
+
+_DEVICE_ALIGNMENT = 512
+"""As CUDA's allocator of torch aligns all memory, and so the weights of a model that is resident."""
 
 _SMALL = 64 << 10  # below it a packed tensor is not aligned to whole blocks (runtime/files/pack.py)
 
@@ -341,11 +344,25 @@ def cpu_arenas(payload: Payload) -> dict[str, Arena]:
             arenas["mapped"] = mapped
     if supports_move() and not writes:
         arenas["pooled"] = _pooled_arena(payload, granule)
-    large = [e for s in storages if s.nbytes >= _SMALL for e in s.extents]
-    unit = PAGE if all(e.file_offset % PAGE == 0 for e in large) else 64
-    arenas["contiguous"] = packed_arena(storages, traces, kind="contiguous", granule=unit, alignment=unit)
+    arenas["contiguous"] = _contiguous_arena(payload, 64)
     arenas["paged"] = packed_arena(storages, traces, kind="paged", granule=PAGE, alignment=64)
     return arenas
+
+
+def _device_arenas(payload: Payload) -> dict[str, Arena]:
+    """The one arena of a device: an allocation, no mapped file, in which weights lie as its allocator aligns.
+
+    Libraries choose kernels by the alignment of what they are given, so that another gives other bits.
+    """
+    aligned = tuple(replace(storage, phase=0) for storage in payload.storages)
+    return {"contiguous": _contiguous_arena(replace(payload, storages=aligned), _DEVICE_ALIGNMENT)}
+
+
+def _contiguous_arena(payload: Payload, unit: int) -> Arena:
+    """An arena of units of so many bytes, or of pages where all large weights begin at pages of files."""
+    large = [e for s in payload.storages if s.nbytes >= _SMALL for e in s.extents]
+    unit = PAGE if all(e.file_offset % PAGE == 0 for e in large) else unit
+    return packed_arena(payload.storages, payload.traces, kind="contiguous", granule=unit, alignment=unit)
 
 
 def _pooled_arena(payload: Payload, granule: int) -> Arena:
@@ -384,11 +401,7 @@ def find_floors(
 
 def _allowed(payload: Payload, device: str, arena: str | None) -> dict[str, Arena]:
     """The arenas that a device allows, the preferred one first, or `arena` alone."""
-    if device_kind(device) == "cpu":
-        arenas = cpu_arenas(payload)
-    else:  # a device's arena is one allocation, not a mapped file; libraries align what they copy there
-        aligned = tuple(replace(storage, phase=0) for storage in payload.storages)
-        arenas = {"contiguous": cpu_arenas(replace(payload, storages=aligned))["contiguous"]}
+    arenas = cpu_arenas(payload) if device_kind(device) == "cpu" else _device_arenas(payload)
     if arena is None:
         return arenas
     if arena not in arenas:
@@ -415,8 +428,8 @@ def _choose(folder: Path, asked: _Asked, request: PlanRequest) -> tuple[Arena, H
     if given:
         return arenas[name], given
     files = WeightFiles(payload.files, folder) if payload.files else None
-    if kind == "cuda":
-        return arenas[name], measure_cuda(request.device, payload.weights, files)
+    if kind == ACCELERATOR:
+        return arenas[name], measure_accelerator(request.device, payload.weights, files)
     if files is None:
         return arenas[name], measure_cpu(payload.weights, None, "there is no weight file to read")
     if kind == "sim":  # the link from its host is taken to be as fast as its disk

@@ -25,9 +25,10 @@ from penstock.passes.weights.values import tensor_in
 from penstock.runtime.arena.base import WeightArena
 from penstock.runtime.arena.opening import open_arena
 from penstock.runtime.calibrate import THIS_CPU
-from penstock.runtime.device.cuda import CudaDevice
+from penstock.runtime.device.accelerator import AcceleratorDevice, EventClock
 from penstock.runtime.device.memory import DeviceWeights
 from penstock.runtime.device.opening import device_kind, open_device
+from penstock.runtime.device.pass_order import PassOrder
 from penstock.runtime.device.protocol import Device
 from penstock.runtime.device.streamer import DeviceStreamer
 from penstock.runtime.files.rates import READERS
@@ -46,6 +47,7 @@ from penstock.runtime.sparse.units import LoadedUnits
 from penstock.runtime.stream.interface import MemoryUse
 from penstock.runtime.stream.native import NativeStreamer
 from penstock.runtime.stream.passes import LoadedWeights, Resources
+from penstock.runtime.stream.probe_calls import HostClock
 from penstock.runtime.stream.streamer import ArenaStreamer
 from penstock.runtime.system.threads import ParkedTeam
 from penstock.runtime.training.module import TrainingModule
@@ -319,13 +321,16 @@ def _load_on_device(
             if isinstance(device, SimDevice):  # which is told what the kernels read
                 streamer = SimStreamer(streamer, device, weights, plan.traces)
         tensors = {weight.fqn: weights.tensor(weight.parts[0]) for weight in payload.tensors}
-        closers = (device.close, weights.close, source.close)
+        order = PassOrder(device)
+        closers = (order.close, device.close, weights.close, device.trim, source.close)
         opened.pop_all()
     return LoadedWeights(
         plan=plan,
         tensors=tensors,
         resources=Resources(streamer, closers, lambda: device.in_reader),
         usage=partial(_device_usage, device, weights),
+        order=order,
+        clock=EventClock(device) if isinstance(device, AcceleratorDevice) else HostClock(),
     )
 
 
@@ -340,7 +345,7 @@ def _device_usage(device: Device, weights: DeviceWeights) -> MemoryUse:
 
 def _outgrown(device: Device, usage: Callable[[], MemoryUse], split: Callable[[], MemorySplit]) -> str:
     """The part of the device's memory that was too small, in words."""
-    if not isinstance(device, CudaDevice):
+    if not isinstance(device, AcceleratorDevice):
         return f"beside {split()}"
     return split().outgrown(device.allocated - usage().held_bytes, device.held_by_others)
 

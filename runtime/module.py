@@ -13,6 +13,7 @@ import torch
 from penstock.passes.lowering.compiled import CompiledMethod
 from penstock.passes.lowering.eager import EagerMethod
 from penstock.passes.probes import CompiledCalls
+from penstock.runtime.device.accelerator import out_of_memory
 from penstock.runtime.sightings import Sightings
 from penstock.runtime.sparse.recorder import Recorder
 from penstock.runtime.stream.interface import Stats
@@ -98,7 +99,9 @@ class StreamedModule(torch.nn.Module):
             try:
                 with self._sightings.watching(graph, leaves) if self._sightings else nullcontext():
                     output = self._weights.run(graph, calls or self._weights.streamer, run)
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
                 raise StreamError(
                     f"the device is out of memory in a pass: {self._weights.out_of_memory()}; lower the "
                     "budget, or give device_memory= and a larger reserve="
@@ -145,7 +148,11 @@ class StreamedModule(torch.nn.Module):
             timed = loaded.probe_all() if loaded.probe_all else loaded.program
             leaves = _checked(timed, args, kwargs)
             stopwatch = Stopwatch(
-                self._weights.streamer, loaded.probed, steps, lambda: self._weights.unit_wait_ns
+                self._weights.streamer,
+                loaded.probed,
+                steps,
+                clock=self._weights.clock,
+                waited_ns=lambda: self._weights.unit_wait_ns,
             )
             calls = None
             if loaded.order is not None:

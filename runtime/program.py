@@ -22,8 +22,7 @@ from penstock.runtime.choice import (
     find_plan,
     find_plan_to_load,
 )
-from penstock.runtime.device.cuda import CudaDevice
-from penstock.runtime.device.opening import device_kind
+from penstock.runtime.device.opening import ACCELERATOR, device_kind, open_accelerator
 from penstock.runtime.files.artifact_files import read_payload, replace_payload
 from penstock.runtime.files.rates import READERS
 from penstock.runtime.files.safetensors_file import read_header
@@ -31,7 +30,7 @@ from penstock.runtime.files.source import Source
 from penstock.runtime.files.stamp import Progress, count_bytes, hash_storage
 from penstock.runtime.loading import LoadOptions, load_module
 from penstock.runtime.memory_split import (
-    CUDA_WORKSPACE,
+    WORKSPACE,
     MemorySplit,
     Reserve,
     parse_host_memory,
@@ -326,19 +325,17 @@ class Program:
         """Returns the division of all memory that a device may hold (bytes or `12GB`).
 
         Activations are taken from it first, with what a forward keeps for its backward; what is trained, with
-        gradients and two moments of AdamW; on CUDA, the memory of libraries and of other processes;
+        gradients and two moments of AdamW; on an accelerator, the memory of libraries and of other processes;
         and then `reserve`, which is bytes, or a function of `context_length` (for a KV cache outside the
         program). The rest is left for weights.
         """
-        others = 0
-        if device_kind(device) == "cuda":
-            others = CudaDevice.of(device).held_by_others
+        accelerator = open_accelerator(device) if device_kind(device) == ACCELERATOR else None
         return MemorySplit(
             total=parse_size(device_memory, name="device_memory"),
             activations=self.activation_bytes,
-            workspace=CUDA_WORKSPACE if device_kind(device) == "cuda" else 0,
+            workspace=WORKSPACE if accelerator else 0,
             reserved=reserved_bytes(reserve, context_length),
-            others=others,
+            others=accelerator.held_by_others if accelerator else 0,
             trained=self.trained_bytes,
         )
 
@@ -388,7 +385,7 @@ def _check_modes(
             "load(plan=plan) or load(device_memory='12GB')"
         )
     if device_kind(given.device) == "cpu" and given.host_memory is not None:
-        raise BudgetError("a CPU has no host behind it: host_memory= is for cuda and sim")
+        raise BudgetError("a CPU has no host behind it: host_memory= is for accelerators and sim")
     if plan is not None and (given.keep or given.arena or given.host_memory is not None):
         raise PlanError("keep=, arena= and host_memory= are decided by the plan: give them to plan()")
 
