@@ -113,8 +113,8 @@ PS_API ps_status ps_probe(ps_engine *engine, int32_t graph, int32_t call);
  * several at once. On an error `error`, of `size` bytes, has the sentence. */
 PS_API ps_status ps_fetch(const ps_engine *engine, int32_t storage, void *address, char *error, size_t size);
 
-/* Reads by units, of a plan with a pool (docs/payload.md, "Units"). A step that reads so asks for all units that its call
- * names, ascending, each once, which are cut into parts that fit into the pool: part k ends before `ends[k]` of them;
+/* Reads by units, of a plan with a pool (docs/payload.md, "Units"), inside ps_begin and ps_end. A step that reads so asks
+ * for all units that its call names, ascending, each once, which are cut into parts that fit into the pool: part k ends before `ends[k]` of them;
  * there is room for `count` ends, and `parts` becomes their number. For each part in turn, ps_units_hold has its units in
  * memory until ps_units_release; `alone` is not 0 where there is no other. Kernels read them at their places in the
  * storage's tensor, whose first byte is at ps_units_storage: NULL for one that is not in the pool. */

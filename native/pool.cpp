@@ -38,8 +38,9 @@ Pool::Pool(const Plan &plan, const Source &source, const ps_options &options)
       files_(storages_, plan_.layout, plan_.layout, 0),
       residency_(plan_) {
     if (plan_.granule % PAGE)
-        throw Failure(PS_PLAN, "the pool has granules of " + std::to_string(plan_.granule) + " bytes, and this system pages of " +
-                                   std::to_string(PAGE) + ": make a plan on this machine");
+        throw Failure(PS_PLAN, "the pool has granules of " + std::to_string(plan_.granule) +
+                                   " bytes, and this system pages of " + std::to_string(PAGE) +
+                                   ": make a plan on this machine");
     map();
 }
 
@@ -228,10 +229,10 @@ void Pool::move_to(const std::vector<Brought> &units) {
     for (const auto &[unit, granules] : units) {
         const auto to = inner(unit);
         if (!to) continue;
-        auto found = std::find_if(spare_.begin(), spare_.end(), [&](const Range &one) { return one.start == to->start && one.stop == to->stop; });
+        const auto find = [&](auto fits) { return std::find_if(spare_.begin(), spare_.end(), fits); };
+        auto found = find([&](const Range &one) { return one.start == to->start && one.stop == to->stop; });
         const bool stays = found != spare_.end();
-        if (!stays)
-            found = std::find_if(spare_.begin(), spare_.end(), [&](const Range &one) { return one.nbytes() == to->nbytes(); });
+        if (!stays) found = find([&](const Range &one) { return one.nbytes() == to->nbytes(); });
         if (found == spare_.end()) continue;
         const Range from = *found;
         spare_.erase(found);

@@ -14,7 +14,8 @@ using Json = nlohmann::json;
 
 namespace {
 
-constexpr int64_t MOST_BYTES = int64_t{1} << 56;  // that places and sizes reach, so that sums of some, times 16, do not overflow
+// That places and sizes reach, so that sums of some, times 16, do not overflow.
+constexpr int64_t MOST_BYTES = int64_t{1} << 56;
 
 [[noreturn]] void refuse(const std::string &what) {
     throw Failure(PS_PAYLOAD, what + ": the payload and the plan do not belong together; plan it again");
@@ -40,9 +41,11 @@ int64_t item_nbytes(const std::string &dtype) {
 
 UnitRead read_unit_read(const Json &json, const std::vector<Storage> &storages, const std::string &where) {
     const Json &view = json.at("view");
-    const auto shape = view.at("shape").get<std::vector<int64_t>>(), stride = view.at("stride").get<std::vector<int64_t>>();
+    const auto shape = view.at("shape").get<std::vector<int64_t>>();
+    const auto stride = view.at("stride").get<std::vector<int64_t>>();
     const int64_t item = item_nbytes(view.at("dtype")), nbytes = storages[view.at("storage").get<size_t>()].nbytes;
-    UnitRead read{view.at("storage"), shape.empty() ? 0 : shape[0], view.at("offset"), 0, 0, json.at("route"), json.at("asked")};
+    UnitRead read{view.at("storage"), shape.empty() ? 0 : shape[0], view.at("offset"), 0, 0,
+                  json.at("route"), json.at("asked")};
     if (!item || shape.empty() || shape.size() != stride.size() || read.asked < 0) refuse(where + " reads units of no tensor");
     // Nothing that is multiplied here is larger than the storage, which is checked factor by factor.
     const auto reach = [&](size_t d) {

@@ -220,18 +220,18 @@ class Program:
     ) -> StreamedModule:
         """Returns a module that runs this program with at most `budget` bytes of weights, or as `plan` says.
 
-        `debug` makes a read of a dropped granule of a paged arena fault; `poison` overwrites freed bytes of a
-        contiguous arena with NaN. `device_memory` is a cap on all memory of the device, in place of a budget;
-        the bytes that it leaves for weights are logged (`split_memory`). `host_memory` is a cap on the
-        weights that the host of a device holds, by default 80 % of the available memory; other weights are
-        read from the files in every pass. `activations` says what a program that is trained keeps for its
-        backward: "keep" everything, all but cheap values ("cut"), or what goes from layer to layer
-        ("layers"); of these, "auto" is the one that is predicted to be fastest within `device_memory`, and
-        "keep" with a budget, which is of weights only. `spill` is the folder for what leaves memory in
-        training, by default the system's for temporary files. `page_lock=False` uses ordinary memory if the
-        system refuses to lock memory. `engine` is what executes the plan on a CPU: "native" is the library in
-        C++, "python" the streamer in Python, which run the same plans; "auto" is "native" where it was built,
-        and "python" with `debug`. Close the module, or use it as a context manager.
+        `debug` makes a read of a unit that is not there fault, and one of a dropped granule of a paged arena;
+        `poison` overwrites freed bytes of a contiguous arena with NaN. `device_memory` is a cap on all memory
+        of the device, in place of a budget; the bytes that it leaves for weights are logged (`split_memory`).
+        `host_memory` is a cap on the weights that the host of a device holds, by default 80 % of the
+        available memory; other weights are read from the files in every pass. `activations` says what a
+        program that is trained keeps for its backward: "keep" everything, all but cheap values ("cut"), or
+        what goes from layer to layer ("layers"); of these, "auto" is the one that is predicted to be fastest
+        within `device_memory`, and "keep" with a budget, which is of weights only. `spill` is the folder for
+        what leaves memory in training, by default the system's for temporary files. `page_lock=False` uses
+        ordinary memory if the system refuses to lock memory. `engine` executes the plan on a CPU: "native"
+        is the library in C++, "python" the streamer in Python, which run the same plans; "auto" is "native"
+        where it was built, and "python" with `debug`. Close the module, or use it as a context manager.
         """
         run = LoadOptions(device, page_lock, readers, engine, debug, poison, spill)
         run.check()

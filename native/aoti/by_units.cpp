@@ -36,15 +36,17 @@ const Contract CONTRACTS[] = {
     {"index_select", "Tensor weight, int dim, Tensor index", "aten.index_select.default", "aten::index_select", "", 0, 2,
      false, false, false},
     {"index", "Tensor weight, Tensor?[] indices", "aten.index.Tensor", "aten::index", "Tensor", 0, 1, false, true, true},
-    {"grouped_mm", "Tensor rows, Tensor weight, Tensor? offs, Tensor? bias, ScalarType? out_dtype", "aten._grouped_mm.default",
-     "aten::_grouped_mm", "", 1, 2, true, false, false},
-    {"grouped_mm_fallback", "Tensor rows, Tensor weight, Tensor offs", "transformers.grouped_mm_fallback.default", FALLBACK, "",
-     1, 2, true, false, false},
-    {"linear", "Tensor rows, Tensor weight, Tensor? bias", "aten.linear.default", "aten::linear", "", 1, -1, false, false, false},
+    {"grouped_mm", "Tensor rows, Tensor weight, Tensor? offs, Tensor? bias, ScalarType? out_dtype",
+     "aten._grouped_mm.default", "aten::_grouped_mm", "", 1, 2, true, false, false},
+    {"grouped_mm_fallback", "Tensor rows, Tensor weight, Tensor offs", "transformers.grouped_mm_fallback.default",
+     FALLBACK, "", 1, 2, true, false, false},
+    {"linear", "Tensor rows, Tensor weight, Tensor? bias", "aten.linear.default", "aten::linear", "", 1, -1, false, false,
+     false},
 };
 
 const Contract &contract_of(const std::string &overload) {
-    return *std::find_if(std::begin(CONTRACTS), std::end(CONTRACTS), [&](const Contract &one) { return overload == one.name; });
+    const auto is_named = [&](const Contract &one) { return overload == one.name; };
+    return *std::find_if(std::begin(CONTRACTS), std::end(CONTRACTS), is_named);
 }
 
 [[noreturn]] void refuse(const std::string &what) {

@@ -79,7 +79,8 @@ struct Call {
             if (dice() % 3 == 0) units.push_back(unit);
         std::vector<int64_t> ends(units.size());
         int64_t parts = 0, first = 0;
-        ps_status status = ps_units_ask(engine, graph, step, units.data(), static_cast<int64_t>(units.size()), ends.data(), &parts);
+        const auto asked = static_cast<int64_t>(units.size());
+        ps_status status = ps_units_ask(engine, graph, step, units.data(), asked, ends.data(), &parts);
         for (int64_t k = 0; k < parts && status == PS_OK; first = ends[k++]) {
             const int64_t *const part = units.data() + first, count = ends[k] - first;
             status = ps_units_hold(engine, graph, step, part, count, parts < 2);

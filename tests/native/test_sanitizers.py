@@ -15,7 +15,7 @@ from random import Random
 import pytest
 
 from tests.hunt import scaled
-from tests.native.test_native_residency import on_pages, payload_for, plan_of
+from tests.native.test_native_pool import on_pages, payload_for, plan_of
 from tests.runtime.stream.cases import KINDS, Case, one_case
 from tests.schedule.sparse.test_units_resident import random_problem
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import time
 from dataclasses import replace
 
 import pytest
@@ -92,7 +91,6 @@ def test_a_read_that_fails_leaves_nothing_behind(program, pool, bad, engine, mon
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_interrupt_in_a_round_is_no_matter_to_the_next_call(program, engine, monkeypatch):
     model, options = Model(), LoadOptions(engine=engine, debug=True)
-    have_reads_pass(lambda address, nbytes: time.sleep(0.001), monkeypatch)
     interrupt_wait(2, monkeypatch)
     with load_module(program, plan_with(program, "rounds"), options) as module, torch.no_grad():
         with pytest.raises(KeyboardInterrupt):

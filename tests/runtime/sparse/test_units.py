@@ -280,11 +280,10 @@ def test_an_interrupt_leaves_a_module_that_can_be_called(experts, monkeypatch, t
     """In the middle of a part: what was on its way is dropped, and read again."""
     model, program = experts
     dtype = model.gate_up[0].dtype
+    interrupt_wait(turn, monkeypatch)
     with program.load(plan=pooled(program, program.floor_bytes), engine=engine) as module:
-        with monkeypatch.context() as patch:
-            interrupt_wait(turn, patch)
-            with pytest.raises(KeyboardInterrupt), torch.no_grad():
-                module(*batch(40, 0, dtype))
+        with pytest.raises(KeyboardInterrupt), torch.no_grad():
+            module(*batch(40, 0, dtype))
         for seed in range(3):
             equal(module, model, *batch(5, seed, dtype))
         assert module.stats.peak_bytes <= module.plan.budget

@@ -6,15 +6,18 @@ import ctypes
 import errno
 import itertools
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from penstock.native.library import WAITING
 from penstock.runtime import loading
 from penstock.runtime.files.source import Source
 from penstock.runtime.sparse.base import PooledUnits
 from penstock.runtime.sparse.units import LoadedUnits
+from penstock.runtime.stream import native
 from penstock.runtime.stream.native import NativeStreamer
 from penstock.runtime.system.memory import resident_bytes
 from tests.runtime.stream.cases import READ
@@ -57,7 +60,12 @@ def have_reads_pass(before: Before, patch: pytest.MonkeyPatch) -> None:
 
 
 def interrupt_wait(turn: int, patch: pytest.MonkeyPatch) -> None:
-    """Interrupt the wait for units, the first of which is 0, while their reads may be under way."""
+    """Interrupt the wait for units, the first of which is 0, in modules that are loaded from now on.
+
+    Reads take so long that the native engine loses its patience before.
+    """
+    have_reads_pass(lambda address, nbytes: time.sleep(0.003), patch)
+    patch.setattr(native, "_PATIENCE_MS", 1)
     wait, call, calls = LoadedUnits._wait, NativeStreamer.call, itertools.count()
 
     def interrupted(self: LoadedUnits, units: Any) -> None:
@@ -67,7 +75,7 @@ def interrupt_wait(turn: int, patch: pytest.MonkeyPatch) -> None:
 
     def interrupted_call(self: NativeStreamer, function: str, *arguments: Any) -> None:
         if function == "ps_units_hold" and next(calls) == turn:
-            getattr(self._library, function)(self._open(), *arguments)  # whether it has ended or not
+            assert getattr(self._library, function)(self._open(), *arguments) == WAITING
             raise KeyboardInterrupt
         call(self, function, *arguments)
 

@@ -1,9 +1,10 @@
-"""The pool in C++ decides as `Residency` does, change by change, on random geometries and routings."""
+"""The pool in C++: its decisions are those of `Residency`; what it waits for, and what it refuses."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.native.library import WAITING, Options
 from penstock.native.library import Change as NativeChange
-from penstock.native.library import Options
 from penstock.runtime.sparse.native import NativeUnits
 from penstock.runtime.stream.native import NativeStreamer
 from penstock.schedule.facts.errors import PayloadError, SourceError, StreamError
@@ -75,12 +76,17 @@ class Both:
 
     def __init__(self, pool: Pool, traces: tuple[Trace, ...]) -> None:
         self.failing = False
-        self._callback = READ(lambda *_: errno.EIO if self.failing else 0)
+        self.before: Callable[[int], object] = lambda offset: None  # called with a read's offset in the file
+        self._callback = READ(self._read)
         options = Options(readers=1, read=ctypes.cast(self._callback, ctypes.c_void_p))
         plan = plan_of(pool, traces)
         self.streamer = NativeStreamer(Path("nowhere"), payload_for(pool, traces), plan, options)
         self.native = NativeUnits(self.streamer, plan, [f"w{s}" for s in range(len(pool.layout))])
         self.python = Residency(pool, traces)
+
+    def _read(self, _: int, file: int, offset: int, address: int, nbytes: int) -> int:
+        self.before(offset)
+        return errno.EIO if self.failing else 0
 
     def close(self) -> None:
         self.streamer.close()
@@ -223,6 +229,31 @@ def test_decisions_stay_the_same_when_units_are_long_forgotten() -> None:
         engines.part(0, 0, [0, 1])
         engines.part(0, 0, [3, 4])
         assert engines.change()[0] == ("drop", 0, 1, 0, 0)
+
+
+@pytest.mark.parametrize(("coming", "asked"), [(0, 1), (0, 3), (4, 3)])
+def test_a_part_waits_for_a_granule_that_is_on_its_way_for_another_unit(coming: int, asked: int) -> None:
+    """The asked unit lies in it, begins in it, or ends in it; the rest of it comes at once."""
+    pool, trace = of_one_route(1200, 1200, nbytes=8 * PAGE)
+    pool = replace(pool, granule=PAGE, layout=(0, 1 << 20))
+    first, second = trace.steps
+    (read,) = second.sparse
+    other = replace(second, sparse=(replace(read, route=1),))  # of the second table, between
+    with both(pool, (replace(trace, steps=(first, other, second)),)) as engines:
+        engines.begin(0)
+        engines.native.ask(0, 0, [coming])
+        come, held = threading.Event(), iter([True])
+        engines.before = lambda offset: offset >= 16 * 1200 and next(held, False) and come.wait()
+        with engines.native.hold(0, 0, [coming], alone=True):
+            assert [kind for kind, *_ in engines.change()] == ["bring", "ahead"]
+        engines.native.ask(0, 1, [asked])
+        numbers = (ctypes.c_int64 * 1)(asked)
+        part = 0, 1, ctypes.cast(numbers, ctypes.c_void_p), 1
+        status = engines.streamer._library.ps_units_hold(engines.streamer._open(), *part, True)
+        come.set()
+        assert status == WAITING
+        engines.streamer._done(status)
+        engines.streamer.call("ps_units_release", *part)
 
 
 @pytest.mark.parametrize("units", [[3, 3], [4, 3], [-1], [16], [2, 1 << 40]])
