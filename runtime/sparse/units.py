@@ -109,7 +109,7 @@ class LoadedUnits(PooledUnits):
             if place >= 0:
                 read = self._read_of.get(s)
                 edges = (place + read.unit(0)[0], read.unit_stride, read.unit_nbytes) if read else (1,)
-                # Huge pages take what they count for, and leave as a whole, where units begin and end at such.
+                # Huge pages take what they count for, and leave as a whole, if units begin and end at them.
                 whole = not any(one % HUGE_PAGE for one in edges)
                 start = place // self.pool.granule * self.pool.granule
                 nbytes = round_up(place + storages[s].nbytes, self.pool.granule) - start
