@@ -49,11 +49,11 @@ Pool::~Pool() { stop(); }
 void Pool::map() {
     memory_.map_anonymous(0, memory_.nbytes());
     std::vector<bool> whole(storages_.size(), false);
-    // A huge page is given back as a whole only where units begin and end at huge pages.
+    // Huge pages take what they count for, and are given back as a whole, only where units begin and end at such.
     for (const UnitSteps &method : plan_.methods)
         for (const auto &[step, read] : method.reads)
-            whole[read.storage] =
-                read.stride % HUGE_PAGE == 0 && (plan_.layout[read.storage] + read.offset) % HUGE_PAGE == 0;
+            whole[read.storage] = (plan_.layout[read.storage] + read.offset) % HUGE_PAGE == 0 &&
+                                  read.stride % HUGE_PAGE == 0 && read.nbytes % HUGE_PAGE == 0;
     for (size_t s = 0; s < storages_.size(); ++s) {
         if (plan_.layout[s] < 0) continue;
         const int64_t start = round_down(plan_.layout[s], plan_.granule);

@@ -107,9 +107,10 @@ class LoadedUnits(PooledUnits):
         self._memory.map_anonymous(0, self._memory.nbytes)
         for s, place in enumerate(self.pool.layout):
             if place >= 0:
-                stride = self._read_of[s].unit_stride if s in self._read_of else 1
-                # A huge page is given back as a whole only where units begin and end at huge pages.
-                whole = stride % HUGE_PAGE == 0 and (place + self._read_of[s].view.offset) % HUGE_PAGE == 0
+                read = self._read_of.get(s)
+                edges = (place + read.unit(0)[0], read.unit_stride, read.unit_nbytes) if read else (1,)
+                # Huge pages take what they count for, and leave as a whole, if units begin and end at them.
+                whole = not any(one % HUGE_PAGE for one in edges)
                 start = place // self.pool.granule * self.pool.granule
                 nbytes = round_up(place + storages[s].nbytes, self.pool.granule) - start
                 advice = MADV_HUGEPAGE if whole else MADV_NOHUGEPAGE

@@ -200,3 +200,28 @@ def test_units_smaller_than_what_is_noted_of_them_are_read_whole(tmp_path):
         export(nn.Embedding(1 << 20, 2), (torch.arange(4),)), tmp_path / "small.penstock"
     )
     assert program.floor_bytes == program.weight_bytes
+
+
+class Gaps(nn.Module):
+    """The first 513 of each 1,024 rows: units of half a huge page and a row, each at the start of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Parameter(torch.randn(8, 1024, 512, generator=seeded()))
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        return self.blocks[:, :513][index]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_units_with_gaps_take_no_more_than_they_count(tmp_path, engine):
+    """Where each takes huge pages, twice as much is in memory, which page tables alone show."""
+    model = Gaps()
+    program = penstock.compile(export(model, (torch.tensor([1, 5]),)), tmp_path / "gaps.penstock")
+    plan = program.plan("45%", hardware=SLOW)
+    with program.load(plan=plan, engine=engine) as module, torch.no_grad():
+        for first in range(8):
+            index = torch.tensor([first, (first + 3) % 8])
+            assert torch.equal(module(index), model(index))
+            units = module._weights.units
+            assert taken(units) <= units.held_bytes <= plan.pool.nbytes < 8 << 20
