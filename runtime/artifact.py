@@ -114,7 +114,7 @@ def compile(
         write_payload(replace(payload, plans=plans), temporary)
 
     write_artifact(folder, force=force, build=build)
-    return open_program(folder)
+    return open_program(folder, trust=True)  # this process has just made it
 
 
 def write_weights(annotated: Annotated, folder: Path, weights: Paths | None = None) -> Payload:

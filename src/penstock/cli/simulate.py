@@ -25,6 +25,7 @@ def simulate(
     hardware: options.HardwareName = "auto",
     host_memory: options.HostMemory = None,
     device: options.DeviceName = "cpu",
+    trust: options.Trust = False,
     json: options.Json = False,
 ) -> None:
     """Run a plan on a virtual clock, with `--device sim:NAME` the program too, and show where it waits."""
@@ -33,7 +34,7 @@ def simulate(
     from penstock.runtime.program import open as open_program
 
     with console.spinner("planning"):
-        program = open_program(artifact)
+        program = open_program(artifact, trust=trust)
         decided = program.plan(
             budget, keep=keep or (), arena=arena, hardware=hardware, host_memory=host_memory, device=device
         )
