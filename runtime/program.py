@@ -303,7 +303,7 @@ class Program:
     def _activations_by_method(self) -> dict[str, Activations]:
         with open_programs(self.path, self.payload) as archive:
             codes = {m.name: read_code(archive, m.name, trust=self.trust) for m in self.payload.methods}
-        return {name: code.activations() for name, code in codes.items()}
+            return {name: code.activations() for name, code in codes.items()}
 
     @cached_property
     def training(self) -> Training | None:

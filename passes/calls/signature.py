@@ -113,7 +113,7 @@ def decode_signature(stored: Any, *, trust: bool = False) -> CallSignature:
     names = {field.name for field in fields(CallSignature)}
     if not isinstance(stored, dict) or stored.keys() != names:
         refuse(stored, "signature of a call")
-    values = Values({}, trust)
+    values = Values(None, trust)
     made = checked(CallSignature(**{name: decode_value(value, values) for name, value in stored.items()}))
     trees = 0 if made.in_spec is None else made.in_spec.num_leaves
     fits = made.in_spec is None or (trees == len(made.leaves) and _is_call(made.in_spec))

@@ -124,8 +124,9 @@ def _checked_nodes(stored: Any) -> list[list[Any]]:
         if (op == "placeholder" and args) or (op == "output") != (row is rows[-1]):
             raise PassError(f"node {name} is a {op}, which cannot be where it is: compile again")
         behind = op
-    if behind != "output":
-        raise PassError("the graph has no output: compile again")
+    inputs = [row[2] for row in rows if row[0] == "placeholder"]
+    if behind != "output" or len(set(inputs)) < len(inputs):
+        raise PassError("the graph has no output, or an input twice: compile again")
     return rows
 
 
@@ -170,20 +171,23 @@ def encode_value(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Values:
-    """What decoded values may name: nodes, and any operator of this process if who stored them is trusted."""
+    """What decoded values may name: nodes, and any operator of this process if who stored them is trusted.
 
-    nodes: Mapping[str, fx.Node]
+    Those in a graph have the nodes before them; None stands for values elsewhere.
+    """
+
+    nodes: Mapping[str, fx.Node] | None
     trust: bool
 
     def node(self, name: object) -> fx.Node:
         """A node by name. Raises PassError where there is none before this one."""
-        found = self.nodes.get(name) if isinstance(name, str) else None
+        found = self.nodes.get(name) if self.nodes and isinstance(name, str) else None
         if found is None:
             refuse(name, "node before this one")
         return found
 
 
-_NOTHING = Values({}, trust=False)
+_NOTHING = Values(None, trust=False)
 
 
 def decode_value(value: Any, values: Values = _NOTHING) -> Any:
@@ -193,7 +197,7 @@ def decode_value(value: Any, values: Values = _NOTHING) -> Any:
     if not isinstance(value, dict):
         return value
     name, content = next(iter(value.items()), ("", None))
-    if len(value) != 1 or name not in _KINDS:
+    if len(value) != 1 or name not in (_KINDS if values.nodes is None else _IN_GRAPHS):
         refuse(value, "value")
     try:
         return _KINDS[name].decode(content, values)
@@ -217,7 +221,9 @@ def _encode_items(value: dict[Any, Any]) -> list[Any]:
 
 
 def _decode_items(content: Any, values: Values) -> dict[Any, Any]:
-    return {decode_value(key, values): decode_value(one, values) for key, one in content}
+    if not all(isinstance(key, str | int | None) for key, _ in content):
+        refuse(content, "dictionary of names or numbers")
+    return {key: decode_value(one, values) for key, one in content}
 
 
 def _encode_slice(value: slice) -> list[Any]:
@@ -271,3 +277,8 @@ _KINDS = {
     **{one.__name__: _record(one) for one in (Dimension, TensorLeaf, NumberLeaf, ConstantLeaf)},
 }
 """The kinds of values by their keys in JSON. Subclasses of tuple and dict come back as tuple and dict."""
+
+_IN_GRAPHS = (
+    _KINDS.keys() - {one.__name__ for one in (Dimension, TensorLeaf, NumberLeaf, ConstantLeaf)} - {"tree"}
+)
+"""The kinds of values that operators take: FX writes all of them as Python."""

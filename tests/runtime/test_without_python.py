@@ -242,7 +242,17 @@ def test_reads_that_could_be_by_units_are_whole(run, compiled, laddered, inputs,
 
 
 def test_an_interrupt_ends_it_and_leaves_nothing_behind(runner, laddered, inputs, tmp_path):
-    command = [runner, laddered["odd"].path, "--trust", "--budget", "60%", "--input", inputs, "--passes", "999999"]
+    command = [
+        runner,
+        laddered["odd"].path,
+        "--trust",
+        "--budget",
+        "60%",
+        "--input",
+        inputs,
+        "--passes",
+        "999999",
+    ]
     environment = {"PATH": os.defpath, "TMPDIR": str(tmp_path)}
     before = set(tmp_path.iterdir())
     running = subprocess.Popen(

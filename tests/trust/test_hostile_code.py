@@ -34,7 +34,8 @@ def call(target: str, *args: Any, name: str = "evil", kwargs: Any = None) -> lis
 
 
 def insert(stored: Stored, *nodes: list[Any]) -> None:
-    stored["graph"]["nodes"][6:6] = nodes
+    behind = sum(node[0] == "placeholder" for node in stored["graph"]["nodes"])
+    stored["graph"]["nodes"][behind:behind] = nodes
 
 
 def tree(stored: Stored, kind: str, context: Any) -> None:
@@ -98,7 +99,7 @@ ATTACKS: dict[str, Callable[[Stored, str], object]] = {
     "the name of an argument": lambda s, run: insert(
         s, call("aten.relu.default", {"node": "x"}, kwargs={f"out = {run}, other": None})
     ),
-    "the name of an input": lambda s, run: s["graph"]["nodes"][5].__setitem__(2, f"y={run}"),
+    "the name of an input": lambda s, run: s["graph"]["nodes"][7].__setitem__(2, f"y={run}"),
     "the name of a body": body,
     "a module in the keys of results": lambda s, run: tree(
         s, "builtins.dict", json.dumps([{"__enum__": True, "fqn": f"{MODULE}:A", "name": "b"}])

@@ -148,9 +148,9 @@ def test_what_is_no_stored_graph_is_refused():
     end = ["output", "output", "output", [None], {}]
     with pytest.raises(PassError, match=r"there is no operator nobody\.has\.this: import the library that"):
         decode_graph({"nodes": [["call_function", "a", "nobody.has.this", [], {}], end], "bodies": {}})
-    twice = ["placeholder", "x", "x", [], {}]
+    twice = [["placeholder", "x", target, [], {}] for target in ("x", "y")]
     with pytest.raises(PassError, match="the graph has two nodes 'x'"):
-        decode_graph({"nodes": [twice, twice, end], "bodies": {}})
+        decode_graph({"nodes": [*twice, end], "bodies": {}})
     with pytest.raises(PassError, match="of type object has no JSON"):
         encode_value(object())
     with pytest.raises(PassError, match="is no operator that has a name"):
