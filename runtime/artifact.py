@@ -114,7 +114,7 @@ def compile(
         write_payload(replace(payload, plans=plans), temporary)
 
     write_artifact(folder, force=force, build=build)
-    return open_program(folder)
+    return open_program(folder, trust=True)  # this process has just made it
 
 
 def write_weights(annotated: Annotated, folder: Path, weights: Paths | None = None) -> Payload:
@@ -206,6 +206,11 @@ def _place(storage: Storage, files: Sequence[WeightFile]) -> Place:
     return tuple((files[one.file], one.file_offset, one.nbytes) for one in storage.extents)
 
 
+def _is_whole(storage: Storage) -> bool:
+    """Tells whether extents have every byte of a storage, and it has some."""
+    return 0 < storage.nbytes == sum(extent.nbytes for extent in storage.extents)
+
+
 def _hashed(storages: Sequence[Storage], files: Sequence[WeightFile]) -> dict[Place, str]:
     return {_place(one, files): one.sha256 for one in storages if one.extents and one.sha256}
 
@@ -237,7 +242,7 @@ class _Writer:
 
     def write_weights(self, folder: Path, hashed: Mapping[Place, str]) -> Payload:
         """Write the packed file, if one is needed, and return the payload with files and extents."""
-        in_place = [s for s, storage in enumerate(self._storages) if self._in_place and storage.extents]
+        in_place = [s for s, storage in enumerate(self._storages) if self._in_place and _is_whole(storage)]
         packed = [s for s in _packing_order(self._payload) if s not in set(in_place)]
         packed = [s for s in packed if self._storages[s].nbytes and self._storages[s].kind != "produced"]
         storages = list(self._storages)

@@ -109,6 +109,9 @@ def load_module(
     already; it is closed with the module.
     """
     payload = program.payload
+    # The code first: no byte of a weight is read for a program that does not fit, or that needs trust.
+    compiles = payload.lowering == "inductor"
+    code = compiled.load(program.path, payload, trust=program.trust) if compiles else program.lowered
     if device is None and device_kind(options.device) != "cpu":
         device = _open_device(program, plan, options)
     if device is None:
@@ -124,11 +127,11 @@ def load_module(
     try:
         # Tensors made in inference mode could not be written outside it, nor those of a default device read.
         with torch.inference_mode(False), torch.device("cpu"):
-            if payload.lowering == "inductor":
-                methods = _compiled_methods(program, weights)
+            if isinstance(code, compiled.LoadedPackage):
+                methods = _compiled_methods(code, weights)
             else:
                 where = device.torch_device if device else torch.device("cpu")
-                methods = _eager_methods(program, weights, where)
+                methods = _eager_methods(code, weights, where)
             if program.training is not None:
                 return _training_module(program, methods, weights, program.training)
     except BaseException:
@@ -350,9 +353,11 @@ def _outgrown(device: Device, usage: Callable[[], MemoryUse], split: Callable[[]
     return split().outgrown(device.allocated - usage().held_bytes, device.held_by_others)
 
 
-def _eager_methods(program: Program, weights: LoadedWeights, device: torch.device) -> dict[str, LoadedMethod]:
+def _eager_methods(
+    lowered: eager.LoweredProgram, weights: LoadedWeights, device: torch.device
+) -> dict[str, LoadedMethod]:
     """Returns the methods as graph modules with the probes that the plan asks for."""
-    lowered, payload = program.lowered, program.payload
+    payload = lowered.payload
 
     def load(method: Method) -> LoadedMethod:
         trace = payload.trace_for(method.graph)
@@ -366,10 +371,9 @@ def _eager_methods(program: Program, weights: LoadedWeights, device: torch.devic
     return {method.name: load(method) for method in payload.methods}
 
 
-def _compiled_methods(program: Program, weights: LoadedWeights) -> dict[str, LoadedMethod]:
+def _compiled_methods(package: compiled.LoadedPackage, weights: LoadedWeights) -> dict[str, LoadedMethod]:
     """Returns the compiled methods. Their runners are destroyed before the memory that they read."""
-    payload = program.payload
-    package = compiled.load(program.path, payload)
+    payload = package.payload
     orders = {order.graph: order for order in payload.probes}
     methods: dict[str, LoadedMethod] = {}
     for method in payload.methods:

@@ -56,6 +56,22 @@ def check_payload(payload: Payload, source: str) -> None:
             raise PayloadError(f"{source}: {fault}")
 
 
+def check_artifact(payload: Payload, source: str) -> None:
+    """Raise PayloadError unless the files of an artifact have every byte of its storages.
+
+    Only what a step produces has none. So no program reads memory that nothing has filled.
+    """
+    for i, storage in enumerate(payload.storages):
+        reached = 0
+        for extent in storage.extents:
+            reached += extent.nbytes if extent.storage_offset == reached else 0
+        if storage.kind != "produced" and reached < storage.nbytes:
+            raise PayloadError(
+                f"{source}: $.storages[{i}].extents: expected all {storage.nbytes} bytes, as it is in an "
+                f"artifact, got no byte {reached}; compile again"
+            )
+
+
 def check_plan(plan: Decisions, source: str) -> None:
     """Raise PayloadError with the first fault of a plan that is in a file of its own, named `source`."""
     for fault in plan_faults(plan, "$", len(plan.arena.layout)):

@@ -69,8 +69,8 @@ def runner() -> Path:
 def run(runner: Path, tmp_path: Path) -> Run:
     """Runs it in an empty folder, without any variable of Python's."""
 
-    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-        command = [str(runner), *map(str, arguments)]
+    def run(*arguments: object, trust: bool = True) -> subprocess.CompletedProcess[str]:
+        command = [str(runner), *(["--trust"] if trust else []), *map(str, arguments)]
         environment = {"PATH": os.defpath, "TMPDIR": str(tmp_path)}
         return subprocess.run(
             command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment, timeout=200

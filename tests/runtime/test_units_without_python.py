@@ -86,7 +86,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     plans = tuple(program.plan(share, hardware=SLOW) for share in shares)
     assert [plan.pool is None for plan in plans] == [False, False, False, True]
     replace_payload(path, replace(program.payload, plans=plans))
-    return Case(penstock.open(path), inputs)
+    return Case(penstock.open(path, trust=True), inputs)
 
 
 def run_once(
@@ -224,7 +224,9 @@ def test_plans_that_are_not_the_programs_are_refused(
 
 @pytest.mark.parametrize("case", ["experts"], indirect=True)
 def test_a_ladder_begins_at_the_floor_of_units(run: Run, case: Case, tmp_path: Path) -> None:
-    copied = penstock.open(shutil.copytree(case.program.path, tmp_path / "laddered")).write_ladder()
+    copied = penstock.open(
+        shutil.copytree(case.program.path, tmp_path / "laddered"), trust=True
+    ).write_ladder()
     lowest = copied.payload.plans[0]
     assert lowest.pool is not None
     assert lowest.budget == copied.floor_bytes

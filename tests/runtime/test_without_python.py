@@ -26,7 +26,7 @@ def laddered(compiled, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pr
     """Copies of the compiled artifacts, with ladders."""
     folder = tmp_path_factory.mktemp("laddered")
     copies = {name: shutil.copytree(one.program.path, folder / name) for name, one in compiled.items()}
-    return {name: penstock.open(copy).write_ladder() for name, copy in copies.items()}
+    return {name: penstock.open(copy, trust=True).write_ladder() for name, copy in copies.items()}
 
 
 @pytest.fixture
@@ -66,6 +66,13 @@ def test_each_method_of_several_runs(run, laddered, tmp_path, method, length):
     with fresh, torch.inference_mode():
         expected = fresh.call(method, tokens, positions)
     assert torch.equal(load_file(tmp_path / "out.safetensors")["output"], expected)
+
+
+def test_machine_code_runs_for_whoever_trusts_it_alone(run, laddered):
+    done = run(laddered["decoder"].path, "--budget", "60%", trust=False)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "holds machine code, which runs with your rights: give --trust" in done.stderr
 
 
 def test_it_is_linked_to_no_python(runner):
@@ -202,7 +209,17 @@ def test_reads_that_could_be_by_units_are_whole(run, compiled, laddered, inputs,
 
 
 def test_an_interrupt_ends_it_and_leaves_nothing_behind(runner, laddered, inputs, tmp_path):
-    command = [runner, laddered["odd"].path, "--budget", "60%", "--input", inputs, "--passes", "999999"]
+    command = [
+        runner,
+        laddered["odd"].path,
+        "--trust",
+        "--budget",
+        "60%",
+        "--input",
+        inputs,
+        "--passes",
+        "999999",
+    ]
     environment = {"PATH": os.defpath, "TMPDIR": str(tmp_path)}
     before = set(tmp_path.iterdir())
     running = subprocess.Popen(

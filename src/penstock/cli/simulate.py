@@ -32,6 +32,7 @@ def simulate(
         Path | None,
         typer.Option(help="Recorded routes: what each call moves, and how long it takes."),
     ] = None,
+    trust: options.Trust = False,
     json: options.Json = False,
 ) -> None:
     """Run a plan on a virtual clock, with `--device sim:NAME` the program too, and show where it waits."""
@@ -40,7 +41,7 @@ def simulate(
     from penstock.runtime.program import open as open_program
 
     with console.spinner("planning"):
-        program = open_program(artifact)
+        program = open_program(artifact, trust=trust)
         decided = program.plan(
             budget, keep=keep or (), arena=arena, hardware=hardware, host_memory=host_memory, device=device
         )
