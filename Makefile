@@ -5,7 +5,7 @@ WORKERS ?= 2
 STAMP := $(VENV)/.installed
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: run test check docs bench soak sanitize zoo gpu wheels clean help
+.PHONY: run test check docs bench sparse soak fuzz sanitize zoo gpu wheels clean help
 
 run: $(STAMP) ## make the environment, then run the demo
 	@$(VENV)/bin/penstock demo
@@ -27,8 +27,20 @@ docs: $(STAMP) ## these pages and the reference of the Python interface, in buil
 bench: $(STAMP) ## measure against the disk, memory and the peers (SIZE=4GiB)
 	@$(VENV)/bin/python benchmarks/disk.py $(if $(SIZE),--size $(SIZE))
 
+sparse: $(STAMP) ## measure reads by units, into docs/: experts in memory groups (root), rows, routes; 42 GiB of disk
+	@test -e benchmarks/results/routes-128-prose.jsonl || $(VENV)/bin/python benchmarks/recorded_routes.py --experts 128
+	@$(VENV)/bin/python benchmarks/replay.py --docs docs/sparse.md
+	@$(VENV)/bin/python benchmarks/rows.py --json benchmarks/results/rows.json --docs docs/benchmarks.md
+	@for model in olmoe qwen3-30b; do \
+		$(VENV)/bin/python benchmarks/experts.py --model $$model --json benchmarks/results/experts-$$model.json \
+			--docs docs/benchmarks.md || exit 1; \
+	done
+
 soak: $(STAMP) ## random problems, plans and orders, many times as many as in the tests, and all cases (TIMES=50)
 	@PENSTOCK_SOAK=$(or $(TIMES),50) $(VENV)/bin/python -m pytest -n $(WORKERS) -m random --timeout=0
+
+fuzz: $(STAMP) ## files of strangers, changed at random: so many seconds for each reader (FOR=600 SEED=1 TARGETS=graph)
+	@$(VENV)/bin/python -m tests.trust.fuzz --seconds $(or $(FOR),600) --seed $(or $(SEED),1) $(TARGETS)
 
 zoo: $(STAMP) ## architectures that a seed chooses, tiny, through apply: an hour (SEED=7)
 	@$(VENV)/bin/python benchmarks/zoo_random.py $(if $(SEED),--seed $(SEED))

@@ -56,6 +56,7 @@ docs/transformers
 docs/diffusers
 docs/large-models
 docs/quantised
+docs/security
 docs/training
 docs/sparse
 docs/lowering

@@ -114,7 +114,7 @@ def compile(
         write_payload(replace(payload, plans=plans), temporary)
 
     write_artifact(folder, force=force, build=build)
-    return open_program(folder)
+    return open_program(folder, trust=True)  # this process has just made it
 
 
 def write_weights(annotated: Annotated, folder: Path, weights: Paths | None = None) -> Payload:
@@ -186,7 +186,9 @@ def _compile(
     programs = annotated.programs if found is None else with_small_values(annotated, found)
     below = "64KiB" if resident_below is None else resident_below
     smallest = parse_size(below, name="resident_below") if below else 0
-    return inductor.lower(annotated.payload, programs, options=options, resident_below=smallest)
+    return inductor.lower(
+        annotated.payload, programs, options=options, resident_below=smallest, by_units=True
+    )
 
 
 def _open(weights: Paths, annotated: Annotated, rename: Rename, *, pack: bool) -> Checkpoint:
@@ -202,6 +204,11 @@ def _open(weights: Paths, annotated: Annotated, rename: Rename, *, pack: bool) -
 
 def _place(storage: Storage, files: Sequence[WeightFile]) -> Place:
     return tuple((files[one.file], one.file_offset, one.nbytes) for one in storage.extents)
+
+
+def _is_whole(storage: Storage) -> bool:
+    """Tells whether extents have every byte of a storage, and it has some."""
+    return 0 < storage.nbytes == sum(extent.nbytes for extent in storage.extents)
 
 
 def _hashed(storages: Sequence[Storage], files: Sequence[WeightFile]) -> dict[Place, str]:
@@ -235,7 +242,7 @@ class _Writer:
 
     def write_weights(self, folder: Path, hashed: Mapping[Place, str]) -> Payload:
         """Write the packed file, if one is needed, and return the payload with files and extents."""
-        in_place = [s for s, storage in enumerate(self._storages) if self._in_place and storage.extents]
+        in_place = [s for s, storage in enumerate(self._storages) if self._in_place and _is_whole(storage)]
         packed = [s for s in _packing_order(self._payload) if s not in set(in_place)]
         packed = [s for s in packed if self._storages[s].nbytes and self._storages[s].kind != "produced"]
         storages = list(self._storages)

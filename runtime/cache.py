@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import grp
 import json
 import logging
 import math
 import os
+import pwd
 import re
+import stat
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -121,6 +124,18 @@ class Cache:
         )
 
     @property
+    def own(self) -> bool:
+        """Whether nobody but this user can write to the folder: then what is there, this user has made."""
+        try:
+            state = self.folder.stat()
+        except FileNotFoundError:  # it will be made
+            return True
+        others = state.st_mode & stat.S_IWOTH or (
+            state.st_mode & stat.S_IWGRP and not _is_private(state.st_gid)
+        )
+        return state.st_uid == os.geteuid() and not others
+
+    @property
     def weights(self) -> Path:
         return self.folder / WEIGHTS
 
@@ -164,7 +179,8 @@ class Cache:
         if nbytes:
             self.make_room(nbytes)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.parent.mkdir(exist_ok=True)
         except OSError as error:
             raise SourceError(
                 f"{path.parent} cannot be made ({error.strerror}): choose another cache"
@@ -206,6 +222,15 @@ class Cache:
                 LIMIT,
                 format_budget(self.limit),
             )
+
+
+def _is_private(group: int) -> bool:
+    """Whether a group is that of this user alone, as systems make them that let groups write by default."""
+    try:
+        found, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return False
+    return found.gr_name == user and set(found.gr_mem) <= {user}
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import torch
 
 from penstock.native.library import File, Options, Spill, library
 from penstock.passes.lowering import compiled, eager
+from penstock.passes.sparse.operators import sparse_calls
 from penstock.passes.training.facts import Training
 from penstock.passes.weights.values import tensor_in
 from penstock.runtime.arena.base import WeightArena
@@ -39,6 +40,8 @@ from penstock.runtime.module import LoadedMethod, StreamedModule
 from penstock.runtime.sightings import Sightings
 from penstock.runtime.sim.device import SimDevice
 from penstock.runtime.sim.streamer import SimStreamer
+from penstock.runtime.sparse.base import PooledUnits
+from penstock.runtime.sparse.native import NativeUnits
 from penstock.runtime.sparse.trial import check_trusted
 from penstock.runtime.sparse.units import LoadedUnits
 from penstock.runtime.stream.interface import MemoryUse
@@ -90,10 +93,6 @@ class LoadOptions:
             raise StreamError(
                 f"the native engine streams on a CPU, not on {self.device}: leave engine='auto'"
             )
-        if self.debug and self.engine == "native":
-            raise StreamError(
-                "the native engine cannot make reads of dropped weights fault: leave debug=True out"
-            )
 
 
 def load_module(
@@ -110,6 +109,9 @@ def load_module(
     already; it is closed with the module.
     """
     payload = program.payload
+    # The code first: no byte of a weight is read for a program that does not fit, or that needs trust.
+    compiles = payload.lowering == "inductor"
+    code = compiled.load(program.path, payload, trust=program.trust) if compiles else program.lowered
     if device is None and device_kind(options.device) != "cpu":
         device = _open_device(program, plan, options)
     if device is None:
@@ -125,11 +127,11 @@ def load_module(
     try:
         # Tensors made in inference mode could not be written outside it, nor those of a default device read.
         with torch.inference_mode(False), torch.device("cpu"):
-            if payload.lowering == "inductor":
-                methods = _compiled_methods(program, weights)
+            if isinstance(code, compiled.LoadedPackage):
+                methods = _compiled_methods(code, weights)
             else:
                 where = device.torch_device if device else torch.device("cpu")
-                methods = _eager_methods(program, weights, where)
+                methods = _eager_methods(code, weights, where)
             if program.training is not None:
                 return _training_module(program, methods, weights, program.training)
     except BaseException:
@@ -176,22 +178,20 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
         memory: WeightArena | NativeStreamer | None = None
         streamer: ArenaStreamer | NativeStreamer | None = None
         team: ParkedTeam | None = None
-        if plan.arena_bytes:
-            at_once = options.debug or options.poison
-            if options.native:
-                how = _native_options(source, options, drop_early=at_once)
-                memory = streamer = NativeStreamer(folder, payload.to_bytes(), plan, how)
-                opened.callback(streamer.free)
-            else:
-                memory = open_arena(plan, storages, source, debug=options.debug, poison=options.poison)
-                opened.callback(memory.close)
-                streamer = ArenaStreamer(
-                    plan, payload.storages, memory, readers=options.readers, drop_at_once=at_once
-                )
-                opened.callback(streamer.close)
-        units = None
-        if plan.pool is not None:
-            units = _load_units(plan, payload, source, options)
+        at_once = options.debug or options.poison
+        if options.native and (plan.arena_bytes or plan.pool):
+            how = _native_options(source, options, drop_early=at_once)
+            memory = streamer = NativeStreamer(folder, payload.to_bytes(), plan, how)
+            opened.callback(streamer.free)
+        elif plan.arena_bytes:
+            memory = open_arena(plan, storages, source, debug=options.debug, poison=options.poison)
+            opened.callback(memory.close)
+            streamer = ArenaStreamer(
+                plan, payload.storages, memory, readers=options.readers, drop_at_once=at_once
+            )
+            opened.callback(streamer.close)
+        units = _load_units(plan, payload, source, streamer, debug=options.debug) if plan.pool else None
+        if units is not None:
             opened.callback(units.close)
         if plan.arena_bytes or units:
             team = ParkedTeam()
@@ -217,16 +217,25 @@ def load_weights(folder: Path, payload: Payload, plan: Plan, options: LoadOption
     )
 
 
-def _load_units(plan: Plan, payload: Payload, source: Source, options: LoadOptions) -> LoadedUnits:
-    """The pool of a plan, for a program whose calls bring units."""
-    if payload.lowering != "eager":
+def _load_units(
+    plan: Plan,
+    payload: Payload,
+    source: Source,
+    streamer: ArenaStreamer | NativeStreamer | None,
+    *,
+    debug: bool,
+) -> PooledUnits:
+    """The pool of a plan, in the engine that streams. Raises an error if calls cannot bring units."""
+    if payload.lowering not in ("eager", "inductor"):
         raise StreamError(
             f"the plan reads weights by units, and a program of lowering {payload.lowering!r} cannot: make a "
             "plan for it"
         )
     check_trusted(plan)
     names = payload.storage_names()
-    return LoadedUnits(plan, payload.storages, source, names=names, debug=options.debug)
+    if isinstance(streamer, NativeStreamer):
+        return NativeUnits(streamer, plan, names)
+    return LoadedUnits(plan, payload.storages, source, names=names, debug=debug)
 
 
 def _native_options(source: Source, options: LoadOptions, *, drop_early: bool) -> Options:
@@ -240,6 +249,7 @@ def _native_options(source: Source, options: LoadOptions, *, drop_early: bool) -
         buffered=source.mode == "buffered",
         drop_early=drop_early,
         poison=options.poison,
+        debug=options.debug,
         opened=(File * len(files))(*files),
         spill=pointer(spill) if spill else None,
     )
@@ -265,14 +275,14 @@ def _arena_usage(
     memory: WeightArena | NativeStreamer | None,
     outside: int,
     readers: int,
-    units: LoadedUnits | None,
+    units: PooledUnits | None,
 ) -> MemoryUse:
     """Returns what a CPU holds: `outside` bytes, units and the arena; a mapped one is the page cache's."""
     held, peak = (memory.held_bytes, memory.peak_bytes) if memory else (0, 0)
     maps = plan.arena.kind == "paged" and plan.arena.backing == "mapped"
     mapped = held if maps else 0
     if units is not None:
-        held, peak = held + units.residency.held_bytes, peak + units.residency.peak_bytes
+        held, peak = held + units.held_bytes, peak + units.peak_bytes
     return MemoryUse(outside + held, outside + peak, readers, mapped_bytes=mapped)
 
 
@@ -343,9 +353,11 @@ def _outgrown(device: Device, usage: Callable[[], MemoryUse], split: Callable[[]
     return split().outgrown(device.allocated - usage().held_bytes, device.held_by_others)
 
 
-def _eager_methods(program: Program, weights: LoadedWeights, device: torch.device) -> dict[str, LoadedMethod]:
+def _eager_methods(
+    lowered: eager.LoweredProgram, weights: LoadedWeights, device: torch.device
+) -> dict[str, LoadedMethod]:
     """Returns the methods as graph modules with the probes that the plan asks for."""
-    lowered, payload = program.lowered, program.payload
+    payload = lowered.payload
 
     def load(method: Method) -> LoadedMethod:
         trace = payload.trace_for(method.graph)
@@ -359,19 +371,16 @@ def _eager_methods(program: Program, weights: LoadedWeights, device: torch.devic
     return {method.name: load(method) for method in payload.methods}
 
 
-def _compiled_methods(program: Program, weights: LoadedWeights) -> dict[str, LoadedMethod]:
+def _compiled_methods(package: compiled.LoadedPackage, weights: LoadedWeights) -> dict[str, LoadedMethod]:
     """Returns the compiled methods. Their runners are destroyed before the memory that they read."""
-    payload = program.payload
-    package = compiled.load(program.path, payload)
+    payload = package.payload
     orders = {order.graph: order for order in payload.probes}
     methods: dict[str, LoadedMethod] = {}
     for method in payload.methods:
+        trace, order = payload.trace_for(method.graph), orders[method.graph]
         loaded = compiled.CompiledMethod(package, weights.tensors, method)
         weights.resources.close_first(loaded.close)
-        methods[method.name] = LoadedMethod(
-            payload.trace_for(method.graph),
-            weights.probed(method.graph),
-            loaded,
-            order=orders[method.graph],
-        )
+        by_units = sparse_calls(trace, order.units, weights.units) if weights.units else {}
+        probed = weights.probed(method.graph)
+        methods[method.name] = LoadedMethod(trace, probed, loaded, order=order, by_units=by_units)
     return methods

@@ -61,11 +61,16 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def open(path: str | PathLike[str]) -> Program:
+def open(path: str | PathLike[str], *, trust: bool = False) -> Program:
     """Open the artifact folder `path` and check it: payload, plans, lowered program, weight files' stamps.
 
-    Raises PayloadError, PlanError or SourceError that says what is wrong. The lowered program is
-    code: open artifacts from people you trust. `Program.verify` checks every byte of the weights.
+    An artifact may come from a stranger: all of it is data (docs/security.md), of which only torch's
+    operators run. What cannot be stored so is code, and runs with your rights: what Inductor compiled, a
+    program that has no form as data, and operators of libraries that penstock does not know. It is loaded
+    with `trust` only.
+
+    Raises PayloadError, PlanError or SourceError that says what is wrong. `Program.verify` checks every byte
+    of the weights.
     """
     if not isinstance(path, str | PathLike):
         raise SourceError(f"expected the folder of an artifact, got {type(path).__name__}")
@@ -73,15 +78,20 @@ def open(path: str | PathLike[str]) -> Program:
     payload = read_payload(folder)
     with Source(payload.files, folder, mode="buffered"):
         pass  # opening compares every stamp
-    return Program(folder, payload)
+    return Program(folder, payload, trust=trust)
 
 
 class Program:
     """A compiled program on disk. It holds facts only; weights are loaded by `load`."""
 
-    def __init__(self, path: Path, payload: Payload, activations: str | None = None) -> None:
-        """`activations` names the rung of a program that is trained; it is the first one by default."""
-        self.path = path
+    def __init__(
+        self, path: Path, payload: Payload, activations: str | None = None, *, trust: bool = False
+    ) -> None:
+        """`activations` names the rung of a program that is trained; it is the first one by default.
+
+        With `trust` the artifact may run code.
+        """
+        self.path, self.trust = path, trust
         self._stored, self._activations = payload, activations
 
     def __repr__(self) -> str:
@@ -110,7 +120,7 @@ class Program:
         if self._activations is not None:
             return {self._activations: self}
         named = [one.name for one in self.training.rungs] if self.training else []
-        return {name: Program(self.path, self._stored, name) for name in named}
+        return {name: Program(self.path, self._stored, name, trust=self.trust) for name in named}
 
     @property
     def weight_bytes(self) -> int:
@@ -195,7 +205,7 @@ class Program:
         its budget allows. They reach from the floor to one that streams nothing, and are for this machine.
         """
         replace_payload(self.path, replace(self._stored, plans=find_ladder(self.path, self._stored)))
-        return open(self.path)
+        return open(self.path, trust=self.trust)
 
     def load(
         self,
@@ -219,18 +229,18 @@ class Program:
     ) -> StreamedModule:
         """Returns a module that runs this program with at most `budget` bytes of weights, or as `plan` says.
 
-        `debug` makes a read of a dropped granule of a paged arena fault; `poison` overwrites freed bytes of a
-        contiguous arena with NaN. `device_memory` is a cap on all memory of the device, in place of a budget;
-        the bytes that it leaves for weights are logged (`split_memory`). `host_memory` is a cap on the
-        weights that the host of a device holds, by default 80 % of the available memory; other weights are
-        read from the files in every pass. `activations` says what a program that is trained keeps for its
-        backward: "keep" everything, all but cheap values ("cut"), or what goes from layer to layer
-        ("layers"); of these, "auto" is the one that is predicted to be fastest within `device_memory`, and
-        "keep" with a budget, which is of weights only. `spill` is the folder for what leaves memory in
-        training, by default the system's for temporary files. `page_lock=False` uses ordinary memory if the
-        system refuses to lock memory. `engine` is what executes the plan on a CPU: "native" is the library in
-        C++, "python" the streamer in Python, which run the same plans; "auto" is "native" where it was built,
-        and "python" with `debug`. Close the module, or use it as a context manager.
+        `debug` makes a read of a unit that is not there fault, and one of a dropped granule of a paged arena;
+        `poison` overwrites freed bytes of a contiguous arena with NaN. `device_memory` is a cap on all memory
+        of the device, in place of a budget; the bytes that it leaves for weights are logged (`split_memory`).
+        `host_memory` is a cap on the weights that the host of a device holds, by default 80 % of the
+        available memory; other weights are read from the files in every pass. `activations` says what a
+        program that is trained keeps for its backward: "keep" everything, all but cheap values ("cut"), or
+        what goes from layer to layer ("layers"); of these, "auto" is the one that is predicted to be fastest
+        within `device_memory`, and "keep" with a budget, which is of weights only. `spill` is the folder for
+        what leaves memory in training, by default the system's for temporary files. `page_lock=False` uses
+        ordinary memory if the system refuses to lock memory. `engine` executes the plan on a CPU: "native"
+        is the library in C++, "python" the streamer in Python, which run the same plans; "auto" is "native"
+        where it was built, and "python" with `debug`. Close the module, or use it as a context manager.
         """
         run = LoadOptions(device, page_lock, readers, engine, debug, poison, spill)
         run.check()
@@ -291,7 +301,8 @@ class Program:
     @cached_property
     def _activations_by_method(self) -> dict[str, Activations]:
         with open_programs(self.path, self.payload) as archive:
-            return {m.name: read_code(archive, m.name).activations() for m in self.payload.methods}
+            codes = {m.name: read_code(archive, m.name, trust=self.trust) for m in self.payload.methods}
+            return {name: code.activations() for name, code in codes.items()}
 
     @cached_property
     def training(self) -> Training | None:
@@ -312,7 +323,7 @@ class Program:
     @cached_property
     def lowered(self) -> eager.LoweredProgram:
         """The eager program as code, read from the artifact once."""
-        return eager.load(self.path, self.payload)
+        return eager.load(self.path, self.payload, trust=self.trust)
 
     def split_memory(
         self,

@@ -20,8 +20,9 @@ def relink(
     files: Sequence[str | PathLike[str]] = (),
     *,
     progress: Progress | None = None,
+    trust: bool = False,
 ) -> Program:
-    """Let the artifact `path` refer to `files`, copies of its weight files, and open it.
+    """Let the artifact `path` refer to `files`, copies of its weight files, and open it, as `open` does.
 
     Each of `files` replaces the weight file of its name, or the only weight file; it may also be a folder
     with such files. A weight file that is not replaced is looked for at its recorded path. Every byte of the
@@ -41,7 +42,7 @@ def relink(
     relinked = Program(folder, replace(payload, files=stamped))
     relinked.verify(progress)
     replace_payload(folder, relinked.payload)
-    return open_program(folder)
+    return open_program(folder, trust=trust)
 
 
 def _places(in_place: Sequence[WeightFile], given: Sequence[Path]) -> dict[str, Path]:

@@ -33,11 +33,12 @@ largest plan of the artifact's ladder that the budget allows, and gives the same
   --page-cache     Read through the page cache, for weights that other processes read too.
   --force          Replace an output that exists.
   --json           Print what moved as JSON.
+  --trust          Run its machine code: you trust whoever made it.
   -h, --help       Show this and exit.
 
 Exit status: 0 on success; 2 for wrong options, inputs or budgets; 3 for an artifact that is damaged or not for this
 machine; 4 for a file that cannot be read or written; 5 if a pass failed; 130 after Ctrl-C. What is wrong is one sentence
-on stderr. The artifact's program is code: run artifacts from people you trust.
+on stderr. The artifact's program is machine code, which runs with your rights: it needs --trust.
 )";
 
 volatile std::sig_atomic_t interrupted = 0;
@@ -52,7 +53,7 @@ struct Arguments {
     std::string artifact, budget, input, output;
     penstock::RunOptions run;
     int passes = 1;
-    bool force = false, json = false, help = false;
+    bool force = false, json = false, help = false, trust = false;
 };
 
 [[noreturn]] void refuse(const std::string &sentence) { throw Failure(PS_PLAN, sentence); }
@@ -74,6 +75,7 @@ Arguments parse(int count, char **words) {
                                                             {"--readers", &number}};
     const std::pair<const char *, bool *> flags[] = {{"--force", &found.force},
                                                      {"--json", &found.json},
+                                                     {"--trust", &found.trust},
                                                      {"--help", &found.help},
                                                      {"-h", &found.help},
                                                      {"--page-cache", &found.run.buffered}};
@@ -96,6 +98,9 @@ Arguments parse(int count, char **words) {
     }
     if (!found.help && (found.artifact.empty() || found.budget.empty()))
         refuse("give an artifact and --budget: penstock-run --help lists the options");
+    if (!found.help && !found.trust)
+        refuse(found.artifact + " holds machine code, which runs with your rights: give --trust if you trust whoever "
+                                "made it");
     return found;
 }
 

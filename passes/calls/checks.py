@@ -9,25 +9,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from types import CodeType
 from typing import Any, ClassVar, NoReturn
 
 import torch
-from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 
+from penstock.passes.calls.expressions import parse
 from penstock.passes.graph.nodes import dtype_name
-from penstock.schedule.facts.errors import StreamError
+from penstock.schedule.facts.errors import PassError, StreamError
 
-_NAMES = {**SYMPY_INTERP, "math": math, "inf": math.inf}
+_NO_VALUE = (ArithmeticError, LookupError, TypeError, ValueError)
 
 
 class InputChecks:
-    """Checks the leaves of calls. A guard is a pair: its text, and a Python expression on `leaves`."""
+    """Checks the leaves of calls. A guard is a pair: its text, and an expression (`expressions.py`).
+
+    Raises PassError for a guard that is no expression.
+    """
 
     def __init__(self, leaves: Iterable[Leaf], guards: Iterable[tuple[str, str]]) -> None:
         self._leaves = list(leaves)
-        self._guards = [(text, compile(source, "<guard>", "eval")) for text, source in guards]
+        self._guards = [(text, parse(source)) for text, source in guards]
 
     def check(self, leaves: Sequence[Any]) -> dict[str, int]:
         """Returns the sizes of the symbols. Raises StreamError, which names the input, for a wrong leaf.
@@ -41,8 +42,12 @@ class InputChecks:
         for name, expression, got in seen.derived:
             if expression.value(seen.sizes) not in (None, got):
                 _refuse_input(name, f"{expression.value(seen.sizes)}, which is {expression.text}", got)
-        for text, code in self._guards:
-            if not eval(code, _NAMES, {"leaves": leaves}):
+        for text, guard in self._guards:
+            try:
+                holds = guard(seen.sizes, leaves)
+            except _NO_VALUE as error:
+                raise StreamError(f"{text} cannot be checked for this call: {error}; compile again") from None
+            if not holds:
                 raise StreamError(
                     f"the sizes {self._named(seen.sizes)} break {text}, which held at export and which the "
                     "program relies on: export it for such sizes too"
@@ -69,8 +74,8 @@ class Dimension:
     """A dynamic size: `linear` is (symbol, scale, shift), or None where it depends on several `symbols`.
 
     A linear size is scale * symbol + shift. `text` is the expression in names that users know, `source` the
-    same expression in Python on `symbols`, and `example` its value at export. `lower` and `upper` are
-    included in the range; None stands for no limit.
+    same on `symbols` (`expressions.py`), and `example` its value at export. `lower` and `upper` are included
+    in the range; None stands for no limit.
     """
 
     text: str
@@ -81,13 +86,21 @@ class Dimension:
     symbols: tuple[str, ...]
     source: str
 
-    @cached_property
-    def _code(self) -> CodeType:
-        return compile(self.source, "<size>", "eval")
+    def __post_init__(self) -> None:
+        """Raises PassError for a `source` that is no expression, or a scale that no size can have."""
+        parse(self.source)
+        if self.linear is not None and self.linear[1] <= 0:
+            raise PassError(f"{self.text:.80} has the scale {self.linear[1]}: compile again")
 
     def value(self, sizes: Mapping[str, int]) -> Any:
-        """Returns the value at these sizes, None when one of its symbols has none."""
-        return eval(self._code, _NAMES, dict(sizes)) if set(self.symbols) <= sizes.keys() else None
+        """Returns the value at these sizes, None when one of its symbols has none, or it has none itself."""
+        if not set(self.symbols) <= sizes.keys():
+            return None
+        try:
+            found = parse(self.source)(sizes, ())
+            return found if math.isfinite(found) else None
+        except _NO_VALUE:
+            return None
 
     def check(self, name: str, got: int, seen: _Seen) -> None:
         """Raises StreamError for a size that is out of range or contradicts a symbol's size in `seen`."""

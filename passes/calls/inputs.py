@@ -20,6 +20,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.value_ranges import bound_sympy
 
 from penstock.passes.calls.checks import ConstantLeaf, Dimension, Leaf, NumberLeaf, TensorLeaf
+from penstock.passes.calls.expressions import parse
 from penstock.passes.graph.nodes import dtype_name, placeholders_of, size_hint
 from penstock.schedule.facts.errors import PassError
 from penstock.schedule.facts.model import Input, Method, Symbol
@@ -66,11 +67,11 @@ def leaves_of(exported: ExportedProgram) -> tuple[Leaf, ...]:
 
 
 def guards_of(exported: ExportedProgram) -> tuple[tuple[str, str], ...]:
-    """Returns the guards: assumptions of export beyond ranges, each as text and as Python on `leaves`.
+    """Returns the guards: assumptions of export beyond ranges, each as text and as an expression on `leaves`.
 
     Export records them as Python on its own names of the inputs, which a stored program keeps. Those that
     follow from the leaves' sizes (one symbol in two inputs) are left out. Raises PassError for a guard that
-    names an input which no leaf has.
+    names an input which no leaf has, and for one that is no expression of `expressions.py`.
     """
     sources, nodes = _sources(exported), user_placeholders(exported)
     sizes = [_sizes(node.meta.get("val")) for node in nodes]
@@ -85,6 +86,7 @@ def guards_of(exported: ExportedProgram) -> tuple[tuple[str, str], ...]:
                 f"the program relies on {code}, which names an input that cannot be found in its calls: "
                 "export with strict=True, or pass inputs in lists, tuples and dictionaries only"
             )
+        parse(source)
         if not _follows(source, sizes, exported):
             guards.append((text.replace(".size()[", ".shape["), source))
     return tuple(guards)

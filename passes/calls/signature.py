@@ -15,8 +15,10 @@ from torch.export.graph_signature import ConstantArgument, OutputKind
 from torch.utils import _pytree as pytree
 
 from penstock.passes.calls.checks import Leaf
+from penstock.passes.calls.expressions import parse
 from penstock.passes.calls.inputs import guards_of, leaves_of, user_placeholders
-from penstock.passes.calls.stored_graph import decode_value, encode_value
+from penstock.passes.calls.records import checked, refuse
+from penstock.passes.calls.stored_graph import Values, decode_value, encode_value
 from penstock.passes.graph.retarget import exported_device
 from penstock.passes.pipeline import declare
 from penstock.schedule.facts.errors import PassError
@@ -31,7 +33,7 @@ class CallSignature:
 
     Output i is written back to input leaf `to_leaf[i]` or to weight `to_weight[i]`; otherwise it is the next
     of `results` results. Result k is `constants[k]` if its value was fixed at export. A guard is a pair: its
-    text, and a Python expression on `leaves`.
+    text, and an expression (`expressions.py`).
     """
 
     device: torch.device
@@ -102,9 +104,34 @@ def encode_signature(signature: CallSignature) -> dict[str, Any]:
     return {field.name: encode_value(getattr(signature, field.name)) for field in fields(signature)}
 
 
-def decode_signature(stored: Mapping[str, Any]) -> CallSignature:
+def decode_signature(stored: Any, *, trust: bool = False) -> CallSignature:
     """The signature that `encode_signature` stored.
 
-    Raises NotImplementedError for a class that nothing has registered in this process.
+    Raises PassError for JSON that is none, and NotImplementedError for a class that nothing has registered in
+    this process. With `trust` it may have classes that torch imports.
     """
-    return CallSignature(**{name: decode_value(value) for name, value in stored.items()})
+    names = {field.name for field in fields(CallSignature)}
+    if not isinstance(stored, dict) or stored.keys() != names:
+        refuse(stored, "signature of a call")
+    values = Values(None, trust)
+    made = checked(CallSignature(**{name: decode_value(value, values) for name, value in stored.items()}))
+    trees = 0 if made.in_spec is None else made.in_spec.num_leaves
+    fits = made.in_spec is None or (trees == len(made.leaves) and _is_call(made.in_spec))
+    if (
+        not fits
+        or made.results != made.out_spec.num_leaves
+        or made.constants.keys() - set(range(made.results))
+    ):
+        raise PassError(
+            f"a call of {len(made.leaves)} inputs and {made.results} results does not fit the structures of "
+            f"{trees} and {made.out_spec.num_leaves}: compile again"
+        )
+    for _, source in made.guards:
+        parse(source)
+    return made
+
+
+def _is_call(spec: pytree.TreeSpec) -> bool:
+    """Tells whether a structure is of positional arguments and keyword arguments."""
+    parts = spec.children()
+    return spec.type is tuple and [one.type for one in parts] == [tuple, dict]

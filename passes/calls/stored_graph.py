@@ -3,16 +3,18 @@
 `torch.export.load` takes about half a second for a thousand nodes, since it rebuilds all that export knew
 of each node. A program that only runs needs operators and their arguments. `encode_graph` refuses every value
 that has no form in JSON, so that a decoded graph equals the encoded one, and has the same names.
+
+JSON may be a stranger's, and is a language of its own: FX writes names of nodes and arguments into Python
+code that it runs, so they are identifiers here; operators come from a list (`operators.py`), structures of
+values from classes that are registered (`trees.py`), and constants are decoded by their types.
 """
 
 from __future__ import annotations
 
-import builtins
+import keyword
 import math
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,17 +24,15 @@ from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
 from penstock.passes.calls.checks import ConstantLeaf, Dimension, NumberLeaf, TensorLeaf
-from penstock.passes.graph import in_place
+from penstock.passes.calls.operators import name_of, operator_of
+from penstock.passes.calls.records import checked, refuse
+from penstock.passes.calls.trees import decode_tree, encode_tree
 from penstock.passes.graph.retarget import TRANSFER, is_transfer
 from penstock.schedule.facts.errors import PassError
-
-_MODULES = {"builtins": builtins, "math": math, "_operator": operator, "torch": torch}
-"""The modules from which functions that are no operators may come, by the functions' `__module__`."""
+from penstock.schedule.payload.text import short
 
 Bodies = dict[str, fx.GraphModule]
 """The bodies of control flow, by the names that the graph's `get_attr` nodes give them."""
-
-_Nodes = Mapping[str, fx.Node]
 
 
 def encode_graph(graph_module: fx.GraphModule) -> dict[str, Any]:
@@ -55,84 +55,103 @@ def encode_graph(graph_module: fx.GraphModule) -> dict[str, Any]:
     }
 
 
-def check_operators(stored: Mapping[str, Any]) -> None:
-    """Raises PassError where an operator of the stored graph is not registered in this process."""
-    for name in _called(stored):
-        _decode_target(name)
+def check_operators(stored: Any, *, trust: bool) -> None:
+    """Raises PassError for a stored graph with an operator that is not registered, or not for everybody.
+
+    `operators.operator_of` says which are.
+    """
+    for name in _called(_checked_nodes(stored)):
+        operator_of(name, trust=trust)
     for body in stored["bodies"].values():
-        check_operators(body)
+        check_operators(body, trust=trust)
 
 
-def decode_graph(stored: Mapping[str, Any]) -> tuple[fx.Graph, Bodies]:
+def decode_graph(stored: Any, *, trust: bool = False) -> tuple[fx.Graph, Bodies]:
     """A new graph, which no module owns yet, and the bodies that its `get_attr` nodes name.
 
-    Raises PassError where an operator is not registered: the library that registers it must be imported
-    first.
+    Raises PassError for JSON that is no graph, and for an operator that is not registered, as the library
+    that registers it must be imported first, or that not everybody may call: only a graph of somebody whom
+    its reader trusts may have any.
     """
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
-    functions = {name: _decode_target(name) for name in _called(stored)}
-    for op, name, target, args, kwargs, *transfer in stored["nodes"]:
+    rows = _checked_nodes(stored)
+    functions = {name: operator_of(name, trust=trust) for name in _called(rows)}
+    values = Values(nodes, trust)
+    for op, name, target, args, kwargs, *transfer in rows:
+        if name in nodes:
+            raise PassError(f"the graph has two nodes {name!r}")
+        if op == "get_attr" and target not in stored["bodies"]:
+            raise PassError(f"node {name} is the body {target}, which the graph does not have: compile again")
         made = graph.create_node(
             op,
             functions[target] if op == "call_function" else target,
-            tuple(decode_value(arg, nodes) for arg in args),
-            {key: decode_value(value, nodes) for key, value in kwargs.items()},
+            tuple(decode_value(arg, values) for arg in args),
+            {key: decode_value(value, values) for key, value in kwargs.items()},
             name,
         )
-        if name in nodes:
-            raise PassError(f"the graph has two nodes {name!r}")
         made.name = name  # export may name a node like a builtin of Python, which FX itself would not
         if transfer:
             made.meta[TRANSFER] = True
         nodes[name] = made
-    bodies = {name: decode_graph(body) for name, body in stored["bodies"].items()}
+    bodies = {name: decode_graph(body, trust=trust) for name, body in stored["bodies"].items()}
     return graph, {name: fx.GraphModule(inner, body) for name, (body, inner) in bodies.items()}
 
 
-def _called(stored: Mapping[str, Any]) -> set[str]:
-    return {target for op, _, target, *_ in stored["nodes"] if op == "call_function"}
+_RESERVED = frozenset((*keyword.kwlist, "self", "torch"))
+"""Names that mean something else in the code that FX writes."""
+
+
+def _checked_nodes(stored: Any) -> list[list[Any]]:
+    """The nodes of a stored graph. Raises PassError where they could not be written as they are as Python."""
+    if not isinstance(stored, dict) or stored.keys() != {"nodes", "bodies"}:
+        refuse(stored, "graph")
+    rows, bodies = stored["nodes"], stored["bodies"]
+    if not isinstance(rows, list) or not isinstance(bodies, dict):
+        refuse(stored, "graph")
+    _check_names(bodies)
+    behind = "placeholder"
+    for row in rows:
+        if not isinstance(row, list) or len(row) not in (5, 6) or not isinstance(row[2], str):
+            refuse(row, "node of a graph")
+        op, name, target, args, kwargs, *transfer = row
+        if not isinstance(args, list) or not isinstance(kwargs, dict) or transfer not in ([], [True]):
+            refuse(row, "node of a graph")
+        _check_names((name, *(() if op == "call_function" else (target,))))
+        _check_names(kwargs.keys() - {"self"})
+        if op not in _OPS or _OPS[op] < _OPS[behind] or (op != "call_function" and (args[1:] or kwargs)):
+            raise PassError(f"node {name} is a {short(op)} behind a {behind}: compile again")
+        if (op == "placeholder" and args) or (op == "output") != (row is rows[-1]):
+            raise PassError(f"node {name} is a {op}, which cannot be where it is: compile again")
+        behind = op
+    inputs = [row[2] for row in rows if row[0] == "placeholder"]
+    if behind != "output" or len(set(inputs)) < len(inputs):
+        raise PassError("the graph has no output, or an input twice: compile again")
+    return rows
+
+
+_OPS = {"placeholder": 0, "get_attr": 1, "call_function": 1, "output": 2}
+"""The kinds of nodes, and in which part of a graph they stand."""
+
+
+def _check_names(names: Collection[Any]) -> None:
+    """Raises PassError unless each is a name that Python code can have for a value."""
+    for name in names:
+        if not isinstance(name, str) or not name.isidentifier() or not name.isascii() or name in _RESERVED:
+            refuse(name, "name of a value")
+
+
+def _called(rows: list[list[Any]]) -> set[str]:
+    return {target for op, _, target, *_ in rows if op == "call_function"}
 
 
 def _encode_node(node: fx.Node) -> list[Any]:
     if node.op not in ("placeholder", "get_attr", "call_function", "output"):
         raise PassError(f"node {node.name} is a {node.op}: it has no JSON")
-    target = _encode_target(node.target) if node.op == "call_function" else str(node.target)
+    target = name_of(node.target) if node.op == "call_function" else str(node.target)
     kwargs = {name: encode_value(value) for name, value in node.kwargs.items()}
     encoded = [node.op, node.name, target, [encode_value(arg) for arg in node.args], kwargs]
     return [*encoded, True] if is_transfer(node) else encoded
-
-
-def _encode_target(target: Any) -> str:
-    """The stored name of an operator: its name under `torch.ops`, or `MODULE:NAME` of another function."""
-    if isinstance(target, OpOverload):
-        name = f"{target.namespace}.{target._opname}.{target._overloadname}"
-    elif isinstance(target, HigherOrderOperator):
-        name = f"higher_order.{target.__name__}"
-    else:
-        name = f"{getattr(target, '__module__', '')}:{getattr(target, '__name__', '')}"
-    try:
-        found = _decode_target(name)
-    except PassError:
-        found = None
-    if found is not target:
-        raise PassError(f"{target} is no operator that has a name: it has no JSON")
-    return name
-
-
-def _decode_target(name: str) -> Callable[..., Any]:
-    module, colon, attribute = name.partition(":")
-    found: Any = _MODULES.get(module) if colon else torch.ops
-    namespace, *rest = name.split(".")
-    if namespace == in_place.NAMESPACE and len(rest) == 2:
-        in_place.named(*rest)  # declared when it is first asked for
-    try:
-        for part in attribute.split(".") if colon else name.split("."):
-            found = getattr(found, part)
-    except (AttributeError, RuntimeError) as error:
-        raise PassError(f"there is no operator {name}: import what registers it first") from error
-    function: Callable[..., Any] = found
-    return function
 
 
 def encode_value(value: Any) -> Any:
@@ -150,14 +169,42 @@ def encode_value(value: Any) -> Any:
     raise PassError(f"{value!r} of type {type(value).__name__} has no JSON")
 
 
-def decode_value(value: Any, nodes: _Nodes = MappingProxyType({})) -> Any:
-    """The value that `encode_value` was given; `nodes` has the nodes that are named in it."""
+@dataclass(frozen=True)
+class Values:
+    """What decoded values may name: nodes, and any operator of this process if who stored them is trusted.
+
+    Those in a graph have the nodes before them; None stands for values elsewhere.
+    """
+
+    nodes: Mapping[str, fx.Node] | None
+    trust: bool
+
+    def node(self, name: object) -> fx.Node:
+        """A node by name. Raises PassError where there is none before this one."""
+        found = self.nodes.get(name) if self.nodes and isinstance(name, str) else None
+        if found is None:
+            refuse(name, "node before this one")
+        return found
+
+
+_NOTHING = Values(None, trust=False)
+
+
+def decode_value(value: Any, values: Values = _NOTHING) -> Any:
+    """The value that `encode_value` was given. Raises PassError for JSON that is none."""
     if isinstance(value, list):
-        return [decode_value(one, nodes) for one in value]
+        return [decode_value(one, values) for one in value]
     if not isinstance(value, dict):
         return value
-    ((name, content),) = value.items()
-    return _KINDS[name].decode(content, nodes)
+    name, content = next(iter(value.items()), ("", None))
+    if len(value) != 1 or name not in (_KINDS if values.nodes is None else _IN_GRAPHS):
+        refuse(value, "value")
+    try:
+        return _KINDS[name].decode(content, values)
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        if isinstance(error, NotImplementedError):
+            raise
+        raise PassError(f"{short(content)} is no {name} ({short(str(error))}): compile again") from None
 
 
 @dataclass(frozen=True)
@@ -166,50 +213,72 @@ class _Kind:
 
     type: type | tuple[type, ...]
     encode: Callable[[Any], Any]
-    decode: Callable[[Any, _Nodes], Any]
+    decode: Callable[[Any, Values], Any]
 
 
 def _encode_items(value: dict[Any, Any]) -> list[Any]:
     return [[encode_value(key), encode_value(one)] for key, one in value.items()]
 
 
-def _decode_items(content: Any, nodes: _Nodes) -> dict[Any, Any]:
-    return {decode_value(key, nodes): decode_value(one, nodes) for key, one in content}
+def _decode_items(content: Any, values: Values) -> dict[Any, Any]:
+    if not all(isinstance(key, str | int | None) for key, _ in content):
+        refuse(content, "dictionary of names or numbers")
+    return {key: decode_value(one, values) for key, one in content}
 
 
 def _encode_slice(value: slice) -> list[Any]:
     return [encode_value(one) for one in (value.start, value.stop, value.step)]
 
 
+def _decode_slice(content: Any, values: Values) -> slice:
+    start, stop, step = decode_value(content, values)
+    return slice(start, stop, step)
+
+
 def _named(kind: type) -> _Kind:
     """The kind of a type whose values are attributes of torch, such as dtypes."""
-    return _Kind(kind, lambda v: str(v).removeprefix("torch."), lambda name, _: getattr(torch, name))
+
+    def decode(name: Any, _: Values) -> Any:
+        found = vars(torch).get(name)
+        if not isinstance(found, kind):
+            refuse(name, f"{kind.__name__} of torch")
+        return found
+
+    return _Kind(kind, lambda value: str(value).removeprefix("torch."), decode)
 
 
 def _record(kind: type) -> _Kind:
     """The kind of a dataclass, which is stored as the values of its fields in order."""
     names = [field.name for field in fields(kind)]
-    return _Kind(
-        kind,
-        lambda record: [encode_value(getattr(record, name)) for name in names],
-        lambda content, nodes: kind(*(decode_value(one, nodes) for one in content)),
-    )
+
+    def decode(content: Any, values: Values) -> Any:
+        decoded = [decode_value(one, values) for one in content]
+        return checked(kind(*decoded))
+
+    return _Kind(kind, lambda record: [encode_value(getattr(record, name)) for name in names], decode)
 
 
 _KINDS = {
-    "node": _Kind(fx.Node, lambda node: node.name, lambda name, nodes: nodes[name]),
+    "node": _Kind(fx.Node, lambda node: node.name, lambda name, values: values.node(name)),
     "float": _Kind(float, repr, lambda text, _: float(text)),
     "tuple": _Kind(tuple, lambda v: list(map(encode_value, v)), lambda v, n: tuple(decode_value(v, n))),
-    "slice": _Kind(slice, _encode_slice, lambda v, n: slice(*decode_value(v, n))),
+    "slice": _Kind(slice, _encode_slice, _decode_slice),
     "dict": _Kind(dict, _encode_items, _decode_items),
     "operator": _Kind(
-        (OpOverload, HigherOrderOperator, type), _encode_target, lambda name, _: _decode_target(name)
+        (OpOverload, HigherOrderOperator, type),
+        name_of,
+        lambda name, values: operator_of(name, trust=values.trust),
     ),
-    "device": _Kind(torch.device, str, lambda text, _: torch.device(text)),
+    "device": _Kind(torch.device, str, lambda text, _: torch.device(str(text))),
     "dtype": _named(torch.dtype),
     "layout": _named(torch.layout),
     "memory_format": _named(torch.memory_format),
-    "tree": _Kind(pytree.TreeSpec, pytree.treespec_dumps, lambda text, _: pytree.treespec_loads(text)),
+    "tree": _Kind(pytree.TreeSpec, encode_tree, lambda text, values: decode_tree(text, trust=values.trust)),
     **{one.__name__: _record(one) for one in (Dimension, TensorLeaf, NumberLeaf, ConstantLeaf)},
 }
 """The kinds of values by their keys in JSON. Subclasses of tuple and dict come back as tuple and dict."""
+
+_IN_GRAPHS = (
+    _KINDS.keys() - {one.__name__ for one in (Dimension, TensorLeaf, NumberLeaf, ConstantLeaf)} - {"tree"}
+)
+"""The kinds of values that operators take: FX writes all of them as Python."""

@@ -26,18 +26,25 @@ def load_stored(stored: Path | bytes) -> ExportedProgram:
     Imports transformers or diffusers if the types of the program's outputs need it. Raises what torch raises;
     where torch logs the reason and raises something else, raises the reason. Logs nothing.
     """
-    return with_types(lambda: _load(stored))
+    return with_types(lambda: _load(stored), trust=True)
 
 
-def with_types(load: Callable[[], _Loaded]) -> _Loaded:
-    """The result of `load`, after the modules that register the types that it asks for are imported."""
+_KNOWN = ("diffusers.models.modeling_outputs", "transformers.cache_utils", "transformers.modeling_outputs")
+"""Modules that register the types of most results, and that are imported for whoever made a program."""
+
+
+def with_types(load: Callable[[], _Loaded], *, trust: bool) -> _Loaded:
+    """The result of `load`, after the modules that register the types that it asks for are imported.
+
+    Without `trust` these are the known ones; all others have to be imported before.
+    """
     imported: set[str] = set()
     while True:
         try:
             return load()
         except Exception as error:
             module = _unregistered(error)
-            if module is None or module in imported:
+            if module is None or module in imported or not (trust or module in _KNOWN):
                 raise
         imported.add(module)
         importlib.import_module(module)

@@ -19,10 +19,14 @@ from penstock.passes.calls.stored_program import load_stored, with_types
 from penstock.passes.lowering.method_code import MethodCode, decode_method, encode_method, method_code
 from penstock.passes.training.facts import Training
 from penstock.passes.weights.values import with_values
-from penstock.schedule.facts.errors import PassError, PayloadError, SourceError
+from penstock.schedule.facts.catalog import IN_ARENA
+from penstock.schedule.facts.errors import TRUST, PassError, PayloadError, PenstockError, SourceError
+from penstock.schedule.facts.model import Method
 from penstock.schedule.payload.codec import Payload
 
 PROGRAM, TRAINING = "program.zip", "training.json"
+
+_OTHERS = "payload and program are not of one compilation, compile again"
 
 
 def write_programs(archive: zipfile.ZipFile, annotated: Annotated) -> None:
@@ -74,7 +78,7 @@ def strip_weights(exported: ExportedProgram) -> ExportedProgram:
 
 @contextmanager
 def open_programs(folder: Path, payload: Payload) -> Iterator[zipfile.ZipFile]:
-    """Yields the artifact's zip, which is closed at the end. It is code, so open only what you trust.
+    """Yields the artifact's zip, which is closed at the end.
 
     Raises SourceError if the zip cannot be read, and PayloadError if a program in it cannot be loaded.
     """
@@ -84,6 +88,8 @@ def open_programs(folder: Path, payload: Payload) -> Iterator[zipfile.ZipFile]:
             yield archive
     except OSError as error:
         raise SourceError(f"the lowered program {path} cannot be read: {error.strerror or error}") from error
+    except PenstockError as error:
+        raise PayloadError(f"the lowered program {path} cannot be loaded: {error}") from error
     except Exception as error:
         raise PayloadError(
             f"the lowered program {path} cannot be loaded ({type(error).__name__}: {sentence(error)}): "
@@ -91,19 +97,73 @@ def open_programs(folder: Path, payload: Payload) -> Iterator[zipfile.ZipFile]:
         ) from error
 
 
-def read_code(archive: zipfile.ZipFile, method: str) -> MethodCode:
-    """Returns the code of a method."""
+def read_code(archive: zipfile.ZipFile, method: str, *, trust: bool) -> MethodCode:
+    """Returns the code of a method.
+
+    Without `trust` it is data: operators that may run for anybody, and no module is imported that it names.
+    Raises PassError for a method that was stored as an exported program, whose reading runs code, or that
+    calls other operators.
+    """
     stored = f"{method}.json"
     if stored in archive.namelist():
-        return with_types(lambda: decode_method(archive.read(stored)))
+        data = _member(archive, stored)
+        return with_types(lambda: decode_method(data, trust=trust), trust=trust)
+    if not trust:
+        raise PassError(
+            f"method {method!r} has no form as data, and torch.export.load, which reads it, may run code: "
+            f"{TRUST}"
+        )
     training = read_training(archive)
     held = training.made(method) if training else ()
     return method_code(load_stored(archive.read(f"{method}.pt2")), held)
 
 
+def check_fits(payload: Payload, method: Method, code: MethodCode) -> None:
+    """Raises PayloadError unless a method's code is for the weights and the steps that the payload has.
+
+    Weights have the dtype, shape and strides that the graph was made for, and what it reads of the arena
+    stands in a step: nothing else would bring it.
+    """
+    weights = {weight.fqn: weight.parts[0] for weight in payload.tensors}
+    like = code.like or [None] * len(code.weights)
+    for (_, fqn), expected in zip(code.weights, like, strict=True):
+        part = weights.get(fqn)
+        got = part and (part.dtype, part.shape, part.stride)
+        if got is None or (expected is not None and got != expected):
+            raise PayloadError(
+                f"weight {fqn!r} of method {method.name!r} is {got}, expected {expected or 'one'}: {_OTHERS}"
+            )
+    missing = set(code.signature.to_weight.values()) - {
+        fqn for fqn, part in weights.items() if payload.storages[part.storage].kind == "mutable"
+    }
+    if missing:
+        raise PayloadError(
+            f"method {method.name!r} writes {min(missing)!r}, which is no mutable weight: {_OTHERS}"
+        )
+    steps = payload.trace_for(method.graph).steps
+    brought = {s for step in steps for s in (*step.reads, *step.writes)}
+    for name, fqn in code.weights:
+        s = weights[fqn].storage
+        storage = payload.storages[s]
+        if s in brought or not storage.nbytes or storage.kind not in IN_ARENA:
+            continue
+        if code.computes_with(name):
+            raise PayloadError(
+                f"method {method.name!r} reads {fqn!r}, and no step of its trace does: {_OTHERS}"
+            )
+
+
 def read_training(archive: zipfile.ZipFile) -> Training | None:
     """Returns what joins forward and backward, None for a program that is not trained."""
-    return Training.from_bytes(archive.read(TRAINING)) if TRAINING in archive.namelist() else None
+    return Training.from_bytes(_member(archive, TRAINING)) if TRAINING in archive.namelist() else None
+
+
+def _member(archive: zipfile.ZipFile, name: str) -> bytes:
+    """The bytes of a file in the zip, which are as many as they take there."""
+    found = archive.getinfo(name)
+    if found.compress_type != zipfile.ZIP_STORED or archive.namelist().count(name) != 1:
+        raise PassError(f"{name} is compressed, or there twice: compile again")
+    return archive.read(name)
 
 
 def _emptied(name: str, value: Any) -> Any:

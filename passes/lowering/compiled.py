@@ -17,7 +17,7 @@ from penstock.passes.lowering.archive import open_programs, read_code
 from penstock.passes.lowering.eager import checked_weight
 from penstock.passes.lowering.inductor import PACKAGE
 from penstock.passes.weights.values import same_bytes
-from penstock.schedule.facts.errors import PayloadError, StreamError
+from penstock.schedule.facts.errors import TRUST, PayloadError, StreamError
 from penstock.schedule.facts.model import Method
 from penstock.schedule.payload.codec import Payload
 
@@ -37,19 +37,25 @@ class LoadedPackage:
     signatures: Mapping[str, CallSignature]
 
 
-def load(folder: Path, payload: Payload) -> LoadedPackage:
-    """Reads the file that `inductor.save` wrote. It is code, so load only what you trust.
+def load(folder: Path, payload: Payload, *, trust: bool) -> LoadedPackage:
+    """Reads the file that `inductor.save` wrote. It is machine code, and is loaded with `trust` only.
 
-    Raises SourceError if the file cannot be read. Raises PayloadError if it is not the payload's, or if it
-    was compiled by another version of torch, or for a processor with instructions that this one lacks.
+    Raises SourceError if the file cannot be read. Raises PayloadError without trust, and if it is not the
+    payload's, or was compiled by another version of torch, or for a processor with instructions that this one
+    lacks.
     """
+    if not trust:
+        raise PayloadError(
+            f"{folder} holds machine code (lowering 'inductor'), which runs with your rights: {TRUST}, or "
+            "compile the model with lowering='eager'"
+        )
     _check_machine(payload)
     with open_programs(folder, payload) as archive, tempfile.TemporaryDirectory() as temporary:
         package = archive.extract(PACKAGE, temporary)
-        signatures = {m.name: read_code(archive, m.name).signature for m in payload.methods}
+        codes = {m.name: read_code(archive, m.name, trust=trust) for m in payload.methods}
         load_runner = torch._C._aoti.AOTIModelPackageLoader
         runners = {m.name: load_runner(package, m.name, False, 1, -1) for m in payload.methods}
-    return LoadedPackage(payload, runners, signatures)
+    return LoadedPackage(payload, runners, {name: code.signature for name, code in codes.items()})
 
 
 class CompiledMethod:

@@ -21,7 +21,7 @@ from penstock.passes.annotate import Annotated
 from penstock.passes.calls.convention import CallingConvention
 from penstock.passes.graph.nodes import dtype_name
 from penstock.passes.graph.retarget import move_graph, nested_modules
-from penstock.passes.lowering.archive import PROGRAM, open_programs, read_code, write_programs
+from penstock.passes.lowering.archive import PROGRAM, check_fits, open_programs, read_code, write_programs
 from penstock.passes.lowering.method_code import MethodCode, MethodGraph, method_code
 from penstock.passes.pipeline import Pipeline, declare
 from penstock.passes.probes import STORE, Site, add_sites
@@ -65,13 +65,18 @@ class LoweredProgram:
         return cls(payload, methods, frozenset(with_grad))
 
 
-def load(folder: Path, payload: Payload) -> LoweredProgram:
-    """Reads the file that `save` wrote into an artifact's folder. It may be code: load only what you trust.
+def load(folder: Path, payload: Payload, *, trust: bool = False) -> LoweredProgram:
+    """Reads the file that `save` wrote into an artifact's folder.
 
-    Raises SourceError if it cannot be read, and PayloadError if it is not the payload's program.
+    Without `trust` it is data, of which only operators run that may run for anybody. With it, it may be code.
+    Raises SourceError if it cannot be read, and PayloadError if it is not the payload's program, or needs
+    trust.
     """
     with open_programs(folder, payload) as archive:
-        return LoweredProgram(payload, {m.name: read_code(archive, m.name) for m in payload.methods})
+        codes = {m.name: read_code(archive, m.name, trust=trust) for m in payload.methods}
+    for method in payload.methods:
+        check_fits(payload, method, codes[method.name])
+    return LoweredProgram(payload, codes)
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,26 @@
 """The code of a method: its graph, its weights, its call signature, and the memory for its values.
 
-It is stored as JSON, which is read twenty times as fast as an exported program, and which cannot run code.
+It is stored as JSON, which is read twenty times as fast as an exported program, and which is data: whatever
+it says, nothing runs but the operators that `calls/operators.py` lists.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import fx
+from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from penstock.passes.activations import Activations
+from penstock.passes.calls.records import checked, refuse
 from penstock.passes.calls.signature import (
     CallSignature,
     decode_signature,
@@ -32,10 +36,16 @@ from penstock.passes.calls.stored_graph import (
     encode_graph,
     encode_value,
 )
-from penstock.passes.graph.nodes import copy_graph_module
+from penstock.passes.graph.nodes import copy_graph_module, dtype_name, placeholders_of
+from penstock.passes.weights.usage import METADATA_ONLY
 from penstock.schedule.facts.errors import PassError
+from penstock.schedule.payload.text import short
 
-VERSION = 3
+VERSIONS = (3, 4)
+"""The versions that are read; the last one is written. Version 3 does not say what its weights are like."""
+
+Like = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""The dtype, shape and strides of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +61,37 @@ class MethodCode:
     """A method to which weights can be bound.
 
     `graph()` makes a new graph, which the caller may change. `weights` are its first placeholders, each with
-    the FQN of its weight. `activations()` is the memory that intermediate values take.
+    the FQN of its weight. `activations()` is the memory that intermediate values take. `like` says what each
+    weight is like, None where that is not known.
     """
 
     graph: Callable[[], MethodGraph]
     signature: CallSignature
     weights: tuple[tuple[str, str], ...]
     activations: Callable[[], Activations]
+    like: tuple[Like, ...] | None = None
+
+    def computes_with(self, name: str) -> bool:
+        """Tells whether the graph uses the values of an input, and not only its sizes."""
+        left = [node for node in self.graph().graph.nodes if node.name == name]
+        seen = set(left)
+        while left:
+            for user in left.pop().users:
+                if user.target in METADATA_ONLY or user in seen:
+                    continue
+                if not _may_be_a_view(user):
+                    return True
+                seen.add(user)
+                left.append(user)
+        return False
+
+
+def _may_be_a_view(node: fx.Node) -> bool:
+    """Tells whether the schema of an operator lets a result be a view of an argument that it only reads."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    aliases = [one.alias_info for one in node.target._schema.returns if one.alias_info is not None]
+    return bool(aliases) and not any(one.is_write for one in aliases)
 
 
 def method_code(exported: ExportedProgram, held: Collection[int] = ()) -> MethodCode:
@@ -81,8 +115,20 @@ def _copied(graph_module: fx.GraphModule) -> MethodGraph:
     return MethodGraph(copy.deepcopy(graph_module.graph), bodies)
 
 
-def _decoded(stored: Mapping[str, Any]) -> MethodGraph:
-    return MethodGraph(*decode_graph(stored))
+def _decoded(stored: Mapping[str, Any], trust: bool) -> MethodGraph:
+    return MethodGraph(*decode_graph(stored, trust=trust))
+
+
+def _like(exported: ExportedProgram, count: int) -> list[Like]:
+    """What each of the first placeholders is like. Raises PassError for one that has no static size."""
+    found = []
+    for node in placeholders_of(exported.graph)[:count]:
+        value = node.meta.get("val")
+        sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (None,)
+        if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in sizes):
+            raise PassError(f"{node.name} is no tensor of static size: it has no JSON")
+        found.append((dtype_name(value.dtype), tuple(value.shape), tuple(value.stride())))
+    return found
 
 
 def encode_method(exported: ExportedProgram, activations: Activations) -> bytes | None:
@@ -91,9 +137,12 @@ def encode_method(exported: ExportedProgram, activations: Activations) -> bytes 
     held = [activations.held] if activations.held != (0, ()) else []
     try:
         stored = {
-            "version": VERSION,
+            "version": VERSIONS[-1],
             "graph": encode_graph(exported.graph_module),
-            "weights": [list(pair) for pair in code.weights],
+            "weights": [
+                [*pair, *like]
+                for pair, like in zip(code.weights, _like(exported, len(code.weights)), strict=True)
+            ],
             "signature": encode_signature(code.signature),
             "outputs": list(output_names(code.signature)),
             "activations": encode_value([activations.sizes, activations.moments, *held]),
@@ -103,23 +152,72 @@ def encode_method(exported: ExportedProgram, activations: Activations) -> bytes 
     return json.dumps(stored, separators=(",", ":"), allow_nan=False).encode()
 
 
-def decode_method(data: bytes) -> MethodCode:
-    """The code that `encode_method` stored.
+def decode_method(data: bytes, *, trust: bool = False) -> MethodCode:
+    """The code that `encode_method` stored. With `trust` it may call any operator of this process.
 
-    Raises NotImplementedError for a class in its trees that nothing has registered in this process. Raises
-    PassError for an operator that is not registered, and for JSON of another version of penstock.
+    Raises PassError for JSON that is none, for an operator that is not registered or not for everybody, and
+    for JSON of another version of penstock. Raises NotImplementedError for a class in its trees that nothing
+    has registered in this process.
     """
-    stored = json.loads(data)
-    if stored["version"] != VERSION:
-        raise PassError(f"expected JSON of version {VERSION}, got {stored['version']}: compile again")
-    check_operators(stored["graph"])
+    try:
+        stored = json.loads(data)
+    except (ValueError, RecursionError):
+        refuse(data[:80], "JSON")
+    version = stored.get("version") if isinstance(stored, dict) else None
+    if version not in VERSIONS:
+        reads = " or ".join(map(str, VERSIONS))
+        raise PassError(f"expected JSON of version {reads}, got {short(version)}: compile again")
+    if not stored.keys() >= {"graph", "weights", "signature", "activations"}:
+        raise PassError("a part of the method is missing: compile again")
+    check_operators(stored["graph"], trust=trust)
+    weights = _checked_weights(stored["weights"], version)
+    signature = decode_signature(stored["signature"], trust=trust)
+    _check_inputs(stored["graph"]["nodes"], [one[0] for one in weights], signature)
     return MethodCode(
-        partial(_decoded, stored["graph"]),
-        decode_signature(stored["signature"]),
-        tuple((name, fqn) for name, fqn in stored["weights"]),
-        partial(_activations, stored["activations"]),
+        partial(_decoded, stored["graph"], trust),
+        signature,
+        tuple((name, fqn) for name, fqn, *_ in weights),
+        partial(decode_activations, stored["activations"]),
+        tuple((dtype, tuple(shape), tuple(stride)) for _, _, dtype, shape, stride in weights)
+        if version > 3
+        else None,
     )
 
 
-def _activations(stored: Any) -> Activations:
-    return Activations(*decode_value(stored))
+def _checked_weights(stored: Any, version: int) -> list[Any]:
+    fields = (str, str) if version == 3 else (str, str, str, list, list)
+    for one in stored if isinstance(stored, list) else [stored]:
+        fits = isinstance(one, list) and len(one) == len(fields)
+        if not fits or not all(isinstance(*pair) for pair in zip(one, fields, strict=True)):
+            refuse(one, "weight")
+        if any(type(size) is not int for sizes in one[3:] for size in sizes):
+            refuse(one, "weight of static size")
+    return list(stored)
+
+
+def _check_inputs(nodes: Sequence[Any], weights: Sequence[str], signature: CallSignature) -> None:
+    """Raises PassError unless the graph's inputs are the weights and then the leaves of a call."""
+    inputs = [name for op, name, *_ in nodes if op == "placeholder"]
+    written = {*signature.to_leaf, *signature.to_weight}
+    leaves = range(len(signature.leaves))
+    (values,) = nodes[-1][3] or (None,)
+    results = values.get("tuple") if isinstance(values, dict) else values
+    count = len(results) if isinstance(results, list) else 0
+    if inputs[: len(weights)] != list(weights) or len(inputs) != len(weights) + len(leaves):
+        raise PassError(
+            f"the graph has {len(inputs)} inputs, and the method {len(weights)} weights and "
+            f"{len(leaves)} inputs: compile again"
+        )
+    fits = written <= set(range(count)) and set(signature.to_leaf.values()) <= set(leaves)
+    if count != len(written) + signature.results or not fits:
+        raise PassError(
+            f"the graph has {count} outputs, and the method {signature.results} results and {len(written)} "
+            "values that are written back: compile again"
+        )
+
+
+def decode_activations(stored: Any) -> Activations:
+    """The activations of a stored method. Raises PassError for JSON that is none."""
+    if not isinstance(stored, list) or len(stored) not in (2, 3):
+        refuse(stored, "account of activations")
+    return checked(Activations(*decode_value(stored)))

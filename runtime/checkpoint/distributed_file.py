@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import io
 import pickle
+import reprlib
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
+from penstock.runtime.checkpoint.pickles import load
 from penstock.runtime.checkpoint.stored_tensor import Box, StoredTensor
 from penstock.runtime.checkpoint.torch_file import read_tensor
 from penstock.runtime.files.safetensors_file import (
@@ -27,6 +29,8 @@ from penstock.schedule.facts.errors import SourceError
 
 METADATA = ".metadata"
 _ZIP = b"PK\x03\x04"
+_MOST_COMPARED = 4_000_000
+"""The most pairs of a tensor's chunks that are compared, which takes seconds."""
 _HOME = "torch.distributed.checkpoint."
 
 
@@ -66,7 +70,7 @@ _ADMITTED: Mapping[tuple[str, str], Callable[..., object]] = {
     (_HOME + "metadata", "TensorStorageMetadata"): _Tensor,
     (_HOME + "filesystem", "_StorageInfo"): _Record,
     ("torch", "Size"): tuple,
-    ("torch.serialization", "_get_layout"): str,
+    ("torch.serialization", "_get_layout"): _Record,
     **{
         (home, name): _Record
         for home in ("pathlib", "pathlib._local")
@@ -83,13 +87,12 @@ class _Place(NamedTuple):
     nbytes: int
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and name in SAFETENSORS_NAMES:
-            return name  # a dtype
-        if (module, name) not in _ADMITTED:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
-        return _ADMITTED[module, name]
+def _admitted(module: str, name: str) -> Any:
+    if module == "torch" and name in SAFETENSORS_NAMES:
+        return name  # a dtype
+    if (module, name) not in _ADMITTED:
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
+    return _ADMITTED[module, name]
 
 
 class _Range(io.RawIOBase):
@@ -164,17 +167,18 @@ Described = dict[str, tuple[str, tuple[int, ...], list[Chunk]]]
 def _described(path: Path) -> tuple[Described, dict[tuple[str, tuple[int, ...]], _Place]]:
     """Returns the content of `.metadata`: dtype, shape and chunks of each tensor, and each chunk's place."""
     with path.open("rb") as file:
-        found: Any = _Unpickler(file).load()
+        found: Any = load(file, _admitted)
     described: Described = {}
     for name, one in found.state_dict_metadata.items():
         if isinstance(one, _Tensor):
-            dtype = SAFETENSORS_NAMES.get(one.properties.state[0])
+            stated = one.properties.state[0]
+            dtype = SAFETENSORS_NAMES.get(stated) if isinstance(stated, str) else None
             if dtype is None:
-                _refuse_part(path, f"tensor {name!r} has the dtype {one.properties.state[0]!r}")
+                _refuse_part(path, f"tensor {_text(path, name)!r} has the dtype {reprlib.repr(stated)}")
             chunks = dict.fromkeys((_sizes(path, c.offsets), _sizes(path, c.sizes)) for c in one.chunks)
-            described[str(name)] = (dtype, _sizes(path, one.size), list(chunks))
+            described[_text(path, name)] = (dtype, _sizes(path, one.size), list(chunks))
     places = {
-        (str(index.fqn), _sizes(path, index.offset)): _place(path, info)
+        (_text(path, index.fqn), _sizes(path, index.offset)): _place(path, info)
         for index, info in found.storage_data.items()
         if index.state.get("offset") is not None  # other entries are no tensors
     }
@@ -183,18 +187,24 @@ def _described(path: Path) -> tuple[Described, dict[tuple[str, tuple[int, ...]],
 
 def _place(path: Path, info: Any) -> _Place:
     start, nbytes = _sizes(path, (info.offset, info.length))
-    place = _Place(str(info.relative_path), start, nbytes)
-    if info.state.get("transform_descriptors"):
+    place = _Place(_text(path, info.relative_path), start, nbytes)
+    if transforms := info.state.get("transform_descriptors"):
         raise SourceError(
-            f"{path} says that {place.file} is stored as {list(info.transform_descriptors)}: "
+            f"{path} says that {place.file} is stored as {reprlib.repr(transforms)}: "
             "save it again without extensions"
         )
     return place
 
 
+def _text(path: Path, value: object) -> str:
+    if not isinstance(value, str):
+        _refuse_part(path, f"{reprlib.repr(value)} is no name")
+    return value
+
+
 def _sizes(path: Path, value: object) -> tuple[int, ...]:
     if not isinstance(value, tuple) or not all(type(size) is int and 0 <= size < 1 << 63 for size in value):
-        _refuse_part(path, f"{value!r} is no size of a tensor")
+        _refuse_part(path, f"{reprlib.repr(value)} is no size of a tensor")
     return value
 
 
@@ -208,10 +218,15 @@ def _check_cover(path: Path, name: str, shape: tuple[int, ...], chunks: list[Chu
                 f"tensor {name!r} of shape {list(shape)} has a chunk of {list(sizes)} at {list(offsets)}",
             )
     ordered = sorted(chunk for chunk in chunks if prod(chunk[1]))
+    compared = 0
     for k, one in enumerate(ordered):
-        for other in ordered[k + 1 :]:
+        for j in range(k + 1, len(ordered)):
+            other = ordered[j]
             if other[0] and other[0][0] >= one[0][0] + one[1][0]:
                 break  # all other chunks begin behind it
+            compared += 1
+            if compared > _MOST_COMPARED:
+                _refuse_part(path, f"tensor {name!r} has {len(ordered)} chunks beside one another")
             if all(a < b + n and b < a + m for a, m, b, n in zip(*one, *other, strict=True)):
                 _refuse_part(
                     path, f"the chunks of tensor {name!r} at {list(one[0])} and {list(other[0])} overlap"

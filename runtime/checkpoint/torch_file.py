@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 import struct
 import zipfile
 from collections.abc import Mapping
@@ -13,10 +14,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.passes.building.refusals import sentence
+from penstock.runtime.checkpoint import pickles
 from penstock.runtime.files.safetensors_file import SAFETENSORS_NAMES, TensorEntry
 from penstock.schedule.facts.errors import SourceError
 
 SUFFIXES = (".pt", ".pth", ".bin")
+
+_MAGIC = b"PK\x03\x04"
 
 _HEADER = 30
 _NAME_LENGTHS = 26
@@ -29,7 +33,7 @@ def read_entries(path: Path) -> dict[str, TensorEntry]:
     Raises SourceError for a file that is not a zip of torch.save, that holds anything but a mapping of dense
     tensors, or that would have to run code to be read.
     """
-    if not zipfile.is_zipfile(path):
+    if not _is_zip(path):
         raise SourceError(f"{path} is not a file that torch.save wrote (a zip): convert it with torch first")
     records = _records(path, path)
     found = _load(path, path)
@@ -45,6 +49,16 @@ def read_tensor(file: Any, path: Path, name: str) -> TensorEntry:
     records = _records(file, path)
     file.seek(0)
     return _entry(path, name, _load(file, path), records)
+
+
+def _is_zip(path: Path) -> bool:
+    """Tells whether a file is a zip, for torch too: others may have one at their end."""
+    with path.open("rb") as file:
+        begins = file.read(len(_MAGIC)) == _MAGIC
+        try:
+            return begins and zipfile.is_zipfile(file)
+        except zipfile.BadZipFile:
+            return False
 
 
 def _load(file: Any, path: Path) -> Any:
@@ -78,19 +92,27 @@ def _records(file: Any, path: Path) -> Mapping[int, int]:
             for info in archive.infolist():
                 if info.filename.endswith("/byteorder") and archive.read(info) != b"little":
                     raise SourceError(f"{path} was saved on a big-endian machine: save it again on this one")
+                if info.filename.endswith(".pkl") and info.compress_type == zipfile.ZIP_STORED:
+                    with archive.open(info) as pickled:
+                        pickles.check(pickled)
                 if info.compress_type == zipfile.ZIP_STORED and archive.fp is not None:
                     archive.fp.seek(info.header_offset + _NAME_LENGTHS)
                     start = info.header_offset + _HEADER + sum(struct.unpack("<HH", archive.fp.read(4)))
                     found[start] = info.file_size
-    except (OSError, zipfile.BadZipFile, struct.error) as error:
-        raise SourceError(f"{path} is no intact zip ({error}); restore the file") from error
+    except SourceError:
+        raise
+    except Exception as error:  # of names, sizes and codes in the zip, and of the pickle in it
+        reason = str(error) or type(error).__name__
+        raise SourceError(f"{path} is no intact file of torch.save ({reason:.200}); restore it") from error
     return found
 
 
 def _entry(path: Path, name: object, value: object, records: Mapping[int, int]) -> TensorEntry:
     if not isinstance(name, str) or not isinstance(value, torch.Tensor):
-        raise SourceError(f"{path} holds {type(value).__name__} {name!r} in its state dict, expected tensors")
-    offset = getattr(value.untyped_storage(), "_checkpoint_offset", None)
+        named = reprlib.repr(name)
+        raise SourceError(f"{path} holds {type(value).__name__} {named} in its state dict, expected tensors")
+    dense = value.layout is torch.strided and not value.is_quantized
+    offset = getattr(value.untyped_storage(), "_checkpoint_offset", None) if dense else None
     dtype = SAFETENSORS_NAMES.get(str(value.dtype).removeprefix("torch."))
     if dtype is None or offset is None or not value.is_contiguous():
         raise SourceError(

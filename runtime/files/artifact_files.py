@@ -9,6 +9,7 @@ from pathlib import Path
 
 from penstock.runtime.system.atomic import write_artifact
 from penstock.schedule.facts.errors import PayloadError, SourceError
+from penstock.schedule.payload.checks import check_artifact
 from penstock.schedule.payload.codec import Payload, verify_payload
 
 PAYLOAD = "payload.json"
@@ -35,6 +36,7 @@ def read_payload(folder: Path) -> Payload:
     _check_digest(folder / DIGEST, data)
     if payload.program is None:
         raise PayloadError(f"{folder / PAYLOAD} describes a program in memory: compile it to run it")
+    check_artifact(payload, str(folder / PAYLOAD))
     verify_payload(payload)
     _check_program(folder / payload.program.path, payload.program.sha256)
     return payload

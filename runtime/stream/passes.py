@@ -14,7 +14,7 @@ import torch
 
 from penstock.passes.probes import Probes, streaming
 from penstock.runtime.device.pass_order import PassOrder
-from penstock.runtime.sparse.units import LoadedUnits
+from penstock.runtime.sparse.base import PooledUnits
 from penstock.runtime.stream.interface import Counters, MemoryUse, Stats, Streamer, sum_of
 from penstock.runtime.stream.probe_calls import Clock, HostClock
 from penstock.runtime.system.threads import ParkedTeam
@@ -73,7 +73,7 @@ class LoadedWeights:
     usage: Callable[[], MemoryUse]
     wait: Callable[[], None] = lambda: None
     team: ParkedTeam | None = None
-    units: LoadedUnits | None = None
+    units: PooledUnits | None = None
     order: PassOrder | None = None
     clock: Clock = field(default_factory=HostClock)
     out_of_memory: Callable[[], str] = lambda: "activations outgrew what was left beside weights"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 from penstock.passes.probes import NOTHING_STREAMS, CompiledCalls, Probes
@@ -15,20 +16,39 @@ _EDGE = -1
 _Result = TypeVar("_Result")
 
 
-def probe_calls(order: ProbeOrder, probed: Collection[int], streamer: Probes | None) -> CompiledCalls:
-    """Returns the target of a compiled program's probe calls; `streamer` streams the steps `probed`."""
-    return NOTHING_STREAMS if streamer is None else ProbeCalls(order, probed, streamer)
+def probe_calls(
+    order: ProbeOrder,
+    probed: Collection[int],
+    streamer: Probes | None,
+    by_units: Mapping[int, Callable[..., Any]] = MappingProxyType({}),
+) -> CompiledCalls:
+    """Returns the target of a compiled program's calls.
+
+    `streamer` streams the steps `probed`, and `by_units` has by number the reads that a pool serves.
+    """
+    if streamer is None and not order.units:
+        return NOTHING_STREAMS
+    return ProbeCalls(order, probed, streamer or NOTHING_STREAMS, by_units)
 
 
 class ProbeCalls(CompiledCalls):
     """Stands between a compiled program and the streamer, which sees only the steps `probed`.
 
-    A call may end one step and begin another.
+    A call may end one step and begin another. What a call raises, `enclose` raises: AOTInductor makes a
+    RuntimeError of it, with its text, even of an interrupt.
     """
 
-    def __init__(self, order: ProbeOrder, probed: Collection[int], probes: Probes) -> None:
+    def __init__(
+        self,
+        order: ProbeOrder,
+        probed: Collection[int],
+        probes: Probes,
+        by_units: Mapping[int, Callable[..., Any]] = MappingProxyType({}),
+    ) -> None:
         self._graph = order.graph
         self._probes = probes
+        self._by_units = by_units
+        self._raised: BaseException | None = None
         wanted = frozenset(probed)
         self._opens = {call: k for k, call in enumerate(order.opens) if k in wanted}
         self._closes = {call: k for k, call in enumerate(order.closes) if k in wanted}
@@ -41,16 +61,37 @@ class ProbeCalls(CompiledCalls):
 
     def enclose(self, run: Callable[[], _Result]) -> _Result:
         self._pass_edge(self._opens, opens=True)
-        result = run()
+        raised = None
+        try:
+            result = run()
+        except BaseException:
+            raised, self._raised = self._raised, None
+            if raised is None:
+                raise
+        if raised is not None:
+            raise raised
         self._pass_edge(self._closes, opens=False)
         return result
 
+    def read_by_units(
+        self, graph: int, read: int, operator: Callable[..., Any], arguments: Sequence[Any]
+    ) -> Any:
+        try:
+            return self._by_units.get(read, operator)(*arguments)
+        except BaseException as error:
+            self._raised = error
+            raise
+
     def _pass(self, call: int) -> None:
         ended, begun = self._closes.get(call), self._opens.get(call)
-        if ended is not None:
-            self._probes.release(self._graph, ended)
-        if begun is not None:
-            self._probes.acquire(self._graph, begun)
+        try:
+            if ended is not None:
+                self._probes.release(self._graph, ended)
+            if begun is not None:
+                self._probes.acquire(self._graph, begun)
+        except BaseException as error:
+            self._raised = error
+            raise
 
     def _pass_edge(self, steps: dict[int, int], *, opens: bool) -> None:
         step = steps.get(_EDGE)

@@ -23,15 +23,18 @@ ITEM_SIZES: dict[str, int] = {
     for nbytes, names in (
         (1, "bool int8 uint8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"),
         (1, "float4_e2m1fn_x2 int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7"),
-        (1, "bits8 bits1x8 bits2x4 bits4x2 qint8 quint8 quint4x2 quint2x4"),
+        (1, "bits8 bits1x8 bits2x4 bits4x2"),
         (2, "int16 uint16 float16 bfloat16 bits16"),
-        (4, "int32 uint32 float32 complex32 bcomplex32 qint32"),
+        (4, "int32 uint32 float32 complex32 bcomplex32"),
         (8, "int64 uint64 float64 complex64"),
         (16, "complex128"),
     )
     for name in names.split()
 }
-"""The bytes that one item of each dtype takes, by torch's name of the dtype."""
+"""The bytes that one item of each dtype takes, by torch's name of the dtype.
+
+torch's own quantised dtypes (qint8 and the like) are missing: their tensors are more than their bytes.
+"""
 
 
 @dataclass(frozen=True)

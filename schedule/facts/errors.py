@@ -14,6 +14,9 @@ A message says what, which, expected and got, and what to do, in one sentence.
 
 from __future__ import annotations
 
+TRUST = "open it with trust=True (--trust) if you trust whoever made it"
+"""What to do about a file that would run code."""
+
 
 class PenstockError(Exception):
     """The root of the tree; catch it to catch everything that penstock raises on purpose."""

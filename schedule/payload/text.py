@@ -148,6 +148,6 @@ def short(value: Any) -> str:
     """A value as JSON of at most 80 characters, for messages."""
     try:
         text = json.dumps(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         text = repr(type(value))
     return text if len(text) <= 80 else text[:77] + "..."

@@ -70,7 +70,7 @@ def plain(tmp_path: Path) -> Path:
 
 def test_compile_plan_inspect_verify_and_run(penstock: Command, files: Files, tmp_path: Path) -> None:
     artifact = tmp_path / "new.penstock"
-    facts = json.loads(penstock("compile", files.exported, artifact, "--json").out)
+    facts = json.loads(penstock("compile", "--trust", files.exported, artifact, "--json").out)
     assert facts["path"] == str(artifact)
     assert 0 < facts["floor_bytes"] <= facts["weight_bytes"]
     plan = tmp_path / "plan.json"
@@ -264,7 +264,13 @@ def test_weights_of_another_dtype_are_cast_where_that_is_asked(
     penstock: Command, files: Files, tmp_path: Path
 ) -> None:
     save_file({n: v.double() for n, v in files.model.state_dict().items()}, tmp_path / "model.safetensors")
-    arguments = (files.exported, tmp_path / "a.penstock", "--weights", tmp_path / "model.safetensors")
+    arguments = (
+        "--trust",
+        files.exported,
+        tmp_path / "a.penstock",
+        "--weights",
+        tmp_path / "model.safetensors",
+    )
     assert "cast=True" in refused(penstock("compile", *arguments))
     assert penstock("compile", *arguments, "--cast").status == 0
 
@@ -286,7 +292,8 @@ def test_what_cannot_be_compiled(penstock: Command, files: Files, tmp_path: Path
         ((files.exported, output, "--weights", text), "neither a .safetensors file"),
     ]
     for arguments, words in cases:
-        assert words in refused(penstock("compile", *arguments)), arguments
+        assert words in refused(penstock("compile", "--trust", *arguments)), arguments
+    assert "may run code: give --trust" in refused(penstock("compile", text, output))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["text.pt2"]
 
 

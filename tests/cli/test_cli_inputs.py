@@ -15,7 +15,7 @@ COMMANDS = """
 import os, sys, torch
 from penstock.cli import main as cli
 
-for given in ("compile model.pt2 model.penstock", "run model.penstock --budget 100%"):
+for given in ("compile --trust model.pt2 model.penstock", "run model.penstock --budget 100%"):
     child = os.fork()
     if not child:
         sys.argv = ["penstock", *given.split()]
@@ -49,7 +49,7 @@ def test_a_program_whose_outputs_are_of_a_library_is_compiled_and_run_without_im
 
 def test_what_is_no_program_is_refused_without_the_log_of_torch(tmp_path: Path, penstock: Command) -> None:
     (tmp_path / "model.pt2").write_text("{}")
-    done = penstock("compile", tmp_path / "model.pt2", tmp_path / "model.penstock")
+    done = penstock("compile", "--trust", tmp_path / "model.pt2", tmp_path / "model.penstock")
     assert done.status == 2
     assert done.err.count("\n") == 1, done.err
 

@@ -108,7 +108,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("place", "arguments"),
     [
-        ("penstock.runtime.artifact.write_packed", ("compile", "model.pt2", "new.penstock")),
+        ("penstock.runtime.artifact.write_packed", ("compile", "--trust", "model.pt2", "new.penstock")),
         (
             "penstock.runtime.choice.make_plan",
             ("plan", "model.penstock", "--budget", "50%", "--report", "plan.html"),

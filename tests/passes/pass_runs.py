@@ -82,19 +82,19 @@ def decompose(exported: ExportedProgram, table: dict[Any, Any] | None) -> Export
         return exported.run_decompositions(table)
 
 
-def stored(annotated: Annotated) -> eager.LoweredProgram:
+def stored(annotated: Annotated, *, trust: bool = False) -> eager.LoweredProgram:
     """Saves the programs and loads them again, as an artifact does."""
     with tempfile.TemporaryDirectory() as folder:
         name = eager.save(annotated, Path(folder))
         payload = replace(annotated.payload, lowering="eager", program=ProgramFile(name, "0" * 64))
-        return eager.load(Path(folder), Payload.from_bytes(payload.to_bytes()))
+        return eager.load(Path(folder), Payload.from_bytes(payload.to_bytes()), trust=trust)
 
 
 def prepare(
-    exported: ExportedProgram | dict[str, ExportedProgram],
+    exported: ExportedProgram | dict[str, ExportedProgram], *, trust: bool = False
 ) -> tuple[eager.LoweredProgram, PoisoningStreamer]:
     annotated = annotate_with_values(exported)
-    return stored(annotated), PoisoningStreamer(annotated)
+    return stored(annotated, trust=trust), PoisoningStreamer(annotated)
 
 
 def same_bits(got: Any, expected: Any) -> bool:

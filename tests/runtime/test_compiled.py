@@ -208,7 +208,7 @@ def test_probes_moved_before_their_kernel_are_shown_by_the_poison(compiled):
         opens, closes = list(order.opens), list(order.closes)
         opens[k], closes[k] = closes[k - 1], opens[k]
         wrong = replace(program.payload, probes=(replace(order, opens=tuple(opens), closes=tuple(closes)),))
-        with Program(program.path, wrong).load(plan=plan, poison=True) as module:
+        with Program(program.path, wrong, trust=True).load(plan=plan, poison=True) as module:
             output = module(*odd_arguments())
         assert any(not torch.equal(output[key], expected[key]) for key in expected)
 
@@ -222,7 +222,8 @@ def test_a_fresh_process_needs_neither_the_class_nor_the_source(compiled, tmp_pa
         f"""
         import penstock, torch
         arguments, expected = torch.load({str(tmp_path / "case.pt")!r})
-        with penstock.open({str(compiled["odd"].program.path)!r}).load("75%", poison=True) as module:
+        program = penstock.open({str(compiled["odd"].program.path)!r}, trust=True)
+        with program.load("75%", poison=True) as module:
             assert torch.equal(module(*arguments)["mixed"], expected)
         """
     )

@@ -7,9 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,40 +20,13 @@ from penstock.runtime.files.artifact_files import PAYLOAD, digest_line
 from penstock.runtime.program import Program
 from tests.runtime.compiled_models import WIDTH, decoder_arguments, odd_arguments
 
-ROOT = Path(__file__).parents[2]
-Run = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture(scope="session")
-def runner() -> Path:
-    """The program, built from the sources as they are; `make` has built it before, which takes a minute."""
-    subprocess.run([ROOT / "scripts/build-run", sys.executable], check=True)
-    program = ROOT / "build/run/penstock-run"
-    if not program.exists():
-        pytest.skip("penstock-run is not built: scripts/install-compiler installs what builds it")
-    return program
-
-
-@pytest.fixture
-def run(runner: Path, tmp_path: Path) -> Run:
-    """Runs it in an empty folder, without any variable of Python's."""
-
-    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-        command = [str(runner), *map(str, arguments)]
-        environment = {"PATH": os.defpath, "TMPDIR": str(tmp_path)}
-        return subprocess.run(
-            command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment, timeout=200
-        )
-
-    return run
-
 
 @pytest.fixture(scope="session")
 def laddered(compiled, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Program]:
     """Copies of the compiled artifacts, with ladders."""
     folder = tmp_path_factory.mktemp("laddered")
     copies = {name: shutil.copytree(one.program.path, folder / name) for name, one in compiled.items()}
-    return {name: penstock.open(copy).write_ladder() for name, copy in copies.items()}
+    return {name: penstock.open(copy, trust=True).write_ladder() for name, copy in copies.items()}
 
 
 @pytest.fixture
@@ -95,6 +66,13 @@ def test_each_method_of_several_runs(run, laddered, tmp_path, method, length):
     with fresh, torch.inference_mode():
         expected = fresh.call(method, tokens, positions)
     assert torch.equal(load_file(tmp_path / "out.safetensors")["output"], expected)
+
+
+def test_machine_code_runs_for_whoever_trusts_it_alone(run, laddered):
+    done = run(laddered["decoder"].path, "--budget", "60%", trust=False)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "holds machine code, which runs with your rights: give --trust" in done.stderr
 
 
 def test_it_is_linked_to_no_python(runner):
@@ -178,7 +156,7 @@ def damaged(folder: Path, change: str) -> None:
             plan["arena"]["layout"] = [1 << 40 for _ in plan["arena"]["layout"]]
     elif change == "pool":
         for plan in payload["plans"]:
-            plan["pool"] = {"nbytes": 4096, "granule": 4096, "layout": [0, *[-1] * (len(plan["sizes"]) - 1)]}
+            plan["pool"] = {"nbytes": 4096, "granule": 4096, "layout": [8, *[-1] * (len(plan["sizes"]) - 1)]}
     elif change == "sparse":
         _make_sparse(payload)
     else:
@@ -207,11 +185,7 @@ def damaged(folder: Path, change: str) -> None:
         ("plan", 3, "no room in the arena"),
         ("rungs", 2, "has no plans, and there is no planner here: compile it with --ladder"),
         ("lowering", 2, "compile it with --lowering inductor"),
-        (
-            "pool",
-            2,
-            "has a pool, into which only Python brings the units that a call asks for: compile it wi",
-        ),
+        ("pool", 3, "has no place in the pool, or another phase there"),
     ],
 )
 def test_a_damaged_artifact_is_refused_before_it_runs(run, laddered, inputs, tmp_path, case):
@@ -235,7 +209,17 @@ def test_reads_that_could_be_by_units_are_whole(run, compiled, laddered, inputs,
 
 
 def test_an_interrupt_ends_it_and_leaves_nothing_behind(runner, laddered, inputs, tmp_path):
-    command = [runner, laddered["odd"].path, "--budget", "60%", "--input", inputs, "--passes", "999999"]
+    command = [
+        runner,
+        laddered["odd"].path,
+        "--trust",
+        "--budget",
+        "60%",
+        "--input",
+        inputs,
+        "--passes",
+        "999999",
+    ]
     environment = {"PATH": os.defpath, "TMPDIR": str(tmp_path)}
     before = set(tmp_path.iterdir())
     running = subprocess.Popen(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from penstock.runtime.program import Program
 
 EXAMPLES = (
-    "penstock compile model.pt2 model.penstock --weights model.safetensors --no-pack",
+    "penstock compile model.pt2 model.penstock --trust --weights model.safetensors --no-pack",
     "penstock compile Llama-3.2-1B/ model.penstock --tokens 128",
 )
 
@@ -65,12 +65,13 @@ def compile(
         bool, typer.Option("--ladder", help="Plan for some budgets now, for programs without Python.")
     ] = False,
     force: options.Force = False,
+    trust: options.Trust = False,
     json: options.Json = False,
 ) -> None:
     """Compile an exported program into an artifact that streams its weights."""
     from penstock.runtime.artifact import compile as compile_program
 
-    program, files, names = _program(model, tokens, weight_files(weights))
+    program, files, names = _program(model, tokens, weight_files(weights), trust=trust)
     with console.byte_progress() as progress:
         compiled = compile_program(
             program,
@@ -103,16 +104,16 @@ def _print(output: Path, compiled: Program, rungs: tuple[int, ...]) -> None:
     console.print_facts(f"Wrote {output}", [one for one in facts if one[1]])
 
 
-def _program(model: str, tokens: int, files: Any) -> tuple[Any, Any, dict[str, Any]]:
+def _program(model: str, tokens: int, files: Any, *, trust: bool) -> tuple[Any, Any, dict[str, Any]]:
     """The program to compile, the weight files to take values from, and the names of weights in these files.
 
-    A saved program is loaded. A model is exported without being built, and its values come from the model's
-    own files if no others are given.
+    A saved program is loaded, with `trust` only, as that may run code. A model is exported without being
+    built, and its values come from the model's own files if no others are given.
     """
     path = Path(model)
     folder = path if path.is_dir() else path.parent if path.name == "config.json" else None
     if folder is None and (path.exists() or ":" not in model):
-        return load_exported(path), files, {}
+        return load_exported(path, trust=trust), files, {}
     from penstock.models.checkpoint_names import names_in_checkpoint
     from penstock.models.preflight import open_source
     from penstock.passes.building.fake_export import Built

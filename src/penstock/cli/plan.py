@@ -50,6 +50,7 @@ def plan(
     ] = None,
     timeline: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev here.")] = None,
     force: options.Force = False,
+    trust: options.Trust = False,
     json: options.Json = False,
 ) -> None:
     """Show what would stay in memory and what would stream within a budget, and whether that pays."""
@@ -59,7 +60,7 @@ def plan(
 
     check_outputs(output, report, timeline, force=force)
     with console.spinner("planning") as say:
-        program = candidates(open_program(artifact), activations)[0]
+        program = candidates(open_program(artifact, trust=trust), activations)[0]
         decide = partial(program.plan, keep=keep or (), arena=arena, host_memory=host_memory, routes=routes)
         decided = decide(budget, hardware=hardware)
 

@@ -41,6 +41,7 @@ def run(
     engine: options.EngineName = "auto",
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of generated inputs.")] = 0,
     force: options.Force = False,
+    trust: options.Trust = False,
     json: options.Json = False,
 ) -> None:
     """Run an artifact within a byte budget and show what moved."""
@@ -50,7 +51,7 @@ def run(
         from penstock.models.trial import Trial, run_trial
         from penstock.runtime.program import open as open_program
 
-        program = open_program(artifact)
+        program = open_program(artifact, trust=trust)
         load = partial(
             program.load,
             budget,

@@ -217,6 +217,10 @@ def _values(module: Any, given: Adapter, adapter: str) -> dict[str, torch.Tensor
     return {fqn: given.tensors[name].to(parameters[fqn].dtype) for name, fqn in fqns.items() if fqn in own}
 
 
+_LONGEST, _REPEATS = 2000, 3
+"""The most characters of a regular expression for the names of layers, and the most repetitions in it."""
+
+
 def _refuse_damaged_pattern(given: Adapter) -> None:
     """Raise SourceError where `alpha_pattern` does not map regular expressions."""
     pattern = (given.settings or {}).get("alpha_pattern") or {}
@@ -226,10 +230,15 @@ def _refuse_damaged_pattern(given: Adapter) -> None:
     for key in pattern:
         try:
             re.compile(key)
-        except re.error as error:
+        except (re.error, RecursionError, OverflowError) as error:
             raise SourceError(
-                f"{said} for {key!r}, which is no regular expression ({error}): get an intact copy"
+                f"{said} for {key!r:.200}, which is no regular expression ({error}): get an intact copy"
             ) from error
+        # Matched by backtracking: what repeats a group, or much, could take for ever.
+        if len(key) > _LONGEST or re.search(r"\)[*+?{]", key) or len(re.findall(r"[*+{]", key)) > _REPEATS:
+            raise SourceError(
+                f"{said} for {key!r:.200}, which repeats more than names of layers need: name the layers"
+            )
 
 
 def _refuse_other_ties(

@@ -153,7 +153,7 @@ def with_phases(program: Program, phases: Mapping[str, int]) -> Program:
         if weight.fqn in phases:
             s = weight.parts[0].storage
             storages[s] = replace(storages[s], phase=phases[weight.fqn])
-    return Program(program.path, replace(program.payload, storages=tuple(storages)))
+    return Program(program.path, replace(program.payload, storages=tuple(storages)), trust=program.trust)
 
 
 def with_other_file(program: Program, old: Path, new: Path) -> Program | None:
@@ -171,7 +171,8 @@ def with_other_file(program: Program, old: Path, new: Path) -> Program | None:
             if storage.kind == "inlined":
                 return None
             storages[s] = replace(storage, sha256=hash_storage(storage, files, program.path))
-    changed = Program(program.path, replace(payload, files=tuple(files), storages=tuple(storages)))
+    payload_now = replace(payload, files=tuple(files), storages=tuple(storages))
+    changed = Program(program.path, payload_now, trust=program.trust)
     if payload.lowering == "eager":
         changed.lowered = replace(program.lowered, payload=changed.payload)
     return changed

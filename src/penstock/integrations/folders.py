@@ -25,6 +25,7 @@ from penstock.integrations.quantised import with_quantised_weights
 from penstock.models.checkpoint_names import names_in_checkpoint
 from penstock.models.configuration import DTYPES, builder, default_dtype, model_class, read_config
 from penstock.passes.building.deferred import Deferred, deferred_init, join
+from penstock.passes.building.refusals import sentence
 from penstock.passes.graph.nodes import dtype_name
 from penstock.passes.weights.subclasses import has_parts
 from penstock.passes.weights.values import storage_identity
@@ -203,10 +204,7 @@ def open_model(
     weights = _weights(folder, variant)
     files = tuple(path.resolve() for path in index_files(weights))
     checkpoint = open_checkpoint(files)  # parses every header before anything else
-    try:
-        facts = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise SourceError(f"{folder / _CONFIG} is no JSON: {error}") from error
+    facts = _facts(folder / _CONFIG)
     if dtype and facts.get("quantization_config"):
         raise SourceError(
             f"{folder} was saved quantised, in dtypes that fit together: load it without dtype="
@@ -259,11 +257,13 @@ def open_pipeline(
     Without a dtype each has that of its files.
     """
     require("diffusers", purpose="a pipeline")
-    index = json.loads((folder / _PIPELINE).read_text(encoding="utf-8"))
-    kind = _class(folder, "diffusers", index.pop("_class_name"))
+    index = _facts(folder / _PIPELINE)
+    kind = _class(folder, "diffusers", index.pop("_class_name", None))
     stored: dict[str, Stored] = {}
     others: dict[str, Any] = {}
     for name, value in index.items():
+        if isinstance(value, list) and (len(value) != 2 or not name.isidentifier()):
+            raise SourceError(f"{folder / _PIPELINE} says that {name!r} is {value!r:.80}: get an intact copy")
         if not isinstance(value, list):
             others |= {} if name.startswith("_") else {name: value}
         elif value[0] is None:
@@ -272,8 +272,31 @@ def open_pipeline(
             stored[name] = open_model(folder / name, variant, dtype, as_stored=True)
             _refuse_several(folder, name, value, stored[name])
         else:
-            others[name] = _class(folder, *value).from_pretrained(folder / name, local_files_only=True)
+            others[name] = _part(folder, name, *value)
     return stored, lambda modules: kind(**others, **modules)
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    """The JSON of a configuration. Raises SourceError for a file that is none."""
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{path} is no JSON: {error}") from error
+    if not isinstance(facts, dict):
+        raise SourceError(f"{path} is a {type(facts).__name__} and no object: get an intact copy")
+    return facts
+
+
+def _part(folder: Path, name: str, library: str, kind: str) -> Any:
+    """A part of a pipeline that has no weights, such as a tokenizer; a model's own code is not run."""
+    made = _class(folder, library, kind)
+    options = {"trust_remote_code": False} if library == "transformers" else {}
+    try:
+        return made.from_pretrained(folder / name, local_files_only=True, **options)
+    except Exception as error:
+        raise SourceError(
+            f"{folder / name} is no {kind} that {library} can read ({sentence(error)}): get an intact copy"
+        ) from error
 
 
 def _refuse_several(folder: Path, name: str, value: list[str], found: Stored) -> None:
@@ -286,15 +309,17 @@ def _refuse_several(folder: Path, name: str, value: list[str], found: Stored) ->
         )
 
 
-def _class(folder: Path, library: str, name: str) -> Any:
+def _class(folder: Path, library: object, name: object) -> Any:
     """Look up a class of transformers or diffusers by name; a model's own code is not run."""
-    found = getattr(import_module(library), name, None) if library in ("transformers", "diffusers") else None
-    if found is None:
-        raise SourceError(
-            f"{folder} needs {library}.{name}, which is not a class of transformers or diffusers here: "
-            "load it with its own code, and give the result to penstock.integrations.apply"
-        )
-    return found
+    with suppress(ImportError, RuntimeError):  # a class may need what is not installed
+        if library in ("transformers", "diffusers") and isinstance(name, str) and name.isidentifier():
+            found = getattr(import_module(str(library)), name, None)
+            if isinstance(found, type) and hasattr(found, "from_pretrained"):
+                return found
+    raise SourceError(
+        f"{folder} needs {library}.{name}, which is not a class of transformers or diffusers here: "
+        "load it with its own code, and give the result to penstock.integrations.apply"
+    )
 
 
 def _is_module(folder: Path, library: str, name: str) -> bool:

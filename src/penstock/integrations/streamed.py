@@ -70,7 +70,9 @@ _ROOM = 1.25
 class Where:
     """The cache that artifacts are in, the device that runs them, and how they are lowered.
 
-    Raises StreamError for a device that is not here, PassError for an unknown lowering.
+    Raises StreamError for a device that is not here, PassError for an unknown lowering, and for one that
+    writes machine code to a cache that others write to: whoever can change code there would run it as this
+    user.
     """
 
     cache: Cache
@@ -84,6 +86,11 @@ class Where:
         if self.lowering not in _LOWERINGS:
             known = " or ".join(_LOWERINGS)
             raise PassError(f"there is no lowering {self.lowering!r}: choose {known}")
+        if self.lowering != "eager" and not self.cache.own:
+            raise PassError(
+                f"others can write to the cache {self.cache.folder}, and lowering={self.lowering!r} runs "
+                f"code from there: choose another cache= or take that right (chmod go-w {self.cache.folder})"
+            )
 
     @property
     def target(self) -> torch.device:
@@ -415,11 +422,11 @@ class Component:
 
         def whole() -> bool:
             with suppress(PayloadError, PlanError):
-                opened.append(penstock.open(path))
+                opened.append(penstock.open(path, trust=cache.own))
             return bool(opened)
 
         self._artifact = cache.keep(path, self._made_for, lambda: self._write(path), whole=whole)
-        program = opened[0] if opened else penstock.open(path)  # what it would read from files is set below
+        program = opened[0] if opened else penstock.open(path, trust=cache.own)
         if eager:  # code that Inductor compiled computes on aligned weights
             phases = {f"model.{fqn}": phase for one in self.kept for fqn, phase in one.phases.items()}
             program = with_phases(program, phases)

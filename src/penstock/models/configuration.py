@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +49,13 @@ def model_class(config: Any, source: str) -> Any:
     import transformers
 
     names = getattr(config, "architectures", None) or ()
-    model = getattr(transformers, names[0], None) if names else None
-    if model is not None:
+    named = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+    model = None
+    with suppress(ImportError, RuntimeError):  # a class may need what is not installed
+        model = getattr(transformers, names[0], None) if named and names else None
+    if isinstance(model, type) and issubclass(model, transformers.PreTrainedModel):
         return model
-    found = f"names the architectures {list(names)}, of which this transformers has none"
+    found = f"names the architectures {names!r:.200}, of which this transformers has none"
     raise SourceError(
         f"{source} {found if names else 'names no architectures'}: "
         + ("" if names else 'add them ("architectures": ["LlamaForCausalLM"]), or ')

@@ -15,7 +15,7 @@ from penstock.passes.calls.stored_graph import decode_graph, decode_value, encod
 from penstock.passes.graph.retarget import move_graph, nested_modules
 from penstock.passes.lowering import eager
 from penstock.passes.lowering.archive import PROGRAM
-from penstock.passes.lowering.method_code import VERSION, decode_method, encode_method, method_code
+from penstock.passes.lowering.method_code import VERSIONS, decode_method, encode_method, method_code
 from penstock.passes.probes import streaming
 from penstock.schedule.facts.errors import PassError, PayloadError
 from penstock.schedule.payload.codec import ProgramFile
@@ -115,7 +115,9 @@ def test_a_program_that_has_no_json_runs_from_its_export():
     model, x = Turned(), torch.randn(2, 4)
     exported = torch.export.export(model, (x,))
     assert encode_method(exported, Activations.of(exported)) is None
-    lowered, streamer = prepare(exported)
+    with pytest.raises(PayloadError, match=r"method 'forward' has no form as data.*trust=True \(--trust\)"):
+        prepare(exported)
+    lowered, streamer = prepare(exported, trust=True)
     program = eager.instantiate(lowered, streamer.tensors(), lowered.payload.methods[0], [0])
     with torch.no_grad(), streaming(streamer):
         assert same_bits(program(x), model(x))
@@ -131,7 +133,7 @@ def test_json_of_another_version_is_refused(tmp_path):
         stored = json.loads(archive.read("forward.json"))
     with zipfile.ZipFile(tmp_path / PROGRAM, "w") as archive:
         archive.writestr(
-            "forward.json", json.dumps({**stored, "version": VERSION + 1, "graph": "of the future"})
+            "forward.json", json.dumps({**stored, "version": VERSIONS[-1] + 1, "graph": "of the future"})
         )
     with pytest.raises(PayloadError, match=r"expected JSON of version .*: compile again"):
         eager.load(tmp_path, payload)
@@ -143,11 +145,12 @@ def test_what_is_no_stored_graph_is_refused():
     graph.output(graph.call_module("inner", (x,)))
     with pytest.raises(PassError, match="node inner is a call_module: it has no JSON"):
         encode_graph(fx.GraphModule({"inner": nn.ReLU()}, graph))
-    with pytest.raises(PassError, match=r"there is no operator nobody\.has\.this: import what registers it"):
-        decode_graph({"nodes": [["call_function", "a", "nobody.has.this", [], {}]], "bodies": {}})
-    twice = ["placeholder", "x", "x", [], {}]
+    end = ["output", "output", "output", [None], {}]
+    with pytest.raises(PassError, match=r"there is no operator nobody\.has\.this: import the library that"):
+        decode_graph({"nodes": [["call_function", "a", "nobody.has.this", [], {}], end], "bodies": {}})
+    twice = [["placeholder", "x", target, [], {}] for target in ("x", "y")]
     with pytest.raises(PassError, match="the graph has two nodes 'x'"):
-        decode_graph({"nodes": [twice, twice], "bodies": {}})
+        decode_graph({"nodes": [*twice, end], "bodies": {}})
     with pytest.raises(PassError, match="of type object has no JSON"):
         encode_value(object())
     with pytest.raises(PassError, match="is no operator that has a name"):

@@ -85,7 +85,7 @@ def counted(program: Program, length: int) -> int:
     """The bytes that are kept for batches of a length."""
     assert program.rung is not None
     with open_programs(program.path, program.payload) as archive:
-        held = read_code(archive, program.rung.backwards[0].method).activations()
+        held = read_code(archive, program.rung.backwards[0].method, trust=False).activations()
     (symbol,) = {symbol for size in held.sizes for symbol in size.symbols}
     return held.held_bytes({symbol: length})
 

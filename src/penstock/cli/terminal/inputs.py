@@ -30,14 +30,19 @@ def check_outputs(*paths: Path | None, force: bool) -> None:
             )
 
 
-def load_exported(path: Path) -> Any:
-    """Load the program that torch.export.save wrote to `path`; fail if it cannot be loaded."""
+def load_exported(path: Path, *, trust: bool) -> Any:
+    """Load the program that torch.export.save wrote to `path`; fail without trust, or if it is none."""
     import torch
 
     from penstock.passes.calls.stored_program import load_stored
 
     if not path.is_file():
         fail(f"{path} is not a file: give a program saved by torch.export.save")
+    if not trust:
+        fail(
+            f"{path} is read by torch.export.load, which may run code: give --trust if you trust whoever "
+            "saved it, or compile the model itself"
+        )
     try:
         return load_stored(path)
     except Exception as error:

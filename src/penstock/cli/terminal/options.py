@@ -93,6 +93,12 @@ Keep = Annotated[
     list[str] | None,
     typer.Option(help="Weights that stay in memory, such as 'lm_head.*'. May be given again."),
 ]
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust", help="Run code of this file as well: you trust whoever made it (docs/security.md)."
+    ),
+]
 ArenaName = Annotated[
     str | None,
     typer.Option(

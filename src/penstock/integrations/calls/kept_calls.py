@@ -42,11 +42,10 @@ from penstock.integrations.calls.arguments import (
 from penstock.integrations.calls.exported import ExportedCall, Output, Result
 from penstock.integrations.calls.kinds import Call
 from penstock.integrations.training.backward import Backward
-from penstock.passes.activations import Activations
 from penstock.passes.annotate import Annotated
 from penstock.passes.calls.stored_graph import decode_graph, decode_value, encode_graph, encode_value
 from penstock.passes.lowering.archive import encoded_methods
-from penstock.passes.lowering.method_code import decode_method
+from penstock.passes.lowering.method_code import decode_activations, decode_method
 from penstock.passes.training.facts import Training
 from penstock.passes.weights.values import has_values, storage_bytes
 from penstock.runtime.cache import Cache
@@ -81,7 +80,7 @@ class KeptCalls:
         for number in count():
             path = _path(self.cache, key, call.kind, number)
             try:
-                found = decode_call(path.read_bytes())
+                found = decode_call(path.read_bytes(), trust=self.cache.own)
             except FileNotFoundError:
                 return None
             except Exception as error:  # whatever is wrong with it, the call can be exported again
@@ -104,7 +103,7 @@ class KeptCalls:
             return method
         try:
             data = encode_call(method)
-            same = decode_call(data)
+            same = decode_call(data, trust=True)  # this process has just made it
         except (PassError, NotImplementedError) as error:
             _log.info("%s: a call is exported again in each process: %s", self.name, error)
             return method
@@ -116,7 +115,8 @@ class KeptCalls:
         return same
 
     def _write(self, key: str, kind: str, data: bytes) -> None:
-        self.cache.calls.mkdir(parents=True, exist_ok=True)
+        self.cache.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.cache.calls.mkdir(exist_ok=True)
         paths = (_path(self.cache, key, kind, number) for number in count())
         path = next(path for path in paths if not path.exists())
         with replace_file(path, force=True) as fd:
@@ -173,8 +173,11 @@ def _encode_method(annotated: Annotated) -> dict[str, bytes]:
     }
 
 
-def decode_call(data: bytes) -> ExportedCall:
-    """An exported call again. Raises whatever error there is for data that are none."""
+def decode_call(data: bytes, *, trust: bool) -> ExportedCall:
+    """An exported call again. With `trust` it may call any operator of this process.
+
+    Raises whatever error there is for data that are none.
+    """
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     call = json.loads(members[_CALL])
@@ -190,29 +193,27 @@ def decode_call(data: bytes) -> ExportedCall:
         call["kind"],
         result,
         tuple(Output(*decode_value(output)) for output in call["outputs"]),
-        None if call["truth"] is None else _graph_module(call["truth"]),
-        decode_method(members[_METHOD]),
+        None if call["truth"] is None else _graph_module(call["truth"], trust),
+        decode_method(members[_METHOD], trust=trust),
         lambda: _annotated(members, call["name"], call["computed"]),
         lambda: hashlib.sha256(data).hexdigest(),
-        _decode_backward(members, *call["backward"]) if "backward" in call else None,
+        _decode_backward(members, *call["backward"], trust=trust) if "backward" in call else None,
     )
 
 
-def _decode_backward(
-    members: Mapping[str, bytes], name: str, sizes: Any, moments: Any, held: Any
-) -> Backward:
+def _decode_backward(members: Mapping[str, bytes], name: str, *activations: Any, trust: bool) -> Backward:
     own = {one.removeprefix(_BACKWARD): held for one, held in members.items() if one.startswith(_BACKWARD)}
     return Backward(
         name,
         Training.from_bytes(members[_TRAINING]),
-        decode_method(own[_METHOD]),
-        Activations(*map(decode_value, (sizes, moments, held))),
+        decode_method(own[_METHOD], trust=trust),
+        decode_activations(list(activations)),
         lambda: _annotated(own, name, ()),
     )
 
 
-def _graph_module(stored: Mapping[str, Any]) -> fx.GraphModule:
-    graph, bodies = decode_graph(stored)
+def _graph_module(stored: Mapping[str, Any], trust: bool) -> fx.GraphModule:
+    graph, bodies = decode_graph(stored, trust=trust)
     return fx.GraphModule(bodies, graph)
 
 

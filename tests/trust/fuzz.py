@@ -1,0 +1,142 @@
+"""`make fuzz`: changed files, for as long as one likes, in processes of their own.
+
+    python -m tests.trust.fuzz [TARGET ...] [--seconds 60] [--seed 1]
+
+Each case is opened in a child. It has to end in a result or a PenstockError, within ten seconds, and may not
+end the process. What does otherwise is printed with its number, and its file is kept in build/fuzz: a case is
+made of the target, the seed and its number alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import resource
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
+
+from tests.trust.fuzz_targets import NAMES, make_target
+
+LONGEST = 10.0
+MEMORY = 16 << 30
+KEPT = Path("build/fuzz")
+
+
+def outcome(use: object, data: bytes) -> str:
+    """What became of a file: fine, refused, or the error that is a fault."""
+    from penstock.schedule.facts.errors import PenstockError
+
+    try:
+        use(data)  # type: ignore[operator]
+    except PenstockError:
+        return "refused"
+    except MemoryError:
+        return "fault: MemoryError"
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return f"fault: {type(error).__name__} at {Path(where.filename).name}:{where.lineno}: {error}"[:200]
+    return "fine"
+
+
+def _work(name: str, seed: int, number: Synchronized[int], begun: Synchronized[float], said: object) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    os.nice(10)
+    warnings.simplefilter("ignore")
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (libraries write there what they think of a file)
+    with tempfile.TemporaryDirectory() as folder:
+        target = make_target(name, Path(folder))
+        while True:
+            with begun.get_lock():
+                begun.value = time.monotonic()
+            found = outcome(target.use, target.case(seed, number.value))
+            said.put((number.value, found))  # type: ignore[attr-defined]
+            number.value += 1
+
+
+class Run:
+    """A target that is being fuzzed, in one child after another."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        self.name, self.seed = name, seed
+        self.counts: Counter[str] = Counter()
+        self.faults: dict[str, int] = {}
+        context = multiprocessing.get_context("fork")
+        self._context, self._said = context, context.SimpleQueue()
+        self._number, self._begun = context.Value("q", 0), context.Value("d", 0.0)
+
+    def run(self, seconds: float) -> None:
+        """Fuzz for so long."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self._begun.value = time.monotonic() + 60  # to make the target
+            child = self._context.Process(
+                target=_work, args=(self.name, self.seed, self._number, self._begun, self._said), daemon=True
+            )
+            child.start()
+            while child.is_alive() and time.monotonic() < end:
+                child.join(0.2)
+                self._listen()
+                if time.monotonic() - self._begun.value > LONGEST:
+                    self._fault("hang")
+                    break
+            if not child.is_alive():
+                self._listen()
+                self._fault(f"crash: the process ended with {child.exitcode}")
+            child.kill()
+            child.join()
+            self._number.value += 1
+        self._listen()
+
+    def _listen(self) -> None:
+        while not self._said.empty():
+            number, found = self._said.get()
+            self.counts[found.partition(":")[0]] += 1
+            if found.startswith("fault"):
+                self._note(found, number)
+
+    def _fault(self, what: str) -> None:
+        self.counts[what.partition(":")[0]] += 1
+        self._note(what, self._number.value)
+
+    def _note(self, what: str, number: int) -> None:
+        if what not in self.faults:
+            self.faults[what] = number
+            print(f"{self.name} {number}: {what}", flush=True)
+
+
+def keep(run: Run) -> None:
+    """Write the files of faults to build/fuzz."""
+    KEPT.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        target = make_target(run.name, Path(folder))
+        for number in run.faults.values():
+            (KEPT / f"{run.name}-{run.seed}-{number}").write_bytes(target.case(run.seed, number))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("targets", nargs="*", choices=[*NAMES, []])
+    parser.add_argument("--seconds", type=float, default=60, help="for each target")
+    parser.add_argument("--seed", type=int, default=1)
+    asked = parser.parse_args()
+    faults = 0
+    for name in asked.targets or NAMES:
+        run = Run(name, asked.seed)
+        run.run(asked.seconds)
+        faults += len(run.faults)
+        if run.faults:
+            keep(run)
+        print(f"{name}: {sum(run.counts.values())} cases, {dict(sorted(run.counts.items()))}", flush=True)
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

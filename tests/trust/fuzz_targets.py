@@ -1,0 +1,331 @@
+"""What is fuzzed: valid files, how they are changed, and the use of them that has to end in a typed error."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+import warnings
+import zipfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import nn
+
+import penstock
+from penstock.passes.calls.expressions import parse
+from penstock.runtime.checkpoint.opening import open_checkpoint
+from penstock.runtime.checkpoint.stored_tensor import Reading
+from penstock.runtime.files.artifact_files import digest_line
+from penstock.runtime.sparse.recorder import read_routes
+from penstock.schedule.payload.codec import Payload, plan_from_json, verify_payload
+from penstock.schedule.payload.routes import routes_to_bytes
+from penstock.schedule.sparse.routes import Ask, RoutedRead, Routes
+from tests.schedule.payload.payload_example import BYTES, PLAN
+from tests.trust.hostile import X, make_artifact, write_program
+from tests.trust.mutations import mutate_bytes, mutate_json
+
+Mutate = Callable[[random.Random, bytes], bytes]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Files to change, and what is done with a changed one; `folder` is for the file, and stays between uses.
+
+    `use` may raise a PenstockError, and nothing else.
+    """
+
+    seeds: tuple[bytes, ...]
+    mutate: tuple[Mutate, ...]
+    use: Callable[[bytes], object]
+
+    def case(self, seed: int, number: int) -> bytes:
+        """The changed file of a number."""
+        chosen = random.Random(f"{seed} {number}")
+        data, mutate = chosen.choice(self.seeds), chosen.choice(self.mutate)
+        for _ in range(chosen.choice((1, 1, 2))):
+            data = mutate(chosen, data)
+            if mutate is mutate_bytes:
+                break
+        return data
+
+
+def make_target(name: str, folder: Path) -> Target:
+    """One target, whose files are made in a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return _TARGETS[name](folder)
+
+
+def _run(artifact: Path) -> None:
+    """Opens, plans, loads and calls. What an operator refuses in a call is its own error, and not a fault."""
+    program = penstock.open(artifact)
+    program.split_memory("1GiB")
+    plan = program.plan(max(program.floor_bytes, program.weight_bytes * 9 // 10), hardware="laptop")
+    with program.load(plan=plan) as module:
+        try:
+            module(X, torch.ones(5))
+        except penstock.PenstockError:
+            raise
+        except (
+            RuntimeError,
+            TypeError,
+            ValueError,
+            IndexError,
+            AttributeError,
+            NotImplementedError,
+            KeyError,
+        ):
+            pass
+
+
+def _payload(folder: Path) -> Target:
+    return Target(
+        (BYTES,),
+        (mutate_json, mutate_json, mutate_bytes),
+        lambda data: verify_payload(Payload.from_bytes(data)),
+    )
+
+
+def _artifact(folder: Path) -> Target:
+    artifact = make_artifact(folder / "model.penstock")
+    plain = (artifact / "payload.json").read_bytes()
+    planned = penstock.open(artifact).write_ladder().path / "payload.json"
+
+    def use(data: bytes) -> None:
+        (artifact / "payload.json").write_bytes(data)
+        (artifact / "payload.json.sha256").write_bytes(digest_line(data))
+        _run(artifact)
+
+    return Target((plain, planned.read_bytes()), (mutate_json,), use)
+
+
+def _graph(folder: Path) -> Target:
+    artifact = make_artifact(folder / "model.penstock")
+    with zipfile.ZipFile(artifact / "program.zip") as archive:
+        stored = archive.read("forward.json")
+
+    def use(data: bytes) -> None:
+        write_program(artifact, {"forward.json": data})
+        _run(artifact)
+
+    return Target((stored,), (mutate_json, mutate_json, mutate_json, mutate_bytes), use)
+
+
+def _expressions(folder: Path) -> Target:
+    seeds = (
+        b"32*s17 + 32*s17*((-1) + s77)",
+        b"leaves[1].size()[0]*leaves[0].size()[0] <= 100 and not (leaves[0].stride()[0] == 1)",
+        b"max(1, s0 // 2) if s0 % 2 == 0 else math.floor(torch.sym_float(s0) / 3) ** 2 - round(s0, 1)",
+    )
+
+    def use(data: bytes) -> None:
+        with suppress(ArithmeticError, LookupError, TypeError, ValueError):
+            parse(data.decode("latin-1"))({"s0": 3, "s17": 5, "s77": 7}, (X, X, 3))
+
+    return Target(seeds, (mutate_bytes, _mutate_text), use)
+
+
+def _mutate_text(chosen: random.Random, data: bytes) -> bytes:
+    words = (
+        b"(",
+        b")",
+        b"not ",
+        b" and ",
+        b"**",
+        b" if ",
+        b" else ",
+        b"9" * 40,
+        b"leaves[",
+        b"__import__",
+        b"-",
+    )
+    at = chosen.randrange(len(data) + 1)
+    return data[:at] + chosen.choice(words) * chosen.choice((1, 1, 2, 99)) + data[at + chosen.randrange(3) :]
+
+
+def _read_all(paths: Any) -> None:
+    """Opens a checkpoint, and reads the first and last bytes of each tensor."""
+    opened = open_checkpoint(paths)
+    for tensor in opened.tensors.values():
+        for chunk in Reading(tensor, tensor.whole).chunks(opened.files):
+            assert len(chunk)
+
+
+def _file(path: Path, open_it: Callable[[Path], object] = _read_all) -> Callable[[bytes], object]:
+    def use(data: bytes) -> object:
+        path.write_bytes(data)
+        return open_it(path)
+
+    return use
+
+
+def _state() -> dict[str, torch.Tensor]:
+    return {
+        "a": torch.arange(12.0).reshape(3, 4),
+        "b.c": torch.ones(2, dtype=torch.bfloat16),
+        "d": torch.ones(()),
+    }
+
+
+def _safetensors(folder: Path) -> Target:
+    path = folder / "model.safetensors"
+    save_file(_state(), path, metadata={"format": "pt"})
+    return Target((path.read_bytes(),), (mutate_bytes, _mutate_header), _file(path))
+
+
+def _mutate_header(chosen: random.Random, data: bytes) -> bytes:
+    """Changes the JSON of a safetensors header, whose length stays right."""
+    (length,) = struct.unpack("<Q", data[:8])
+    header = mutate_json(chosen, data[8 : 8 + length])
+    return struct.pack("<Q", len(header)) + header + data[8 + length :]
+
+
+def _torch_zip(folder: Path) -> Target:
+    path = folder / "model.pt"
+    torch.save({"state_dict": _state(), "step": 3}, path)
+    return Target((path.read_bytes(),), (mutate_bytes, _mutate_pickle), _file(path))
+
+
+def _mutate_pickle(chosen: random.Random, data: bytes) -> bytes:
+    """Changes the pickle in a zip, whose checksums are right again."""
+    import io
+
+    read, written = io.BytesIO(data), io.BytesIO()
+    with zipfile.ZipFile(read) as before, zipfile.ZipFile(written, "w") as after:
+        for info in before.infolist():
+            member = before.read(info)
+            changed = mutate_bytes(chosen, member) if info.filename.endswith(".pkl") else member
+            after.writestr(info.filename, changed)
+    return written.getvalue()
+
+
+def _distributed(folder: Path) -> Target:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(_state(), storage_writer=dcp.FileSystemWriter(folder / "saved"))
+    metadata = folder / "saved" / ".metadata"
+    return Target(
+        (metadata.read_bytes(),), (mutate_bytes,), _file(metadata, lambda _: _read_all(folder / "saved"))
+    )
+
+
+def _chunks(folder: Path) -> Target:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(_state(), storage_writer=dcp.FileSystemWriter(folder / "saved"))
+    (chunk,) = (folder / "saved").glob("*.distcp")
+    return Target((chunk.read_bytes(),), (mutate_bytes,), _file(chunk, lambda _: _read_all(folder / "saved")))
+
+
+def _index(folder: Path) -> Target:
+    shards = {"model-1.safetensors": ["a"], "model-2.safetensors": ["b.c", "d"]}
+    for name, tensors in shards.items():
+        save_file({one: _state()[one] for one in tensors}, folder / name)
+    index = {
+        "metadata": {"total_size": 56},
+        "weight_map": {one: name for name, tensors in shards.items() for one in tensors},
+    }
+    path = folder / "model.safetensors.index.json"
+    return Target((json.dumps(index).encode(),), (mutate_json, mutate_bytes), _file(path))
+
+
+def _plan(folder: Path) -> Target:
+    return Target((PLAN.to_json().encode(),), (mutate_json, mutate_bytes), plan_from_json)
+
+
+def _routes(folder: Path) -> Target:
+    read = RoutedRead("forward", 0, 3, "embedding", "embed.weight", 100, 64)
+    calls = ((Ask(0, (1, 5, 99)),), (Ask(0, ()),))
+    seed = routes_to_bytes(Routes((read,), calls))
+
+    def mutate_line(chosen: random.Random, data: bytes) -> bytes:
+        rows = data.splitlines()
+        k = chosen.randrange(len(rows))
+        rows[k] = mutate_json(chosen, rows[k])
+        return b"\n".join(rows) + b"\n"
+
+    return Target((seed,), (mutate_line, mutate_bytes), _file(folder / "routes.jsonl", read_routes))
+
+
+def _adapter(folder: Path) -> Target:
+    """The settings of a folder with an adapter, for a model that has one."""
+    from peft import LoraConfig, get_peft_model
+
+    from penstock.integrations.adapters import Adapter, other_values
+
+    model = nn.ModuleDict({"layer": nn.Linear(4, 4), "other": nn.Linear(4, 4)})
+    config = LoraConfig(r=2, target_modules=["layer"], alpha_pattern={"lay.*": 3})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted: Any = get_peft_model(model, config)  # type: ignore[arg-type]
+        adapted.save_pretrained(folder / "adapter")
+    settings = folder / "adapter" / "adapter_config.json"
+
+    def use(_: Path) -> None:
+        other_values({"": adapted.base_model.model}, Adapter.read(folder / "adapter"), "default")
+
+    return Target((settings.read_bytes(),), (mutate_json, mutate_bytes), _file(settings, use))
+
+
+def _configuration(folder: Path) -> Target:
+    """The configuration of a model of transformers, which is opened and built without memory."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from penstock.integrations.folders import open_model
+
+    config = LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=16
+    )
+    model: Any = LlamaForCausalLM(config)
+    model.save_pretrained(folder / "model")
+    path = folder / "model" / "config.json"
+
+    def use(_: Path) -> None:
+        open_model(folder / "model")
+
+    return Target((path.read_bytes(),), (mutate_json, mutate_bytes), _file(path, use))
+
+
+def _pipeline(folder: Path) -> Target:
+    """The list of a pipeline's parts, none of which is loaded."""
+    from penstock.integrations.folders import open_pipeline
+
+    index = {
+        "_class_name": "DDPMPipeline",
+        "_diffusers_version": "0.34.0",
+        "scheduler": ["diffusers", "DDPMScheduler"],
+        "unet": [None, None],
+    }
+    (folder / "scheduler").mkdir(exist_ok=True)
+    (folder / "scheduler" / "scheduler_config.json").write_text('{"_class_name": "DDPMScheduler"}')
+    path = folder / "model_index.json"
+    return Target(
+        (json.dumps(index).encode(),),
+        (mutate_json, mutate_bytes),
+        _file(path, lambda _: open_pipeline(folder)),
+    )
+
+
+_TARGETS: dict[str, Callable[[Path], Target]] = {
+    "payload": _payload,
+    "artifact": _artifact,
+    "graph": _graph,
+    "expressions": _expressions,
+    "safetensors": _safetensors,
+    "torch": _torch_zip,
+    "distributed": _distributed,
+    "chunks": _chunks,
+    "index": _index,
+    "plan": _plan,
+    "routes": _routes,
+    "adapter": _adapter,
+    "configuration": _configuration,
+    "pipeline": _pipeline,
+}
+NAMES = tuple(_TARGETS)

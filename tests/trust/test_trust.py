@@ -1,0 +1,173 @@
+"""What is code is loaded for who is trusted only, and who that is."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.integrations.streamed import Where
+from penstock.passes.lowering import compiled
+from penstock.runtime.cache import Cache
+from penstock.runtime.relink import relink
+from tests.trust.hostile import X, change_code, change_payload, make_artifact, use
+
+ROOT = Path(__file__).parents[2]
+ASKS = r"open it with trust=True \(--trust\) if you trust whoever made it"
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_artifact(tmp_path_factory.mktemp("trust") / "model.penstock")
+
+
+@pytest.fixture
+def copy(artifact: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(artifact, tmp_path / "model.penstock"))
+
+
+class Turned(nn.Module):
+    """Multiplies by a complex number, which has no form as data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.mul(torch.complex(self.linear(x), x), 1 + 2j)
+
+
+def test_a_stored_export_is_not_even_read(tmp_path, monkeypatch):
+    model, path = Turned(), tmp_path / "turned.penstock"
+    made = penstock.compile(torch.export.export(model, (X,)), path)
+    with zipfile.ZipFile(path / "program.zip") as archive:
+        assert archive.namelist() == ["forward.pt2"]
+    with made.load("100%") as module:  # this process has made it
+        expected = module(X)
+    with penstock.open(path, trust=True).load("100%") as module:
+        assert torch.equal(torch.view_as_real(module(X)), torch.view_as_real(expected))
+    monkeypatch.setattr(torch.export, "load", lambda *_: pytest.fail("it was read"))
+    stranger = penstock.open(path)
+    assert stranger.plan("100%").budget == stranger.weight_bytes  # which is of facts alone
+    for run in (lambda: stranger.load("100%"), lambda: stranger.split_memory("1GiB")):
+        with pytest.raises(penstock.PayloadError, match=f"may run code: {ASKS}"):
+            run()
+
+
+def test_machine_code_is_not_even_read(copy, monkeypatch):
+    change_payload(copy, lambda payload: payload.update(lowering="inductor"))
+    monkeypatch.setattr(compiled, "open_programs", lambda *_: pytest.fail("it was read"))
+    program = penstock.open(copy)
+    assert program.floor_bytes > 0
+    with pytest.raises(penstock.PayloadError, match=f"holds machine code .*: {ASKS}"):
+        program.load("100%")
+
+
+@pytest.fixture
+def twice():
+    library = torch.library.Library("penstock_of_a_user", "FRAGMENT")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+    torch.library.register_fake("penstock_of_a_user::twice", torch.empty_like, lib=library)
+    yield torch.ops.penstock_of_a_user.twice
+    library._destroy()
+
+
+def test_an_operator_of_the_user_runs_where_the_user_says_so(twice, tmp_path):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return twice(self.linear(x))
+
+    path = tmp_path / "own.penstock"
+    made = penstock.compile(torch.export.export(Model(), (X,)), path)
+    with made.load("100%") as module, penstock.open(path, trust=True).load("100%") as other:
+        assert torch.equal(module(X), other(X))
+    words = r"calls penstock_of_a_user\.twice\.default, which is none of the operators that run for anybody"
+    with pytest.raises(penstock.PayloadError, match=f"{words}: {ASKS}"):
+        penstock.open(path).load("100%")
+
+
+def test_trust_goes_where_a_program_goes(copy):
+    assert penstock.open(copy).trust is False
+    assert penstock.open(copy, trust=True).write_ladder().trust is True
+    assert penstock.open(copy).write_ladder().trust is False
+    with pytest.raises(penstock.SourceError, match="nothing to relink"):
+        relink(copy, trust=True)
+    with pytest.raises(TypeError):
+        penstock.open(copy, True)  # it is asked for by name
+
+
+def test_code_of_version_3_still_runs(copy, artifact):
+    def older(stored):
+        stored["version"] = 3
+        stored["weights"] = [weight[:2] for weight in stored["weights"]]
+
+    change_code(copy, older)
+    assert torch.equal(use(copy)["out"], use(artifact)["out"])
+
+
+@pytest.mark.parametrize("version", [2, 5, "3", None, 3.5, True])
+def test_other_versions_say_what_to_do(copy, version):
+    change_code(copy, lambda stored: stored.update(version=version))
+    with pytest.raises(
+        penstock.PayloadError, match=r"expected JSON of version 3 or 4, got .*: compile again"
+    ):
+        use(copy)
+
+
+@pytest.mark.parametrize(("mode", "own"), [(0o700, True), (0o755, True), (0o757, False), (0o777, False)])
+def test_a_cache_that_others_write_to_is_not_trusted(tmp_path, mode, own):
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    folder.chmod(mode)
+    cache = Cache(folder)
+    assert cache.own is own
+    assert Where(cache, "cpu", "eager").lowering == "eager"
+    if own:
+        assert Where(cache, "cpu", "inductor").lowering == "inductor"
+    else:
+        with pytest.raises(penstock.PassError, match=r"others can write to the cache .*chmod go-w"):
+            Where(cache, "cpu", "inductor")
+
+
+def test_whose_group_may_write(tmp_path, monkeypatch):
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    folder.chmod(0o775)
+    monkeypatch.setattr("penstock.runtime.cache._is_private", lambda group: group == folder.stat().st_gid)
+    assert Cache(folder).own
+    monkeypatch.setattr("penstock.runtime.cache._is_private", lambda group: False)
+    assert not Cache(folder).own
+    monkeypatch.setattr("os.geteuid", lambda: folder.stat().st_uid + 1)
+    folder.chmod(0o700)
+    assert not Cache(folder).own
+    assert Cache(tmp_path / "to be made").own
+
+
+def test_a_cache_is_made_for_its_user_alone(tmp_path):
+    cache = Cache(tmp_path / "new" / "cache")
+    entry = cache.programs / ("0" * 32)
+    cache.keep(entry, "a model", entry.mkdir).close()
+    assert cache.folder.stat().st_mode & 0o077 == 0
+
+
+def test_no_library_is_ever_told_to_run_the_code_of_a_model():
+    files = [
+        path for name in ("src", "passes", "runtime", "schedule") for path in (ROOT / name).rglob("*.py")
+    ]
+    said = [line for path in files for line in path.read_text().splitlines() if "trust_remote_code" in line]
+    assert said
+    assert all("False" in line or "=True" not in re.sub(r'"[^"]*"', "", line) for line in said), said
+    loads = [line for path in files for line in path.read_text().splitlines() if "torch.load(" in line]
+    assert loads
+    assert all("weights_only=True" in line for line in loads), loads
