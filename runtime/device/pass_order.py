@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from penstock.runtime.device.protocol import Device, Event
+from penstock.runtime.device.protocol import Device, Event, lost
 
 
 class PassOrder:
@@ -30,7 +30,10 @@ class PassOrder:
             yield
             return
         if self._ended is not None:
-            device.wait(device.current_stream(), self._ended)
+            try:
+                device.wait(device.current_stream(), self._ended)
+            except Exception as error:  # nothing of this pass has run: it is the device itself
+                raise lost(device, error) from error
         try:
             yield
         except BaseException:

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from penstock.schedule.facts.errors import StreamError
+
 if TYPE_CHECKING:
     import torch
 
@@ -137,3 +139,8 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Wait for all streams, and give the memory back. A second call does nothing."""
+
+
+def lost(device: Device, error: Exception) -> StreamError:
+    """Returns the error for a device that fails before it is asked for anything new."""
+    return StreamError(f"{device.name} is lost ({error}): close the module and load it again")

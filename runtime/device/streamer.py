@@ -17,7 +17,7 @@ from time import perf_counter_ns
 
 from penstock.runtime.arena.base import POISON
 from penstock.runtime.device.memory import DeviceWeights
-from penstock.runtime.device.protocol import Device, Event
+from penstock.runtime.device.protocol import Device, Event, lost
 from penstock.runtime.device.staging import StagedRead, Staging
 from penstock.runtime.stream.engine import StreamEngine
 from penstock.runtime.stream.queue import MethodTable, Piece, Queue, cut
@@ -177,9 +177,7 @@ class DeviceStreamer(StreamEngine):
         except PenstockError:
             raise
         except Exception as error:  # nothing has been copied or computed: it is the device itself
-            raise StreamError(
-                f"{self._device.name} is lost ({error}): close the module and load it again"
-            ) from error
+            raise lost(self._device, error) from error
 
     def _restart(self, graph: int) -> None:
         self._position = self._position_before(graph, resident_loaded=True, piece=self._ring_bytes)

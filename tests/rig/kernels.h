@@ -61,11 +61,13 @@ class Elsewhere {
     return made;
   }
 
-  // A kernel gets the values that a host's tensor has at the call.
+  // A kernel gets the values that a host's tensor has at the call. What stands for a number of Python stays one.
+  // Operations hold no tensor that Python knows: to let it go, their thread would need what the host may hold.
   at::Tensor host_tensor(const at::Tensor& source) {
-    if (type_ == c10::DeviceType::Meta) return source.dim() ? source.to(at::kMeta) : source;
+    bool number = source.unsafeGetTensorImpl()->is_wrapped_number();
+    if (type_ == c10::DeviceType::Meta) return number ? source : source.to(at::kMeta);
     at::Tensor copy = source.clone();
-    if (source.unsafeGetTensorImpl()->is_wrapped_number()) copy.unsafeGetTensorImpl()->set_wrapped_number(true);
+    if (number) copy.unsafeGetTensorImpl()->set_wrapped_number(true);
     return copy;
   }
 
@@ -359,7 +361,8 @@ inline at::Scalar read_scalar(const at::Tensor& self) {
 
 // A copy between host and device, or on the device. The host waits unless it asked not to and its memory is
 // page-locked and laid out alike; a copy from or to pageable memory waits for its whole stream, as the driver's does.
-inline at::Tensor copy(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
+inline at::Tensor copy(const at::Tensor& given, const at::Tensor& target, bool non_blocking) {
+  at::Tensor source = given.sizes() == target.sizes() ? given : given.expand(target.sizes());
   int device = (on_rig(target) ? target : source).device().index();
   Stream* stream = current_stream(device);
   if (on_rig(source) && on_rig(target)) {
@@ -388,7 +391,8 @@ inline at::Tensor copy(const at::Tensor& source, const at::Tensor& target, bool 
     if (!non_blocking) streams().wait(end, on_rig(target) ? "a copy to the device" : "a copy to the host");
     return target;
   }
-  at::Tensor to = on_rig(target) ? behind(target) : target, from = on_rig(source) ? behind(source) : source;
+  at::Tensor to = on_rig(target) ? behind(target) : target.detach();
+  at::Tensor from = on_rig(source) ? behind(source) : source.detach();
   Mark end = streams().enqueue(stream, [to, from] { to.copy_(from); });
   streams().wait(end, on_rig(target) ? "a pageable copy to the device" : "a pageable copy to the host");
   return target;

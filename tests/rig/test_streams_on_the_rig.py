@@ -55,6 +55,29 @@ def test_closing_waits_for_kernels_on_any_stream(wide: Any, order: str, share: s
     del taken
 
 
+def test_an_error_of_a_late_kernel_is_the_devices_and_closing_stays_clean(
+    tmp_path_factory: pytest.TempPathFactory, order: str
+) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Embedding(50, 64), nn.Linear(64, 64), nn.Linear(64, 50)).requires_grad_(False)
+    tokens = torch.arange(6)
+    path = tmp_path_factory.mktemp("embedding") / "m.penstock"
+    program = penstock.compile(export(module, (tokens,)), path)
+    plan = program.plan("60%", device="rig", hardware="h200")
+    expected = module.to("rig")(tokens.to("rig")).cpu()
+    streamed = program.load(plan=plan, device="rig")
+    with torch.no_grad():
+        wrong = (tokens + 45).to("rig")
+        with pytest.raises((RuntimeError, penstock.StreamError), match="index out of range"):
+            streamed(wrong).cpu()
+        with pytest.raises(penstock.StreamError, match=r"rig:0 is lost .* index out of range"):
+            streamed(wrong)
+        streamed.close()
+        torch.ops.rig.restart()  # as a new process would
+        with program.load(plan=plan, device="rig") as again:
+            assert torch.equal(again(tokens.to("rig")).cpu(), expected)
+
+
 @pytest.mark.parametrize("wrap", ["overlap", "barrier"])
 @pytest.mark.parametrize("share", ["floor", "60%"])
 def test_passes_on_streams_in_turn_see_each_others_weights(

@@ -194,7 +194,9 @@ class FaultyDevice:
             of_stream.append(FaultyEvent(done, self.kind_of(call.stream), len(of_stream)))
             done = of_stream[-1]
         for late in [
-            late for late in self._postponed if late[0] == call.name and late[1].stream is call.stream
+            late
+            for late in self._postponed
+            if late[0] == call.name and self.kind_of(late[1].stream) == self.kind_of(call.stream)
         ]:
             self._postponed.remove(late)
             self.perform(late[1])

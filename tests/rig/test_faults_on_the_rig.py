@@ -1,0 +1,68 @@
+"""Faults between the parts of the runtime are found on the rig by wrong bytes; random plans run right."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
+
+from penstock.schedule.facts.errors import PenstockError
+from tests.hunt import scaled
+from tests.rig import machine
+from tests.rig.rig_runs import RigRun, run_everywhere
+from tests.runtime.device.device_runs import CountError, Parts, WrongBytesError, cases, disk_cases
+from tests.runtime.sim.faults import FAULTS, PLANS, PROBES, RECORDS, WAITS
+from tests.runtime.sim.test_sim import case_of
+from tests.schedule.traces import RandomProblem, problems
+
+LATE_ORDERS = machine.ORDERS[1:2] + machine.ORDERS[3:]
+"""Those in which what runs when is decided, so that a fault is found each time."""
+
+OF_THE_DISK = {
+    "copies do not wait for the disk",
+    "copies wait for the read before",
+    "the disk waits for copies to be read",
+    "a ring that begins anew does not wait for reads",
+    "copies on demand do not wait for the disk",
+    "loading does not wait for the host's weights",
+    "reads are recorded before they are made",
+}
+"""Waits for reads: the disk is the system's, and has often read before. The simulator's has not."""
+
+
+ORDERINGS = [
+    name
+    for name, fault in {**WAITS, **RECORDS, **PLANS, **PROBES}.items()
+    if fault.by != "error" and name not in OF_THE_DISK | {"the end of a pass is forgotten"}
+]
+"""What goes wrong with order. Copies of other bytes are found in any (test_device.py), errors in none.
+
+A pass that never ends makes the next one start over, which is slow and right.
+"""
+
+
+def test_all_cases_run_right_in_all_orders() -> None:
+    run_everywhere(Parts(), (*cases(), *disk_cases()))
+
+
+@pytest.mark.parametrize("name", ORDERINGS)
+def test_faults_are_found_by_wrong_bytes(name: str) -> None:
+    fault = FAULTS[name]
+    fault.fired = 0
+    with pytest.raises((WrongBytesError, CountError, PenstockError)):
+        run_everywhere(fault, (*cases(), *disk_cases()), LATE_ORDERS)
+    assert fault.fired
+
+
+@pytest.mark.random
+@settings(max_examples=scaled(12), deadline=None)
+@seed(4)
+@given(problems("contiguous", methods=2), st.none() | st.floats(0, 0.6), st.integers(0, 99))
+def test_random_plans_run_on_the_rig_in_random_orders(
+    p: RandomProblem, share: float | None, number: int
+) -> None:
+    one = case_of(p, share)
+    if one.plan.arena_bytes:
+        for order in (("random", number), ("late", 0), ("lagging", 0)):
+            with machine.ordered(*order):
+                RigRun(one).go()
